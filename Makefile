@@ -1,0 +1,51 @@
+# Two commands do everything: `make demo` and `make test`. Each sets up first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/CMakeLists.txt)
+CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h)
+
+.PHONY: help venv demo test check format bench faults clean
+
+help:           ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+venv: $(VENV)/.ready  ## build .venv with everything the tests need
+
+$(VENV)/.tools: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python tools/requirements.py build test dev | $(BIN)/python -m pip install --quiet -r /dev/stdin
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.tools $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+demo: venv      ## start a daemon with small tiers and watch a workload run through it
+	$(BIN)/kvtier demo
+
+test: venv      ## the tests
+	$(BIN)/python -m pytest
+
+check: venv     ## format, types, floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv    ## mend the format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
+
+bench: venv     ## the benchmarks, against memcpy in the same run; results in benchmarks/results
+	$(BIN)/python benchmarks/bench_warm.py
+	$(BIN)/python benchmarks/bench_control.py
+
+faults: venv    ## the long runs: state machine, fuzzing, killed clients
+	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
+
+clean:          ## forget everything built
+	rm -rf $(VENV) build dist

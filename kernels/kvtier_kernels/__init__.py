@@ -1,0 +1,1 @@
+"""Native kernels behind one import: copies, checksums, names, mappings, the catalog's store."""
