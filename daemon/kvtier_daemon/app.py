@@ -1,0 +1,201 @@
+"""Puts the daemon together, runs it, and takes it down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import kvtier
+from kvtier.catalog import Catalog
+from kvtier.policy.base import make
+from kvtier.units import format_bytes
+from kvtier_daemon import notify, preflight, secrets
+from kvtier_daemon.config import Config, Loaded, extent_bytes, quotas, tenant_of
+from kvtier_daemon.server import Report, Server
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.warm import WarmTier
+from kvtier_kernels import Store
+
+log = logging.getLogger(__name__)
+
+TEND_S = 0.1
+FAULTING_GRACE_S = 30
+
+
+def run(loaded: Loaded) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError before anything is allocated if it can't work."""
+    config = loaded.config
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    preflight.check(config)
+    listener = preflight.claim_socket(config.socket, config.socket_mode, config.socket_group)
+    try:
+        loop_factory = _uvloop_factory()
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(App(config, listener).serve())
+    finally:
+        listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            Path(config.socket).unlink()
+
+
+class App:
+    """The running daemon: its tenants, its warm tier, its server."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self.config = config
+        self._started_at = time.monotonic()
+        shares = quotas(config)
+        self.tenants = {
+            name: Tenant(
+                name,
+                secrets.tenant_secret(Path(config.state), name),
+                quota,
+                Catalog(Store(), make(config.warm.policy)),
+            )
+            for name, quota in shares.items()
+        }
+        self.warm = WarmTier(shares, extent_bytes(config))
+        self._listener = listener
+        self._server: Server | None = None
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+        self._server = Server(
+            loop, self._listener, self._tenant_of, self.stats, self.config.max_clients
+        )
+        loop.add_reader(self.warm.start(), self._extents_ready)
+        # What start-up made stays for good: a collection need not walk it again.
+        gc.collect()
+        gc.freeze()
+        notify.ready(f"serving on {self.config.socket}")
+        log.info(
+            "kvtier %s serves on %s: warm %s for %s",
+            kvtier.__version__,
+            self.config.socket,
+            format_bytes(self.warm.capacity_bytes),
+            ", ".join(f"{t.name} {format_bytes(t.quota_bytes)}" for t in self.tenants.values()),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tending = tasks.create_task(self._tend(), name="tend")
+            await stopped.wait()
+            tending.cancel()
+        notify.stopping()
+        log.info("going down")
+        self._server.close("it was asked to stop")
+        loop.remove_reader(self.warm.event_fd)
+        self.warm.close()
+
+    async def _tend(self) -> None:
+        """What happens by itself: leases run out, silent strangers are shown the door."""
+        assert self._server is not None
+        while True:
+            await asyncio.sleep(TEND_S)
+            now = self._server.clock()
+            for tenant in self.tenants.values():
+                tenant.catalog.expire(now)
+            self._server.tend()
+
+    def _tenant_of(self, uid: int) -> Tenant | None:
+        name = tenant_of(self.config, uid)
+        return self.tenants[name] if name is not None else None
+
+    def _extents_ready(self) -> None:
+        assert self._server is not None
+        for extent in self.warm.ready():
+            self.tenants[extent.tenant].add(extent)
+            done = format_bytes(sum(e.nbytes for e in self.warm.extents))
+            notify.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
+        self._server.announce()
+        if self.warm.complete:
+            log.info("warm tier is there: %s", format_bytes(self.warm.allocated_bytes))
+
+    # --- saying how it is --------------------------------------------------------------------
+
+    def stats(self, tenant: Tenant | None) -> Report:
+        """What `kvtier status --json` prints: of one tenant, or of all."""
+        assert self._server is not None
+        tenants = list(self.tenants.values()) if tenant is None else [tenant]
+        sessions = Counter(
+            session.tenant.name for session in self._server.sessions if session.tenant is not None
+        )
+        counts = [each.catalog.counts() for each in tenants]
+        catalogs = [each.catalog for each in tenants]
+        capacity = sum(each.quota_bytes for each in tenants)
+        have = sum(count["capacity_bytes"] for count in counts)
+        body: dict[str, Any] = {
+            "version": kvtier.__version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
+            "tiers": {
+                "warm": {
+                    "capacity_bytes": capacity,
+                    "allocated_bytes": self.warm.allocated_bytes if tenant is None else have,
+                    "used_bytes": sum(count["ready_bytes"] for count in counts),
+                    "blocks": sum(count["ready"] for count in counts),
+                    "policy": self.config.warm.policy,
+                    "states": {
+                        state: sum(count[state] for count in counts)
+                        for state in ("writing", "ready", "doomed", "quarantined")
+                    },
+                    "failure": self.warm.failure,
+                }
+            },
+            "lookup_tokens": sum(catalog.lookup_tokens for catalog in catalogs),
+            "hit_tokens": {"warm": sum(catalog.hit_tokens for catalog in catalogs)},
+            "miss_tokens": _sum(catalog.miss_tokens for catalog in catalogs),
+            "saved_tokens": sum(catalog.saved_tokens for catalog in catalogs),
+            "refused_tokens": _sum(catalog.refused_tokens for catalog in catalogs),
+            "evicted_blocks": _sum(catalog.evicted_blocks for catalog in catalogs),
+            "bytes": {
+                "saved": sum(catalog.saved_bytes for catalog in catalogs),
+                "loaded": sum(catalog.loaded_bytes for catalog in catalogs),
+            },
+            "catalog_bytes": sum(catalog.memory_bytes() for catalog in catalogs),
+            "sessions": sum(sessions[each.name] for each in tenants),
+            "failures": dict(self._server.failures) if tenant is None else {},
+            "tenants": {
+                each.name: {
+                    "capacity_bytes": each.quota_bytes,
+                    "used_bytes": count["ready_bytes"],
+                    "blocks": count["ready"],
+                    "spaces": each.catalog.spaces,
+                    "sessions": sessions[each.name],
+                    "leases": each.catalog.leases,
+                }
+                for each, count in zip(tenants, counts, strict=True)
+            },
+        }
+        return {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in body.items()}
+
+
+def _sum(counters: Any) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        for name, count in counter.items():
+            total[name] += count
+    return dict(total)
+
+
+def _uvloop_factory() -> Any:
+    """uvloop's loop where it is installed; asyncio's own elsewhere."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,35 @@
+"""A tenant: who shares a cache, and everything that is theirs alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.catalog import Catalog
+from kvtier.key import space_secret
+from kvtier.layout import KvSpec, space_id
+from kvtier_daemon.tiers.warm import Extent
+
+
+@dataclass(slots=True)
+class Tenant:
+    """Its own catalog, its own extents, its own secret: nothing here is reachable from another one."""
+
+    name: str
+    secret: bytes
+    quota_bytes: int
+    catalog: Catalog
+    extents: list[Extent] = field(default_factory=list)
+
+    def add(self, extent: Extent) -> int:
+        """Take this extent for life; its number among the tenant's."""
+        index = self.catalog.add_extent(extent.nbytes, extent.table)
+        assert index == len(self.extents)
+        self.extents.append(extent)
+        return index
+
+    def identity_of(self, spec: KvSpec) -> bytes:
+        return space_id(spec, self.name)
+
+    def secret_of(self, identity: bytes) -> bytes:
+        """What a client of that space names its blocks with."""
+        return space_secret(self.secret, identity)

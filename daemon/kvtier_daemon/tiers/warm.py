@@ -1,0 +1,153 @@
+"""The warm tier's memory: extents in memfds, each one tenant's for life, faulted in while others serve."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvtier.units import format_bytes
+from kvtier_kernels import Mapping, Prefaulter
+
+log = logging.getLogger(__name__)
+
+PAGE = 4096
+GENERATION_BYTES = 8
+# Nobody may resize an extent, or seal it further. Not F_SEAL_FUTURE_WRITE: after it a restarted daemon
+# could not map its own arena for writing.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def table_bytes(extent_bytes: int) -> int:
+    """Size of an extent's table of generations: one for each page a slot can start on."""
+    return -(-extent_bytes // PAGE) * GENERATION_BYTES
+
+
+def plan_extents(quotas: dict[str, int], extent_bytes: int) -> list[tuple[str, int]]:
+    """Who gets which extents, in the order in which they are faulted in: a round for each tenant in turn,
+    so that everybody has some room soon. Each tenant's sum is its quota, in whole pages."""
+    left = {tenant: quota - quota % PAGE for tenant, quota in quotas.items()}
+    order: list[tuple[str, int]] = []
+    while any(left.values()):
+        for tenant, remaining in left.items():
+            if remaining:
+                nbytes = min(extent_bytes, remaining)
+                left[tenant] -= nbytes
+                order.append((tenant, nbytes))
+    return order
+
+
+@dataclass(slots=True)
+class Extent:
+    """A piece of the arena. `table_fd` is a read-only reopening: clients read generations, never write them."""
+
+    tenant: str
+    nbytes: int
+    fd: int
+    table_fd: int
+    table: Mapping
+
+    def read_only_fd(self) -> int:
+        """A new descriptor that can't be mapped for writing; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self.table_fd)
+
+
+class WarmTier:
+    """Makes the extents one after the other in a native thread, and says of each when it is there.
+
+    Memory is allocated, not promised: `posix_fallocate` fails where a sparse file would later be a SIGBUS.
+    """
+
+    def __init__(self, quotas: dict[str, int], extent_bytes: int) -> None:
+        self._plan = plan_extents(quotas, extent_bytes)
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._prefaulter = Prefaulter(self.event_fd)
+        self._files: list[tuple[int, int]] = []
+        self._finished = 0
+        self.extents: list[Extent] = []
+        self.capacity_bytes = sum(nbytes for _, nbytes in self._plan)
+        self.failure = ""
+
+    def start(self) -> int:
+        """Begin to allocate; returns the descriptor that becomes readable whenever `ready` has news."""
+        for place, (tenant, nbytes) in enumerate(self._plan):
+            fd = _memfd(f"kvtier-{tenant}-{place}", nbytes)
+            table_fd = _memfd(f"kvtier-{tenant}-{place}-generations", table_bytes(nbytes))
+            self._files.append((fd, table_fd))
+            # The table first: an extent that is there without its table would be of no use.
+            self._prefaulter.add(table_fd, table_bytes(nbytes))
+            self._prefaulter.add(fd, nbytes)
+        return self.event_fd
+
+    def ready(self) -> Iterator[Extent]:
+        """The extents that have become usable since the last call."""
+        try:
+            os.eventfd_read(self.event_fd)
+        except BlockingIOError:
+            return
+        progress = self._prefaulter.progress()
+        while self._finished < len(self._plan) and not self.failure:
+            pair = progress[2 * self._finished : 2 * self._finished + 2]
+            tenant, nbytes = self._plan[self._finished]
+            code = next((code for _, code in pair if code), 0)
+            if code:
+                self._give_up(code, nbytes)
+                return
+            if pair[1][0] < nbytes:
+                return
+            self._finished += 1
+            extent = self._finish(tenant, nbytes, *self._files[self._finished - 1])
+            self.extents.append(extent)
+            yield extent
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the arena that are there so far."""
+        return sum(done for done, _ in self._prefaulter.progress()[1::2])
+
+    @property
+    def complete(self) -> bool:
+        return self._finished == len(self._plan) or bool(self.failure)
+
+    def close(self) -> None:
+        self._prefaulter.stop()
+        for extent in self.extents:
+            extent.close()
+        for fd, table_fd in self._files[len(self.extents) :]:
+            os.close(fd)
+            os.close(table_fd)
+        self.extents.clear()
+        self._files.clear()
+        os.close(self.event_fd)
+
+    def _finish(self, tenant: str, nbytes: int, fd: int, table_fd: int) -> Extent:
+        for each in (fd, table_fd):
+            fcntl.fcntl(each, fcntl.F_ADD_SEALS, SEALS)
+        table = Mapping(table_fd, table_bytes(nbytes), True)
+        read_only = os.open(f"/proc/self/fd/{table_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        os.close(table_fd)
+        return Extent(tenant, nbytes, fd, read_only, table)
+
+    def _give_up(self, code: int, nbytes: int) -> None:
+        have = format_bytes(sum(extent.nbytes for extent in self.extents))
+        self.failure = (
+            f"the arena stays at {have} of {format_bytes(self.capacity_bytes)}: an extent of "
+            f"{format_bytes(nbytes)} can't be had ({os.strerror(code)}, {errno.errorcode.get(code, code)})"
+        )
+        log.error("%s", self.failure)
+
+
+def _memfd(name: str, nbytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    # A memfd is 0777 by birth, and through /proc a read-only descriptor of such a file can be reopened
+    # for writing.
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, nbytes)
+    return fd

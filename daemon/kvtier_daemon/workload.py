@@ -1,0 +1,107 @@
+"""A synthetic chat service: conversations that share system prompts and come back turn after turn.
+
+No model runs: a block's bytes are its key, repeated, so that whoever loads one can check every byte of it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvtier import Client, KvSpec, Space
+from kvtier.key import KEY_BYTES
+
+SYSTEM_PROMPTS = 3
+SYSTEM_TOKENS = 256
+TURN_TOKENS = (64, 192)
+TURNS_MAX = 8
+
+
+@dataclass(slots=True)
+class Step:
+    """What one turn cost and gave."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    saved_blocks: int = 0
+    wrong_blocks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    saved_bytes: int = 0
+    save_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Conversation:
+    tokens: array[int]
+    turns: int = 0
+
+
+@dataclass(slots=True)
+class ChatService:
+    """Turns of many conversations in random order; popular ones come back sooner."""
+
+    seed: int
+    conversations: int = 48
+    _living: list[Conversation] = field(default_factory=list)
+
+    def prompts(self) -> Iterator[array[int]]:
+        """Endless prompts: the whole history and a new question each time."""
+        chance = random.Random(self.seed)
+        # System prompts are the service's: every engine, whatever its seed, sends the same.
+        common = random.Random("system prompts")
+        systems = [_tokens(common, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+        while True:
+            while len(self._living) < self.conversations:
+                self._living.append(Conversation(array("I", chance.choice(systems))))
+            place = min(int(chance.expovariate(6.0 / self.conversations)), self.conversations - 1)
+            talk = self._living[place]
+            talk.tokens.extend(_tokens(chance, chance.randint(*TURN_TOKENS)))
+            talk.turns += 1
+            if talk.turns == TURNS_MAX:
+                self._living.pop(place)
+            yield talk.tokens
+
+
+class Engine:
+    """Does with kvtier what an inference engine does: loads the prefix, computes the rest, saves it."""
+
+    def __init__(self, client: Client, spec: KvSpec) -> None:
+        self._space: Space = client.open(spec)
+        self._block_bytes = spec.block_bytes
+        self._block_tokens = spec.block_tokens
+        most = (SYSTEM_TOKENS + TURNS_MAX * TURN_TOKENS[1]) // spec.block_tokens
+        self._memory = memoryview(bytearray(most * spec.block_bytes))
+
+    def serve(self, prompt: array[int]) -> Step:
+        step = Step(prompt_tokens=len(prompt))
+        keys = self._space.keys(prompt)
+        size = self._block_bytes
+        started = time.perf_counter()
+        ready = self._space.load_into(keys, self._memory[: len(keys) * size])
+        step.load_s = time.perf_counter() - started
+        step.loaded_bytes = ready * size
+        step.hit_tokens = ready * self._block_tokens
+        for at in range(ready):
+            block = self._memory[at * size : (at + 1) * size]
+            step.wrong_blocks += block != kv_bytes(keys[at], size)
+        computed = [kv_bytes(key, size) for key in keys[ready:]]
+        if computed:
+            started = time.perf_counter()
+            saved = self._space.save(keys[ready:], computed)
+            step.save_s = time.perf_counter() - started
+            step.saved_blocks = saved.stored
+            step.saved_bytes = saved.stored * size
+        return step
+
+
+def kv_bytes(key: bytes, nbytes: int) -> bytes:
+    """The made-up K and V of a block: nobody else's block looks like it."""
+    return (key * (nbytes // KEY_BYTES + 1))[:nbytes]
+
+
+def _tokens(chance: random.Random, count: int) -> array[int]:
+    return array("I", (chance.randrange(128_000) for _ in range(count)))

@@ -1,0 +1,65 @@
+"""A client's mapping of its tenant's extents, and of the tables that say which bytes still stand."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+
+from kvtier.errors import ProtocolError
+from kvtier_kernels import Mapping
+
+LIMIT_EXTENTS = 65_536
+
+
+class Arena:
+    """The extents that the daemon has announced, mapped. Grows while in use, never shrinks.
+
+    A thread faults new mappings in, one call without the GIL each, so that the first copy into a slot
+    does not pay a page fault per 4 KiB.
+    """
+
+    def __init__(self, read_only: bool, populate: bool) -> None:
+        self.extents: list[Mapping | None] = []
+        self.tables: list[Mapping | None] = []
+        self._read_only = read_only
+        self._unpopulated: queue.SimpleQueue[Mapping | None] | None = None
+        if populate:
+            self._unpopulated = queue.SimpleQueue()
+            self._populating = threading.Thread(
+                target=_populate, args=(self._unpopulated,), name="kvtier-populate", daemon=True
+            )
+            self._populating.start()
+
+    def add(self, index: int, nbytes: int, extent_fd: int, table_fd: int) -> None:
+        """Map an extent and its table. Takes the descriptors and closes them, whatever happens."""
+        try:
+            if not 0 <= index < LIMIT_EXTENTS:
+                raise ProtocolError(f"extent {index}: at most {LIMIT_EXTENTS} are possible")
+            extent = Mapping(extent_fd, nbytes, not self._read_only)
+            table = Mapping(table_fd, os.fstat(table_fd).st_size, False)
+        finally:
+            os.close(extent_fd)
+            os.close(table_fd)
+        for mappings, mapping in ((self.extents, extent), (self.tables, table)):
+            mappings.extend([None] * (index + 1 - len(mappings)))
+            mappings[index] = mapping
+        if self._unpopulated is not None:
+            self._unpopulated.put(extent)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.size for extent in self.extents if extent is not None)
+
+    def close(self) -> None:
+        """Let the mappings go. Memory that a view still shows stays mapped until that view is gone."""
+        self.extents = []
+        self.tables = []
+        if self._unpopulated is not None:
+            self._unpopulated.put(None)
+            self._unpopulated = None
+
+
+def _populate(unpopulated: queue.SimpleQueue[Mapping | None]) -> None:
+    while (mapping := unpopulated.get()) is not None:
+        mapping.populate()

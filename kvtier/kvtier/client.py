@@ -1,0 +1,528 @@
+"""The blocking client: open a space, save blocks, load them back. What plugins and scripts use.
+
+Threads may share a client: requests take turns, copies do not. After a fork the child must connect again;
+its inherited client raises Unavailable. A client whose daemon hung, died or restarted raises Unavailable from
+then on: make a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket as sockets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvtier import wire
+from kvtier.arena import Arena
+from kvtier.connection import Clock, Connection
+from kvtier.errors import ProtocolError, StaleLease, Unavailable
+from kvtier.key import KEY_BYTES, Key, Keys, hash_keys, token_keys
+from kvtier.layout import KvSpec
+from kvtier_kernels import copy_in, copy_out, fresh, release_views, views
+
+DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
+COPY_THREADS = 1
+
+ReplyT = TypeVar("ReplyT", bound=wire.Message)
+
+
+class Match(msgspec.Struct, frozen=True):
+    """How many leading blocks are `ready` in memory, and how many after them are `coming`, in `eta_ms`."""
+
+    ready: int
+    coming: int
+    eta_ms: float
+
+
+class Client:
+    """A connection to the daemon and a mapping of this tenant's arena."""
+
+    def __init__(self, connection: Connection, arena: Arena, name: str, read_only: bool) -> None:
+        self._connection = connection
+        self._arena = arena
+        self._lock = threading.RLock()
+        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only)
+        welcome = self._ask(hello, wire.Welcome)
+        self.tenant = welcome.tenant
+        self.daemon_version = welcome.version
+
+    @classmethod
+    def connect(
+        cls,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        timeout_s: float = 5.0,
+        read_only: bool = False,
+        populate: bool = True,
+        name: str = "",
+        clock: Clock = time.monotonic,
+    ) -> Client:
+        """Connect to the daemon at `socket`: $KVTIER_SOCKET if None, then /run/kvtier/kvtier.sock.
+
+        `timeout_s` bounds every request. `read_only` maps the arena for reading only and can't save.
+        Raises Unavailable if there is no daemon, Refused if it won't have this client.
+        """
+        path = os.fspath(socket or os.environ.get("KVTIER_SOCKET") or DEFAULT_SOCKET)
+        sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(path)
+        except OSError as error:
+            sock.close()
+            reason = error.strerror or str(error)
+            raise Unavailable(
+                f"no daemon at {path}: {reason}; is `kvtier serve` running?"
+            ) from error
+        connection = Connection(sock, clock, timeout_s)
+        arena = Arena(read_only, populate)
+        try:
+            return cls(connection, arena, name or f"pid {os.getpid()}", read_only)
+        except BaseException:
+            connection.close(farewell=False)
+            arena.close()
+            raise
+
+    def open(self, spec: KvSpec) -> Space:
+        """The space of this description: made on first sight, shared by all who describe it alike."""
+        opened = self._ask(wire.Open(self._new_id(), spec.checked()), wire.Opened)
+        return Space(self, spec, opened)
+
+    def stats(self) -> dict[str, Any]:
+        """What `kvtier status --json` prints."""
+        report = self._ask(wire.Stats(self._new_id()), wire.Report)
+        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+
+    def ping(self) -> None:
+        self._ask(wire.Ping(self._new_id()), wire.Done)
+
+    def adopt(self, token: bytes, shards: Sequence[int] = (0,)) -> Lease:
+        """Join a lease that another process of this tenant holds, by its token."""
+        loaded = self._ask(wire.Adopt(self._new_id(), token, list(shards)), wire.Loaded)
+        return Lease(self, loaded)
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to say."""
+        return self._connection.fileno()
+
+    def poll(self) -> dict[int, Match | Lease]:
+        """Answers that have come to `begin_match` and `begin_lease`, by ticket. Never waits."""
+        with self._lock:
+            replies = self._connection.poll()
+            self._map_extents()
+        found: dict[int, Match | Lease] = {}
+        for ticket, reply in replies.items():
+            if isinstance(reply, wire.Matched):
+                found[ticket] = Match(reply.ready, reply.coming, reply.eta_ms)
+            elif isinstance(reply, wire.Loaded):
+                found[ticket] = Lease(self, reply)
+            elif isinstance(reply, wire.Failed):
+                found[ticket] = Match(0, 0, 0.0)
+        return found
+
+    def close(self) -> None:
+        """Let everything go. Views of slots are invalid from now on."""
+        with self._lock:
+            self._connection.close(farewell=True)
+            self._arena.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _new_id(self) -> int:
+        return self._connection.new_id()
+
+    def _ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
+        with self._lock:
+            reply = self._connection.wait(self._connection.send(request))
+            self._map_extents()
+        if not isinstance(reply, expected):
+            raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
+        return reply
+
+    def _tell(self, request: wire.Message) -> int:
+        with self._lock:
+            return self._connection.send(request)
+
+    def _map_extents(self) -> None:
+        extents = self._connection.extents
+        while extents:
+            self._arena.add(*extents.popleft())
+
+
+class Space:
+    """What shares keys: blocks of one model configuration of this tenant."""
+
+    def __init__(self, client: Client, spec: KvSpec, opened: wire.Opened) -> None:
+        self._client = client
+        self.spec = spec
+        self.index = opened.space
+        self.identity = opened.identity
+        self._secret = opened.secret
+        self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
+
+    def keys(self, token_ids: object, salt: bytes = b"", extras: bytes = b"") -> Keys:
+        """One key per whole block of these tokens: a list, or a buffer of integers. Another `salt` (a user,
+        a session) or other `extras` (an adapter's digest, an image's) share no key."""
+        return token_keys(self._secret, token_ids, self.spec.block_tokens, salt, extras)
+
+    def keys_of_hashes(
+        self, hashes: Sequence[bytes], salt: bytes = b"", extras: bytes = b""
+    ) -> Keys:
+        """One key per block hash of an engine, in place of tokens. Only for hashes nobody can forge:
+        SHA-256 and its like."""
+        return hash_keys(self._secret, hashes, salt, extras)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def match(self, keys: Keys | Sequence[bytes]) -> Match:
+        """How much of this prefix is here; starts the promotion of what is on its way."""
+        packed = Keys.of(keys).packed
+        reply = self._ask(wire.Match(self._new_id(), self.index, packed), wire.Matched)
+        return Match(reply.ready, reply.coming, reply.eta_ms)
+
+    def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
+        """Match for its effect: these blocks will be wanted soon."""
+        packed = Keys.of(keys).packed
+        reply = self._ask(wire.Prefetch(self._new_id(), self.index, packed), wire.Matched)
+        return Match(reply.ready, reply.coming, reply.eta_ms)
+
+    def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
+        """Send a match and return its ticket at once; `client.poll()` has the answer later."""
+        return self._client._tell(wire.Match(self._new_id(), self.index, Keys.of(keys).packed))
+
+    # --- loading -----------------------------------------------------------------------------
+
+    def load(
+        self, keys: Keys | Sequence[bytes], deadline_ms: int = 500, group: int = 0, shard: int = 0
+    ) -> Loading:
+        """`with space.load(keys) as blocks:` read-only views of the ready prefix, held for `deadline_ms`.
+
+        If the block takes longer than that and a slot was given away meanwhile, leaving it raises
+        StaleLease: what was read is not to be used.
+        """
+        return Loading(self, keys, deadline_ms, group, shard)
+
+    def load_into(
+        self,
+        keys: Keys | Sequence[bytes],
+        targets: Sequence[Any] | Any,
+        deadline_ms: int = 500,
+        group: int = 0,
+        shard: int = 0,
+        threads: int = COPY_THREADS,
+    ) -> int:
+        """Copy the ready prefix into `targets` (a buffer per block, or one for all); how many blocks of
+        it are good. Targets beyond that number hold nothing of use."""
+        lease = self.lease(keys, deadline_ms, [shard])
+        if not lease.ready:
+            return 0
+        try:
+            part = lease.part(group, shard)
+            count = len(part.slots) // wire.SLOT_BYTES
+            wanted = _leading(targets, count, self._block_bytes[group])
+            arena = self._client._arena
+            copy_out(arena.extents, part.slots, self._block_bytes[group], wanted, threads, False)
+            return fresh(arena.tables, part.slots)
+        finally:
+            lease.release()
+
+    def lease(
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int = 500,
+        shards: Sequence[int] = (0,),
+    ) -> Lease:
+        """Match, and hold the ready prefix in all its groups and shards; tells the slots of `shards`."""
+        request = self._lease_request(keys, deadline_ms, shards)
+        return Lease(self._client, self._ask(request, wire.Loaded))
+
+    def begin_lease(
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int = 500,
+        shards: Sequence[int] = (0,),
+    ) -> int:
+        """Send a lease request and return its ticket at once; `client.poll()` has the Lease later."""
+        return self._client._tell(self._lease_request(keys, deadline_ms, shards))
+
+    def _lease_request(
+        self, keys: Keys | Sequence[bytes], deadline_ms: int, shards: Sequence[int]
+    ) -> wire.Load:
+        packed = Keys.of(keys).packed
+        return wire.Load(self._new_id(), self.index, packed, deadline_ms, list(shards))
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def reserve(self, keys: Keys | Sequence[bytes], group: int = 0, shard: int = 0) -> Saving:
+        """`with space.reserve(keys) as saving:` writable slots for the keys that are new and admitted.
+
+        Commits on leaving, aborts on an exception. Waits for no disk.
+        """
+        return Saving(self, Keys.of(keys), group, shard)
+
+    def save(
+        self,
+        keys: Keys | Sequence[bytes],
+        arrays: Sequence[Any] | Any,
+        group: int = 0,
+        shard: int = 0,
+        checksum: bool = True,
+        threads: int = COPY_THREADS,
+    ) -> Saved:
+        """Copy blocks in: a buffer per key, or one for all. What was kept comes back.
+
+        Only blocks that are not here yet are copied. Streams past the cache, summing on the way.
+        """
+        keys = Keys.of(keys)
+        saving = self.reserve(keys, group, shard)
+        with saving:
+            if saving.slots:
+                sources = _chosen(arrays, saving.granted, len(keys), self._block_bytes[group])
+                extents = self._client._arena.extents
+                saving.checksums = copy_in(
+                    extents, saving.slots, self._block_bytes[group], sources, threads, checksum
+                )
+        return Saved(keys, saving.outcomes)
+
+    # --- wishes ------------------------------------------------------------------------------
+
+    def pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
+        """Ask that the ready prefix stay for `ttl_s`; how many blocks will."""
+        packed = Keys.of(keys).packed
+        ttl_ms = int(ttl_s * 1000)
+        return self._ask(wire.Pin(self._new_id(), self.index, packed, ttl_ms), wire.Counted).blocks
+
+    def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
+        """Say how much these blocks matter, 0 (may go first) to 1; how many of them are here."""
+        packed = Keys.of(keys).packed
+        request = wire.Hint(self._new_id(), self.index, packed, importance)
+        return self._ask(request, wire.Counted).blocks
+
+    def forget(self, keys: Keys | Sequence[bytes]) -> int:
+        """These blocks are not to be found from now on; how many there were."""
+        packed = Keys.of(keys).packed
+        return self._ask(wire.Forget(self._new_id(), self.index, packed), wire.Counted).blocks
+
+    def _new_id(self) -> int:
+        return self._client._new_id()
+
+    def _ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
+        return self._client._ask(request, expected)
+
+
+class Lease:
+    """Blocks that stay where they are until `release` or the deadline. `token` lets others join."""
+
+    __slots__ = ("_client", "_id", "coming", "eta_ms", "parts", "ready", "token")
+
+    def __init__(self, client: Client, loaded: wire.Loaded) -> None:
+        self._client = client
+        self._id = loaded.lease
+        self.ready = loaded.ready
+        self.coming = loaded.coming
+        self.eta_ms = loaded.eta_ms
+        self.token = loaded.token
+        self.parts: list[wire.Part] = loaded.parts
+
+    def part(self, group: int, shard: int) -> wire.Part:
+        """The slots of one group and shard; KeyError if they were not asked for."""
+        for part in self.parts:
+            if part.group == group and part.shard == shard:
+                return part
+        raise KeyError(f"the lease tells nothing of group {group}, shard {shard}")
+
+    def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
+        """Read-only views of a part's slots."""
+        return views(self._client._arena.extents, part.slots, nbytes, False)
+
+    def fresh(self, part: wire.Part) -> int:
+        """How many leading blocks of a part still are what they were. Ask after reading them."""
+        return fresh(self._client._arena.tables, part.slots)
+
+    def release(self) -> None:
+        """Let go. Does not wait for the daemon; a second call does nothing. A daemon that is gone has
+        forgotten the lease already; the next request will say so."""
+        if self._id:
+            lease, self._id = self._id, 0
+            with contextlib.suppress(Unavailable):
+                self._client._tell(wire.Release(0, lease))
+
+
+class Blocks(list[memoryview]):
+    """The ready prefix: a read-only view a block, valid until the `with` block ends."""
+
+    coming: int = 0
+    eta_ms: float = 0.0
+
+
+class Loading:
+    """A load as a context; see Space.load."""
+
+    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space")
+
+    def __init__(
+        self, space: Space, keys: Keys | Sequence[bytes], deadline_ms: int, group: int, shard: int
+    ) -> None:
+        self._space = space
+        self._args = (keys, deadline_ms, group, shard)
+        self._lease: Lease | None = None
+        self._part: wire.Part | None = None
+        self._blocks = Blocks()
+
+    def __enter__(self) -> Blocks:
+        keys, deadline_ms, group, shard = self._args
+        lease = self._lease = self._space.lease(keys, deadline_ms, [shard])
+        if lease.ready:
+            self._part = lease.part(group, shard)
+            self._blocks = Blocks(lease.views(self._part, self._space._block_bytes[group]))
+        self._blocks.coming = lease.coming
+        self._blocks.eta_ms = lease.eta_ms
+        return self._blocks
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        assert self._lease is not None
+        stale = False
+        if self._part is not None:
+            stale = self._lease.fresh(self._part) * wire.SLOT_BYTES < len(self._part.slots)
+            release_views(self._blocks)
+        self._lease.release()
+        if stale and kind is None:
+            raise StaleLease("the lease ran out while its blocks were read: use nothing of them")
+
+
+class Saving(Mapping[Key, memoryview]):
+    """A save as a context: key -> writable slot, in order; see Space.reserve."""
+
+    def __init__(self, space: Space, keys: Keys, group: int, shard: int) -> None:
+        self._space = space
+        self._keys = keys
+        self._group = group
+        self._shard = shard
+        self._lease = 0
+        self._committed = 0
+        self._buffers: dict[Key, memoryview] | None = None
+        self.checksums = b""
+        self.slots = b""
+        self.outcomes = b""
+
+    @property
+    def granted(self) -> list[int]:
+        """Which of the keys, by place, have a slot."""
+        return [at for at, outcome in enumerate(self.outcomes) if outcome == wire.GRANTED]
+
+    @property
+    def refused(self) -> dict[Key, str]:
+        """Why each of the other keys has none: present, in_progress, leaving, no_room."""
+        return {
+            key: wire.OUTCOMES[outcome]
+            for key, outcome in zip(self._keys, self.outcomes, strict=False)
+            if outcome != wire.GRANTED
+        }
+
+    def commit(self, count: int) -> None:
+        """The next `count` granted blocks are written: others may read them from now on."""
+        if count < 1:
+            return
+        sums = self.checksums
+        at, self._committed = self._committed, self._committed + count
+        digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
+        request = wire.Commit(self._space._new_id(), self._lease, at, count, digests)
+        self._space._ask(request, wire.Done)
+
+    def _slot_views(self) -> dict[Key, memoryview]:
+        if self._buffers is None:
+            nbytes = self._space._block_bytes[self._group]
+            buffers = views(self._space._client._arena.extents, self.slots, nbytes, True)
+            keys = [self._keys[at] for at in self.granted]
+            self._buffers = dict(zip(keys, buffers, strict=True))
+        return self._buffers
+
+    def __getitem__(self, key: Key) -> memoryview:
+        return self._slot_views()[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._slot_views())
+
+    def __len__(self) -> int:
+        return len(self.slots) // wire.SLOT_BYTES
+
+    def __enter__(self) -> Saving:
+        keys, space = self._keys, self._space
+        request = wire.Reserve(
+            space._new_id(), space.index, self._group, self._shard, keys.parent, keys.packed
+        )
+        reserved = space._ask(request, wire.Reserved)
+        if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
+            raise ProtocolError("a reserve was answered for another number of keys")
+        self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._buffers:
+            release_views(list(self._buffers.values()))
+        left = len(self) - self._committed
+        if not left:
+            return
+        if kind is None:
+            self.commit(left)
+        else:
+            self._space._ask(wire.Abort(self._space._new_id(), self._lease), wire.Done)
+
+
+class Saved(Sequence[Key]):
+    """The keys that a save left in the cache: `stored` by it, or `present` before. `refused` says the rest."""
+
+    def __init__(self, keys: Keys, outcomes: bytes) -> None:
+        kept = (wire.GRANTED, wire.PRESENT)
+        self._kept = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in kept]
+        self.stored = outcomes.count(wire.GRANTED)
+        self.present = outcomes.count(wire.PRESENT)
+        self.refused: dict[Key, str] = {
+            key: wire.OUTCOMES[outcome]
+            for key, outcome in zip(keys, outcomes, strict=True)
+            if outcome not in kept
+        }
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._kept[index]
+
+    def __repr__(self) -> str:
+        return f"<{self.stored} blocks stored, {self.present} present, {len(self.refused)} refused>"
+
+
+def _chosen(arrays: Any, granted: list[int], total: int, nbytes: int) -> Any:
+    """The sources of the granted keys, out of a buffer per key or one for all."""
+    if isinstance(arrays, (list, tuple)):
+        if len(arrays) != total:
+            raise ValueError(f"{len(arrays)} arrays for {total} keys")
+        return arrays if len(granted) == total else [arrays[at] for at in granted]
+    if len(granted) == total:
+        return arrays
+    flat = memoryview(arrays).cast("B")
+    return [flat[at * nbytes : (at + 1) * nbytes] for at in granted]
+
+
+def _leading(targets: Any, count: int, nbytes: int) -> Any:
+    """The first `count` targets, out of a buffer per block or one for all."""
+    if isinstance(targets, (list, tuple)):
+        if len(targets) < count:
+            raise ValueError(f"{len(targets)} targets for {count} ready blocks")
+        return targets[:count]
+    flat = memoryview(targets).cast("B")
+    if flat.nbytes < count * nbytes:
+        raise ValueError(f"{flat.nbytes} bytes of target for {count} blocks of {nbytes}")
+    return flat[: count * nbytes]

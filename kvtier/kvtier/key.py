@@ -1,0 +1,92 @@
+"""Names of blocks: a chain of keyed hashes, one key for each whole block of a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NewType, overload
+
+from kvtier_kernels import blake3, chain_hashes, chain_keys
+
+Key = NewType("Key", bytes)
+
+KEY_BYTES = 32
+SALT_DOMAIN = b"kvtier.salt.1\0"
+SPACE_DOMAIN = b"kvtier.space-key.1\0"
+
+
+class Keys(Sequence[Key]):
+    """The keys of consecutive blocks, packed, with the key of the block before them.
+
+    A slice keeps its place in the chain: `keys[10:]` knows that its parent is `keys[9]`, so the tail
+    of a prefix can be saved alone.
+    """
+
+    __slots__ = ("packed", "parent")
+
+    def __init__(self, packed: bytes, parent: bytes = b"") -> None:
+        if len(packed) % KEY_BYTES or len(parent) not in (0, KEY_BYTES):
+            raise ValueError(f"keys are {KEY_BYTES} bytes each: got {len(packed)}, {len(parent)}")
+        self.packed = packed
+        self.parent = parent
+
+    @classmethod
+    def of(cls, keys: Keys | Sequence[bytes]) -> Keys:
+        """The same keys, packed: what every call of a space accepts."""
+        return keys if isinstance(keys, Keys) else cls(b"".join(keys))
+
+    def __len__(self) -> int:
+        return len(self.packed) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+    @overload
+    def __getitem__(self, index: slice) -> Keys: ...
+    def __getitem__(self, index: int | slice) -> Key | Keys:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError("keys form a chain: only slices of step 1 make sense")
+            parent = self[start - 1] if start else self.parent
+            return Keys(self.packed[start * KEY_BYTES : stop * KEY_BYTES], parent)
+        place = range(len(self))[index] * KEY_BYTES
+        return Key(self.packed[place : place + KEY_BYTES])
+
+    def __iter__(self) -> Iterator[Key]:
+        packed = self.packed
+        return (Key(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Keys):
+            return self.packed == other.packed and self.parent == other.parent
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.packed, self.parent))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} keys>"
+
+
+def space_secret(tenant_secret: bytes, space: bytes) -> bytes:
+    """The hashing key of one space: whoever holds it can name that space's blocks, no others."""
+    return blake3(SPACE_DOMAIN + space, key=tenant_secret)
+
+
+def chain_root(secret: bytes, salt: bytes) -> bytes:
+    """Where a chain starts: another salt, another chain, and none of its keys in common."""
+    return blake3(SALT_DOMAIN + salt, key=secret)
+
+
+def token_keys(
+    secret: bytes, token_ids: object, block_tokens: int, salt: bytes = b"", extras: bytes = b""
+) -> Keys:
+    """One key per whole block of the tokens (a list, or a buffer of 32- or 64-bit integers)."""
+    root = chain_root(secret, salt)
+    return Keys(chain_keys(secret, root, token_ids, block_tokens, extras))
+
+
+def hash_keys(
+    secret: bytes, hashes: Sequence[bytes], salt: bytes = b"", extras: bytes = b""
+) -> Keys:
+    """One key per block hash of an engine, in place of tokens."""
+    return Keys(chain_hashes(secret, chain_root(secret, salt), list(hashes), extras))

@@ -1,0 +1,311 @@
+"""The messages between a client and the daemon, and how they are framed. No I/O.
+
+    +----------------+---------------------------------------------+
+    | length u32 LE  | body: msgpack array [tag, request id, ...]  |
+    +----------------+---------------------------------------------+
+
+The request's id comes back in its reply; 0 asks for no reply, and is the id of what the daemon sends by
+itself. Block bytes never travel here: a slot is 24 bytes, extent u32, zero u32, offset u64, generation u64.
+An `ExtentAdded` brings two file descriptors: the extent, then its table of generations (read-only).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from kvtier.errors import ProtocolError
+from kvtier.layout import Group, KvSpec
+
+LIMIT_FRAME_BYTES = 4 << 20
+LIMIT_KEYS = 65_536
+SLOT_BYTES = 24
+DIGEST_BYTES = 16
+LENGTH = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    id: int
+
+
+# --- what a client asks -------------------------------------------------------------------------
+
+
+class Hello(Message, tag=1):
+    """First on every connection: both sides must speak the same schema."""
+
+    schema: bytes
+    client: str
+    read_only: bool = False
+
+
+class Open(Message, tag=2):
+    spec: KvSpec
+
+
+class Match(Message, tag=3):
+    """How much of this prefix is here. Starts its promotion."""
+
+    space: int
+    keys: bytes
+
+
+class Load(Message, tag=4):
+    """Match, and hold what is ready until released or the deadline. `shards`: whose slots to tell."""
+
+    space: int
+    keys: bytes
+    deadline_ms: int
+    shards: list[int]
+
+
+class Adopt(Message, tag=5):
+    """Join a lease by its token: another process of the same engine reads under it."""
+
+    token: bytes
+    shards: list[int]
+
+
+class Release(Message, tag=6):
+    lease: int
+
+
+class Reserve(Message, tag=7):
+    """Slots to write the new ones among these keys into. `parent`: the key before the first, or empty."""
+
+    space: int
+    group: int
+    shard: int
+    parent: bytes
+    keys: bytes
+
+
+class Commit(Message, tag=8):
+    """The granted blocks [first, first + count) are written. `checksums`: 16 bytes each, or none."""
+
+    lease: int
+    first: int
+    count: int
+    checksums: bytes = b""
+
+
+class Abort(Message, tag=9):
+    lease: int
+
+
+class Prefetch(Message, tag=10):
+    space: int
+    keys: bytes
+
+
+class Pin(Message, tag=11):
+    space: int
+    keys: bytes
+    ttl_ms: int
+
+
+class Hint(Message, tag=12):
+    space: int
+    keys: bytes
+    importance: float
+
+
+class Forget(Message, tag=13):
+    space: int
+    keys: bytes
+
+
+class Stats(Message, tag=14):
+    pass
+
+
+class Ping(Message, tag=15):
+    pass
+
+
+class Bye(Message, tag=16):
+    """The client closes and promises that nothing of it still touches a slot."""
+
+
+# --- what the daemon answers --------------------------------------------------------------------
+
+
+class Welcome(Message, tag=32):
+    version: str
+    tenant: str
+
+
+class Opened(Message, tag=33):
+    space: int
+    identity: bytes
+    secret: bytes
+
+
+class Matched(Message, tag=34):
+    ready: int
+    coming: int
+    eta_ms: float
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The slots of one group and shard: blocks first, first + 1, ... of the prefix."""
+
+    group: int
+    shard: int
+    first: int
+    slots: bytes
+
+
+class Loaded(Message, tag=35):
+    ready: int
+    coming: int
+    eta_ms: float
+    lease: int
+    token: bytes
+    parts: list[Part]
+
+
+class Reserved(Message, tag=36):
+    """`outcomes` has a byte per key (see OUTCOMES); slots are those of the granted keys in order."""
+
+    lease: int
+    outcomes: bytes
+    slots: bytes
+
+
+class Done(Message, tag=37):
+    pass
+
+
+class Counted(Message, tag=38):
+    blocks: int
+
+
+class Report(Message, tag=39):
+    stats: dict[str, msgspec.Raw]
+
+
+class Failed(Message, tag=40):
+    """`code` is for programs (see CODES), `text` for people. `fatal`: the daemon hangs up after it."""
+
+    code: str
+    text: str
+    fatal: bool = False
+
+
+# --- what the daemon says by itself -------------------------------------------------------------
+
+
+class ExtentAdded(Message, tag=64):
+    index: int
+    bytes: int
+
+
+class GoingDown(Message, tag=65):
+    reason: str
+
+
+Request = (
+    Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
+    | Prefetch | Pin | Hint | Forget | Stats | Ping | Bye
+)  # fmt: skip
+Reply = (
+    Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
+    | ExtentAdded | GoingDown
+)  # fmt: skip
+
+# What became of each key of a reserve, by the byte in Reserved.outcomes.
+OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room")
+GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM = range(len(OUTCOMES))
+
+CODES = (
+    "bad_frame",       # not a message of this schema; fatal
+    "wrong_schema",    # another version at the other end; fatal
+    "no_tenant",       # the server's configuration gives this uid nothing; fatal
+    "too_many",        # clients, spaces, leases
+    "bad_spec",        # the space's description makes no sense
+    "unknown_space",
+    "unknown_lease",   # ended, or never this session's
+    "bad_request",     # well-formed, but makes no sense
+    "read_only",       # this session may not write
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Message) -> bytes:
+    """One frame, length included."""
+    body = _encoder.encode(message)
+    if len(body) > LIMIT_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes: at most {LIMIT_FRAME_BYTES}")
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """The message in a frame's body; raises ProtocolError on anything that is none."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a request: {error}") from error
+
+
+def decode_reply(body: bytes | memoryview) -> Reply:
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a reply: {error}") from error
+
+
+class Framer:
+    """Cuts a byte stream into frames' bodies. Holds at most one unfinished frame."""
+
+    def __init__(self, limit: int = LIMIT_FRAME_BYTES) -> None:
+        self._limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """The bodies that are whole now. Raises ProtocolError at a length beyond the limit, at once
+        and before its bytes are waited for."""
+        pending = self._pending
+        pending += data
+        at = 0
+        try:
+            while len(pending) - at >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(pending, at)
+                if length > self._limit:
+                    raise ProtocolError(f"a frame of {length} bytes: at most {self._limit}")
+                end = at + LENGTH.size + length
+                if end > len(pending):
+                    break
+                body = bytes(memoryview(pending)[at + LENGTH.size : end])
+                at = end
+                yield body
+        finally:
+            del pending[:at]
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._pending)
+
+
+def schema_digest() -> bytes:
+    """What both ends must agree on: every message's tag, fields and types, and the limits."""
+    types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
+    types += [kind for union in (Request, Reply) for kind in union.__args__]
+    lines = [f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES}"]
+    for kind in types:
+        hints = {
+            name: text for base in reversed(kind.__mro__)
+            for name, text in base.__dict__.get("__annotations__", {}).items()
+        }  # fmt: skip
+        fields = [f"{name}:{hints[name]}" for name in kind.__struct_fields__]
+        lines.append(f"{kind.__name__} {kind.__struct_config__.tag} {' '.join(fields)}")
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+SCHEMA = schema_digest()

@@ -1,0 +1,174 @@
+"""Tenants: nobody reads, maps, hints at or evicts what is not theirs."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from daemons import Daemon
+from specs import pattern, spec_of
+
+from kvtier import Client
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be two users")
+
+NOBODY = pwd.getpwnam("nobody").pw_uid
+CONFIG = f"""
+socket_mode = "0666"
+[warm]
+size = "32MiB"
+extent = "8MiB"
+[tenants.ours]
+uids = [0]
+quota = "50%"
+[tenants.theirs]
+uids = [{NOBODY}]
+quota = "50%"
+"""
+
+# As another user: does what it is told, prints what came of it.
+OTHER = """
+import os, sys
+sys.path[:0] = sys.argv[2].split(":")
+import kvtier_kernels, kvtier
+from kvtier import Client, KvtierError
+from specs import pattern, spec_of
+os.setgid(65534); os.setuid(int(sys.argv[3]))
+spec = spec_of("shared-name")
+client = Client.connect(sys.argv[1], populate=False)
+space = client.open(spec)
+"""
+
+
+def as_nobody(daemon: Daemon, code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", OTHER + code, daemon.socket, ":".join(sys.path), str(NOBODY)]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def daemon(daemon_of: Callable[..., Daemon], tmp_path: Any) -> Daemon:
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        os.chmod(folder, 0o755)
+    daemon = daemon_of(config=CONFIG)
+    os.chmod(daemon.log.parent, 0o755)
+    return daemon
+
+
+def ours(daemon: Daemon) -> tuple[Client, Any, Any]:
+    client = daemon.connect()
+    spec = spec_of("shared-name")
+    space = client.open(spec)
+    keys = space.keys(list(range(16 * 8)))
+    assert space.save(keys, [pattern(key, spec.block_bytes) for key in keys]).stored == 8
+    return client, space, keys
+
+
+def test_the_same_tokens_have_other_names(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        theirs = as_nobody(daemon, "print(space.keys(list(range(16 * 8))).packed.hex())")
+        assert len(theirs) == len(keys.packed.hex())
+        assert theirs != keys.packed.hex()
+
+
+def test_stolen_names_open_nothing(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        code = """
+stolen = kvtier.Keys(bytes.fromhex(sys.argv[4]))
+print(space.match(stolen).ready, space.hint(stolen, 0.0), space.pin(stolen), space.forget(stolen))
+"""
+        assert as_nobody(daemon, code, keys.packed.hex()) == "0 0 0 0"
+        assert space.match(keys).ready == 8
+
+
+def test_stolen_lease_tokens_open_nothing(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        lease = space.lease(keys, deadline_ms=60_000)
+        code = """
+try:
+    client.adopt(bytes.fromhex(sys.argv[4]))
+except KvtierError as error:
+    print(error.code)
+"""
+        assert as_nobody(daemon, code, lease.token.hex()) == "unknown_lease"
+        lease.release()
+
+
+def test_filling_the_cache_evicts_only_ones_own(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        code = """
+kept = 0
+for turn in range(8):
+    keys = space.keys([turn] * 16 + list(range(16 * 99)))
+    kept += space.save(keys, bytes(100 * spec.block_bytes)).stored
+print(kept, client.stats()["tiers"]["warm"]["used_bytes"])
+"""
+        assert as_nobody(daemon, code) == f"800 {16 << 20}"
+        assert space.match(keys).ready == 8
+
+
+def test_a_tenant_is_told_only_about_itself(daemon: Daemon) -> None:
+    client, _, _ = ours(daemon)
+    with client:
+        code = "print(client.tenant, sorted(client.stats()['tenants']), client.stats()['saved_tokens'])"
+        assert as_nobody(daemon, code) == "theirs ['theirs'] 0"
+        assert sorted(client.stats()["tenants"]) == ["ours", "theirs"], "root may see all"
+
+
+def test_only_ones_own_extents_are_handed_over(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        code = """
+found = 0
+for extent in client._arena.extents:
+    found += bytes.fromhex(sys.argv[4]) in bytes(memoryview(extent))
+print(len(client._arena.extents), client._arena.nbytes, found)
+"""
+        assert as_nobody(daemon, code, keys[3].hex()) == f"2 {16 << 20} 0"
+
+
+def test_tables_of_generations_can_not_be_written_not_even_reopened(daemon: Daemon) -> None:
+    client, _, _ = ours(daemon)
+    with client:
+        code = """
+import mmap, socket
+from kvtier import wire
+sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1])
+sock.sendall(wire.encode(wire.Hello(1, wire.SCHEMA, "raw")))
+fds = []
+while len(fds) < 2:
+    data, more, _, _ = socket.recv_fds(sock, 1 << 16, 16); fds += more
+extent, table = fds[:2]
+outcome = []
+for attempt in (
+    lambda: mmap.mmap(table, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE),
+    lambda: os.open(f"/proc/self/fd/{table}", os.O_RDWR),
+    lambda: os.ftruncate(extent, 4096),
+    lambda: os.fchmod(table, 0o777),
+):
+    try:
+        attempt(); outcome.append("done")
+    except OSError:
+        outcome.append("refused")
+print(*outcome)
+"""
+        assert as_nobody(daemon, code) == "refused refused refused refused"
+
+
+def test_a_user_without_a_tenant_is_refused(daemon: Daemon) -> None:
+    other = OTHER.replace("os.setuid(int(sys.argv[3]))", "os.setuid(12345)")
+    command = [sys.executable, "-c", other, daemon.socket, ":".join(sys.path), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "no tenant is configured for uid 12345" in done.stderr

@@ -1,0 +1,91 @@
+"""A real daemon for tests: a process of its own, on a socket under tmp_path."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier import Client, Unavailable
+
+START_S = 20.0
+
+
+@dataclass
+class Daemon:
+    """A running `kvtier serve`."""
+
+    process: subprocess.Popen[bytes]
+    socket: str
+    log: Path
+
+    def connect(self, **options: Any) -> Client:
+        options.setdefault("populate", False)
+        return Client.connect(self.socket, **options)
+
+    def stats(self) -> dict[str, Any]:
+        with self.connect() as client:
+            return client.stats()
+
+    def wait_for(
+        self, holds: Callable[[dict[str, Any]], bool], seconds: float = 10.0
+    ) -> dict[str, Any]:
+        """The first report of which `holds` is true."""
+        deadline = time.monotonic() + seconds
+        while True:
+            stats = self.stats()
+            if holds(stats):
+                return stats
+            assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
+            time.sleep(0.02)
+
+    def wait_for_arena(self) -> None:
+        def complete(stats: dict[str, Any]) -> bool:
+            warm = stats["tiers"]["warm"]
+            return bool(warm["allocated_bytes"] == warm["capacity_bytes"])
+
+        self.wait_for(complete)
+        # The last extent is announced a moment after its last byte is allocated.
+        time.sleep(0.02)
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        return self.process.wait(10)
+
+
+def start_daemon(folder: Path, warm: str = "64MiB", config: str = "") -> Daemon:
+    """Start a daemon and wait until it takes clients and its arena is there."""
+    socket = str(folder / "kvtier.sock")
+    text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
+    if "[warm]" not in config:
+        text += f'[warm]\nsize = "{warm}"\n'
+    path = folder / "kvtier.toml"
+    path.write_text(text)
+    log = folder / "daemon.log"
+    with log.open("ab") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--config", str(path)], stderr=sink
+        )
+    daemon = Daemon(process, socket, log)
+    deadline = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None, f"the daemon ended at start: {log.read_text()}"
+        try:
+            daemon.connect().close()
+            break
+        except Unavailable:
+            assert time.monotonic() < deadline, f"no daemon after {START_S} s: {log.read_text()}"
+            time.sleep(0.02)
+    daemon.wait_for_arena()
+    return daemon

@@ -1,0 +1,346 @@
+"""Through a real daemon: what was saved comes back, byte for byte, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from daemons import Daemon
+from specs import changed_value, pattern, spec_of
+
+from kvtier import Client, KvSpec, Refused, StaleLease, Unavailable
+
+TOKENS = list(range(16 * 12))
+
+
+def fill(space: object, keys: object, nbytes: int) -> None:
+    saved = space.save(keys, [pattern(key, nbytes) for key in keys])  # type: ignore[attr-defined]
+    assert len(saved) == len(keys), saved  # type: ignore[arg-type]
+
+
+def test_a_saved_prefix_is_loaded_by_another_client(shared_daemon: Daemon) -> None:
+    spec = spec_of("another-client")
+    with shared_daemon.connect() as saver, shared_daemon.connect() as loader:
+        space = saver.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        other = loader.open(spec)
+        assert other.keys(TOKENS) == keys
+        assert other.match(keys).ready == 12
+        with other.load(keys) as blocks:
+            assert [bytes(block) for block in blocks] == [
+                pattern(k, spec.block_bytes) for k in keys
+            ]
+            assert all(block.readonly for block in blocks)
+
+
+def test_writing_by_hand_commits_on_exit_and_aborts_on_an_exception(shared_daemon: Daemon) -> None:
+    spec = spec_of("by-hand")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        with pytest.raises(RuntimeError), space.reserve(keys) as saving:
+            raise RuntimeError("the engine changed its mind")
+        assert space.match(keys).ready == 0
+        with space.reserve(keys) as saving:
+            assert list(saving) == list(keys)
+            for key, buffer in saving.items():
+                assert not buffer.readonly
+                buffer[:] = pattern(key, spec.block_bytes)
+            assert space.match(keys).ready == 0
+            saving.commit(5)
+            assert space.match(keys).ready == 5
+        assert space.match(keys).ready == 12
+        with space.reserve(keys) as saving:
+            assert len(saving) == 0
+            assert set(saving.refused.values()) == {"present"}
+
+
+def test_copies_fill_one_buffer_or_many(shared_daemon: Daemon) -> None:
+    spec = spec_of("buffers")
+    size = spec.block_bytes
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        whole = np.frombuffer(b"".join(pattern(key, size) for key in keys), dtype=np.uint16)
+        assert space.save(keys, whole).stored == 12
+        one = bytearray(size * 12)
+        assert space.load_into(keys, one) == 12
+        assert one == whole.tobytes()
+        many = [bytearray(size) for _ in keys]
+        assert space.load_into(keys, many) == 12
+        assert b"".join(many) == whole.tobytes()
+
+
+def test_the_tail_of_a_prefix_can_be_saved_alone(shared_daemon: Daemon) -> None:
+    spec = spec_of("tail")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys[:7], spec.block_bytes)
+        fill(space, keys[7:], spec.block_bytes)
+        assert space.match(keys).ready == 12
+
+
+def test_sources_of_the_wrong_size_store_nothing(shared_daemon: Daemon) -> None:
+    spec = spec_of("wrong-size")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        with pytest.raises(ValueError):
+            space.save(keys, [b"short"] * 12)
+        with pytest.raises(ValueError):
+            space.save(keys, [bytes(spec.block_bytes)] * 11)
+        assert space.match(keys).ready == 0
+        assert client.stats()["tiers"]["warm"]["states"]["writing"] == 0
+
+
+@pytest.mark.parametrize("name", [n for n in KvSpec.__struct_fields__ if n != "cache_groups"])
+def test_another_description_finds_nothing(shared_daemon: Daemon, name: str) -> None:
+    spec = spec_of(f"identity-{name}")
+    other = msgspec.structs.replace(spec, **{name: changed_value(spec, name)})
+    with shared_daemon.connect() as client:
+        space, stranger = client.open(spec), client.open(other)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        assert stranger.match(stranger.keys(TOKENS)).ready == 0
+        assert stranger.match(keys).ready == 0, "another space must not answer to these keys"
+        assert space.match(keys).ready == 12
+        space.forget(keys)
+
+
+def test_another_salt_finds_nothing(shared_daemon: Daemon) -> None:
+    spec = spec_of("salt")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        fill(space, space.keys(TOKENS, salt=b"alice"), spec.block_bytes)
+        assert space.match(space.keys(TOKENS, salt=b"bob")).ready == 0
+        assert space.match(space.keys(TOKENS)).ready == 0
+
+
+def test_a_load_whose_lease_ran_out_says_so(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of()
+    with daemon.connect() as reader, daemon.connect() as writer:
+        space, other = reader.open(spec), writer.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        with pytest.raises(StaleLease), space.load(keys, deadline_ms=50) as blocks:
+            assert bytes(blocks[0]) == pattern(keys[0], spec.block_bytes)
+            time.sleep(0.4)
+            many = other.keys(list(range(10**6, 10**6 + 16 * 256)))
+            assert len(other.save(many, bytes(spec.block_bytes * 256))) == 256
+        with space.load(keys) as blocks:
+            assert len(blocks) == 0
+
+
+def test_copies_that_came_too_late_are_not_counted(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of()
+    with daemon.connect() as reader, daemon.connect() as writer:
+        space, other = reader.open(spec), writer.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        lease = space.lease(keys, deadline_ms=50)
+        part = lease.part(0, 0)
+        assert lease.fresh(part) == 12
+        time.sleep(0.4)
+        many = other.keys(list(range(10**6, 10**6 + 16 * 250)))
+        other.save(many, bytes(spec.block_bytes * 250))
+        assert lease.fresh(part) == 6, "six blocks were given away, from the tail"
+
+
+def test_views_are_dead_after_the_with_block(shared_daemon: Daemon) -> None:
+    spec = spec_of("views")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        with space.load(keys) as blocks:
+            first = blocks[0]
+        with pytest.raises(ValueError, match="released"):
+            bytes(first)
+
+
+def test_a_lease_is_adopted_by_another_process_of_the_tenant(shared_daemon: Daemon) -> None:
+    spec = spec_of("adopt", tensor_parallel=2)
+    with shared_daemon.connect() as scheduler, shared_daemon.connect() as worker:
+        space = scheduler.open(spec)
+        keys = space.keys(TOKENS)
+        for shard in range(2):
+            space.save(keys, [pattern(k, spec.block_bytes) for k in keys], shard=shard)
+        lease = space.lease(keys, shards=[])
+        assert (lease.ready, lease.parts) == (12, [])
+        joined = worker.adopt(lease.token, shards=[1])
+        views = joined.views(joined.part(0, 1), spec.block_bytes)
+        assert bytes(views[3]) == pattern(keys[3], spec.block_bytes)
+        lease.release()
+        joined.release()
+        with pytest.raises(Refused, match="no lease"):
+            scheduler.ping()
+            worker.ping()
+            worker.adopt(lease.token)
+
+
+def test_answers_can_be_polled_for(shared_daemon: Daemon) -> None:
+    spec = spec_of("poll")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        assert client.poll() == {}
+        tickets = [space.begin_match(keys), space.begin_lease(keys)]
+        found: dict[int, object] = {}
+        deadline = time.monotonic() + 5
+        while len(found) < 2 and time.monotonic() < deadline:
+            found |= client.poll()
+        match, lease = (found[ticket] for ticket in tickets)
+        assert match.ready == lease.ready == 12  # type: ignore[attr-defined]
+        lease.release()  # type: ignore[attr-defined]
+
+
+def test_a_reader_can_not_write(shared_daemon: Daemon) -> None:
+    spec = spec_of("reader")
+    with shared_daemon.connect() as client, shared_daemon.connect(read_only=True) as reader:
+        space, readable = client.open(spec), reader.open(spec)
+        keys = space.keys(TOKENS)
+        fill(space, keys, spec.block_bytes)
+        with readable.load(keys) as blocks:
+            assert bytes(blocks[11]) == pattern(keys[11], spec.block_bytes)
+        for call in (lambda: readable.save(keys, []), lambda: readable.forget(keys)):
+            with pytest.raises(Refused) as refusal:
+                call()
+            assert refusal.value.code == "read_only"
+
+
+def test_threads_share_a_client(shared_daemon: Daemon) -> None:
+    spec = spec_of("threads")
+    wrong: list[str] = []
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+
+        def work(number: int) -> None:
+            for turn in range(20):
+                start = (number * 100 + turn) * 10_000
+                keys = space.keys(list(range(start, start + 64)))
+                space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
+                with space.load(keys) as blocks:
+                    for key, block in zip(keys, blocks, strict=False):
+                        if bytes(block) != pattern(key, spec.block_bytes):
+                            wrong.append(f"{number}/{turn}")
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_is_told_to_connect_again(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                client.ping()
+                text = "answered"
+            except Unavailable as error:
+                text = str(error)
+            os.write(write, text.encode())
+            client.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert b"fork" in os.read(read, 200)
+        os.close(read)
+        os.close(write)
+        client.ping()
+
+
+def test_no_daemon_is_said_with_what_to_do(tmp_path: object) -> None:
+    with pytest.raises(Unavailable, match="kvtier serve"):
+        Client.connect(f"{tmp_path}/nothing.sock")
+
+
+def test_a_daemon_that_hangs_costs_one_deadline(daemon_of: Callable[..., Daemon]) -> None:
+    import signal
+
+    daemon = daemon_of()
+    client = daemon.connect(timeout_s=0.3)
+    daemon.process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="no answer"):
+        client.ping()
+    assert time.monotonic() - started < 3
+    with pytest.raises(Unavailable):
+        client.ping()
+    daemon.process.send_signal(signal.SIGCONT)
+    client.close()
+
+
+def test_a_daemon_that_dies_is_noticed_and_a_new_one_starts_empty(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of()
+    spec = spec_of()
+    client = daemon.connect()
+    space = client.open(spec)
+    keys = space.keys(TOKENS)
+    fill(space, keys, spec.block_bytes)
+    daemon.process.kill()
+    daemon.process.wait()
+    with pytest.raises(Unavailable):
+        space.match(keys)
+    client.close()
+    again = daemon_of(folder=daemon.log.parent)
+    with again.connect() as client:
+        space = client.open(spec)
+        assert space.keys(TOKENS) == keys, "the secret is kept, so names stay the same"
+        assert space.match(keys).ready == 0
+
+
+def test_a_daemon_that_stops_says_goodbye(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    client = daemon.connect()
+    assert daemon.stop() == 0
+    with pytest.raises(Unavailable, match="going down"):
+        client.ping()
+    client.close()
+    assert not os.path.exists(daemon.socket)
+
+
+def test_a_burst_keeps_the_newest_and_promises_nothing_false(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of()
+    with daemon.connect() as client:
+        space = client.open(spec)
+        chains = [space.keys(list(range(n * 10**5, n * 10**5 + 16 * 16))) for n in range(64)]
+        for keys in chains:
+            kept = space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
+            assert space.match(keys).ready == len(kept) == 16
+        found = [space.match(keys).ready for keys in chains]
+        assert found[-16:] == [16] * 16
+        assert sum(found) == 256
+
+
+def test_a_save_of_nine_tenths_of_the_tier_is_kept_whole(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="64MiB")
+    spec = spec_of()
+    with daemon.connect() as client:
+        space = client.open(spec)
+        for turn in range(40):
+            start = 10**7 + turn * 10**5
+            space.save(
+                space.keys(list(range(start, start + 16 * 50))), bytes(50 * spec.block_bytes)
+            )
+        count = int(64 * 2**20 * 0.9) // spec.block_bytes
+        keys = space.keys(list(range(16 * count)))
+        assert space.save(keys, bytes(count * spec.block_bytes)).stored == count
+        assert space.match(keys).ready == count

@@ -1,0 +1,273 @@
+"""Clients that say nonsense: they get one clear error, and the others notice nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from daemons import Daemon
+from specs import pattern, spec_of
+
+from kvtier import wire
+
+FRAMES = 1_000_000 if os.environ.get("KVTIER_FAULTS") else 100_000
+TOKENS = list(range(64))
+
+
+class Raw:
+    """A connection without a client library: sends what it is told."""
+
+    def __init__(self, daemon: Daemon, hello: bool = True) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(10)
+        self.sock.connect(daemon.socket)
+        self.framer = wire.Framer()
+        self.waiting: list[wire.Reply] = []
+        if hello:
+            self.send(wire.Hello(1, wire.SCHEMA, "raw"))
+            assert isinstance(self.answer(), wire.Welcome)
+
+    def send(self, *messages: wire.Message) -> None:
+        self.sock.sendall(b"".join(map(wire.encode, messages)))
+
+    def answer(self) -> wire.Reply | None:
+        """The next reply that is not an announcement; None at the end."""
+        while True:
+            while self.waiting:
+                reply = self.waiting.pop(0)
+                if not isinstance(reply, wire.ExtentAdded):
+                    return reply
+            try:
+                data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 16)
+            except ConnectionResetError:
+                return None
+            for fd in fds:
+                os.close(fd)
+            if not data:
+                return None
+            self.waiting += [wire.decode_reply(body) for body in self.framer.feed(data)]
+
+    def ask(self, message: wire.Message) -> wire.Reply | None:
+        self.send(message)
+        return self.answer()
+
+    def refusal(self, message: wire.Message) -> str:
+        reply = self.ask(message)
+        assert isinstance(reply, wire.Failed), reply
+        assert reply.id == message.id
+        assert not reply.fatal
+        return reply.code
+
+    def ends_with(self, code: str) -> None:
+        reply = self.answer()
+        assert isinstance(reply, wire.Failed), reply
+        assert (reply.code, reply.fatal) == (code, True)
+        assert self.answer() is None
+        self.sock.close()
+
+
+@pytest.fixture
+def bystander(shared_daemon: Daemon) -> Iterator[None]:
+    """Another client, whose blocks must be there before and after."""
+    spec = spec_of("bystander")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
+        yield
+        with space.load(keys) as blocks:
+            assert [bytes(b) for b in blocks] == [pattern(key, spec.block_bytes) for key in keys]
+    shared_daemon.wait_for(lambda s: s["tenants"]["default"]["sessions"] == 1)
+
+
+pytestmark = pytest.mark.usefixtures("bystander")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [struct.pack("<I", 1 << 30), struct.pack("<I", 5) + b"\xc1abcd", struct.pack("<I", 0), b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["too long", "garbage", "empty", "http"],
+)  # fmt: skip
+@pytest.mark.parametrize("hello", [True, False])
+def test_what_is_no_frame_ends_the_session_with_one_error(
+    shared_daemon: Daemon, data: bytes, hello: bool
+) -> None:
+    raw = Raw(shared_daemon, hello)
+    raw.sock.sendall(data)
+    raw.ends_with("bad_frame")
+
+
+def test_half_a_message_waits_and_harms_nobody(shared_daemon: Daemon) -> None:
+    raw = Raw(shared_daemon)
+    raw.sock.sendall(wire.encode(wire.Ping(5))[:5])
+    with shared_daemon.connect() as client:
+        client.ping()
+    raw.sock.sendall(wire.encode(wire.Ping(5))[5:])
+    assert raw.answer() == wire.Done(5)
+    raw.sock.close()
+
+
+def test_another_schema_is_refused_with_the_version_to_use(shared_daemon: Daemon) -> None:
+    raw = Raw(shared_daemon, hello=False)
+    raw.send(wire.Hello(1, bytes(32), "old"))
+    raw.ends_with("wrong_schema")
+
+
+def test_nothing_is_answered_before_hello_and_hello_comes_once(shared_daemon: Daemon) -> None:
+    raw = Raw(shared_daemon, hello=False)
+    raw.send(wire.Ping(3))
+    raw.ends_with("bad_request")
+    raw = Raw(shared_daemon)
+    raw.send(wire.Hello(2, wire.SCHEMA, "again"))
+    raw.ends_with("bad_request")
+
+
+def test_unknown_spaces_and_leases_are_refused_and_the_session_goes_on(
+    shared_daemon: Daemon,
+) -> None:
+    raw = Raw(shared_daemon)
+    key = bytes(32)
+    for message, code in [
+        (wire.Match(2, 7777, key), "unknown_space"),
+        (wire.Match(2, -1, key), "unknown_space"),
+        (wire.Load(3, 7777, key, 10, [0]), "unknown_space"),
+        (wire.Reserve(4, 7777, 0, 0, b"", key), "unknown_space"),
+        (wire.Commit(5, 1, 0, 1), "unknown_lease"),
+        (wire.Abort(6, 12345), "unknown_lease"),
+        (wire.Release(7, 2**40), "unknown_lease"),
+        (wire.Adopt(8, b"x" * 16, [0]), "unknown_lease"),
+        (wire.Pin(9, 7777, key, 10), "unknown_space"),
+        (wire.Forget(9, 7777, key), "unknown_space"),
+    ]:
+        assert raw.refusal(message) == code
+    assert raw.ask(wire.Ping(99)) == wire.Done(99)
+    raw.sock.close()
+
+
+def test_requests_that_make_no_sense_are_refused_and_the_session_goes_on(
+    shared_daemon: Daemon,
+) -> None:
+    raw = Raw(shared_daemon)
+    opened = raw.ask(wire.Open(2, spec_of("senseless")))
+    assert isinstance(opened, wire.Opened)
+    space, key = opened.space, bytes(32)
+    for message in [
+        wire.Match(3, space, b"short"),
+        wire.Load(3, space, key, 0, [0]),
+        wire.Load(3, space, key, -5, [0]),
+        wire.Load(3, space, key, 10, list(range(300))),
+        wire.Reserve(3, space, 1, 0, b"", key),
+        wire.Reserve(3, space, 0, 9, b"", key),
+        wire.Reserve(3, space, -1, -1, b"", key),
+        wire.Reserve(3, space, 0, 0, b"parent", key),
+        wire.Hint(3, space, key, 7.0),
+        wire.Hint(3, space, key, float("nan")),
+        wire.Pin(3, space, key, 0),
+    ]:
+        assert raw.refusal(message) == "bad_request"
+    bad = spec_of("senseless")
+    object.__setattr__(bad, "weights", "")
+    assert raw.refusal(wire.Open(4, bad)) == "bad_spec"
+    assert raw.ask(wire.Ping(99)) == wire.Done(99)
+    raw.sock.close()
+
+
+def test_somebody_elses_lease_can_not_be_touched(shared_daemon: Daemon) -> None:
+    spec = spec_of("lease-of-others")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        with space.reserve(keys) as saving:
+            raw = Raw(shared_daemon)
+            assert raw.refusal(wire.Commit(2, saving._lease, 0, 4)) == "unknown_lease"
+            assert raw.refusal(wire.Abort(3, saving._lease)) == "unknown_lease"
+            raw.sock.close()
+        lease = space.lease(keys)
+        raw = Raw(shared_daemon)
+        assert raw.refusal(wire.Release(2, lease._id)) == "unknown_lease"
+        raw.sock.close()
+        lease.release()
+        assert space.match(keys).ready == 4
+
+
+def test_a_client_that_never_reads_is_hung_up_on(shared_daemon: Daemon) -> None:
+    raw = Raw(shared_daemon)
+    raw.sock.settimeout(5)
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() < deadline:
+            try:
+                raw.sock.sendall(wire.encode(wire.Stats(4)) * 64)
+            except TimeoutError:
+                pytest.fail("the daemon stopped reading instead of hanging up")
+        pytest.fail("still connected")
+    raw.sock.close()
+
+
+def test_descriptors_that_a_client_sends_are_not_kept(shared_daemon: Daemon) -> None:
+    raw = Raw(shared_daemon)
+    before = shared_daemon.open_files()
+    with open("/dev/null", "rb") as null:
+        for _ in range(50):
+            socket.send_fds(raw.sock, [wire.encode(wire.Ping(5))], [null.fileno()] * 4)
+            assert raw.answer() == wire.Done(5)
+    assert shared_daemon.open_files() <= before
+    raw.sock.close()
+
+
+def mutated(chance: random.Random, frames: list[bytes]) -> bytes:
+    """A frame with something wrong in it: bits, length, end, or all of it."""
+    frame = bytearray(chance.choice(frames))
+    kind = chance.random()
+    if kind < 0.5:
+        for _ in range(chance.randint(1, 4)):
+            frame[chance.randrange(4, len(frame))] = chance.randrange(256)
+    elif kind < 0.7:
+        body = frame[4 : chance.randint(4, len(frame))]
+        frame = bytearray(struct.pack("<I", len(body)) + body)
+    elif kind < 0.9:
+        body = chance.randbytes(chance.randint(0, 60))
+        frame = bytearray(struct.pack("<I", len(body)) + body)
+    else:
+        frame[chance.randrange(4)] = chance.randrange(256)
+    return bytes(frame)
+
+
+def test_fuzzed_frames_end_at_most_their_own_session(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    chance = random.Random(11)
+    key = os.urandom(64)
+    frames = [
+        wire.encode(message)
+        for message in (
+            wire.Hello(1, wire.SCHEMA, "fuzz"), wire.Open(2, spec_of("fuzz")), wire.Match(3, 0, key),
+            wire.Load(4, 0, key, 100, [0]), wire.Adopt(5, bytes(16), [0]), wire.Release(6, 1),
+            wire.Reserve(7, 0, 0, 0, b"", key), wire.Commit(8, 1, 0, 1, bytes(16)), wire.Abort(9, 1),
+            wire.Pin(10, 0, key, 5), wire.Hint(11, 0, key, 0.5), wire.Forget(12, 0, key),
+            wire.Stats(13), wire.Ping(14), wire.Bye(0),
+        )
+    ]  # fmt: skip
+    # The daemon hangs up at the first frame that is none, so each gets a connection of its own.
+    hello = wire.encode(wire.Hello(1, wire.SCHEMA, "fuzz")) + wire.encode(
+        wire.Open(2, spec_of("fuzz"))
+    )
+    for _ in range(FRAMES):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(daemon.socket)
+            sock.sendall(hello + mutated(chance, frames))
+    assert daemon.process.poll() is None
+    with daemon.connect() as client:
+        spec = spec_of("after the storm")
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        assert space.save(keys, [pattern(k, spec.block_bytes) for k in keys]).stored == 4
+        with space.load(keys) as blocks:
+            assert [bytes(b) for b in blocks] == [pattern(k, spec.block_bytes) for k in keys]
+    stats = daemon.wait_for(lambda s: s["sessions"] == 1)
+    assert stats["tiers"]["warm"]["states"]["writing"] == 0

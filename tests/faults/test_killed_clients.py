@@ -1,0 +1,138 @@
+"""Clients that are killed at any step leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from daemons import Daemon
+from specs import pattern, spec_of
+
+STEPS = (
+    "connected",
+    "opened",
+    "matched",
+    "reserved",
+    "copied",
+    "half-committed",
+    "committed",
+    "loading",
+    "adopted",
+)
+KILLS = 1000 if os.environ.get("KVTIER_FAULTS") else 100
+
+# Walks the protocol and stops at the step that it is told, until it is killed.
+CLIENT = """
+import sys, time
+sys.path[:0] = sys.argv[3].split(":")
+from kvtier import Client
+from specs import pattern, spec_of
+
+def at(step):
+    if step == sys.argv[2]:
+        print("here", flush=True)
+        time.sleep(60)
+
+spec = spec_of("killed")
+client = Client.connect(sys.argv[1], populate=False)
+at("connected")
+space = client.open(spec)
+at("opened")
+shared = space.keys(list(range(16 * 8)))
+space.match(shared)
+at("matched")
+own = space.keys([int(sys.argv[4])] * 16 + list(range(16 * 15)))
+saving = space.reserve(own)
+saving.__enter__()
+at("reserved")
+for key, buffer in saving.items():
+    buffer[:] = pattern(key, spec.block_bytes)
+at("copied")
+saving.commit(5)
+at("half-committed")
+saving.__exit__(None, None, None)
+at("committed")
+lease = space.lease(shared, deadline_ms=3_600_000)
+at("loading")
+client.adopt(lease.token)
+at("adopted")
+"""
+
+
+def start_client(daemon: Daemon, step: str, number: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CLIENT, daemon.socket, step, ":".join(sys.path), str(number)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def at_rest(stats: dict[str, Any]) -> bool:
+    states = stats["tiers"]["warm"]["states"]
+    tenant = stats["tenants"]["default"]
+    return (
+        not states["writing"] and not states["quarantined"] and not tenant["leases"]
+        and tenant["sessions"] <= 1 + 1  # the one that asks, and the one of the test
+    )  # fmt: skip
+
+
+def test_killed_clients_leave_no_lease_slot_or_descriptor(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="32MiB")
+    chance = random.Random(7)
+    spec = spec_of("killed")
+    with daemon.connect() as watching:
+        space = watching.open(spec)
+        shared = space.keys(list(range(16 * 8)))
+        space.save(shared, [pattern(key, spec.block_bytes) for key in shared])
+        daemon.wait_for(at_rest)
+        files = daemon.open_files()
+        plan = [STEPS[n % len(STEPS)] for n in range(KILLS)]
+        chance.shuffle(plan)
+        at_once = 4
+        for first in range(0, KILLS, at_once):
+            clients = [
+                start_client(daemon, step, first + n)
+                for n, step in enumerate(plan[first : first + at_once])
+            ]
+            for client in clients:
+                assert client.stdout is not None
+                assert client.stdout.readline() == "here\n"
+                client.send_signal(signal.SIGKILL)
+            for client in clients:
+                client.wait()
+                client.stdout.close()
+        stats = daemon.wait_for(at_rest)
+        assert daemon.open_files() == files
+        assert stats["sessions"] <= 2
+        # The slots that they held can all be used again: the arena takes its fill.
+        many = space.keys(list(range(10**8, 10**8 + 16 * 504)))
+        assert space.save(many, bytes(504 * spec.block_bytes)).stored == 504
+        assert space.match(shared).ready == 8, "what was matched last is the last to go"
+
+
+def test_a_stopped_writer_keeps_its_slots_from_being_given_away(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    """A process that hung up but still runs may still copy: its slots wait for its end."""
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of("killed")
+    code = CLIENT.replace("time.sleep(60)", "client._connection._sock.close(); time.sleep(60)")
+    command = [sys.executable, "-c", code, daemon.socket, "copied", ":".join(sys.path), "1"]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "here\n"
+        daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 16)
+        time.sleep(0.3)
+        with daemon.connect() as other:
+            space = other.open(spec)
+            keys = space.keys(list(range(10**7, 10**7 + 16 * 256)))
+            assert space.save(keys, bytes(256 * spec.block_bytes)).stored == 240
+    finally:
+        client.kill()
+        client.wait()
+        client.stdout.close()
+    daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 0)

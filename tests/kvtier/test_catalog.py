@@ -1,0 +1,403 @@
+"""Decisions: what is told, kept, held and let go. No I/O, no clock but the numbers given."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from specs import spec_of
+
+from kvtier import Group, KvSpec, Refused
+from kvtier.catalog import LIMIT_KEYS, Catalog, Granted, LeaseId, SessionId, Space
+from kvtier.key import token_keys
+from kvtier.layout import space_id
+from kvtier.policy.base import make
+from kvtier.wire import GRANTED, IN_PROGRESS, NO_ROOM, PRESENT, SLOT_BYTES
+from kvtier_kernels import Store
+
+ME, YOU = SessionId(1), SessionId(2)
+SECRET = bytes(32)
+SPEC = spec_of()
+SIZE = SPEC.block_bytes
+counter = itertools.count()
+
+
+def catalog_of(blocks: int, size: int = SIZE) -> Catalog:
+    catalog = Catalog(Store(), make("lru"))
+    nbytes = blocks * size
+    catalog.add_extent(nbytes, bytearray(-(-nbytes // 4096) * 8))
+    return catalog
+
+
+def space_of(catalog: Catalog, spec: KvSpec = SPEC) -> Space:
+    return catalog.open(space_id(spec, "t"), spec)
+
+
+def chain(blocks: int) -> bytes:
+    """The keys of a prompt nobody sent before."""
+    start = next(counter) * 1_000_000
+    return token_keys(SECRET, list(range(start, start + 16 * blocks)), 16).packed
+
+
+def save(
+    catalog: Catalog, space: Space, keys: bytes, session: SessionId = ME, parent: bytes = b""
+) -> Granted:
+    granted = catalog.reserve(session, space, 0, 0, parent, keys)
+    if granted.lease:
+        catalog.commit(session, granted.lease, 0, len(granted.slots) // SLOT_BYTES)
+    return granted
+
+
+def ready(catalog: Catalog, space: Space, keys: bytes) -> int:
+    return catalog.match(space, keys, count=False).ready
+
+
+def test_nothing_is_found_before_its_commit_and_everything_after() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    granted = catalog.reserve(ME, space, 0, 0, b"", keys)
+    assert granted.outcomes == bytes([GRANTED] * 4)
+    assert ready(catalog, space, keys) == 0
+    catalog.commit(ME, granted.lease, 0, 3)
+    assert ready(catalog, space, keys) == 3
+    catalog.commit(ME, granted.lease, 3, 1)
+    assert ready(catalog, space, keys) == 4
+    assert catalog.leases == 0
+
+
+def test_a_save_of_what_is_here_costs_nothing() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    again = save(catalog, space, keys)
+    assert again.outcomes == bytes([PRESENT] * 4)
+    assert again.lease == 0
+
+
+def test_what_another_writes_is_in_progress_and_neither_waits() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    mine = catalog.reserve(ME, space, 0, 0, b"", keys)
+    yours = catalog.reserve(YOU, space, 0, 0, b"", keys)
+    assert yours.outcomes == bytes([IN_PROGRESS] * 4)
+    assert not yours.lease
+    catalog.abort(ME, mine.lease)
+    assert save(catalog, space, keys, YOU).outcomes == bytes([GRANTED] * 4)
+
+
+def test_old_blocks_leave_for_new_ones_tails_before_heads() -> None:
+    catalog = catalog_of(8)
+    space, old, new = space_of(catalog), chain(8), chain(3)
+    save(catalog, space, old)
+    save(catalog, space, new)
+    assert ready(catalog, space, new) == 3
+    assert ready(catalog, space, old) == 5
+
+
+def test_a_match_keeps_what_it_found_from_being_next() -> None:
+    catalog = catalog_of(8)
+    space, first, second, third = space_of(catalog), chain(4), chain(4), chain(4)
+    save(catalog, space, first)
+    save(catalog, space, second)
+    catalog.match(space, first)
+    save(catalog, space, third)
+    assert [ready(catalog, space, keys) for keys in (first, second, third)] == [4, 0, 4]
+
+
+def test_one_save_may_take_nearly_all_the_room() -> None:
+    catalog = catalog_of(100)
+    space = space_of(catalog)
+    for _ in range(30):
+        save(catalog, space, chain(10))
+    large = chain(90)
+    assert save(catalog, space, large).outcomes == bytes([GRANTED] * 90)
+    assert ready(catalog, space, large) == 90
+
+
+def test_a_save_beyond_all_room_keeps_its_head() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(12)
+    granted = save(catalog, space, keys)
+    assert granted.outcomes == bytes([GRANTED] * 8 + [NO_ROOM] * 4)
+    assert ready(catalog, space, keys) == 8
+    assert catalog.refused_tokens["no_room"] == 4 * 16
+
+
+def test_a_longer_chain_never_evicts_its_own_head() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(12)
+    save(catalog, space, keys[: 6 * 32])
+    save(catalog, space, keys)
+    assert ready(catalog, space, keys) == 8
+    save(catalog, space, keys[8 * 32 :], parent=keys[7 * 32 : 8 * 32])
+    assert ready(catalog, space, keys) == 8
+
+
+def test_blocks_saved_one_by_one_leave_from_the_tail() -> None:
+    catalog = catalog_of(8)
+    space, keys, other = space_of(catalog), chain(6), chain(4)
+    for at in range(6):
+        parent = keys[(at - 1) * 32 : at * 32] if at else b""
+        save(catalog, space, keys[at * 32 : (at + 1) * 32], parent=parent)
+    save(catalog, space, other)
+    assert ready(catalog, space, other) == 4
+    assert ready(catalog, space, keys) == 4
+
+
+def test_leased_blocks_stay_and_released_ones_may_go() -> None:
+    catalog = catalog_of(8)
+    space, held, other = space_of(catalog), chain(5), chain(8)
+    save(catalog, space, held)
+    found = catalog.load(ME, space, held, 10.0, [0], now=0.0)
+    assert found.ready == 5
+    assert len(found.parts[0].slots) == 5 * SLOT_BYTES
+    save(catalog, space, other)
+    assert ready(catalog, space, held) == 5
+    assert ready(catalog, space, other) == 3
+    catalog.release(ME, found.lease)
+    save(catalog, space, other)
+    assert ready(catalog, space, other) == 8
+
+
+def test_a_lease_ends_at_its_deadline_and_its_release_is_no_error_then() -> None:
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 1.0, [0], now=100.0)
+    assert catalog.expire(100.9) == 0
+    assert catalog.expire(101.0) == 1
+    catalog.release(ME, found.lease)
+    save(catalog, space, chain(4))
+    assert ready(catalog, space, keys) == 0
+
+
+def test_a_lease_joined_by_its_token_lasts_until_all_let_go() -> None:
+    catalog = catalog_of(4)
+    space, keys, other = space_of(catalog), chain(4), chain(4)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 60.0, [], now=0.0)
+    assert found.parts == ()
+    joined = catalog.adopt(YOU, found.token, [0])
+    assert joined.ready == 4 and len(joined.parts) == 1
+    catalog.release(ME, found.lease)
+    assert save(catalog, space, other).outcomes == bytes([NO_ROOM] * 4)
+    catalog.release(YOU, joined.lease)
+    assert save(catalog, space, other).outcomes == bytes([GRANTED] * 4)
+
+
+def test_leases_of_others_and_of_nobody_are_refused() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    mine = catalog.reserve(ME, space, 0, 0, b"", keys)
+    for call in (
+        lambda: catalog.commit(YOU, mine.lease, 0, 1),
+        lambda: catalog.abort(YOU, mine.lease),
+        lambda: catalog.release(ME, mine.lease),
+        lambda: catalog.release(ME, LeaseId(99)),
+        lambda: catalog.commit(ME, LeaseId(99), 0, 1),
+        lambda: catalog.adopt(YOU, bytes(16), [0]),
+    ):
+        with pytest.raises(Refused) as refusal:
+            call()
+        assert refusal.value.code == "unknown_lease"
+    catalog.commit(ME, mine.lease, 0, 4)
+    found = catalog.load(ME, space, keys, 1.0, [0], now=0.0)
+    with pytest.raises(Refused):
+        catalog.release(YOU, found.lease)
+
+
+@pytest.mark.parametrize("span", [(0, 5), (4, 1), (-1, 2), (0, 0), (1, 4)])
+def test_a_commit_outside_its_lease_changes_nothing(span: tuple[int, int]) -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    granted = catalog.reserve(ME, space, 0, 0, b"", keys)
+    with pytest.raises(Refused):
+        catalog.commit(ME, granted.lease, *span)
+    assert ready(catalog, space, keys) == 0
+    catalog.commit(ME, granted.lease, 0, 4)
+
+
+def test_a_block_is_committed_once() -> None:
+    catalog = catalog_of(8)
+    space = space_of(catalog)
+    granted = catalog.reserve(ME, space, 0, 0, b"", chain(4))
+    catalog.commit(ME, granted.lease, 1, 2)
+    with pytest.raises(Refused, match="committed already"):
+        catalog.commit(ME, granted.lease, 0, 2)
+    with pytest.raises(Refused, match="checksums"):
+        catalog.commit(ME, granted.lease, 0, 1, b"short")
+
+
+def test_a_dead_writer_leaves_nothing_and_a_living_one_is_waited_for() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(8)
+    catalog.reserve(ME, space, 0, 0, b"", keys)
+    assert not catalog.end_session(ME, gone=True)
+    assert catalog.counts()["writing"] == 0
+    catalog.reserve(YOU, space, 0, 0, b"", keys)
+    assert catalog.end_session(YOU, gone=False)
+    assert save(catalog, space, chain(8)).outcomes == bytes([NO_ROOM] * 8)
+    assert ready(catalog, space, keys) == 0
+    catalog.process_gone(YOU)
+    assert catalog.counts()["quarantined"] == 0
+    assert save(catalog, space, chain(8)).outcomes == bytes([GRANTED] * 8)
+
+
+def test_committed_blocks_survive_their_writer() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(6)
+    granted = catalog.reserve(ME, space, 0, 0, b"", keys)
+    catalog.commit(ME, granted.lease, 0, 4)
+    catalog.end_session(ME, gone=True)
+    assert ready(catalog, space, keys) == 4
+
+
+def test_a_dead_reader_frees_its_lease() -> None:
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    catalog.load(YOU, space, keys, 3600.0, [0], now=0.0)
+    catalog.end_session(YOU, gone=False)
+    assert save(catalog, space, chain(4)).outcomes == bytes([GRANTED] * 4)
+    assert catalog.leases == 0
+
+
+def test_forgotten_blocks_match_no_more_even_while_they_are_read() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 60.0, [0], now=0.0)
+    assert catalog.forget(space, keys[64:96]) == 1
+    assert ready(catalog, space, keys) == 2
+    assert catalog.counts()["doomed"] == 1
+    catalog.release(ME, found.lease)
+    assert catalog.counts()["doomed"] == 0
+    assert save(catalog, space, keys).outcomes == bytes([PRESENT, PRESENT, GRANTED, PRESENT])
+    assert ready(catalog, space, keys) == 4
+
+
+def test_unreachable_blocks_are_the_first_to_go() -> None:
+    catalog = catalog_of(8)
+    space, broken, whole = space_of(catalog), chain(4), chain(4)
+    save(catalog, space, whole)
+    save(catalog, space, broken)
+    catalog.forget(space, broken[:32])
+    save(catalog, space, chain(4))
+    assert ready(catalog, space, whole) == 4
+
+
+def test_pins_hold_up_to_their_share() -> None:
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(8)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 4
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 0
+    save(catalog, space, chain(16))
+    assert ready(catalog, space, keys) == 4
+    catalog.expire(10.0)
+    save(catalog, space, chain(16))
+    assert ready(catalog, space, keys) == 0
+
+
+def test_unimportant_blocks_go_first() -> None:
+    catalog = catalog_of(8)
+    space, old, young = space_of(catalog), chain(4), chain(4)
+    save(catalog, space, old)
+    save(catalog, space, young)
+    assert catalog.hint(space, young, 0.0) == 4
+    save(catalog, space, chain(4))
+    assert (ready(catalog, space, old), ready(catalog, space, young)) == (4, 0)
+
+
+def hybrid() -> KvSpec:
+    return KvSpec.groups(
+        [
+            Group(layers=2, kv_heads=2, head_dim=64),
+            Group(kind="window", layers=2, kv_heads=2, head_dim=64, window_tokens=32),
+            Group(kind="state", layers=2, state_bytes=8192),
+        ],
+        model="hybrid", dtype="bfloat16", block_tokens=16, weights="rev:1",
+    )  # fmt: skip
+
+
+def test_a_prefix_counts_when_every_group_can_restore_it() -> None:
+    catalog = catalog_of(64)
+    space, keys = space_of(catalog, hybrid()), chain(8)
+    for group in range(3):
+        granted = catalog.reserve(ME, space, group, 0, b"", keys)
+        catalog.commit(ME, granted.lease, 0, 8)
+    assert ready(catalog, space, keys) == 8
+    found = catalog.load(ME, space, keys, 1.0, [0], now=0.0)
+    places = [(part.group, part.first, len(part.slots) // SLOT_BYTES) for part in found.parts]
+    assert places == [(0, 0, 8), (1, 6, 2), (2, 7, 1)]
+
+
+def test_every_shard_must_be_there() -> None:
+    catalog = catalog_of(64)
+    spec = spec_of(tensor_parallel=2)
+    space, keys = space_of(catalog, spec), chain(4)
+    first = catalog.reserve(ME, space, 0, 0, b"", keys)
+    catalog.commit(ME, first.lease, 0, 4)
+    assert ready(catalog, space, keys) == 0
+    second = catalog.reserve(YOU, space, 0, 1, b"", keys)
+    catalog.commit(YOU, second.lease, 0, 3)
+    assert ready(catalog, space, keys) == 3
+
+
+def test_lookups_have_one_denominator() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(4)
+    catalog.match(space, keys)
+    save(catalog, space, keys[:64])
+    catalog.match(space, keys)
+    pending = catalog.reserve(ME, space, 0, 0, keys[32:64], keys[64:])
+    catalog.match(space, keys)
+    catalog.abort(ME, pending.lease)
+    assert catalog.lookup_tokens == 12 * 16
+    assert catalog.hit_tokens == 4 * 16
+    assert catalog.miss_tokens == {"absent": 6 * 16, "in_progress": 2 * 16}
+
+
+@pytest.mark.parametrize("keys", [bytes(31), bytes(32 * (LIMIT_KEYS + 1))], ids=["cut", "many"])
+def test_keys_that_are_none_are_refused(keys: bytes) -> None:
+    catalog = catalog_of(8)
+    space = space_of(catalog)
+    for call in (
+        lambda: catalog.match(space, keys),
+        lambda: catalog.load(ME, space, keys, 1.0, [0], 0.0),
+        lambda: catalog.reserve(ME, space, 0, 0, b"", keys),
+        lambda: catalog.forget(space, keys),
+        lambda: catalog.reserve(ME, space, 1, 0, b"", bytes(32)),
+        lambda: catalog.reserve(ME, space, 0, 1, b"", bytes(32)),
+        lambda: catalog.reserve(ME, space, 0, 0, b"x", bytes(32)),
+    ):
+        with pytest.raises(Refused):
+            call()
+
+
+def test_the_same_key_twice_in_one_save_is_stored_once() -> None:
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(2)
+    twice = keys[:32] + keys
+    granted = catalog.reserve(ME, space, 0, 0, b"", twice)
+    assert len(granted.slots) // SLOT_BYTES == granted.outcomes.count(GRANTED) == 2
+    catalog.commit(ME, granted.lease, 0, 2)
+    assert ready(catalog, space, keys) == 2
+
+
+def test_room_that_comes_later_is_used() -> None:
+    catalog = Catalog(Store(), make("lru"))
+    space, keys = space_of(catalog), chain(4)
+    assert save(catalog, space, keys).outcomes == bytes([NO_ROOM] * 4)
+    catalog.add_extent(4 * SIZE, bytearray(SIZE * 4 // 4096 * 8))
+    assert save(catalog, space, keys).outcomes == bytes([GRANTED] * 4)
+
+
+def test_spaces_share_the_room_and_nothing_else() -> None:
+    catalog = catalog_of(12)
+    one, two = space_of(catalog), space_of(catalog, spec_of("other"))
+    keys = chain(4)
+    save(catalog, one, keys)
+    assert ready(catalog, two, keys) == 0
+    save(catalog, two, chain(12))
+    assert ready(catalog, one, keys) == 0

@@ -1,0 +1,118 @@
+"""The wire: what is sent is what comes, and nothing else does."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import wire
+from kvtier.errors import ProtocolError
+
+
+def bodies(data: bytes, framer: wire.Framer | None = None) -> list[bytes]:
+    return list((framer or wire.Framer()).feed(data))
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 97))
+def test_framer_finds_every_frame_however_the_stream_is_cut(
+    payloads: list[bytes], cut: int
+) -> None:
+    stream = b"".join(wire.LENGTH.pack(len(p)) + p for p in payloads)
+    framer = wire.Framer()
+    found = [
+        body for at in range(0, len(stream), cut) for body in framer.feed(stream[at : at + cut])
+    ]
+    assert found == payloads
+    assert not framer.unfinished
+
+
+def test_framer_refuses_a_length_beyond_the_limit_before_its_bytes_come() -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        bodies(wire.LENGTH.pack(wire.LIMIT_FRAME_BYTES + 1))
+
+
+def test_framer_yields_what_came_before_a_bad_length() -> None:
+    framer = wire.Framer()
+    found = []
+    with pytest.raises(ProtocolError):
+        for body in framer.feed(wire.LENGTH.pack(2) + b"ab" + wire.LENGTH.pack(1 << 31)):
+            found.append(body)
+    assert found == [b"ab"]
+
+
+def test_messages_are_plain_msgpack_arrays() -> None:
+    (body,) = bodies(wire.encode(wire.Match(7, 3, b"k" * 32)))
+    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32]
+
+
+EXAMPLES = [
+    wire.Hello(1, b"s" * 32, "me"),
+    wire.Match(2, 0, b""),
+    wire.Load(3, 1, b"k" * 64, 500, [0, 1]),
+    wire.Adopt(4, b"t" * 16, [0]),
+    wire.Release(0, 9),
+    wire.Reserve(5, 0, 0, 0, b"", b"k" * 32),
+    wire.Commit(6, 1, 0, 4, b"c" * 64),
+    wire.Bye(0),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_requests_come_back_as_they_went(message: wire.Message) -> None:
+    (body,) = bodies(wire.encode(message))
+    assert wire.decode_request(body) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb({"id": 1}),
+        msgpack.packb([99, 1]),
+        msgpack.packb([3, 1, "0", b""]),
+        msgpack.packb([3, 1, 0, "text"]),
+        msgpack.packb([3, 1, 0, b"", "more"]),
+        msgpack.packb([3, 1]),
+        msgpack.packb([34, 1, 0, 0, 0.0]),
+        b"\x91" * 5000,
+    ],
+    ids=["nothing", "never used", "map", "tag", "type", "text", "more", "fewer", "reply", "deep"],
+)
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode_request(body)
+
+
+def test_a_message_too_long_to_send_is_refused_by_its_sender() -> None:
+    with pytest.raises(ProtocolError):
+        wire.encode(wire.Match(1, 0, bytes(wire.LIMIT_FRAME_BYTES)))
+
+
+def test_limits_leave_room_for_the_largest_messages() -> None:
+    keys = bytes(32 * wire.LIMIT_KEYS)
+    wire.encode(wire.Reserve(1, 0, 0, 0, bytes(32), keys))
+    slots = bytes(wire.SLOT_BYTES * wire.LIMIT_KEYS)
+    wire.encode(wire.Reserved(1, 1, bytes(wire.LIMIT_KEYS), slots))
+    wire.encode(wire.Commit(1, 1, 0, wire.LIMIT_KEYS, bytes(16 * wire.LIMIT_KEYS)))
+
+
+def test_schema_digest_sees_a_changed_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = wire.schema_digest()
+    assert before == wire.SCHEMA
+    monkeypatch.setattr(wire, "LIMIT_KEYS", 1)
+    assert wire.schema_digest() != before
+    monkeypatch.undo()
+    monkeypatch.setitem(wire.Match.__annotations__, "space", "str")
+    assert wire.schema_digest() != before
+
+
+@given(st.binary(max_size=200))
+def test_garbage_never_raises_anything_but_protocol_errors(body: bytes) -> None:
+    for decode in (wire.decode_request, wire.decode_reply):
+        try:
+            decode(body)
+        except ProtocolError:
+            pass
