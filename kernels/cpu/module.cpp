@@ -3,4 +3,11 @@
 
 namespace nb = nanobind;
 
-NB_MODULE(_native, m) { m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store."; }
+void bind_policy(nb::module_& m);
+void bind_store(nb::module_& m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store.";
+    bind_policy(m);
+    bind_store(m);
+}

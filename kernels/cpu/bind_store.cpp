@@ -1,0 +1,292 @@
+// The store as a Python class: bytes in, bytes out, and the buffers of the generation tables.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+
+#include "bytes.h"
+#include "store.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvtier;
+
+namespace {
+
+// A buffer of somebody else's, held for as long as the store writes to it.
+class HeldBuffer {
+ public:
+    explicit HeldBuffer(nb::handle object) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_WRITABLE) != 0) throw nb::python_error();
+    }
+    HeldBuffer(HeldBuffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
+    HeldBuffer(const HeldBuffer&) = delete;
+    HeldBuffer& operator=(const HeldBuffer&) = delete;
+    ~HeldBuffer() {
+        if (view_.obj) PyBuffer_Release(&view_);
+    }
+    const Py_buffer& view() const { return view_; }
+
+ private:
+    Py_buffer view_{};
+};
+
+Keys keys_in(const nb::bytes& keys) {
+    return {keys.c_str(), count_in(keys, key_bytes, "keys are 32 bytes each")};
+}
+
+Key key_in(const nb::bytes& key) {
+    if (key.size() != key_bytes) throw std::invalid_argument("a key is 32 bytes");
+    return Key::read(key.c_str());
+}
+
+nb::bytes zeroed(std::size_t size, char*& data) {
+    PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+    if (!made) throw nb::python_error();
+    data = PyBytes_AS_STRING(made);
+    return nb::steal<nb::bytes>(made);
+}
+
+using TwoLists = std::pair<nb::bytes, nb::bytes>;
+
+TwoLists two(const std::pair<IdList, IdList>& lists) {
+    return {ids_out(lists.first), ids_out(lists.second)};
+}
+
+// The store with the buffers it writes to, and its arguments checked.
+class PyStore {
+ public:
+    std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
+        HeldBuffer held(generations);
+        const Py_buffer& view = held.view();
+        if (nbytes < page_bytes || nbytes >> 44)
+            throw std::invalid_argument("an extent has between 4096 bytes and 16 TiB");
+        if (static_cast<std::uint64_t>(view.len) < nbytes / page_bytes * sizeof(std::uint64_t))
+            throw std::invalid_argument("the generation table needs 8 bytes a page");
+        if (reinterpret_cast<std::uintptr_t>(view.buf) % alignof(std::uint64_t))
+            throw std::invalid_argument("the generation table is not aligned to 8 bytes");
+        buffers_.push_back(std::move(held));
+        return store_.add_extent(nbytes, static_cast<std::uint64_t*>(buffers_.back().view().buf));
+    }
+
+    std::uint32_t add_space(
+        const std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>& groups,
+        const std::vector<std::int64_t>& shards) {
+        if (groups.size() != shards.size())
+            throw std::invalid_argument("a number of shards for each group");
+        std::vector<GroupSpec> specs;
+        for (std::size_t g = 0; g < groups.size(); ++g) {
+            auto [kind, window, block_bytes] = groups[g];
+            if (kind < 0 || kind > 2 || window < 0 || window >> 32 || block_bytes < 1 ||
+                shards[g] < 1 || shards[g] > 1 << 24)
+                throw std::invalid_argument("a group is (kind 0..2, window_blocks, block_bytes)");
+            specs.push_back({static_cast<Kind>(kind), static_cast<std::uint32_t>(window),
+                             static_cast<std::uint64_t>(block_bytes),
+                             static_cast<std::uint32_t>(shards[g])});
+        }
+        return store_.add_space(std::move(specs));
+    }
+
+    std::pair<std::uint32_t, std::uint32_t> match(std::uint32_t space, nb::bytes keys) const {
+        return {store_.match(space, keys_in(keys)), 0};
+    }
+
+    nb::bytes collect(std::uint32_t space, nb::bytes keys, std::uint32_t group,
+                      std::uint32_t shard) const {
+        IdList ids;
+        if (!store_.collect(store_.place(space, group, shard), keys_in(keys), ids))
+            throw nb::key_error("a key has no READY block");
+        return ids_out(ids);
+    }
+
+    nb::bytes probe(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
+                    nb::bytes keys) const {
+        Keys list = keys_in(keys);
+        std::uint32_t place = store_.place(space, group, shard);
+        char* answers;
+        nb::bytes out = zeroed(list.n, answers);
+        store_.probe(place, list, answers);
+        return out;
+    }
+
+    nb::bytes present(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
+                      nb::bytes keys) const {
+        return ids_out(store_.present(store_.place(space, group, shard), keys_in(keys)));
+    }
+
+    nb::bytes ancestors(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
+                        nb::bytes key, std::size_t limit) const {
+        return ids_out(store_.ancestors(store_.place(space, group, shard), key_in(key), limit));
+    }
+
+    std::uint64_t room(std::uint32_t space, std::uint32_t group, std::uint64_t n) const {
+        return std::min(n, store_.room(space, group));
+    }
+
+    TwoLists make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
+                       nb::bytes victims) {
+        return two(store_.make_room(space, group, n, ids_in(victims)));
+    }
+
+    TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
+                     std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses) {
+        Keys list = keys_in(keys);
+        if (statuses.size() != list.n) throw std::invalid_argument("a status for each key");
+        std::optional<Key> above;
+        if (parent) above = key_in(*parent);
+        IdList ids =
+            store_.reserve(store_.place(space, group, shard), above, list, statuses.c_str());
+        return {ids_out(ids), slots_of(ids)};
+    }
+
+    void commit(nb::bytes ids, nb::bytes checksums) {
+        Ids list = ids_in(ids);
+        if (checksums.size() && checksums.size() != list.size() * checksum_bytes)
+            throw std::invalid_argument("a checksum of 16 bytes for each id, or none");
+        store_.commit(list, checksums.size() ? checksums.c_str() : nullptr);
+    }
+
+    void abort(nb::bytes ids) { store_.abort(ids_in(ids)); }
+    void quarantine(nb::bytes ids) { store_.quarantine(ids_in(ids)); }
+    void gone(nb::bytes ids) { store_.gone(ids_in(ids)); }
+    nb::bytes evict(nb::bytes ids) { return ids_out(store_.evict(ids_in(ids))); }
+    TwoLists forget(nb::bytes ids) { return two(store_.forget(ids_in(ids))); }
+    void lease(nb::bytes ids) { store_.lease(ids_in(ids)); }
+    TwoLists unlease(nb::bytes ids) { return two(store_.unlease(ids_in(ids))); }
+    nb::bytes slots(nb::bytes ids) const { return slots_of(ids_in(ids)); }
+
+    std::pair<nb::bytes, nb::bytes> checksums(nb::bytes ids) const {
+        Ids list = ids_in(ids);
+        char *digests, *has;
+        nb::bytes first = zeroed(list.size() * checksum_bytes, digests);
+        nb::bytes second = zeroed(list.size(), has);
+        std::memset(digests, 0, list.size() * checksum_bytes);
+        for (std::size_t i = 0; i < list.size(); ++i) {
+            has[i] = store_.block(list[i]).summed;
+            if (has[i])
+                std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
+                            checksum_bytes);
+        }
+        return {first, second};
+    }
+
+    std::vector<std::uint64_t> block_bytes(nb::bytes ids) const {
+        std::vector<std::uint64_t> sizes;
+        for (Id id : ids_in(ids)) {
+            store_.block(id);
+            sizes.push_back(store_.place_of(id).block_bytes);
+        }
+        return sizes;
+    }
+
+    nb::bytes keys_of(nb::bytes ids) const {
+        Ids list = ids_in(ids);
+        char* data;
+        nb::bytes out = zeroed(list.size() * key_bytes, data);
+        for (std::size_t i = 0; i < list.size(); ++i) {
+            store_.block(list[i]);
+            std::memcpy(data + i * key_bytes, store_.key_of(list[i]).words.data(), key_bytes);
+        }
+        return out;
+    }
+
+    std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> where(
+        nb::bytes ids) const {
+        std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> out;
+        for (Id id : ids_in(ids)) {
+            store_.block(id);
+            const Place& place = store_.place_of(id);
+            out.emplace_back(place.space, place.group, place.shard);
+        }
+        return out;
+    }
+
+    nb::dict counts() const {
+        const Counts& counts = store_.counts();
+        nb::dict blocks, bytes, all;
+        for (std::size_t i = 1; i < state_names.size(); ++i) {
+            blocks[state_names[i]] = counts.blocks[i];
+            bytes[state_names[i]] = counts.bytes[i];
+        }
+        all["blocks"] = blocks;
+        all["bytes"] = bytes;
+        all["nodes"] = counts.nodes;
+        all["ghosts"] = counts.ghosts;
+        all["capacity_bytes"] = store_.slabs().capacity_bytes();
+        all["free_bytes"] = store_.slabs().free_bytes();
+        return all;
+    }
+
+    std::size_t memory_bytes() const { return sizeof(*this) + store_.memory_bytes(); }
+
+    void check() const {
+        try {
+            store_.check();
+        } catch (const std::logic_error& error) {
+            PyErr_SetString(PyExc_AssertionError, error.what());
+            throw nb::python_error();
+        }
+    }
+
+ private:
+    nb::bytes slots_of(Ids ids) const {
+        char* data;
+        nb::bytes out = zeroed(ids.size() * sizeof(SlotAddress), data);
+        for (std::size_t i = 0; i < ids.size(); ++i) {
+            if (i + 8 < ids.size()) store_.prefetch(ids[i + 8]);
+            SlotAddress slot = store_.slot(ids[i]);
+            std::memcpy(data + i * sizeof(slot), &slot, sizeof(slot));
+        }
+        return out;
+    }
+
+    Store store_;
+    std::vector<HeldBuffer> buffers_;
+};
+
+nb::dict lifecycle() {
+    nb::dict table;
+    for (const Transition& t : transitions)
+        table[nb::make_tuple(state_names[static_cast<std::size_t>(t.from)],
+                             event_names[static_cast<std::size_t>(t.event)])] =
+            state_names[static_cast<std::size_t>(t.to)];
+    return table;
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+    m.def("lifecycle", &lifecycle, "The state table: (state, event) -> state.");
+    nb::class_<PyStore>(m, "Store", "One tenant's blocks: the prefix tree, their states and slots.")
+        .def(nb::init<>())
+        .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
+        .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a)
+        .def("match", &PyStore::match, "space"_a, "keys"_a)
+        .def("collect", &PyStore::collect, "space"_a, "keys"_a, "group"_a, "shard"_a)
+        .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
+        .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
+        .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
+        .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)
+        .def("make_room", &PyStore::make_room, "space"_a, "group"_a, "n"_a, "victims"_a)
+        .def("reserve", &PyStore::reserve, "space"_a, "group"_a, "shard"_a, "parent"_a.none(),
+             "keys"_a, "statuses"_a)
+        .def("commit", &PyStore::commit, "ids"_a, "checksums"_a)
+        .def("abort", &PyStore::abort, "ids"_a)
+        .def("quarantine", &PyStore::quarantine, "ids"_a)
+        .def("gone", &PyStore::gone, "ids"_a)
+        .def("evict", &PyStore::evict, "ids"_a)
+        .def("forget", &PyStore::forget, "ids"_a)
+        .def("lease", &PyStore::lease, "ids"_a)
+        .def("unlease", &PyStore::unlease, "ids"_a)
+        .def("slots", &PyStore::slots, "ids"_a)
+        .def("checksums", &PyStore::checksums, "ids"_a)
+        .def("block_bytes", &PyStore::block_bytes, "ids"_a)
+        .def("keys_of", &PyStore::keys_of, "ids"_a)
+        .def("where", &PyStore::where, "ids"_a)
+        .def("counts", &PyStore::counts)
+        .def("memory_bytes", &PyStore::memory_bytes)
+        .def("check", &PyStore::check);
+}

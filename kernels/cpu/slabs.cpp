@@ -1,0 +1,261 @@
+// Free runs and slabs: carving, giving and taking slots, generations. Reshaping is in reshape.cpp.
+#include "slabs.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+namespace kvtier {
+namespace {
+
+constexpr std::uint64_t small_slab_bytes = std::uint64_t{4} << 20;
+constexpr std::uint64_t large_slab_bytes = std::uint64_t{64} << 20;
+constexpr std::uint64_t few_slots = 16;
+
+std::uint64_t round_up(std::uint64_t n, std::uint64_t unit) { return (n + unit - 1) / unit * unit; }
+std::uint64_t pages_for(std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes; }
+
+}  // namespace
+
+// A pitch is at least a page, so the slots of a slab start in different pages: one generation each.
+std::uint64_t Slabs::pitch_for(std::uint64_t block_bytes) {
+    std::uint64_t whole = round_up(block_bytes, page_bytes);
+    if (block_bytes < page_bytes || (whole - block_bytes) * 32 <= block_bytes) return whole;
+    return round_up(block_bytes, 64);
+}
+
+std::uint32_t Slabs::class_for(std::uint64_t block_bytes) {
+    std::uint64_t pitch = pitch_for(block_bytes);
+    for (std::uint32_t i = 0; i < classes_.size(); ++i)
+        if (classes_[i].pitch == pitch) return i;
+    Class made{};
+    made.pitch = pitch;
+    // About 16 slots, within 4 to 64 MiB, and one at least.
+    std::uint64_t bytes = std::clamp(few_slots * pitch, small_slab_bytes, large_slab_bytes);
+    made.slab_slots = std::max<std::uint64_t>(1, bytes / pitch);
+    made.slab_pages = pages_for(made.slab_slots * pitch);
+    for (const auto& [pages, extent, start] : sizes_) made.carvable += carvable(made, pages);
+    classes_.push_back(std::move(made));
+    return static_cast<std::uint32_t>(classes_.size() - 1);
+}
+
+std::uint32_t Slabs::add_extent(std::uint64_t bytes, std::uint64_t* generations) {
+    std::uint64_t pages = bytes / page_bytes;
+    for (std::uint64_t i = 0; i < pages; ++i)
+        if (generations[i] == 0) generations[i] = 1;
+    extents_.push_back(Extent{pages, generations, {}, {}});
+    auto index = static_cast<std::uint32_t>(extents_.size() - 1);
+    capacity_pages_ += pages;
+    add_run(index, 0, pages);
+    return index;
+}
+
+// ---- free runs ----
+
+// As many slots as `carve` gets out of a run, slab by slab.
+std::uint64_t Slabs::carvable(const Class& size_class, std::uint64_t pages) const {
+    return pages / size_class.slab_pages * size_class.slab_slots +
+           pages % size_class.slab_pages * page_bytes / size_class.pitch;
+}
+
+void Slabs::put_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages) {
+    extents_[extent].runs.emplace(start, pages);
+    sizes_.emplace(pages, extent, start);
+    for (Class& size_class : classes_) size_class.carvable += carvable(size_class, pages);
+}
+
+void Slabs::cut_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages) {
+    extents_[extent].runs.erase(start);
+    sizes_.erase({pages, extent, start});
+    for (Class& size_class : classes_) size_class.carvable -= carvable(size_class, pages);
+}
+
+void Slabs::add_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages) {
+    if (pages == 0) return;
+    auto& runs = extents_[extent].runs;
+    auto after = runs.lower_bound(start);
+    if (after != runs.begin()) {
+        auto [left, length] = *std::prev(after);
+        if (left + length == start) {
+            cut_run(extent, left, length);
+            start = left;
+            pages += length;
+        }
+    }
+    after = runs.find(start + pages);
+    if (after != runs.end()) {
+        std::uint64_t length = after->second;
+        cut_run(extent, start + pages, length);
+        pages += length;
+    }
+    put_run(extent, start, pages);
+}
+
+// ---- slabs ----
+
+std::uint32_t Slabs::make_slab(std::uint32_t size_class, std::uint32_t extent, std::uint64_t start,
+                               std::uint64_t pages, std::uint64_t slots) {
+    std::uint32_t number;
+    if (spare_.empty()) {
+        number = static_cast<std::uint32_t>(slabs_.size());
+        slabs_.emplace_back();
+    } else {
+        number = spare_.back();
+        spare_.pop_back();
+    }
+    slabs_[number] = std::make_unique<Slab>();
+    Slab& slab = *slabs_[number];
+    slab.size_class = size_class;
+    slab.extent = extent;
+    slab.start = start;
+    slab.pages = pages;
+    slab.table.assign(slots, closed);
+    extents_[extent].slabs.emplace(start, number);
+    return number;
+}
+
+void Slabs::drop_slab(std::uint32_t number) {
+    slabs_[number].reset();
+    spare_.push_back(number);
+}
+
+// A slab with free slots is found by its class; the one that got a free slot last comes first.
+void Slabs::link(std::uint32_t number) {
+    Slab& slab = *slabs_[number];
+    Class& size_class = classes_[slab.size_class];
+    slab.prev = none;
+    slab.next = size_class.available;
+    if (slab.next != none) slabs_[slab.next]->prev = number;
+    size_class.available = number;
+}
+
+void Slabs::unlink(std::uint32_t number) {
+    Slab& slab = *slabs_[number];
+    if (slab.next != none) slabs_[slab.next]->prev = slab.prev;
+    if (slab.prev != none)
+        slabs_[slab.prev]->next = slab.next;
+    else
+        classes_[slab.size_class].available = slab.next;
+}
+
+void Slabs::push_free(std::uint32_t number, std::uint32_t slot) {
+    Slab& slab = *slabs_[number];
+    slab.table[slot] = mark | (slab.free_head == none ? list_end : slab.free_head);
+    slab.free_head = slot;
+    ++classes_[slab.size_class].free;
+    if (slab.free++ == 0) link(number);
+}
+
+// Makes one slab out of the shortest free run that holds a whole one, or else out of the longest
+// run.
+bool Slabs::carve(std::uint32_t size_class) {
+    const Class& wanted = classes_[size_class];
+    auto found = sizes_.lower_bound({wanted.slab_pages, 0, 0});
+    if (found == sizes_.end()) {
+        if (sizes_.empty()) return false;
+        --found;
+    }
+    auto [length, extent, start] = *found;
+    std::uint64_t slots = std::min(wanted.slab_slots, length * page_bytes / wanted.pitch);
+    if (slots == 0) return false;
+    std::uint64_t pages = pages_for(slots * wanted.pitch);
+    cut_run(extent, start, length);
+    if (length > pages) put_run(extent, start + pages, length - pages);
+    std::uint32_t number = make_slab(size_class, extent, start, pages, slots);
+    for (std::uint64_t slot = slots; slot-- > 0;)
+        push_free(number, static_cast<std::uint32_t>(slot));
+    return true;
+}
+
+void Slabs::dissolve(std::uint32_t number) {
+    Slab& slab = *slabs_[number];
+    if (slab.free) unlink(number);
+    classes_[slab.size_class].free -= slab.free;
+    extents_[slab.extent].slabs.erase(slab.start);
+    add_run(slab.extent, slab.start, slab.pages);
+    drop_slab(number);
+}
+
+// Ends a reshaping whose last old block went, and gives an empty slab back.
+void Slabs::settle(std::uint32_t number) {
+    Slab& slab = *slabs_[number];
+    if (!slab.under.empty()) return;
+    Class& size_class = classes_[slab.size_class];
+    if (!slab.covered.empty()) {
+        std::erase(size_class.reshaped, number);
+        slab.covered = {};
+        std::uint64_t pages = pages_for(slab.slots() * size_class.pitch);
+        std::uint64_t rest = slab.pages - pages;
+        slab.pages = pages;
+        if (rest && slab.used) add_run(slab.extent, slab.start + pages, rest);
+        if (!slab.used) slab.pages += rest;
+    }
+    if (slab.used == 0) dissolve(number);
+}
+
+bool Slabs::take(std::uint32_t size_class, Id id, std::uint32_t& number, std::uint16_t& slot) {
+    if (classes_[size_class].available == none && !carve(size_class)) return false;
+    number = classes_[size_class].available;
+    Slab& slab = *slabs_[number];
+    slot = static_cast<std::uint16_t>(slab.free_head);
+    Id next = slab.table[slot] & ~mark;
+    slab.free_head = next == list_end ? none : next;
+    slab.table[slot] = id;
+    ++slab.used;
+    --classes_[size_class].free;
+    if (--slab.free == 0) unlink(number);
+    live_bytes_ += classes_[size_class].pitch;
+    return true;
+}
+
+void Slabs::give(std::uint32_t number, std::uint16_t slot) {
+    Slab& slab = *slabs_[number];
+    std::uint64_t pitch = classes_[slab.size_class].pitch, first = first_byte(slab, slot);
+    std::atomic_ref<std::uint64_t>(extents_[slab.extent].generations[first / page_bytes])
+        .fetch_add(1, std::memory_order_release);
+    live_bytes_ -= pitch;
+    --slab.used;
+    if (slab.over == none) {
+        push_free(number, slot);
+        if (slab.used == 0) settle(number);
+        return;
+    }
+    slab.table[slot] = closed;
+    std::uint32_t over = slab.over;
+    if (slab.used == 0) {
+        std::erase(slabs_[over]->under, number);
+        drop_slab(number);
+    }
+    uncover(over, first, first + pitch);
+    settle(over);
+}
+
+SlotAddress Slabs::address(std::uint32_t number, std::uint16_t slot) const {
+    const Slab& slab = *slabs_[number];
+    std::uint64_t first = first_byte(slab, slot);
+    std::uint64_t& entry = extents_[slab.extent].generations[first / page_bytes];
+    return {slab.extent, 0, first,
+            std::atomic_ref<std::uint64_t>(entry).load(std::memory_order_relaxed)};
+}
+
+void Slabs::prefetch(std::uint32_t number, std::uint16_t slot) const {
+    const Slab& slab = *slabs_[number];
+    __builtin_prefetch(&slab.table[slot], 1);
+    __builtin_prefetch(&extents_[slab.extent].generations[first_byte(slab, slot) / page_bytes], 1);
+}
+
+std::size_t Slabs::memory_bytes() const {
+    constexpr std::size_t map_node = 64, set_node = 64;
+    std::size_t total = slabs_.capacity() * sizeof(void*) + spare_.capacity() * 4 +
+                        classes_.capacity() * sizeof(Class) + sizes_.size() * set_node;
+    for (const auto& slab : slabs_)
+        if (slab)
+            total +=
+                sizeof(Slab) + 16 +
+                4 * (slab->table.capacity() + slab->covered.capacity() + slab->under.capacity());
+    for (const Extent& extent : extents_)
+        total += sizeof(Extent) + map_node * (extent.runs.size() + extent.slabs.size());
+    return total;
+}
+
+}  // namespace kvtier

@@ -1,0 +1,450 @@
+// The store's calls: looking up, planning, and the events of a block's life.
+#include "store.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace kvtier {
+namespace {
+
+void need(bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
+std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
+    need(!groups.empty(), "a space needs a group");
+    std::uint64_t count = places_.size();
+    for (const GroupSpec& group : groups) {
+        need(group.kind <= Kind::state, "a group's kind is 0, 1 or 2");
+        need(group.kind != Kind::window || group.window_blocks > 0, "a window needs a length");
+        need(group.block_bytes > 0 && group.block_bytes <= std::uint64_t{1} << 40,
+             "a block has between 1 byte and 1 TiB");
+        need(group.shards > 0, "a group needs a shard");
+        count += group.shards;
+    }
+    need(count <= 1U << 24, "too many spaces, groups and shards");
+    Space space;
+    auto number = static_cast<std::uint32_t>(spaces_.size());
+    for (std::uint32_t g = 0; g < groups.size(); ++g) {
+        const GroupSpec& group = groups[g];
+        space.first_place.push_back(static_cast<std::uint32_t>(places_.size()));
+        std::uint32_t size_class = slabs_.class_for(group.block_bytes);
+        bool full = group.kind == Kind::full;
+        for (std::uint32_t shard = 0; shard < group.shards; ++shard)
+            places_.push_back({number, g, shard, size_class, group.block_bytes, full});
+        if (full) space.full_places += group.shards;
+    }
+    space.plain = groups.size() == 1 && groups[0].kind == Kind::full && groups[0].shards == 1;
+    space.groups = std::move(groups);
+    spaces_.push_back(std::move(space));
+    return number;
+}
+
+const Space& Store::space(std::uint32_t space) const {
+    if (space >= spaces_.size()) throw std::out_of_range("no such space");
+    return spaces_[space];
+}
+
+std::uint32_t Store::place(std::uint32_t in, std::uint32_t group, std::uint32_t shard) const {
+    const Space& found = space(in);
+    if (group >= found.groups.size()) throw std::out_of_range("no such group");
+    if (shard >= found.groups[group].shards) throw std::out_of_range("no such shard");
+    return found.first_place[group] + shard;
+}
+
+const Record& Store::block(Id id) const {
+    need(records_.known(id) && records_[id].is() != State::absent, "no block has this id");
+    return records_[id];
+}
+
+SlotAddress Store::slot(Id id) const {
+    const Record& record = block(id);
+    return slabs_.address(record.slab, record.slot);
+}
+
+// ---- what is here ----
+
+// Calls visit(i, node or none) for each key until it returns false, with the index's lines asked
+// for two steps ahead and the records' one step ahead.
+template <class Visit>
+void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
+    constexpr std::size_t step = 16, ring = 64;
+    std::array<std::uint64_t, ring> hashes;
+    auto ask = [&](std::size_t i) {
+        if (i >= keys.n) return;
+        hashes[i % ring] = index_.hash(space, keys[i]);
+        index_.prefetch(hashes[i % ring]);
+    };
+    auto guess = [&](std::size_t i) {
+        if (i >= keys.n) return;
+        Id id = index_.guess(hashes[i % ring]);
+        if (id != none) __builtin_prefetch(&records_[id]);
+    };
+    for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
+    for (std::size_t i = 0; i < step; ++i) guess(i);
+    for (std::size_t i = 0; i < keys.n; ++i) {
+        ask(i + 2 * step);
+        guess(i + step);
+        if (!visit(i, find(space, keys[i], hashes[i % ring]))) return;
+    }
+}
+
+Id Store::residency(Id node, std::uint32_t place) const {
+    for (Id id = node; id != none; id = records_[id].more)
+        if (records_[id].place == place && records_[id].is() != State::absent) return id;
+    return none;
+}
+
+Id Store::ready_at(Id node, std::uint32_t place) const {
+    Id id = residency(node, place);
+    return id != none && records_[id].is() == State::ready ? id : none;
+}
+
+std::uint32_t Store::match(std::uint32_t in, Keys keys) const {
+    const Space& found = space(in);
+    std::size_t best = 0;
+    if (found.plain) {
+        each_node(in, keys, [&](std::size_t i, Id node) {
+            if (node == none || records_[node].is() != State::ready) return false;
+            best = i + 1;
+            return true;
+        });
+        return static_cast<std::uint32_t>(best);
+    }
+    std::vector<std::uint32_t> ready(found.groups.size());
+    std::vector<std::size_t> run(found.groups.size(), 0);  // READY blocks in a row, up to this one
+    each_node(in, keys, [&](std::size_t i, Id node) {
+        std::fill(ready.begin(), ready.end(), 0);
+        for (Id id = node; id != none; id = records_[id].more)
+            if (records_[id].is() == State::ready) ++ready[places_[records_[id].place].group];
+        bool restorable = true;
+        for (std::size_t g = 0; g < found.groups.size(); ++g) {
+            const GroupSpec& group = found.groups[g];
+            run[g] = ready[g] == group.shards ? run[g] + 1 : 0;
+            switch (group.kind) {
+                case Kind::full:
+                    if (!run[g]) return false;
+                    break;
+                case Kind::window:
+                    restorable &= run[g] >= std::min<std::size_t>(group.window_blocks, i + 1);
+                    break;
+                case Kind::state:
+                    restorable &= run[g] > 0;
+            }
+        }
+        if (restorable) best = i + 1;
+        return true;
+    });
+    return static_cast<std::uint32_t>(best);
+}
+
+bool Store::collect(std::uint32_t place, Keys keys, IdList& ids) const {
+    ids.reserve(keys.n);
+    each_node(places_[place].space, keys, [&](std::size_t, Id node) {
+        Id id = ready_at(node, place);
+        if (id == none) return false;
+        ids.push_back(id);
+        return true;
+    });
+    return ids.size() == keys.n;
+}
+
+void Store::probe(std::uint32_t place, Keys keys, char* answers) const {
+    constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // by state
+    each_node(places_[place].space, keys, [&](std::size_t i, Id node) {
+        Id id = residency(node, place);
+        answers[i] = id == none ? 0 : answer[records_[id].state];
+        return true;
+    });
+}
+
+IdList Store::present(std::uint32_t place, Keys keys) const {
+    IdList ids;
+    each_node(places_[place].space, keys, [&](std::size_t, Id node) {
+        Id id = ready_at(node, place);
+        if (id != none) ids.push_back(id);
+        return true;
+    });
+    return ids;
+}
+
+IdList Store::ancestors(std::uint32_t place, Key key, std::size_t limit) const {
+    IdList ids;
+    for (Id node = find(places_[place].space, key); node != none && ids.size() < limit;
+         node = records_[node].parent) {
+        Id id = ready_at(node, place);
+        if (id != none) ids.push_back(id);
+    }
+    return ids;
+}
+
+// ---- plans ----
+
+std::uint64_t Store::room(std::uint32_t space, std::uint32_t group) const {
+    return slabs_.room(places_[place(space, group, 0)].size_class);
+}
+
+std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t group,
+                                           std::uint64_t n, Ids victims) {
+    std::uint32_t wanted = places_[place(space, group, 0)].size_class;
+    for (Id id : victims) need(records_.known(id), "no block has this id");
+    IdList evicted, orphans, in_the_way;
+    walked_ = 0;
+    auto evict_one = [&](Id id) {
+        records_[id].become(State::absent);
+        leave(id, State::ready, &orphans);
+        evicted.push_back(id);
+    };
+    slabs_.new_round();
+    while (slabs_.room(wanted) < n && slabs_.loosen(wanted)) continue;
+    // First those whose slot can be used as it is, or whose class pays by reshaping. A victim in an
+    // old slab of the wanted class waits: its bytes are on their way to another class.
+    for (bool patient : {true, false}) {
+        for (std::size_t i = 0; i < victims.size() && slabs_.room(wanted) < n; ++i) {
+            if (i + 8 < victims.size()) prefetch(victims[i + 8]);
+            Id victim = victims[i];
+            if (!records_[victim].evictable()) continue;
+            std::uint32_t slab = records_[victim].slab, top = slabs_.top(slab);
+            std::uint32_t pays = slabs_.class_of(top);
+            if (slab == top && pays == wanted) {
+                evict_one(victim);
+                continue;
+            }
+            if (patient && pays != wanted && slabs_.class_of(slab) == wanted) continue;
+            if (!slabs_.clearable(wanted, in_the_way)) {
+                if (pays == wanted || !slabs_.reshape(top, wanted)) continue;
+                if (slabs_.room(wanted) >= n) break;
+                if (!slabs_.clearable(wanted, in_the_way)) continue;
+            }
+            for (Id id : in_the_way) evict_one(id);
+        }
+    }
+    keep_orphans(orphans);
+    return {std::move(evicted), std::move(orphans)};
+}
+
+IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
+                      const char* statuses) {
+    std::uint32_t space = places_[place].space, size_class = places_[place].size_class;
+    IdList ids;
+    Id last = none;  // the node of the key before, once known
+    auto parent_node = [&](std::size_t i) {
+        if (last != none) return last;
+        if (i == 0 && !parent) return none;
+        Key key = i == 0 ? *parent : keys[i - 1];
+        std::uint64_t hash = index_.hash(space, key);
+        Id node = find(space, key, hash);
+        return node != none ? node : make_node(space, key, hash);
+    };
+    bool twice = false;
+    each_node(space, keys, [&](std::size_t i, Id node) {
+        if (statuses[i]) {
+            last = node;
+            return true;
+        }
+        if (node != none && residency(node, place) != none) {
+            twice = true;
+            return false;
+        }
+        if (slabs_.room(size_class) == 0) return false;
+        Id above = parent_node(i);
+        Key key = keys[i];
+        std::uint64_t hash = index_.hash(space, key);
+        node = find(space, key, hash);
+        if (node == none) node = make_node(space, key, hash);
+        if (above != none) adopt(node, above);
+        Id id = attach(node, place);
+        if (above != none) drop_if_idle(above);
+        Record& record = records_[id];
+        std::uint16_t slot;
+        slabs_.take(size_class, id, record.slab, slot);
+        record.slot = slot;
+        ids.push_back(id);
+        last = node;
+        return true;
+    });
+    if (twice) {
+        abort(ids);
+        throw std::invalid_argument("a key to reserve is there already, or is given twice");
+    }
+    return ids;
+}
+
+// ---- events ----
+
+// Moves the whole batch to the event's next state, or none of it.
+void Store::claim(Ids ids, Event event) {
+    State from = before(event), to = after(event);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (i + 8 < ids.size()) prefetch(ids[i + 8]);
+        bool may = records_.known(ids[i]) && records_[ids[i]].is() == from &&
+                   (event != Event::evict || records_[ids[i]].leases == 0);
+        if (may) {
+            records_[ids[i]].become(to);
+            continue;
+        }
+        while (i-- > 0) records_[ids[i]].become(from);
+        throw std::invalid_argument(
+            "a block is not in the state for this, or no block has this id");
+    }
+    walked_ = 0;
+}
+
+void Store::tally(Id id, State from, State to) {
+    std::uint64_t bytes = places_[records_[id].place].block_bytes;
+    auto a = static_cast<std::size_t>(from), b = static_cast<std::size_t>(to);
+    if (from != State::absent) --counts_.blocks[a], counts_.bytes[a] -= bytes;
+    if (to != State::absent) ++counts_.blocks[b], counts_.bytes[b] += bytes;
+}
+
+// Gives the node a WRITING block of this place: in its own record where that is vacant.
+Id Store::attach(Id node, std::uint32_t place) {
+    if (records_[node].ghost()) --counts_.ghosts;
+    Id id = node;
+    if (records_[node].is() != State::absent) {
+        id = records_.make();
+        records_[id].further = 1;
+        records_[id].parent = node;
+        records_[id].more = records_[node].more;
+        records_[node].more = id;
+    }
+    records_[id].place = place;
+    records_[id].become(after(Event::reserve));
+    tally(id, State::absent, State::writing);
+    return id;
+}
+
+// The record of an ABSENT block goes, with its node where that is now idle.
+void Store::detach(Id id) {
+    Record& record = records_[id];
+    Id node = records_.node_of(id);
+    record.slab = none;
+    record.summed = 0;
+    if (record.further) {
+        Id before = node;
+        while (records_[before].more != id) before = records_[before].more;
+        records_[before].more = record.more;
+        records_.drop(id);
+    }
+    if (!records_[node].ghost()) return;
+    ++counts_.ghosts;
+    drop_if_idle(node);
+}
+
+// A block, already ABSENT, gives back its slot and record.
+void Store::leave(Id id, State from, IdList* orphans) {
+    Record& record = records_[id];
+    tally(id, from, State::absent);
+    if (from == State::ready && places_[record.place].full)
+        cut_below(records_.node_of(id), orphans);
+    slabs_.give(record.slab, record.slot);
+    detach(id);
+}
+
+void Store::arrive(Id id) {
+    tally(id, State::writing, State::ready);
+    Id node = records_.node_of(id);
+    if (records_[node].first_child == none || !places_[records_[id].place].full) return;
+    if (!records_[node].cut && complete(node)) join_below(node);
+}
+
+void Store::commit(Ids ids, const char* checksums) {
+    claim(ids, Event::commit);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        Record& record = records_[ids[i]];
+        record.summed = checksums != nullptr;
+        if (checksums)
+            std::memcpy(records_.checksum(ids[i]).bytes.data(), checksums + i * checksum_bytes,
+                        checksum_bytes);
+        arrive(ids[i]);
+    }
+}
+
+void Store::abort(Ids ids) {
+    claim(ids, Event::abort);
+    for (Id id : ids) leave(id, State::writing, nullptr);
+}
+
+void Store::quarantine(Ids ids) {
+    claim(ids, Event::quarantine);
+    for (Id id : ids) tally(id, State::writing, State::quarantined);
+}
+
+void Store::gone(Ids ids) {
+    claim(ids, Event::gone);
+    for (Id id : ids) leave(id, State::quarantined, nullptr);
+}
+
+IdList Store::evict(Ids ids) {
+    claim(ids, Event::evict);
+    IdList orphans;
+    for (Id id : ids) leave(id, State::ready, &orphans);
+    return orphans;
+}
+
+std::pair<IdList, IdList> Store::forget(Ids ids) {
+    // Leased or not, they leave READY together; the claim's state is theirs only for a moment.
+    claim(ids, Event::forget_leased);
+    IdList freed, orphans;
+    for (Id id : ids) {
+        Record& record = records_[id];
+        if (record.leases) {
+            tally(id, State::ready, State::doomed);
+            if (places_[record.place].full) cut_below(records_.node_of(id), &orphans);
+        } else {
+            record.become(after(Event::forget));
+            leave(id, State::ready, &orphans);
+            freed.push_back(id);
+        }
+    }
+    return {std::move(freed), std::move(orphans)};
+}
+
+void Store::lease(Ids ids) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (i + 8 < ids.size()) prefetch(ids[i + 8]);
+        Id id = ids[i];
+        bool there = records_.known(id) &&
+                     (records_[id].is() == State::ready || records_[id].is() == State::doomed);
+        if (there && records_[id].leases < max_leases) {
+            ++records_[id].leases;
+            continue;
+        }
+        while (i-- > 0) --records_[ids[i]].leases;
+        if (there) throw std::overflow_error("a block has 65534 leases already");
+        throw std::invalid_argument("only READY and DOOMED blocks can be leased");
+    }
+}
+
+std::pair<IdList, IdList> Store::unlease(Ids ids) {
+    IdList ended, evictable, freed;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (i + 8 < ids.size()) prefetch(ids[i + 8]);
+        Id id = ids[i];
+        if (records_.known(id) && records_[id].leases) {
+            if (--records_[id].leases == 0) ended.push_back(id);
+            continue;
+        }
+        while (i-- > 0) ++records_[ids[i]].leases;
+        throw std::invalid_argument("a block has no lease to end, or no block has this id");
+    }
+    for (Id id : ended) {
+        if (records_[id].is() == State::ready) {
+            evictable.push_back(id);
+        } else {
+            records_[id].become(after(Event::last_unlease));
+            leave(id, State::doomed, nullptr);
+            freed.push_back(id);
+        }
+    }
+    return {std::move(evictable), std::move(freed)};
+}
+
+std::size_t Store::memory_bytes() const {
+    return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
+           places_.capacity() * sizeof(Place);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,181 @@
+// The prefix tree: nodes, ghosts, and which blocks can still be reached from their root.
+//
+// A node is *cut* when a node above it lacks a block of a full group: no match gets past that gap.
+// The children of a node therefore all have the same flag, and a walk stops where it finds it set
+// already.
+#include <stdexcept>
+
+#include "store.h"
+
+namespace kvtier {
+
+Id Store::make_node(std::uint32_t space, const Key& key, std::uint64_t hash) {
+    Id node = records_.make();
+    Record& record = records_[node];
+    record.key = key;
+    record.place = spaces_[space].first_place[0];
+    index_.insert(hash, node, [this](Id id) { return hash_of(id); });
+    ++counts_.nodes;
+    ++counts_.ghosts;
+    return node;
+}
+
+// Frees a ghost that nobody hangs on, and then its parent if that is now one.
+void Store::drop_if_idle(Id node) {
+    while (node != none) {
+        Record& record = records_[node];
+        if (!record.ghost() || record.first_child != none) return;
+        Id parent = record.parent;
+        if (parent != none) {
+            if (record.prev_sibling != none)
+                records_[record.prev_sibling].next_sibling = record.next_sibling;
+            else
+                records_[parent].first_child = record.next_sibling;
+            if (record.next_sibling != none)
+                records_[record.next_sibling].prev_sibling = record.prev_sibling;
+        }
+        index_.erase(hash_of(node), node);
+        records_.drop(node);
+        --counts_.nodes;
+        --counts_.ghosts;
+        node = parent;
+    }
+}
+
+// Hangs a parentless ghost under its parent. A client may lie about parents: a link that would
+// close a circle is left out, as is one whose proof would take too long.
+void Store::adopt(Id node, Id parent) {
+    Record& record = records_[node];
+    if (!record.ghost() || record.parent != none) return;
+    if (record.first_child == none) {
+        if (node == parent) return;
+    } else {
+        std::size_t steps = 0;
+        for (Id above = parent; above != none; above = records_[above].parent)
+            if (above == node || ++steps > walk_limit) return;
+    }
+    Record& over = records_[parent];
+    record.parent = parent;
+    record.next_sibling = over.first_child;
+    if (over.first_child != none) records_[over.first_child].prev_sibling = node;
+    over.first_child = node;
+    // A ghost is not complete, so what hangs below it is cut already.
+    record.cut = over.cut || !complete(parent);
+}
+
+// Whether every shard of every full group is READY here.
+bool Store::complete(Id node) const {
+    const Space& space = spaces_[places_[records_[node].place].space];
+    std::uint32_t ready = 0;
+    for (Id id = node; id != none; id = records_[id].more)
+        ready += records_[id].is() == State::ready && places_[records_[id].place].full;
+    return ready == space.full_places;
+}
+
+// A block of a full group left this node: everything below is cut, and its evictable blocks, which
+// no match can reach any more, are added to `orphans`.
+void Store::cut_below(Id node, IdList* orphans) {
+    stack_.assign(1, node);
+    while (!stack_.empty()) {
+        Id above = stack_.back();
+        stack_.pop_back();
+        for (Id child = records_[above].first_child; child != none;
+             child = records_[child].next_sibling) {
+            if (records_[child].cut) continue;
+            if (++walked_ > walk_limit) {
+                cut_short_ = true;
+                return;
+            }
+            records_[child].cut = 1;
+            if (orphans)
+                for (Id id = child; id != none; id = records_[id].more)
+                    if (records_[id].evictable() && places_[records_[id].place].full)
+                        orphans->push_back(id);
+            if (records_[child].first_child != none) stack_.push_back(child);
+        }
+    }
+}
+
+// This node is complete and not cut: so are those below it, down to the next gap.
+void Store::join_below(Id node) {
+    stack_.assign(1, node);
+    while (!stack_.empty()) {
+        Id above = stack_.back();
+        stack_.pop_back();
+        for (Id child = records_[above].first_child; child != none;
+             child = records_[child].next_sibling) {
+            if (!records_[child].cut) continue;
+            if (++walked_ > walk_limit) {
+                cut_short_ = true;
+                return;
+            }
+            records_[child].cut = 0;
+            if (records_[child].first_child != none && complete(child)) stack_.push_back(child);
+        }
+    }
+}
+
+// Later steps of the same call may have evicted some.
+void Store::keep_orphans(IdList& ids) const {
+    std::erase_if(ids, [this](Id id) { return !records_[id].evictable(); });
+}
+
+void Store::check_node(Id node, Counts& seen) const {
+    auto hold = [](bool condition, const char* what) {
+        if (!condition) throw std::logic_error(what);
+    };
+    const Record& record = records_[node];
+    std::uint32_t space = places_[record.place].space;
+    hold(find(space, record.key) == node, "a node is not in the index");
+    ++seen.nodes;
+    seen.ghosts += record.ghost();
+    hold(!record.ghost() || record.first_child != none, "a ghost without children is kept");
+    bool found = record.parent == none;
+    if (!found)
+        for (Id child = records_[record.parent].first_child; child != none && !found;
+             child = records_[child].next_sibling)
+            found = child == node;
+    hold(found, "a node is missing among its parent's children");
+    Id before = none;
+    for (Id child = record.first_child; child != none; child = records_[child].next_sibling) {
+        hold(records_[child].parent == node && records_[child].prev_sibling == before,
+             "a child's links are wrong");
+        hold(cut_short_ || records_[child].cut == (record.cut || !complete(node)),
+             "a node's cut flag is wrong");
+        before = child;
+    }
+    hold(record.parent != none || !record.cut, "a root is cut");
+    Id slow = node;
+    for (Id fast = node; fast != none && records_[fast].parent != none;) {
+        fast = records_[records_[fast].parent].parent;
+        slow = records_[slow].parent;
+        hold(fast != slow || fast == none, "parents go round in a circle");
+    }
+    for (Id id = node; id != none; id = records_[id].more) {
+        const Record& block = records_[id];
+        hold(id == node || (block.further && block.parent == node), "a residency is lost");
+        if (block.is() == State::absent) {
+            hold(id == node && block.slab == none, "an absent block is kept");
+            continue;
+        }
+        hold(residency(node, block.place) == id, "two blocks are of one place");
+        hold(places_[block.place].space == space, "a block is in another space than its key");
+        hold(!block.leases || block.is() == State::ready || block.is() == State::doomed,
+             "a block is leased that can't be");
+        hold(block.is() != State::doomed || block.leases, "a doomed block outlived its leases");
+        ++seen.blocks[block.state];
+        seen.bytes[block.state] += places_[block.place].block_bytes;
+    }
+}
+
+void Store::check() const {
+    Counts seen;
+    for (Id id = 0; id < records_.limit(); ++id)
+        if (records_.known(id) && !records_[id].further) check_node(id, seen);
+    if (seen.blocks != counts_.blocks || seen.bytes != counts_.bytes ||
+        seen.nodes != counts_.nodes || seen.ghosts != counts_.ghosts || index_.size() != seen.nodes)
+        throw std::logic_error("the counts are wrong");
+    slabs_.check();
+}
+
+}  // namespace kvtier

@@ -1,0 +1,148 @@
+// Where blocks lie: extents are carved into slabs of equal slots, and slabs change their pitch in
+// place.
+//
+// A slab belongs to a size class (a pitch). When another class must pay for a slot, a slab of it is
+// *reshaped*: a new slab of the wanted pitch is laid over the same bytes (and the free runs and
+// foreign slabs beside them), while the old blocks live on underneath and are served. A new slot is
+// free once no old block overlaps it; `clearable` names the old blocks in the way of the next one,
+// in address order, so that the seam between old and new stays narrower than one slot.
+#pragma once
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "record.h"
+
+namespace kvtier {
+
+inline constexpr std::uint64_t page_bytes = 4096;
+
+struct SlotAddress {
+    std::uint32_t extent;
+    std::uint32_t reserved;
+    std::uint64_t offset;
+    std::uint64_t generation;
+};
+static_assert(sizeof(SlotAddress) == 24);
+
+struct Slab {
+    std::uint32_t size_class;
+    std::uint32_t extent;
+    std::uint64_t start, pages;
+    std::vector<Id> table;               // a slot's block, or how it is vacant (see below)
+    std::vector<std::uint32_t> covered;  // old blocks that overlap a slot; empty without old blocks
+    std::vector<std::uint32_t> under;    // old slabs under this one, by address
+    std::uint32_t over = none;           // the slab laid over this one
+    std::uint32_t used = 0, free = 0;
+    Id free_head = none;
+    std::uint32_t cursor = 0;                // where the search for the next clearable slot goes on
+    std::uint64_t stuck = 0;                 // the round in which no slot could be cleared
+    std::uint32_t next = none, prev = none;  // among the slabs of the class with free slots
+
+    std::uint32_t slots() const { return static_cast<std::uint32_t>(table.size()); }
+};
+
+class Slabs {
+ public:
+    explicit Slabs(const Records& records) : records_(records) {}
+
+    std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations);
+    std::uint32_t class_for(std::uint64_t block_bytes);
+    static std::uint64_t pitch_for(std::uint64_t block_bytes);
+
+    std::uint64_t room(std::uint32_t size_class) const {
+        return classes_[size_class].free + classes_[size_class].carvable;
+    }
+    // Gives the block a slot, without evicting; false when there is none.
+    bool take(std::uint32_t size_class, Id id, std::uint32_t& slab, std::uint16_t& slot);
+    // Frees a slot and moves its generation on, so that readers of the old block notice.
+    void give(std::uint32_t slab, std::uint16_t slot);
+    SlotAddress address(std::uint32_t slab, std::uint16_t slot) const;
+
+    std::uint32_t top(std::uint32_t slab) const {
+        return slabs_[slab]->over == none ? slab : slabs_[slab]->over;
+    }
+    std::uint32_t class_of(std::uint32_t slab) const { return slabs_[slab]->size_class; }
+
+    // A plan's steps. `clearable` names the evictable blocks in the way of the next slot of a
+    // reshaped slab; `reshape` lays the class over this slab; `loosen` reshapes a slab that is half
+    // vacant.
+    void new_round() { ++round_; }
+    bool clearable(std::uint32_t size_class, std::vector<Id>& blocks);
+    bool reshape(std::uint32_t slab, std::uint32_t size_class);
+    bool loosen(std::uint32_t size_class);
+
+    std::uint64_t capacity_bytes() const { return capacity_pages_ * page_bytes; }
+    std::uint64_t free_bytes() const { return capacity_bytes() - live_bytes_; }
+    std::size_t memory_bytes() const;
+    void check() const;
+    void prefetch(std::uint32_t slab, std::uint16_t slot) const;
+
+ private:
+    // Vacant slots: free ones are a linked list (mark | next), the others lie over an old block or,
+    // in an old slab, are never used again.
+    static constexpr Id mark = 0x80000000, list_end = 0x7FFFFFFF, closed = 0xFFFFFFFE;
+    static bool live(Id entry) { return !(entry & mark); }
+
+    struct Extent {
+        std::uint64_t pages;
+        std::uint64_t* generations;
+        std::map<std::uint64_t, std::uint64_t> runs;   // free: first page -> pages
+        std::map<std::uint64_t, std::uint32_t> slabs;  // uppermost: first page -> slab
+    };
+    struct Class {
+        std::uint64_t pitch;
+        std::uint64_t slab_slots, slab_pages;  // of a slab where there is space for it
+        std::uint64_t free = 0;                // slots in slabs
+        std::uint64_t carvable = 0;            // slots that the free runs would give
+        std::uint32_t available = none;        // slabs with free slots
+        std::vector<std::uint32_t> reshaped;   // slabs with old blocks under them, oldest first
+    };
+    struct Region {
+        std::uint64_t start, end;
+        std::vector<std::uint32_t> slabs;  // by address
+    };
+
+    std::uint64_t first_byte(const Slab& slab, std::uint32_t slot) const {
+        return slab.start * page_bytes + slot * classes_[slab.size_class].pitch;
+    }
+    std::uint64_t carvable(const Class& size_class, std::uint64_t pages) const;
+    void add_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages);
+    void put_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages);
+    void cut_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages);
+
+    std::uint32_t make_slab(std::uint32_t size_class, std::uint32_t extent, std::uint64_t start,
+                            std::uint64_t pages, std::uint64_t slots);
+    void drop_slab(std::uint32_t slab);
+    bool carve(std::uint32_t size_class);
+    void dissolve(std::uint32_t slab);
+    void settle(std::uint32_t slab);
+    void push_free(std::uint32_t slab, std::uint32_t slot);
+    void link(std::uint32_t slab);
+    void unlink(std::uint32_t slab);
+    void uncover(std::uint32_t slab, std::uint64_t first, std::uint64_t end);
+
+    Region region_of(std::uint32_t slab) const;
+    void widen(Region& region, std::uint32_t extent, std::uint32_t size_class) const;
+    bool absorb_runs(Region& region, const Extent& extent) const;
+    std::vector<std::uint32_t> cover(const Region& region, std::uint64_t pitch,
+                                     std::uint64_t slots) const;
+    void lay(const Region& region, std::uint32_t extent, std::uint32_t size_class,
+             std::vector<std::uint32_t> covered);
+    // Calls visit(old slab, slot) for every live old block that overlaps the slot; stops on false.
+    template <class Visit>
+    bool each_under(const Slab& slab, std::uint32_t slot, Visit visit) const;
+
+    const Records& records_;
+    std::vector<Extent> extents_;
+    std::vector<Class> classes_;
+    std::vector<std::unique_ptr<Slab>> slabs_;
+    std::vector<std::uint32_t> spare_;  // numbers of dropped slabs
+    std::set<std::tuple<std::uint64_t, std::uint32_t, std::uint64_t>> sizes_;  // runs by length
+    std::uint64_t capacity_pages_ = 0, live_bytes_ = 0, round_ = 0;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,158 @@
+// The catalog's store of one tenant: which blocks there are, in which state, in which slots.
+//
+// It decides nothing by itself: no clock, no I/O, no threads, no policy. Calls take batches. A bad
+// argument throws and changes nothing.
+#pragma once
+#include <array>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "index.h"
+#include "record.h"
+#include "slabs.h"
+
+namespace kvtier {
+
+enum class Kind : std::uint8_t { full, window, state };
+
+struct GroupSpec {
+    Kind kind;
+    std::uint32_t window_blocks;
+    std::uint64_t block_bytes;
+    std::uint32_t shards;
+};
+
+// One shard of one group of one space.
+struct Place {
+    std::uint32_t space, group, shard;
+    std::uint32_t size_class;
+    std::uint64_t block_bytes;
+    bool full;
+};
+
+struct Space {
+    std::vector<GroupSpec> groups;
+    std::vector<std::uint32_t> first_place;  // of each group
+    std::uint32_t full_places = 0;
+    bool plain = false;  // one full group of one shard: a match looks at one record a key
+};
+
+struct Counts {
+    std::array<std::uint64_t, 5> blocks{}, bytes{};
+    std::uint64_t nodes = 0, ghosts = 0;
+};
+
+// n keys, 32 bytes each.
+struct Keys {
+    const char* bytes;
+    std::size_t n;
+    Key operator[](std::size_t i) const { return Key::read(bytes + i * key_bytes); }
+    void prefetch(std::size_t i) const { __builtin_prefetch(bytes + i * key_bytes); }
+};
+
+using Ids = std::span<const Id>;
+using IdList = std::vector<Id>;
+
+class Store {
+ public:
+    Store() : index_(records_), slabs_(records_) {}
+
+    std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations) {
+        return slabs_.add_extent(bytes, generations);
+    }
+    std::uint32_t add_space(std::vector<GroupSpec> groups);
+
+    // What is here.
+    std::uint32_t match(std::uint32_t space, Keys keys) const;
+    bool collect(std::uint32_t place, Keys keys, IdList& ids) const;
+    void probe(std::uint32_t place, Keys keys, char* answers) const;
+    IdList present(std::uint32_t place, Keys keys) const;
+    IdList ancestors(std::uint32_t place, Key key, std::size_t limit) const;
+
+    // Plans.
+    std::uint64_t room(std::uint32_t space, std::uint32_t group) const;
+    std::pair<IdList, IdList> make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
+                                        Ids victims);
+    IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses);
+
+    // Events; each takes the whole batch or throws.
+    void commit(Ids ids, const char* checksums);
+    void abort(Ids ids);
+    void quarantine(Ids ids);
+    void gone(Ids ids);
+    IdList evict(Ids ids);
+    std::pair<IdList, IdList> forget(Ids ids);
+    void lease(Ids ids);
+    std::pair<IdList, IdList> unlease(Ids ids);
+
+    // About single blocks.
+    const Record& block(Id id) const;
+    const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }
+    const Place& place_of(Id id) const { return places_[records_[id].place]; }
+    SlotAddress slot(Id id) const;
+    const Checksum& checksum(Id id) const { return records_.checksum(id); }
+    void prefetch(Id id) const {
+        if (id < records_.limit()) __builtin_prefetch(&records_[id]);
+    }
+
+    std::uint32_t place(std::uint32_t space, std::uint32_t group, std::uint32_t shard) const;
+    const Space& space(std::uint32_t space) const;
+    const Counts& counts() const { return counts_; }
+    const Slabs& slabs() const { return slabs_; }
+    std::size_t memory_bytes() const;
+    void check() const;
+
+ private:
+    static constexpr std::size_t walk_limit = 65536;  // nodes that one call may cut or join
+
+    // The index.
+    std::uint64_t hash_of(Id node) const {
+        return index_.hash(places_[records_[node].place].space, records_[node].key);
+    }
+    Id find(std::uint32_t space, const Key& key, std::uint64_t hash) const {
+        return index_.find(hash, [&](Id id) {
+            const Record& record = records_[id];
+            return record.key == key && places_[record.place].space == space;
+        });
+    }
+    Id find(std::uint32_t space, const Key& key) const {
+        return find(space, key, index_.hash(space, key));
+    }
+    template <class Visit>
+    void each_node(std::uint32_t space, Keys keys, Visit visit) const;
+    Id residency(Id node, std::uint32_t place) const;
+    Id ready_at(Id node, std::uint32_t place) const;
+
+    // The tree (tree.cpp).
+    Id make_node(std::uint32_t space, const Key& key, std::uint64_t hash);
+    void drop_if_idle(Id node);
+    void adopt(Id node, Id parent);
+    bool complete(Id node) const;
+    void cut_below(Id node, IdList* orphans);
+    void join_below(Id node);
+    void keep_orphans(IdList& ids) const;
+    void check_node(Id node, Counts& seen) const;
+
+    // Events.
+    void claim(Ids ids, Event event);
+    void tally(Id id, State from, State to);
+    void arrive(Id id);
+    void leave(Id id, State from, IdList* orphans);
+    Id attach(Id node, std::uint32_t place);
+    void detach(Id id);
+
+    Records records_;
+    Index index_;
+    Slabs slabs_;
+    std::vector<Space> spaces_;
+    std::vector<Place> places_;
+    Counts counts_;
+    IdList stack_;  // of the tree's walks, kept for its memory
+    std::size_t walked_ = 0;
+    bool cut_short_ = false;  // a walk met its limit: some `cut` flags may be old
+};
+
+}  // namespace kvtier

@@ -1,0 +1,30 @@
+"""A block's life as a table: which event takes it from which state to which.
+
+The native store holds the same table (`kvtier_kernels.lifecycle`); a test compares the two.
+"""
+
+from enum import Enum
+
+
+class State(Enum):
+    """What a block is; ABSENT blocks have no record."""
+
+    ABSENT = "absent"
+    WRITING = "writing"  # has a slot and one writer; not matched
+    READY = "ready"  # matched, leased, evicted
+    DOOMED = "doomed"  # forgotten while leased: not matched, kept for those who hold it
+    QUARANTINED = "quarantined"  # its writer may be dead but still copying: the slot is not reused
+
+
+# "forget_leased" is `forget` of a block with leases; "last_unlease" ends the last of them.
+NEXT: dict[tuple[State, str], State] = {
+    (State.ABSENT, "reserve"): State.WRITING,
+    (State.WRITING, "commit"): State.READY,
+    (State.WRITING, "abort"): State.ABSENT,
+    (State.WRITING, "quarantine"): State.QUARANTINED,
+    (State.QUARANTINED, "gone"): State.ABSENT,
+    (State.READY, "evict"): State.ABSENT,
+    (State.READY, "forget"): State.ABSENT,
+    (State.READY, "forget_leased"): State.DOOMED,
+    (State.DOOMED, "last_unlease"): State.ABSENT,
+}
