@@ -146,11 +146,11 @@ class App:
                 "warm": {
                     "capacity_bytes": capacity,
                     "allocated_bytes": self.warm.allocated_bytes if tenant is None else have,
-                    "used_bytes": sum(count["ready_bytes"] for count in counts),
-                    "blocks": sum(count["ready"] for count in counts),
+                    "used_bytes": sum(count["bytes"]["ready"] for count in counts),
+                    "blocks": sum(count["blocks"]["ready"] for count in counts),
                     "policy": self.config.warm.policy,
                     "states": {
-                        state: sum(count[state] for count in counts)
+                        state: sum(count["blocks"][state] for count in counts)
                         for state in ("writing", "ready", "doomed", "quarantined")
                     },
                     "failure": self.warm.failure,
@@ -172,8 +172,8 @@ class App:
             "tenants": {
                 each.name: {
                     "capacity_bytes": each.quota_bytes,
-                    "used_bytes": count["ready_bytes"],
-                    "blocks": count["ready"],
+                    "used_bytes": count["bytes"]["ready"],
+                    "blocks": count["blocks"]["ready"],
                     "spaces": each.catalog.spaces,
                     "sessions": sessions[each.name],
                     "leases": each.catalog.leases,

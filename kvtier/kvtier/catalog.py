@@ -92,6 +92,9 @@ class WriteLease:
 
     id: LeaseId
     session: SessionId
+    space: int
+    group: int
+    shard: int
     block_tokens: int
     block_bytes: int
     ids: bytes
@@ -323,6 +326,8 @@ class Catalog:
             if wanted:
                 self._make_room(index, group, wanted)
             ids, slots = store.reserve(index, group, shard, parent or None, keys, bytes(outcomes))
+        except ValueError as error:
+            raise Refused("bad_request", str(error)) from error
         finally:
             self._unlease(chain)
         _refuse_beyond(outcomes, len(ids) // ID_BYTES)
@@ -332,8 +337,8 @@ class Catalog:
         pending = bytearray(b"\1") * (len(ids) // ID_BYTES)
         spec = space.spec
         lease = WriteLease(
-            self._new_lease_id(), session, spec.block_tokens, spec.group_block_bytes(group), ids,
-            pending,
+            self._new_lease_id(), session, index, group, shard, spec.block_tokens,
+            spec.group_block_bytes(group), ids, pending,
         )  # fmt: skip
         self._writing[lease.id] = lease
         self._of_session.setdefault(session, set()).add(lease.id)
@@ -353,7 +358,13 @@ class Catalog:
             raise Refused("bad_request", f"{len(checksums)} bytes of checksums for {count} blocks")
         ids = lease.ids[first * ID_BYTES : (first + count) * ID_BYTES]
         self._store.commit(ids, checksums)
-        self._policy.added(_reversed(ids))
+        self._policy.added(ids)
+        # A block that is new makes all before it recent, nearest first: a head outlives its tail, also
+        # where a chain is saved block by block as it grows.
+        last = self._store.keys_of(ids[-ID_BYTES:])
+        self._policy.touched(
+            self._store.ancestors(lease.space, lease.group, lease.shard, last, LIMIT_KEYS)
+        )
         lease.pending[first : first + count] = bytes(count)
         self.saved_tokens += count * lease.block_tokens
         self.saved_bytes += count * lease.block_bytes
@@ -417,7 +428,10 @@ class Catalog:
         """Tell the policy how much these blocks matter, 0 (gone first) to 1."""
         blocks = 0
         for ids in self._everywhere(space, keys):
-            self._policy.hinted(ids, importance)
+            if importance > 0:
+                self._policy.hinted(ids, importance)
+            else:
+                self._policy.demoted(_reversed(ids))
             blocks += len(ids) // ID_BYTES
         return blocks
 
@@ -480,7 +494,7 @@ class Catalog:
 
     # --- saying how it is --------------------------------------------------------------------
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Counts:
         return self._store.counts()
 
     @property

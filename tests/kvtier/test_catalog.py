@@ -233,13 +233,13 @@ def test_a_dead_writer_leaves_nothing_and_a_living_one_is_waited_for() -> None:
     space, keys = space_of(catalog), chain(8)
     catalog.reserve(ME, space, 0, 0, b"", keys)
     assert not catalog.end_session(ME, gone=True)
-    assert catalog.counts()["writing"] == 0
+    assert catalog.counts()["blocks"]["writing"] == 0
     catalog.reserve(YOU, space, 0, 0, b"", keys)
     assert catalog.end_session(YOU, gone=False)
     assert save(catalog, space, chain(8)).outcomes == bytes([NO_ROOM] * 8)
     assert ready(catalog, space, keys) == 0
     catalog.process_gone(YOU)
-    assert catalog.counts()["quarantined"] == 0
+    assert catalog.counts()["blocks"]["quarantined"] == 0
     assert save(catalog, space, chain(8)).outcomes == bytes([GRANTED] * 8)
 
 
@@ -269,9 +269,9 @@ def test_forgotten_blocks_match_no_more_even_while_they_are_read() -> None:
     found = catalog.load(ME, space, keys, 60.0, [0], now=0.0)
     assert catalog.forget(space, keys[64:96]) == 1
     assert ready(catalog, space, keys) == 2
-    assert catalog.counts()["doomed"] == 1
+    assert catalog.counts()["blocks"]["doomed"] == 1
     catalog.release(ME, found.lease)
-    assert catalog.counts()["doomed"] == 0
+    assert catalog.counts()["blocks"]["doomed"] == 0
     assert save(catalog, space, keys).outcomes == bytes([PRESENT, PRESENT, GRANTED, PRESENT])
     assert ready(catalog, space, keys) == 4
 
@@ -375,14 +375,13 @@ def test_keys_that_are_none_are_refused(keys: bytes) -> None:
             call()
 
 
-def test_the_same_key_twice_in_one_save_is_stored_once() -> None:
+def test_a_chain_with_a_key_twice_is_refused_and_leaves_nothing() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(2)
-    twice = keys[:32] + keys
-    granted = catalog.reserve(ME, space, 0, 0, b"", twice)
-    assert len(granted.slots) // SLOT_BYTES == granted.outcomes.count(GRANTED) == 2
-    catalog.commit(ME, granted.lease, 0, 2)
-    assert ready(catalog, space, keys) == 2
+    with pytest.raises(Refused, match="twice"):
+        catalog.reserve(ME, space, 0, 0, b"", keys[:32] + keys)
+    assert catalog.counts()["blocks"]["writing"] == 0
+    assert catalog.leases == 0
 
 
 def test_room_that_comes_later_is_used() -> None:

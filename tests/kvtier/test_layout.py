@@ -16,7 +16,7 @@ SPEC = KvSpec.groups(
     model="m", dtype="bfloat16", block_tokens=16, weights="rev:1",
 )  # fmt: skip
 
-IDENTITY_OF_SPEC = "TBD"
+IDENTITY_OF_SPEC = "bd0f75f3c845266c8b79da8494a223e297087004bd968a1b94b0811368f958de"
 
 
 @pytest.mark.parametrize("name", KvSpec.__struct_fields__)
