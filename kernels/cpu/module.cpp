@@ -3,4 +3,17 @@
 
 namespace nb = nanobind;
 
-NB_MODULE(_native, m) { m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store."; }
+void bind_cpu(nb::module_& m);
+void bind_mapping(nb::module_& m);
+void bind_blocks(nb::module_& m);
+void bind_names(nb::module_& m);
+void bind_prefault(nb::module_& m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store.";
+    bind_cpu(m);
+    bind_mapping(m);
+    bind_blocks(m);
+    bind_names(m);
+    bind_prefault(m);
+}
