@@ -3,11 +3,21 @@
 
 namespace nb = nanobind;
 
+void bind_cpu(nb::module_& m);
+void bind_mapping(nb::module_& m);
+void bind_blocks(nb::module_& m);
+void bind_names(nb::module_& m);
+void bind_prefault(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_store(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store.";
+    bind_cpu(m);
+    bind_mapping(m);
+    bind_blocks(m);
+    bind_names(m);
+    bind_prefault(m);
     bind_policy(m);
     bind_store(m);
 }

@@ -1,9 +1,159 @@
-"""The native module's types; the docstrings of `Store` are in its twin, reference/store.py."""
+"""The native module, typed; what each part does is said here."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Protocol, TypeAlias, TypedDict, final
 
 from typing_extensions import Buffer
+
+class _Tensor(Protocol):
+    """A tensor of any framework in the host's memory, by DLPack."""
+
+    def __dlpack__(self) -> object: ...
+
+_Memory: TypeAlias = Buffer | _Tensor
+_Blocks: TypeAlias = Sequence[_Memory] | _Memory
+_Integers: TypeAlias = Sequence[int] | _Memory
+
+@final
+class Mapping:
+    """Maps the first `size` bytes of a file, shared. Unmaps when its last reference goes, memoryviews
+    included; the caller may close `fd` at once. Never maps past the end of the file."""
+
+    def __init__(self, fd: int, size: int, writable: bool) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
+    @property
+    def address(self) -> int: ...
+    def populate(self) -> bool:
+        """Faults all pages in without the GIL; False where the kernel refuses."""
+
+@final
+class Prefaulter:
+    """Gives files their memory one by one, in a native thread, and adds 1 to the eventfd after each
+    that is done or has failed. Keeps its own duplicates of the descriptors."""
+
+    def __init__(self, notify_fd: int) -> None: ...
+    def add(self, fd: int, size: int) -> int:
+        """Queues a file and returns its index in `progress()`."""
+
+    def progress(self) -> list[tuple[int, int]]:
+        """For each file the bytes that are done, and the errno that ended it or 0."""
+
+    def stop(self) -> None:
+        """Joins the thread within one step of 64 MiB. What is queued stays undone."""
+
+def views(
+    mappings: Sequence[Mapping | None], slots: Buffer, nbytes: int, writable: bool
+) -> list[memoryview]:
+    """Shows each slot's memory. IndexError outside its extent, ValueError if that is read-only."""
+
+def release_views(views: list[memoryview]) -> int:
+    """Releases what nobody else uses and returns how many were left alone."""
+
+def fresh(tables: Sequence[Mapping | None], slots: Buffer) -> int:
+    """Counts the leading slots whose generation still stands in their extent's table."""
+
+def copy_in(
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    nbytes: int,
+    sources: _Blocks,
+    threads: int = 1,
+    checksum: bool = False,
+) -> bytes:
+    """Copies each source of `nbytes`, or one buffer's parts, into its slot past the caches. Returns
+    the xxh3-128 digests, 16 bytes each, if asked for. Checks all bounds before it moves a byte."""
+
+def copy_out(
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    nbytes: int,
+    targets: _Blocks,
+    threads: int = 1,
+    checksum: bool = False,
+) -> bytes:
+    """Copies each slot into its target: the reverse of `copy_in`."""
+
+@final
+class Pieces:
+    """Says where the pieces of an engine's paged blocks lie: piece j of block b is `piece_bytes[j]`
+    long, at `offsets[j] + b * strides[j]` in the memory of `arrays[j]`. Keeps the arrays."""
+
+    def __init__(
+        self,
+        arrays: Sequence[_Memory],
+        offsets: Sequence[int],
+        strides: Sequence[int],
+        piece_bytes: Sequence[int],
+    ) -> None: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def blocks(self) -> int:
+        """How many blocks fit into every array."""
+
+    @property
+    def writable(self) -> bool: ...
+
+def gather(
+    pieces: Pieces,
+    block_ids: _Integers,
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    threads: int = 1,
+    checksum: bool = False,
+) -> bytes:
+    """Copies the pieces of each engine block, one after the other, into its slot. Returns the digests
+    of the slots' bytes if asked for. Checks all bounds before it moves a byte."""
+
+def scatter(
+    pieces: Pieces,
+    block_ids: _Integers,
+    mappings: Sequence[Mapping | None],
+    slots: Buffer,
+    threads: int = 1,
+    checksum: bool = False,
+) -> bytes:
+    """Copies each slot into the pieces of its engine block: the reverse of `gather`."""
+
+def copy(dst: _Memory, src: _Memory, checksum: bool = False, threads: int = 1) -> bytes:
+    """Copies a buffer past the caches and returns its digest if asked for, which one thread makes."""
+
+def nt_loop(dst: _Memory, src: _Memory) -> None:
+    """Copies by the plain streaming loop: a baseline."""
+
+def memcpy(dst: _Memory, src: _Memory) -> None:
+    """Copies by the C library's memcpy: a baseline."""
+
+def xxh3_128(data: _Memory, seed: int = 0) -> bytes:
+    """Returns the 16 bytes of XXH3-128 in canonical order."""
+
+def blake3(data: _Memory, key: Buffer | None = None) -> bytes:
+    """Returns the 32 bytes of BLAKE3, keyed if there is a key."""
+
+def chain_keys(
+    secret: Buffer, parent: Buffer, tokens: _Integers, block_tokens: int, extras: Buffer = b""
+) -> bytes:
+    """Names whole blocks: key = BLAKE3 keyed with `secret` over (parent, byte 0, tokens as u32 little
+    endian, extras), and each key is the next one's parent. ValueError outside 0..2^32-1."""
+
+def chain_hashes(
+    secret: Buffer, parent: Buffer, hashes: Sequence[bytes], extras: Buffer = b""
+) -> bytes:
+    """Names blocks by an engine's own hashes of 16 to 64 bytes: as `chain_keys`, with (the hash's
+    length as one byte, hash) in the place of (byte 0, tokens)."""
+
+def cpu_features() -> dict[str, bool | str]:
+    """Says what the processor has, and the level that is used of it."""
+
+def implementations(kind: str) -> list[str]:
+    """Names the implementations of "copy", "xxh3" or "blake3" that run here, the best first."""
+
+def force(kind: str, impl: str) -> None:
+    """Makes this implementation run, in this process; "auto" is the best one."""
 
 class Counts(TypedDict):
     blocks: dict[str, int]

@@ -1,0 +1,367 @@
+// Blocks into slots and out of them: whole buffers, or the pieces of an engine's paged cache.
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "copy.h"
+#include "mapping.h"
+#include "parallel.h"
+#include "python_bytes.h"
+#include "xxh3.h"
+
+namespace nb = nanobind;
+
+namespace kvtier {
+namespace {
+
+constexpr size_t kMostThreads = 256;
+
+// Below this a piece is copied plainly: the partial lines at its ends are too big a part of it.
+constexpr size_t kStreamPieceLeast = 512;
+
+size_t checked_threads(long threads) {
+    if (threads < 1) throw nb::value_error("threads: at least one");
+    return std::min(static_cast<size_t>(threads), kMostThreads);
+}
+
+// Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n) for block i's pieces in
+// order. Where digests is not null, it receives one per block. A block is one thread's work, unless
+// there are too few of them and no digest ties a block's bytes to their order.
+template <typename Pieces>
+void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, const Pieces& pieces) {
+    const bool big = n * bytes >= kStreamLeast;
+    const auto plain = [big](uint8_t* dst, const uint8_t* src, size_t count) {
+        if (big && count >= kStreamPieceLeast) {
+            stream_copy(dst, src, count);
+        } else if (count != 0) {
+            std::memcpy(dst, src, count);
+        }
+    };
+    const auto fence = [] { stream_fence(); };
+    if (!big) threads = 1;
+    if (digests != nullptr) {
+        in_parallel(
+            n, threads,
+            [&](size_t i) {
+                DigestedCopy copy(bytes, big);
+                pieces(i, [&](uint8_t* dst, const uint8_t* src, size_t count) {
+                    copy.add(dst, src, count);
+                });
+                copy.finish(digests + kDigestBytes * i);
+            },
+            fence);
+        return;
+    }
+    if (threads == 1 || n >= 4 * threads) {
+        in_parallel(n, threads, [&](size_t i) { pieces(i, plain); }, fence);
+        return;
+    }
+    constexpr uint64_t kPartLeast = 256 * 1024;
+    const uint64_t wanted = std::max<uint64_t>(1, 4 * threads / std::max<size_t>(n, 1));
+    const uint64_t part = std::max(kPartLeast, (bytes / wanted + kPage - 1) / kPage * kPage);
+    const size_t parts = static_cast<size_t>((bytes + part - 1) / part);
+    in_parallel(
+        n * parts, threads,
+        [&](size_t unit) {
+            const uint64_t low = unit % parts * part, high = std::min(bytes, low + part);
+            uint64_t at = 0;
+            pieces(unit / parts, [&](uint8_t* dst, const uint8_t* src, size_t count) {
+                const uint64_t from = std::max(at, low), to = std::min(at + count, high);
+                if (from < to) plain(dst + (from - at), src + (from - at), to - from);
+                at += count;
+            });
+        },
+        fence);
+}
+
+// The buffers of n blocks of nbytes: a list of them, or one for all.
+class Buffers {
+ public:
+    Buffers(nb::handle given, size_t n, uint64_t bytes, Access access, const char* what)
+        : bytes_(bytes) {
+        PyObject* const from = given.ptr();
+        if (!PyList_Check(from) && !PyTuple_Check(from)) {
+            held_ = std::make_unique<Held[]>(1);
+            held_[0].take(given, access, Shape::kContiguous, what);
+            if (bytes != 0 && n > std::numeric_limits<size_t>::max() / bytes) {
+                throw nb::value_error("slots: more bytes than there can be");
+            }
+            check(0, held_[0].size(), n * bytes, what);
+            return;
+        }
+        const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(from));
+        if (count != n) {
+            throw nb::value_error((std::string(what) + ": " + std::to_string(count) + " for " +
+                                   std::to_string(n) + " slots")
+                                      .c_str());
+        }
+        // A tuple of its own: an exporter may run Python, and that may change the list.
+        const nb::object items = nb::steal(PySequence_Tuple(from));
+        if (!items.is_valid()) nb::raise_python_error();
+        held_ = std::make_unique<Held[]>(n);
+        for (size_t i = 0; i < n; i++) {
+            held_[i].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), access,
+                          Shape::kContiguous, what, i);
+            check(i, held_[i].size(), bytes, what);
+        }
+        several_ = true;
+    }
+
+    uint8_t* at(size_t i) const {
+        return several_ ? held_[i].data() : held_[0].data() + i * bytes_;
+    }
+
+ private:
+    static void check(size_t i, uint64_t has, uint64_t wanted, const char* what) {
+        if (has == wanted) return;
+        throw nb::value_error((std::string(what) + " " + std::to_string(i) + ": " +
+                               std::to_string(has) + " bytes, not " + std::to_string(wanted))
+                                  .c_str());
+    }
+
+    uint64_t bytes_;
+    std::unique_ptr<Held[]> held_;
+    bool several_ = false;
+};
+
+std::vector<uint8_t*> places(Slots& slots, uint64_t bytes, bool writable) {
+    std::vector<uint8_t*> all(slots.count());
+    for (size_t i = 0; i < all.size(); i++) all[i] = slots.place(i, bytes, writable);
+    return all;
+}
+
+nb::bytes copy_whole(nb::handle mappings, nb::handle packed, uint64_t bytes, nb::handle buffers,
+                     long threads, bool checksum, bool inwards) {
+    const size_t most = checked_threads(threads);
+    Slots slots(mappings, packed);
+    const std::vector<uint8_t*> at = places(slots, bytes, inwards);
+    const Buffers other(buffers, at.size(), bytes, inwards ? Access::kRead : Access::kWrite,
+                        inwards ? "source" : "target");
+    NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
+    {
+        const nb::gil_scoped_release unlocked;
+        copy_blocks(at.size(), bytes, most, checksum ? digests.data() : nullptr,
+                    [&](size_t i, const auto& sink) {
+                        if (inwards) {
+                            sink(at[i], other.at(i), static_cast<size_t>(bytes));
+                        } else {
+                            sink(other.at(i), at[i], static_cast<size_t>(bytes));
+                        }
+                    });
+    }
+    return digests.object;
+}
+
+// Where the pieces of an engine's paged blocks lie.
+class EnginePieces {
+ public:
+    EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offsets,
+                 const std::vector<int64_t>& strides, const std::vector<int64_t>& piece_bytes);
+
+    uint64_t block_bytes() const { return block_bytes_; }
+    uint64_t blocks() const { return blocks_; }
+    bool writable() const { return writable_; }
+
+    template <typename Sink>
+    void each(uint32_t block, const Sink& sink) const {
+        for (const Piece& piece : pieces_) {
+            sink(piece.data + uint64_t{block} * piece.stride, piece.bytes);
+        }
+    }
+
+ private:
+    struct Piece {
+        uint8_t* data;
+        uint64_t stride;
+        size_t bytes;
+    };
+
+    std::unique_ptr<Held[]> held_;
+    std::vector<Piece> pieces_;
+    uint64_t block_bytes_ = 0;
+    uint64_t blocks_ = uint64_t{1} << 32;  // ids are 32 bits wide
+    bool writable_ = true;
+};
+
+EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offsets,
+                           const std::vector<int64_t>& strides,
+                           const std::vector<int64_t>& piece_bytes) {
+    const nb::object items = nb::steal(PySequence_Tuple(arrays.ptr()));
+    if (!items.is_valid()) nb::raise_python_error();
+    const auto n = static_cast<size_t>(PyTuple_GET_SIZE(items.ptr()));
+    if (n == 0 || offsets.size() != n || strides.size() != n || piece_bytes.size() != n) {
+        throw nb::value_error(
+            "pieces: one array, offset, stride and length each, and at least one");
+    }
+    held_ = std::make_unique<Held[]>(n);
+    pieces_.reserve(n);
+    for (size_t j = 0; j < n; j++) {
+        held_[j].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(j)),
+                      Access::kWriteIfAllowed, Shape::kDense, "array", j);
+        const auto offset = static_cast<uint64_t>(offsets[j]);
+        const auto stride = static_cast<uint64_t>(strides[j]);
+        const auto bytes = static_cast<uint64_t>(piece_bytes[j]);
+        const uint64_t size = held_[j].size();
+        const std::string name = "piece " + std::to_string(j);
+        if (offsets[j] < 0 || piece_bytes[j] < 1 || offset > size || bytes > size - offset) {
+            throw nb::value_error((name + ": " + std::to_string(piece_bytes[j]) + " bytes at " +
+                                   std::to_string(offsets[j]) + " of an array of " +
+                                   std::to_string(size))
+                                      .c_str());
+        }
+        if (strides[j] < piece_bytes[j]) {
+            throw nb::value_error(
+                (name + ": a stride below its length would let blocks overlap").c_str());
+        }
+        pieces_.push_back({held_[j].data() + offset, stride, static_cast<size_t>(bytes)});
+        blocks_ = std::min(blocks_, (size - offset - bytes) / stride + 1);
+        block_bytes_ += bytes;
+        writable_ = writable_ && held_[j].writable();
+    }
+}
+
+nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings,
+                      nb::handle packed, long threads, bool checksum, bool inwards) {
+    const size_t most = checked_threads(threads);
+    const std::vector<uint32_t> ids = read_u32(block_ids, "block_ids", true);
+    Slots slots(mappings, packed);
+    if (ids.size() != slots.count()) {
+        throw nb::value_error((std::to_string(ids.size()) + " block ids for " +
+                               std::to_string(slots.count()) + " slots")
+                                  .c_str());
+    }
+    for (size_t i = 0; i < ids.size(); i++) {
+        if (ids[i] >= pieces.blocks()) {
+            throw nb::index_error(("block_ids: number " + std::to_string(i) + ": block " +
+                                   std::to_string(ids[i]) + " of " +
+                                   std::to_string(pieces.blocks()))
+                                      .c_str());
+        }
+    }
+    if (!inwards && !pieces.writable()) throw nb::value_error("pieces: an array is read-only");
+    const std::vector<uint8_t*> at = places(slots, pieces.block_bytes(), inwards);
+    NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
+    {
+        const nb::gil_scoped_release unlocked;
+        copy_blocks(at.size(), pieces.block_bytes(), most, checksum ? digests.data() : nullptr,
+                    [&](size_t i, const auto& sink) {
+                        uint8_t* slot = at[i];
+                        pieces.each(ids[i], [&](uint8_t* piece, size_t bytes) {
+                            if (inwards) {
+                                sink(slot, piece, bytes);
+                            } else {
+                                sink(piece, slot, bytes);
+                            }
+                            slot += bytes;
+                        });
+                    });
+    }
+    return digests.object;
+}
+
+// Two buffers of one size, held for a copy.
+struct Pair {
+    Pair(nb::handle dst, nb::handle src) {
+        to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
+        from.take(src, Access::kRead, Shape::kContiguous, "src");
+        if (to.size() != from.size()) {
+            throw nb::value_error(("dst has " + std::to_string(to.size()) + " bytes, src " +
+                                   std::to_string(from.size()))
+                                      .c_str());
+        }
+    }
+    Held to, from;
+};
+
+nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
+    const size_t most = checked_threads(threads);
+    const Pair pair(dst, src);
+    NewBytes digest(checksum ? kDigestBytes : 0);
+    {
+        const nb::gil_scoped_release unlocked;
+        copy_blocks(1, pair.to.size(), most, checksum ? digest.data() : nullptr,
+                    [&](size_t, const auto& sink) {
+                        sink(pair.to.data(), pair.from.data(), pair.to.size());
+                    });
+    }
+    return digest.object;
+}
+
+nb::bytes digest_of(nb::handle data, uint64_t seed) {
+    Held held;
+    held.take(data, Access::kRead, Shape::kContiguous, "data");
+    NewBytes digest(kDigestBytes);
+    {
+        const nb::gil_scoped_release unlocked;
+        xxh3_128(held.data(), held.size(), seed, digest.data());
+    }
+    return digest.object;
+}
+
+}  // namespace
+}  // namespace kvtier
+
+void bind_blocks(nb::module_& m) {
+    using namespace kvtier;
+    using namespace nb::literals;
+    m.def(
+        "copy_in",
+        [](nb::handle mappings, nb::handle slots, uint64_t nbytes, nb::handle sources, long threads,
+           bool checksum) {
+            return copy_whole(mappings, slots, nbytes, sources, threads, checksum, true);
+        },
+        "mappings"_a, "slots"_a, "nbytes"_a, "sources"_a, "threads"_a = 1, "checksum"_a = false);
+    m.def(
+        "copy_out",
+        [](nb::handle mappings, nb::handle slots, uint64_t nbytes, nb::handle targets, long threads,
+           bool checksum) {
+            return copy_whole(mappings, slots, nbytes, targets, threads, checksum, false);
+        },
+        "mappings"_a, "slots"_a, "nbytes"_a, "targets"_a, "threads"_a = 1, "checksum"_a = false);
+    nb::class_<EnginePieces>(m, "Pieces", nb::is_final())
+        .def(nb::init<nb::sequence, const std::vector<int64_t>&, const std::vector<int64_t>&,
+                      const std::vector<int64_t>&>(),
+             "arrays"_a, "offsets"_a, "strides"_a, "piece_bytes"_a)
+        .def_prop_ro("block_bytes", &EnginePieces::block_bytes)
+        .def_prop_ro("blocks", &EnginePieces::blocks)
+        .def_prop_ro("writable", &EnginePieces::writable);
+    m.def(
+        "gather",
+        [](const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings, nb::handle slots,
+           long threads, bool checksum) {
+            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, true);
+        },
+        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false);
+    m.def(
+        "scatter",
+        [](const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings, nb::handle slots,
+           long threads, bool checksum) {
+            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, false);
+        },
+        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false);
+    m.def("copy", &copy, "dst"_a, "src"_a, "checksum"_a = false, "threads"_a = 1);
+    m.def(
+        "nt_loop",
+        [](nb::handle dst, nb::handle src) {
+            const Pair pair(dst, src);
+            const nb::gil_scoped_release unlocked;
+            nt_loop(pair.to.data(), pair.from.data(), pair.to.size());
+            stream_fence();
+        },
+        "dst"_a, "src"_a);
+    m.def(
+        "memcpy",
+        [](nb::handle dst, nb::handle src) {
+            const Pair pair(dst, src);
+            const nb::gil_scoped_release unlocked;
+            if (pair.to.size() != 0) {
+                std::memcpy(pair.to.data(), pair.from.data(), pair.to.size());
+            }
+        },
+        "dst"_a, "src"_a);
+    m.def("xxh3_128", &digest_of, "data"_a, "seed"_a = 0);
+}

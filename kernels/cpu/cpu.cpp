@@ -1,0 +1,124 @@
+// Run-time dispatch: features of the processor, the choice among a kernel's implementations.
+#include "cpu.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <cstring>
+
+namespace nb = nanobind;
+
+namespace kvtier {
+namespace {
+
+Level processor_level() {
+#if KVTIER_X86
+    // The builtins ask the operating system too: registers that it doesn't save don't count.
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        return Level::kAvx512;
+    }
+    if (avx2) return Level::kAvx2;
+    if (__builtin_cpu_supports("sse4.1")) return Level::kSse41;
+#endif
+    return Level::kScalar;
+}
+
+Choice& choice_of(const std::string& kind) {
+    for (Choice* choice : {&copy_choice(), &xxh3_choice(), &blake3_choice()}) {
+        if (kind == choice->kind()) return *choice;
+    }
+    throw nb::value_error(("no kind of kernel '" + kind + "': copy, xxh3, blake3").c_str());
+}
+
+}  // namespace
+
+const char* level_name(Level level) {
+    switch (level) {
+        case Level::kSse41:
+            return "sse41";
+        case Level::kAvx2:
+            return "avx2";
+        case Level::kAvx512:
+            return "avx512";
+        default:
+            return "scalar";
+    }
+}
+
+Level machine_level() {
+    static const Level level = [] {
+        const Level best = processor_level();
+        const char* wanted = std::getenv("KVTIER_CPU");
+        if (wanted == nullptr) return best;
+        for (Level limit : {Level::kScalar, Level::kSse41, Level::kAvx2}) {
+            if (std::strcmp(wanted, level_name(limit)) == 0) return limit < best ? limit : best;
+        }
+        return best;
+    }();
+    return level;
+}
+
+Choice::Choice(const char* kind, std::vector<Level> levels) : kind_(kind) {
+    for (Level level : levels) {
+        if (level <= machine_level()) levels_.push_back(level);
+    }
+    chosen_ = static_cast<int>(levels_.front());
+}
+
+Choice& copy_choice() {
+    static Choice choice("copy", {Level::kAvx512, Level::kAvx2, Level::kScalar});
+    return choice;
+}
+
+Choice& xxh3_choice() {
+    static Choice choice("xxh3", {Level::kAvx512, Level::kAvx2, Level::kScalar});
+    return choice;
+}
+
+Choice& blake3_choice() {
+    static Choice choice("blake3", {Level::kAvx512, Level::kSse41, Level::kScalar});
+    return choice;
+}
+
+}  // namespace kvtier
+
+void bind_cpu(nb::module_& m) {
+    using namespace kvtier;
+    m.def("cpu_features", [] {
+        nb::dict features;
+#if KVTIER_X86
+        __builtin_cpu_init();
+        features["sse41"] = static_cast<bool>(__builtin_cpu_supports("sse4.1"));
+        features["avx2"] = static_cast<bool>(__builtin_cpu_supports("avx2"));
+        features["avx512f"] = static_cast<bool>(__builtin_cpu_supports("avx512f"));
+        features["avx512vl"] = static_cast<bool>(__builtin_cpu_supports("avx512vl"));
+#endif
+        features["level"] = level_name(machine_level());
+        return features;
+    });
+    m.def(
+        "implementations",
+        [](const std::string& kind) {
+            std::vector<std::string> names;
+            for (Level level : choice_of(kind).levels()) names.emplace_back(level_name(level));
+            return names;
+        },
+        nb::arg("kind"));
+    m.def(
+        "force",
+        [](const std::string& kind, const std::string& impl) {
+            Choice& choice = choice_of(kind);
+            if (impl == "auto") return choice.choose(choice.levels().front());
+            for (Level level : choice.levels()) {
+                if (impl == level_name(level)) return choice.choose(level);
+            }
+            throw nb::value_error(
+                ("no implementation '" + impl + "' of " + kind + " on this machine").c_str());
+        },
+        nb::arg("kind"), nb::arg("impl"));
+}

@@ -1,0 +1,69 @@
+// Shared mappings and the slots that lie in them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "python_bytes.h"
+
+namespace kvtier {
+
+inline constexpr uint64_t kPage = 4096;  // granularity of slots and of the generation tables
+
+// The whole of a file, shared; unmapped when its last reference goes, views included.
+class Mapping {
+ public:
+    Mapping(int fd, uint64_t size, bool writable);
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+    ~Mapping();
+
+    uint8_t* data() const { return data_; }
+    uint64_t size() const { return size_; }
+    bool writable() const { return writable_; }
+
+    // Faults all pages in, in steps; false where the kernel refuses.
+    bool populate() const;
+
+ private:
+    uint8_t* data_;
+    uint64_t size_;
+    bool writable_;
+};
+
+// +--------+--------+----------------+----------------+
+// | extent | 0      | offset         | generation     |
+// | u32    | u32    | u64            | u64            |
+// +--------+--------+----------------+----------------+
+struct Slot {
+    uint32_t extent;
+    uint32_t reserved;
+    uint64_t offset;
+    uint64_t generation;
+};
+static_assert(sizeof(Slot) == 24);
+
+// A packed list of slots beside the mappings that they point into.
+class Slots {
+ public:
+    Slots(nb::handle mappings, nb::handle slots);
+
+    size_t count() const { return count_; }
+    Slot at(size_t i) const;
+    // The mapping of an extent. Throws IndexError where there is none.
+    nb::handle object(size_t i, uint32_t extent);
+    Mapping* mapping(size_t i, uint32_t extent);
+    // The memory of slot i, checked. Throws IndexError outside its extent, ValueError where it may
+    // not be written.
+    uint8_t* place(size_t i, uint64_t bytes, bool writable);
+
+ private:
+    nb::object list_;
+    Held packed_;
+    size_t count_;
+    std::vector<Mapping*> known_;  // looked up on first use
+};
+
+}  // namespace kvtier

@@ -1,0 +1,71 @@
+// XXH3 with 128 bits (the published algorithm of xxHash 0.8), split so that a copy can carry it
+// along.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace kvtier {
+
+inline constexpr size_t kStripe = 64;         // bytes taken in at a time
+inline constexpr size_t kStripesPerRun = 16;  // stripes between two scrambles
+inline constexpr size_t kSecretBytes = 192;
+inline constexpr size_t kDigestBytes = 16;
+inline constexpr size_t kShortMost = 240;  // up to here another, unstriped recipe applies
+
+inline constexpr uint64_t kPrime32First = 0x9E3779B1u;
+
+extern const uint8_t kXxh3Secret[kSecretBytes];
+
+struct alignas(64) Accumulators {
+    uint64_t lane[8];
+};
+
+// What an implementation offers. `position` is the number of stripes since the last scramble, and
+// the new one is returned. Lines are 64 bytes; a streaming store never leaves a line half written.
+struct StripeKernels {
+    // Takes `stripes` stripes of `src` in.
+    size_t (*take)(Accumulators& acc, const uint8_t* src, size_t stripes, size_t position,
+                   const uint8_t* secret);
+    // The same, and streams `stripes` lines out: src[lead..] to dst[lead..], where dst + lead is
+    // line-aligned. Reads lead bytes past the last stripe.
+    size_t (*take_and_stream)(Accumulators& acc, uint8_t* dst, const uint8_t* src, size_t lead,
+                              size_t stripes, size_t position, const uint8_t* secret);
+};
+
+const StripeKernels& stripe_kernels_for_copy();  // as chosen for "copy"
+const StripeKernels& stripe_kernels_for_hash();  // as chosen for "xxh3"
+
+// Writes the digest of `size` bytes in canonical (big-endian) order.
+void xxh3_128(const uint8_t* data, size_t size, uint64_t seed, uint8_t* digest);
+
+// A digest of bytes that come in pieces, while they are being copied. The total is known beforehand
+// because XXH3 treats the last stripe differently.
+class DigestedCopy {
+ public:
+    // With `streaming`, whole lines of the targets are written past the caches; the caller fences.
+    DigestedCopy(uint64_t total, bool streaming);
+
+    // Copies the next n bytes from src to dst and takes them in.
+    void add(uint8_t* dst, const uint8_t* src, size_t n);
+    // Writes the digest; exactly `total` bytes must have been added.
+    void finish(uint8_t* digest) const;
+
+ private:
+    void stripes(uint8_t* dst, const uint8_t* src, size_t count);
+
+    Accumulators acc_;
+    const StripeKernels& kernels_;
+    uint64_t total_;
+    uint64_t left_;  // stripes still to be taken in; the very last one is not among them
+    size_t position_ = 0;
+    size_t carried_ = 0;  // bytes in carry_: a stripe that began in an earlier piece
+    size_t kept_ = 0;     // bytes in small_, for totals that are not striped
+    bool streaming_;
+    uint8_t carry_[kStripe];
+    uint8_t last_[kStripe];  // the last 64 bytes seen
+    uint8_t small_[kShortMost];
+};
+
+}  // namespace kvtier
