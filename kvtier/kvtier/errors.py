@@ -1,0 +1,49 @@
+"""One tree of exceptions for everything the world can do wrong; our own bugs are assertions.
+
+    KvtierError
+    ├── ConfigError       the configuration, or the machine under it, does not allow a start
+    ├── Unavailable       no daemon answers, or it answers too late
+    ├── ProtocolError     the peer broke the wire's rules
+    ├── Refused           the daemon understood and said no, with a code
+    ├── StaleLease        the lease has ended; the bytes may be somebody else's by now
+    └── SpecError         a description of the KV layout that contradicts itself
+
+A message is one line that says what, where and what to do. Three are
+outcomes rather than errors and are named so: an engine meets them every day and goes on.
+"""
+
+
+class KvtierError(Exception):
+    """Root of the tree: `except KvtierError` is what an engine's edge turns into a miss."""
+
+
+class ConfigError(KvtierError):
+    """The configuration or the machine forbids a start; the message names key and remedy."""
+
+
+class Unavailable(KvtierError):  # noqa: N818
+    """No daemon answered in time; the caller goes on without a cache."""
+
+
+class ProtocolError(KvtierError):
+    """The peer sent what the wire does not allow; the connection is of no more use."""
+
+
+class Refused(KvtierError):  # noqa: N818
+    """The daemon said no: `code` is for programs and counters, `message` for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)  # both, so that a copy through `__reduce__` is whole
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.code})"
+
+
+class StaleLease(KvtierError):  # noqa: N818
+    """The lease has ended; what was read under it must not be used."""
+
+
+class SpecError(KvtierError):
+    """A description of the KV layout that is incomplete or contradicts itself."""
