@@ -1,0 +1,405 @@
+import os
+import pwd
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.units import GIB, MIB, TIB
+from kvtier_daemon.config import (
+    LOG_LEVELS,
+    PAGE_BYTES,
+    POLICIES,
+    default_extent,
+    default_socket,
+    default_state,
+    dotted_keys,
+    load,
+    tenant_of,
+)
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Write a configuration file and load it, with nothing from this process's environment."""
+
+    def read(text="", flags=None, environ=None, pieces=None):
+        file = tmp_path / "kvtier.toml"
+        file.write_text(text)
+        for name, piece in (pieces or {}).items():
+            (tmp_path / "conf.d").mkdir(exist_ok=True)
+            (tmp_path / "conf.d" / name).write_text(piece)
+        return load(file, flags, environ=environ or {}, uid=0)
+
+    return read
+
+
+WARM = '[warm]\nsize = "64GiB"\n'
+
+
+def test_a_size_is_all_that_has_to_be_said(read):
+    config = read(WARM).config
+    assert config.socket == Path("/run/kvtier/kvtier.sock")
+    assert config.state == Path("/var/lib/kvtier")
+    assert (config.socket_mode, config.socket_group) == (0o660, None)
+    assert (config.log_level, config.max_clients) == ("info", 256)
+    warm = config.warm
+    assert (warm.size_bytes, warm.extent_bytes, warm.policy) == (64 * GIB, GIB, "lru")
+    assert (warm.lock, warm.huge_pages) == (False, False)
+    assert list(config.tenants) == ["default"]
+    assert config.tenants["default"].uids == ("*",)
+    assert config.tenants["default"].quota_bytes == 64 * GIB
+
+
+def test_a_flag_alone_is_a_configuration():
+    loaded = load(None, {"warm.size": "2GiB"}, environ={}, uid=0)
+    assert loaded.config.warm.size_bytes == 2 * GIB
+    assert loaded.origins["warm.size"] == "--warm-size"
+
+
+def test_without_a_size_the_error_says_how_to_give_one(read):
+    with pytest.raises(ConfigError, match=r"kvtier\.toml: warm\.size: is not set.*--warm-size"):
+        read("")
+
+
+def test_every_key_can_be_written(read):
+    me = pwd.getpwuid(0).pw_name
+    config = read(
+        'socket = "/tmp/a.sock"\nsocket_mode = "0666"\nsocket_group = 7\nstate = "/tmp/s"\n'
+        'log_level = "debug"\nmax_clients = 3\n'
+        '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
+        f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
+        '[tenants.b]\nuids = ["*"]\nquota = "256MiB"\n'
+    ).config
+    assert msgspec.to_builtins(config, enc_hook=str) == {
+        "socket": "/tmp/a.sock",
+        "socket_mode": 0o666,
+        "socket_group": 7,
+        "state": "/tmp/s",
+        "log_level": "debug",
+        "max_clients": 3,
+        "warm": {
+            "size": GIB,
+            "policy": "lru",
+            "extent": 128 * MIB,
+            "lock": True,
+            "huge_pages": True,
+        },
+        "tenants": {
+            "a": {"uids": (0, 7), "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES},
+            "b": {"uids": ("*",), "quota": 256 * MIB},
+        },
+    }
+
+
+# --- precedence -----------------------------------------------------------------------------------
+
+
+def test_each_source_overrides_the_one_before_it(read):
+    pieces = {"20-b.toml": "max_clients = 3", "10-a.toml": "max_clients = 2\nlog_level = 'debug'"}
+    sources = {"text": "max_clients = 1\n" + WARM}
+    assert read(**sources).config.max_clients == 1
+    sources["pieces"] = pieces
+    loaded = read(**sources)
+    assert (loaded.config.max_clients, loaded.config.log_level) == (3, "debug")
+    assert Path(loaded.origins["max_clients"]).name == "20-b.toml"
+    assert Path(loaded.origins["log_level"]).name == "10-a.toml"
+    sources["environ"] = {"KVTIER_MAX_CLIENTS": "4"}
+    assert read(**sources).config.max_clients == 4
+    sources["flags"] = {"max_clients": 5, "log_level": None}
+    loaded = read(**sources)
+    assert (loaded.config.max_clients, loaded.config.log_level) == (5, "debug")
+    assert loaded.origins["max_clients"] == "--max-clients"
+
+
+def test_every_settled_key_has_an_origin(read):
+    loaded = read(WARM + '[tenants.a]\nuids = ["*"]', environ={"KVTIER_WARM__LOCK": "yes"})
+    expected = {key.replace("NAME", "a") for key in dotted_keys()}
+    assert set(loaded.origins) == expected
+    assert loaded.origins["warm.lock"] == "environment KVTIER_WARM__LOCK"
+    assert loaded.origins["warm.policy"] == loaded.origins["tenants.a.quota"] == "default"
+    assert loaded.origins["tenants.a.uids"].endswith("kvtier.toml")
+
+
+def test_the_environment_speaks_text(read):
+    loaded = read(
+        environ={
+            "KVTIER_SOCKET": "/tmp/x.sock",
+            "KVTIER_WARM__SIZE": "1 GiB",
+            "KVTIER_WARM__LOCK": "true",
+            "KVTIER_TENANTS__TEAM_A__UIDS": "1000, 1001,*",
+            "KVTIER_TENANTS__TEAM_A__QUOTA": "50%",
+            "HOME": "/root",
+        }
+    )
+    assert loaded.config.socket == Path("/tmp/x.sock")
+    assert loaded.config.warm.lock is True
+    assert loaded.config.tenants["team_a"].uids == (1000, 1001, "*")
+    assert loaded.config.tenants["team_a"].quota_bytes == GIB // 2
+
+
+def test_variables_of_other_parts_and_of_kubernetes_are_no_keys(read):
+    read(
+        WARM,
+        environ={
+            "KVTIER_CPU": "scalar",
+            "KVTIER_PORT": "tcp://10.0.0.1:80",
+            "KVTIER_PORT_80_TCP_ADDR": "10.0.0.1",
+            "KVTIER_SERVICE_HOST": "10.0.0.1",
+            "XKVTIER_FOO": "1",
+        },
+    )
+
+
+def test_a_typo_in_the_environment_is_an_error(read):
+    with pytest.raises(
+        ConfigError, match=r"^environment KVTIER_WARM__SISE: warm\.sise: unknown key.*warm\.size\?$"
+    ):
+        read(WARM, environ={"KVTIER_WARM__SISE": "1GiB"})
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[warm]\nsise = "1GiB"', "warm.sise: unknown key; did you mean warm.size?"),
+        ('sockt = "/a"', "sockt: unknown key; did you mean socket?"),
+        ('size = "4GiB"', "size: unknown key; did you mean warm.size?"),
+        ("lock = true", "lock: unknown key; did you mean warm.lock?"),
+        ("[wram]\nsize = 1", "wram: unknown section; did you mean warm?"),
+        ("[cold]\nsize = '2TiB'", "cold: unknown section; known here: tenants, warm"),
+        ("[http]", "http: unknown section; known here: tenants, warm"),
+        ("[tenants.a]\nuid = [1]", "tenants.a.uid: unknown key; did you mean tenants.a.uids?"),
+        ('"a\\nb" = 1', '"a\\nb": unknown key; known here: '),
+        ("warm = 5", "warm: expected a section, got 5"),
+        ("tenants.a = 5", "tenants.a: expected a section, got 5"),
+        ("[socket]", "socket: expected an absolute path, got a section"),
+        ("[socket]\na = 1", "socket: expected an absolute path, got a section"),
+        ("[warm]\nsize = true", "warm.size: expected a size such as 64GiB"),
+        ("[warm]\nsize = 1.5", "warm.size: expected a size such as 64GiB"),
+        ("[warm]\nsize = 64", "warm.size: 64 B is less than 1 MiB"),
+        ("[warm]\nsize = '64G'", "warm.size: '64G' is ambiguous"),
+        ("[warm]\npolicy = 'arc'", "warm.policy: expected a policy that is there: lru, got 'arc'"),
+        ("[warm]\nlock = 1", "warm.lock: expected true or false, got 1"),
+        ("[warm]\nextent = 12", "warm.extent: 12 B is less than a page"),
+        ("socket = 'here.sock'", "socket: expected an absolute path, got 'here.sock'"),
+        ("socket = ''", "socket: expected an absolute path, got ''"),
+        ("state = '~no-such-user-here/x'", "state: whose home is that?"),
+        ("socket_mode = 0o660", 'socket_mode: expected octal digits in quotes, such as "0660"'),
+        ("socket_mode = '0880'", "socket_mode: expected octal digits in quotes"),
+        ("socket_mode = '0060'", "socket_mode: the owner needs rw"),
+        ("socket_group = 'no-such-group-here'", "socket_group: there is no group"),
+        ("log_level = 'loud'", "log_level: expected one of debug, info, warning, error"),
+        ("max_clients = 0", "max_clients: expected a number from 1 to 65536, got 0"),
+        ("max_clients = true", "max_clients: expected a number from 1 to 65536, got true"),
+        ("[tenants.a]\nuids = []", 'tenants.a.uids: expected a list of "*"'),
+        ("[tenants.a]\nuids = [-1]", 'tenants.a.uids: expected a list of "*"'),
+        ("[tenants.a]\nuids = [true]", 'tenants.a.uids: expected a list of "*"'),
+        ("[tenants.a]\nuids = ['no-such-user']", "tenants.a.uids: there is no user 'no-such-user'"),
+        ("[tenants.a]\nquota = '120%'", "tenants.a.quota: '120%' is no share"),
+        ("[tenants.'A/../b']\nuids = [1]", 'tenants."A/../b": expected a name of up to 32'),
+        ("=", "is no TOML: "),
+    ],
+)
+def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert str(caught.value).startswith(f"{tmp_path / 'kvtier.toml'}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_one_that_is_no_text_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load(tmp_path / "absent.toml", environ={})
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bad\.toml: is no TOML: .*utf-8"):
+        load(tmp_path / "bad.toml", environ={})
+
+
+def test_an_error_in_a_piece_names_the_piece(read):
+    with pytest.raises(ConfigError, match=r"conf\.d/9\.toml: warm\.sise: unknown key"):
+        read(WARM, pieces={"9.toml": "[warm]\nsise = 1"})
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=5,
+    ),
+    st.sampled_from(sorted(dotted_keys())),
+)
+def test_no_value_passes_that_is_not_understood_and_none_escapes_as_another_error(value, key):
+    try:
+        flags = {"warm.size": "1GiB", "tenants.a.uids": "*", key.replace("NAME", "a"): value}
+        loaded = load(None, flags, environ={}, uid=0)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert loaded.config.warm.size_bytes >= MIB
+
+
+# --- the arena ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "extent"),
+    [
+        (MIB, MIB),
+        (64 * MIB, 64 * MIB),
+        (512 * MIB, 64 * MIB),
+        (2 * GIB, 128 * MIB),
+        (16 * GIB, GIB),
+        (64 * GIB, GIB),
+        (2 * TIB, 32 * GIB),
+    ],
+)
+def test_the_extent_follows_the_size(size, extent):
+    assert default_extent(size) == extent
+
+
+@given(st.integers(MIB, 1 << 50))
+def test_extents_are_whole_pages_and_never_many(size):
+    extent = default_extent(size)
+    assert extent % PAGE_BYTES == 0
+    assert 0 < extent <= size
+    assert size // extent <= 64 + 1
+
+
+def test_an_extent_that_nobody_set_fits_the_smallest_tenant(read):
+    tenants = '[tenants.a]\nuids = [1]\nquota = "1%"\n[tenants.b]\nuids = [2]\nquota = "50%"'
+    warm = read('[warm]\nsize = "1GiB"\n' + tenants).config.warm
+    assert warm.extent_bytes == GIB // 100 // PAGE_BYTES * PAGE_BYTES
+
+
+def test_an_extent_larger_than_a_tenants_quota_is_an_error(read):
+    with pytest.raises(ConfigError, match=r"warm\.extent: 1 GiB is more than tenants\.a\.quota"):
+        read(WARM + 'extent = "1GiB"\n[tenants.a]\nuids = [1]\nquota = "1%"')
+
+
+def test_an_extent_larger_than_the_tier_is_an_error(read):
+    with pytest.raises(ConfigError, match=r"warm\.extent: 65 GiB is more than warm\.size 64 GiB"):
+        read(WARM + 'extent = "65GiB"')
+
+
+def test_huge_pages_make_whole_huge_extents(read):
+    warm = read('[warm]\nsize = "1GB"\nhuge_pages = true\nextent = "100MB"').config.warm
+    assert warm.extent_bytes % (2 * MIB) == 0
+    assert 98_000_000 < warm.extent_bytes <= 100_000_000
+
+
+def test_an_extent_below_a_huge_page_is_an_error_where_those_are_wanted(read):
+    with pytest.raises(ConfigError, match=r"warm\.extent: 1 MiB is less than a huge page"):
+        read(WARM + 'huge_pages = true\nextent = "1MiB"')
+
+
+def test_decimal_sizes_become_whole_pages(read):
+    warm = read('[warm]\nsize = "1GB"').config.warm
+    assert warm.size_bytes % PAGE_BYTES == warm.extent_bytes % PAGE_BYTES == 0
+    assert 0 <= 10**9 - warm.size_bytes < PAGE_BYTES
+
+
+# --- tenants --------------------------------------------------------------------------------------
+
+
+def test_a_user_named_exactly_is_found_before_everyone(read):
+    config = read(
+        WARM + '[tenants.all]\nuids = ["*"]\nquota = "10%"\n'
+        '[tenants.a]\nuids = [1000, 1001]\nquota = "90%"'
+    ).config
+    assert tenant_of(config, 1000) == tenant_of(config, 1001) == "a"
+    assert tenant_of(config, 0) == tenant_of(config, 65534) == "all"
+
+
+def test_a_user_whom_no_tenant_wants_has_none(read):
+    config = read(WARM + "[tenants.a]\nuids = [1000]").config
+    assert tenant_of(config, 1001) is None
+
+
+def test_root_is_no_exception(read):
+    config = read(WARM + "[tenants.a]\nuids = [1000]").config
+    assert tenant_of(config, 0) is None
+
+
+@pytest.mark.parametrize(("a", "b"), [("[1, 7]", "[7]"), ('["*"]', '["*"]'), ('["root"]', "[0]")])
+def test_a_user_of_two_tenants_is_an_error(read, a, b):
+    with pytest.raises(ConfigError, match=r"tenants\.b\.uids: .* is of tenant a already"):
+        read(f'{WARM}[tenants.a]\nuids = {a}\nquota = "1%"\n[tenants.b]\nuids = {b}\nquota = "1%"')
+
+
+def test_quotas_that_give_out_more_than_there_is_are_an_error_with_the_numbers(read):
+    with pytest.raises(ConfigError, match=r"give out 110% of warm\.size 64 GiB \(a 60%, b 50%\)"):
+        read(
+            WARM + '[tenants.a]\nuids = [1]\nquota = "60%"\n[tenants.b]\nuids = [2]\nquota="32GiB"'
+        )
+
+
+def test_a_quota_larger_than_the_tier_is_an_error(read):
+    with pytest.raises(ConfigError, match=r"give out 200% of warm\.size"):
+        read(WARM + '[tenants.a]\nuids = [1]\nquota = "128GiB"')
+
+
+def test_a_tenant_without_users_is_not_lost(read):
+    with pytest.raises(ConfigError, match=r"tenants\.a\.uids: is not set"):
+        read(WARM + "[tenants.a]")
+
+
+def test_a_tenant_may_be_spread_over_files(read):
+    loaded = read(WARM + "[tenants.a]\nuids = [1]", pieces={"a.toml": "[tenants.a]\nquota = '25%'"})
+    assert loaded.config.tenants["a"].quota_bytes == 16 * GIB
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_root_and_users_have_their_own_places(monkeypatch):
+    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/0"}, 0) == Path("/run/kvtier/kvtier.sock")
+    user = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_STATE_HOME": "/home/a/state", "HOME": "/home/a"}
+    assert default_socket(user, 7) == Path("/run/user/7/kvtier/kvtier.sock")
+    assert default_state(user, 7) == Path("/home/a/state/kvtier")
+    assert default_state({"HOME": "/home/a"}, 7) == Path("/home/a/.local/state/kvtier")
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/elsewhere")
+    assert default_socket({}, 7) == Path("/tmp/elsewhere/kvtier-7/kvtier.sock")
+    assert default_socket({"XDG_RUNTIME_DIR": "x"}, 7).parent == Path("/tmp/elsewhere/kvtier-7")
+    assert default_state({}, 7) == Path("/tmp/elsewhere/kvtier-7/state")
+
+
+def test_a_path_may_begin_at_home(read, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/a")
+    assert read(WARM, flags={"state": "~/kv"}).config.state == Path("/home/a/kv")
+
+
+def test_the_process_itself_is_the_source_when_nothing_else_is_handed_in(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("KVTIER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("KVTIER_WARM__SIZE", "8MiB")
+    loaded = load(None)
+    assert loaded.config.warm.size_bytes == 8 * MIB
+    assert loaded.config.socket == default_socket()
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+
+def test_the_document_lists_exactly_the_keys_there_are():
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    listed = re.findall(r"^\| `([^`]+)` \|", page.read_text(), re.MULTILINE)
+    assert listed == list(dotted_keys())
+
+
+def test_the_document_names_every_policy_and_level():
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for name in (*POLICIES, *LOG_LEVELS):
+        assert f"`{name}`" in page
+
+
+def test_the_documents_example_loads(read):
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert set(read(example.replace('"vllm"', "1000")).config.tenants) == {"serving", "default"}
