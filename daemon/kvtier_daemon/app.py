@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -11,7 +10,6 @@ import signal
 import socket
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,8 +18,11 @@ import kvtier
 from kvtier.catalog import Catalog
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
-from kvtier_daemon import notify, preflight, secrets
-from kvtier_daemon.config import Config, Loaded, extent_bytes, quotas, tenant_of
+from kvtier_daemon import preflight
+from kvtier_daemon.claim import claim_socket, release_socket
+from kvtier_daemon.config import Config, Loaded, tenant_of
+from kvtier_daemon.notify import Notifier
+from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.warm import WarmTier
@@ -30,7 +31,6 @@ from kvtier_kernels import Store
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
-FAULTING_GRACE_S = 30
 
 
 def run(loaded: Loaded) -> None:
@@ -40,34 +40,33 @@ def run(loaded: Loaded) -> None:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     preflight.check(config)
-    listener = preflight.claim_socket(config.socket, config.socket_mode, config.socket_group)
+    secrets = load_secrets(config.state, config.tenants)
+    listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
     try:
-        loop_factory = _uvloop_factory()
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(App(config, listener).serve())
+        with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
+            runner.run(App(config, secrets, listener).serve())
     finally:
-        listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            Path(config.socket).unlink()
+        release_socket(listener)
 
 
 class App:
     """The running daemon: its tenants, its warm tier, its server."""
 
-    def __init__(self, config: Config, listener: socket.socket) -> None:
+    def __init__(self, config: Config, secrets: dict[str, bytes], listener: socket.socket) -> None:
         self.config = config
         self._started_at = time.monotonic()
-        shares = quotas(config)
+        quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
         self.tenants = {
             name: Tenant(
                 name,
-                secrets.tenant_secret(Path(config.state), name),
+                secrets[name],
                 quota,
                 Catalog(Store(), make(config.warm.policy)),
             )
-            for name, quota in shares.items()
+            for name, quota in quotas.items()
         }
-        self.warm = WarmTier(shares, extent_bytes(config))
+        self.warm = WarmTier(quotas, config.warm.extent_bytes)
+        self._notifier = Notifier.from_environment()
         self._listener = listener
         self._server: Server | None = None
 
@@ -83,7 +82,7 @@ class App:
         # What start-up made stays for good: a collection need not walk it again.
         gc.collect()
         gc.freeze()
-        notify.ready(f"serving on {self.config.socket}")
+        self._notifier.ready(f"serving on {self.config.socket}")
         log.info(
             "kvtier %s serves on %s: warm %s for %s",
             kvtier.__version__,
@@ -95,7 +94,7 @@ class App:
             tending = tasks.create_task(self._tend(), name="tend")
             await stopped.wait()
             tending.cancel()
-        notify.stopping()
+        self._notifier.stopping()
         log.info("going down")
         self._server.close("it was asked to stop")
         loop.remove_reader(self.warm.event_fd)
@@ -120,7 +119,7 @@ class App:
         for extent in self.warm.ready():
             self.tenants[extent.tenant].add(extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
-            notify.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
+            self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._server.announce()
         if self.warm.complete:
             log.info("warm tier is there: %s", format_bytes(self.warm.allocated_bytes))

@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
@@ -31,6 +31,9 @@ from kvtier.wire import (
     Part,
 )
 from kvtier_kernels import Store
+
+if TYPE_CHECKING:
+    from kvtier_kernels._native import Counts
 
 LeaseId = NewType("LeaseId", int)
 SessionId = NewType("SessionId", int)

@@ -28,6 +28,7 @@ from kvtier_kernels import copy_in, copy_out, fresh, release_views, views
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 COPY_THREADS = 1
+CONNECT_PAUSE_S = 0.005
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
@@ -63,22 +64,14 @@ class Client:
         name: str = "",
         clock: Clock = time.monotonic,
     ) -> Client:
-        """Connect to the daemon at `socket`: $KVTIER_SOCKET if None, then /run/kvtier/kvtier.sock.
+        """Connect to the daemon at `socket`: if None $KVTIER_SOCKET, then /run/kvtier/kvtier.sock, or else
+        that of a daemon of this user.
 
         `timeout_s` bounds every request. `read_only` maps the arena for reading only and can't save.
         Raises Unavailable if there is no daemon, Refused if it won't have this client.
         """
-        path = os.fspath(socket or os.environ.get("KVTIER_SOCKET") or DEFAULT_SOCKET)
-        sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(path)
-        except OSError as error:
-            sock.close()
-            reason = error.strerror or str(error)
-            raise Unavailable(
-                f"no daemon at {path}: {reason}; is `kvtier serve` running?"
-            ) from error
+        path = os.fspath(socket or default_socket())
+        sock = _connected(path, timeout_s, clock)
         connection = Connection(sock, clock, timeout_s)
         arena = Arena(read_only, populate)
         try:
@@ -502,6 +495,41 @@ class Saved(Sequence[Key]):
 
     def __repr__(self) -> str:
         return f"<{self.stored} blocks stored, {self.present} present, {len(self.refused)} refused>"
+
+
+def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
+    sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    deadline = clock() + timeout_s
+    try:
+        sock.settimeout(timeout_s)
+        while True:
+            try:
+                sock.connect(path)
+                return sock
+            except BlockingIOError:
+                # The daemon lives, but more are waiting to be let in than its backlog holds.
+                if clock() >= deadline:
+                    raise
+                time.sleep(CONNECT_PAUSE_S)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise Unavailable(f"no daemon at {path}: {reason}; is `kvtier serve` running?") from error
+
+
+def default_socket() -> str:
+    """Where a daemon is looked for when nobody says where."""
+    if named := os.environ.get("KVTIER_SOCKET"):
+        return named
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    own = f"{runtime}/kvtier/kvtier.sock"
+    if (
+        runtime.startswith("/")
+        and os.access(own, os.F_OK)
+        and not os.access(DEFAULT_SOCKET, os.F_OK)
+    ):
+        return own
+    return DEFAULT_SOCKET
 
 
 def _chosen(arrays: Any, granted: list[int], total: int, nbytes: int) -> Any:

@@ -27,7 +27,7 @@ DIGEST_BYTES = 16
 LENGTH = struct.Struct("<I")
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     id: int
 
 

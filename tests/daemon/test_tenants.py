@@ -33,7 +33,7 @@ quota = "50%"
 
 # As another user: does what it is told, prints what came of it.
 OTHER = """
-import os, sys
+import mmap, os, socket, sys
 sys.path[:0] = sys.argv[2].split(":")
 import kvtier_kernels, kvtier
 from kvtier import Client, KvtierError
@@ -143,7 +143,6 @@ def test_tables_of_generations_can_not_be_written_not_even_reopened(daemon: Daem
     client, _, _ = ours(daemon)
     with client:
         code = """
-import mmap, socket
 from kvtier import wire
 sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1])
 sock.sendall(wire.encode(wire.Hello(1, wire.SCHEMA, "raw")))
