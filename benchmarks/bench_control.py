@@ -1,7 +1,7 @@
 """The control path: matches, plans, the catalog at a million blocks, and what an idle daemon costs.
 
-The null echo is the floor of the socket: the same bytes there and back through a process of the same loop that
-does nothing with them.
+The null echo is the floor of the socket: the same bytes there and back through a process of the same loop
+that does nothing with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 
 import harness
 from harness import Daemon, Row, at_least, at_most, percentile
-
 from kvtier import Client, KvSpec, Space, wire
 from kvtier.catalog import Catalog, SessionId
 from kvtier.layout import space_id

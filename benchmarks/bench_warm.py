@@ -1,7 +1,7 @@
 """The warm tier's data path: saves and loads through a real daemon, against the machine's own copies.
 
-"memcpy" is one thread's glibc memcpy; "NT loop" a plain loop of streaming stores. Both are timed on buffers of
-the same sizes, anonymous and faulted in, in the same run.
+"memcpy" is one thread's glibc memcpy; "NT loop" a plain loop of streaming stores. Both are timed on buffers
+of the same sizes, anonymous and faulted in, in the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import harness
 from harness import Arm, Daemon, Row, pairs, ratio_row
-
 from kvtier import Client, KvSpec, Space
 from kvtier_kernels import Pieces, gather, memcpy, nt_loop, scatter
 

@@ -106,7 +106,7 @@ class Session:
         if self._greeted:
             self._fail(request.id, "bad_request", "Hello comes once", fatal=True)
         elif request.schema != wire.SCHEMA:
-            text = f"the daemon is kvtier {kvtier.__version__} and speaks another schema: use the same version"
+            text = f"the daemon is kvtier {kvtier.__version__} and speaks another schema: use that version"
             self._fail(request.id, "wrong_schema", text, fatal=True)
         else:
             tenant = self._server.tenant_of(self.uid)

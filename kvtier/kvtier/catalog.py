@@ -33,6 +33,8 @@ from kvtier.wire import (
 from kvtier_kernels import Store
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from kvtier_kernels._native import Counts
 
 LeaseId = NewType("LeaseId", int)
@@ -147,7 +149,7 @@ class Catalog:
 
     # --- spaces and room ---------------------------------------------------------------------
 
-    def add_extent(self, nbytes: int, generations: object) -> int:
+    def add_extent(self, nbytes: int, generations: Buffer) -> int:
         """Room for more blocks, usable from this call on; `generations` is its table."""
         return self._store.add_extent(nbytes, generations)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,9 @@ from kvtier.errors import ProtocolError, StaleLease, Unavailable
 from kvtier.key import KEY_BYTES, Key, Keys, hash_keys, token_keys
 from kvtier.layout import KvSpec
 from kvtier_kernels import copy_in, copy_out, fresh, release_views, views
+
+if TYPE_CHECKING:
+    from kvtier.key import TokenIds
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 COPY_THREADS = 1
@@ -162,7 +165,7 @@ class Space:
         self._secret = opened.secret
         self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
 
-    def keys(self, token_ids: object, salt: bytes = b"", extras: bytes = b"") -> Keys:
+    def keys(self, token_ids: TokenIds, salt: bytes = b"", extras: bytes = b"") -> Keys:
         """One key per whole block of these tokens: a list, or a buffer of integers. Another `salt` (a user,
         a session) or other `extras` (an adapter's digest, an image's) share no key."""
         return token_keys(self._secret, token_ids, self.spec.block_tokens, salt, extras)
@@ -474,7 +477,7 @@ class Saving(Mapping[Key, memoryview]):
 
 
 class Saved(Sequence[Key]):
-    """The keys that a save left in the cache: `stored` by it, or `present` before. `refused` says the rest."""
+    """The keys that are in the cache after a save: `stored` by it, or `present` before; and the `refused`."""
 
     def __init__(self, keys: Keys, outcomes: bytes) -> None:
         kept = (wire.GRANTED, wire.PRESENT)

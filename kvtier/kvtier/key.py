@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NewType, overload
+from typing import TYPE_CHECKING, NewType, overload
 
 from kvtier_kernels import blake3, chain_hashes, chain_keys
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    TokenIds = Sequence[int] | Buffer
 
 Key = NewType("Key", bytes)
 
@@ -78,7 +83,7 @@ def chain_root(secret: bytes, salt: bytes) -> bytes:
 
 
 def token_keys(
-    secret: bytes, token_ids: object, block_tokens: int, salt: bytes = b"", extras: bytes = b""
+    secret: bytes, token_ids: TokenIds, block_tokens: int, salt: bytes = b"", extras: bytes = b""
 ) -> Keys:
     """One key per whole block of the tokens (a list, or a buffer of 32- or 64-bit integers)."""
     root = chain_root(secret, salt)

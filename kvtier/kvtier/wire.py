@@ -12,6 +12,7 @@ An `ExtentAdded` brings two file descriptors: the extent, then its table of gene
 from __future__ import annotations
 
 import hashlib
+import inspect
 import struct
 from collections.abc import Iterator
 
@@ -301,7 +302,7 @@ def schema_digest() -> bytes:
     for kind in types:
         hints = {
             name: text for base in reversed(kind.__mro__)
-            for name, text in base.__dict__.get("__annotations__", {}).items()
+            for name, text in inspect.get_annotations(base).items()
         }  # fmt: skip
         fields = [f"{name}:{hints[name]}" for name in kind.__struct_fields__]
         lines.append(f"{kind.__name__} {kind.__struct_config__.tag} {' '.join(fields)}")

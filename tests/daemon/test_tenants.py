@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from daemons import Daemon
-from specs import pattern, spec_of
 
+from daemons import Daemon
 from kvtier import Client
+from specs import pattern, spec_of
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be two users")
 
@@ -73,7 +73,7 @@ def ours(daemon: Daemon) -> tuple[Client, Any, Any]:
 
 
 def test_the_same_tokens_have_other_names(daemon: Daemon) -> None:
-    client, space, keys = ours(daemon)
+    client, _, keys = ours(daemon)
     with client:
         theirs = as_nobody(daemon, "print(space.keys(list(range(16 * 8))).packed.hex())")
         assert len(theirs) == len(keys.packed.hex())
@@ -128,7 +128,7 @@ def test_a_tenant_is_told_only_about_itself(daemon: Daemon) -> None:
 
 
 def test_only_ones_own_extents_are_handed_over(daemon: Daemon) -> None:
-    client, space, keys = ours(daemon)
+    client, _, keys = ours(daemon)
     with client:
         code = """
 found = 0

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from daemons import Daemon
-from specs import changed_value, pattern, spec_of
 
+from daemons import Daemon
 from kvtier import Client, KvSpec, Refused, StaleLease, Unavailable
+from specs import changed_value, pattern, spec_of
 
 TOKENS = list(range(16 * 12))
 

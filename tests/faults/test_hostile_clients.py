@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from daemons import Daemon
-from specs import pattern, spec_of
 
+from daemons import Daemon
 from kvtier import wire
+from specs import pattern, spec_of
 
 FRAMES = 1_000_000 if os.environ.get("KVTIER_FAULTS") else 100_000
 TOKENS = list(range(64))
@@ -92,7 +92,10 @@ pytestmark = pytest.mark.usefixtures("bystander")
 
 @pytest.mark.parametrize(
     "data",
-    [struct.pack("<I", 1 << 30), struct.pack("<I", 5) + b"\xc1abcd", struct.pack("<I", 0), b"GET / HTTP/1.1\r\n\r\n"],
+    [
+        struct.pack("<I", 1 << 30), struct.pack("<I", 5) + b"\xc1abcd", struct.pack("<I", 0),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
     ids=["too long", "garbage", "empty", "http"],
 )  # fmt: skip
 @pytest.mark.parametrize("hello", [True, False])

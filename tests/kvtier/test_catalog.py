@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from specs import spec_of
 
 from kvtier import Group, KvSpec, Refused
 from kvtier.catalog import LIMIT_KEYS, Catalog, Granted, LeaseId, SessionId, Space
@@ -14,6 +13,7 @@ from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier.wire import GRANTED, IN_PROGRESS, NO_ROOM, PRESENT, SLOT_BYTES
 from kvtier_kernels import Store
+from specs import spec_of
 
 ME, YOU = SessionId(1), SessionId(2)
 SECRET = bytes(32)

@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from specs import changed_value
 
 from kvtier import Group, KvSpec, SpecError
 from kvtier.layout import space_id
+from specs import changed_value
 
 SPEC = KvSpec.groups(
-    [Group(layers=4, kv_heads=2, head_dim=64), Group(kind="window", layers=2, kv_heads=2, head_dim=64, window_tokens=64)],
+    [
+        Group(layers=4, kv_heads=2, head_dim=64),
+        Group(kind="window", layers=2, kv_heads=2, head_dim=64, window_tokens=64),
+    ],
     model="m", dtype="bfloat16", block_tokens=16, weights="rev:1",
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.units import format_bytes
@@ -42,7 +42,7 @@ def plan_extents(quotas: dict[str, int], extent_bytes: int) -> list[tuple[str, i
 
 @dataclass(slots=True)
 class Extent:
-    """A piece of the arena. `table_fd` is a read-only reopening: clients read generations, never write them."""
+    """A piece of the arena. `table_fd` is a read-only reopening: clients never write generations."""
 
     tenant: str
     nbytes: int
