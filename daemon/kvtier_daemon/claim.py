@@ -1,0 +1,169 @@
+"""Taking the socket's path: of two daemons one gets it, and a dead one's leftover is cleared away.
+
+Everything happens under `<path>.lock`, which stays: whoever unlinked it could pull it from under
+the next daemon. A socket that answers a connect has a live owner and is never touched.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import ConfigError
+
+BACKLOG: Final = 128
+PATIENCE_S: Final = 3.0  # another daemon holds the lock for as long as a bind takes
+_PAUSE_S = 0.02
+
+_PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+
+
+def claim_socket(
+    path: Path,
+    mode: int,
+    group: int | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> socket.socket:
+    """Return a non-blocking socket that listens at `path`, open to `mode` and `group` and no more.
+
+    Nobody can connect before the mode is set, whatever the umask. Never takes the path from a live
+    process and never removes what is no socket: ConfigError says who or what is there.
+    """
+    with _locked(path, clock, sleep):
+        _clear(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            # Linux makes the file with the mode of the unbound socket, so there is no moment at
+            # which it is open to more; and before listen() a connect is refused anyway.
+            os.fchmod(listener.fileno(), 0o600)
+            try:
+                listener.bind(os.fspath(path))
+            except OSError as error:
+                raise ConfigError(f"socket {path}: {error.strerror or error}") from error
+            try:
+                _open_to(path, mode, group)
+                listener.listen(BACKLOG)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+
+def release_socket(listener: socket.socket) -> None:
+    """Close `listener` and remove its path, unless that belongs to somebody else by now."""
+    path = Path(os.fsdecode(listener.getsockname()))
+    with contextlib.suppress(OSError, ConfigError), _locked(path, time.monotonic, time.sleep):
+        if _owner(path) == os.getpid():
+            path.unlink()
+    listener.close()
+
+
+@contextlib.contextmanager
+def _locked(
+    path: Path, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> Iterator[None]:
+    lock = Path(f"{path}.lock")
+    deadline = clock() + PATIENCE_S
+    while True:
+        try:
+            held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"socket {path}: cannot open {lock}: {error.strerror}") from error
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(held, lock):  # else a cleaner removed it, and the lock is on a dead file
+                break
+        except BlockingIOError:
+            pass
+        os.close(held)
+        if clock() > deadline:
+            raise ConfigError(
+                f"socket {path}: {lock} is held by a process that is starting; if it hangs, end it"
+            )
+        sleep(_PAUSE_S)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _clear(path: Path) -> None:
+    """Remove a dead daemon's socket from `path`; refuse whatever else is there."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"socket {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(
+            f"socket {path}: there is a file and not a socket; move it away or choose another path"
+        )
+    owner = _owner(path)
+    if owner is None:
+        path.unlink(missing_ok=True)
+        return
+    who = f"process {owner}{_name_of(owner)}" if owner else "a live process"
+    raise ConfigError(
+        f"socket {path}: taken by {who}; stop it, or choose another path with --socket"
+    )
+
+
+def _owner(path: Path) -> int | None:
+    """Return the pid that listens at `path`, 0 if it can't be told, None if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)  # a hung daemon with a full backlog is alive all the same
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EPROTOTYPE):
+                return 0
+            raise ConfigError(
+                f"socket {path}: {error.strerror or error}, so who listens there can't be told;"
+                " choose another path with --socket"
+            ) from error
+        pid, _, _ = _PEER.unpack(
+            probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        )
+    return int(pid)  # 0 for a process outside this pid namespace
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    except OSError:
+        return ""
+
+
+def _open_to(path: Path, mode: int, group: int | None) -> None:
+    if group is not None:
+        try:
+            os.chown(path, -1, group)
+        except PermissionError as error:
+            raise ConfigError(
+                f"socket_group: uid {os.geteuid()} may not give {path} to group {group};"
+                " make it a member, or leave socket_group out"
+            ) from error
+    path.chmod(mode)

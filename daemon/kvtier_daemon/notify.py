@@ -1,0 +1,58 @@
+"""What the service manager is told: systemd's notification protocol, one datagram a message.
+
+Without $NOTIFY_SOCKET nobody listens, and every call does nothing.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Final
+
+PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up the daemon
+
+
+class Notifier:
+    """Tells the service manager how the start and the stop go. Never raises, never waits long."""
+
+    def __init__(self, address: str | None) -> None:
+        self._address: str | bytes | None = None
+        if address and address[0] in "/@":  # other kinds (vsock) are for virtual machines
+            # A leading @ stands for the zero byte of the abstract namespace, which has no files.
+            abstract = address.startswith("@")
+            self._address = b"\0" + os.fsencode(address[1:]) if abstract else address
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Notifier":
+        """Return one that speaks to $NOTIFY_SOCKET, or to nobody."""
+        return cls((os.environ if environ is None else environ).get("NOTIFY_SOCKET"))
+
+    def ready(self, status: str = "") -> bool:
+        """Say that clients are served from now on."""
+        return self._send(READY="1", STATUS=status)
+
+    def status(self, text: str) -> bool:
+        """Say in a line what the daemon is at, for `systemctl status`."""
+        return self._send(STATUS=text)
+
+    def stopping(self, status: str = "") -> bool:
+        """Say that the stop has begun."""
+        return self._send(STOPPING="1", STATUS=status)
+
+    def extend_timeout(self, seconds: float) -> bool:
+        """Ask for `seconds` from now on for the start or the stop that is under way."""
+        return self._send(EXTEND_TIMEOUT_USEC=str(round(seconds * 1_000_000)))
+
+    def _send(self, **assignments: str) -> bool:
+        """Return whether somebody took the message."""
+        if self._address is None:
+            return False
+        # A line break would begin the next assignment.
+        lines = [f"{key}={' '.join(text.split())}" for key, text in assignments.items() if text]
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.settimeout(PATIENCE_S)
+                sender.connect(self._address)
+                sender.sendall("\n".join(lines).encode())
+        except OSError:  # the manager is gone or busy; that is no reason to fail
+            return False
+        return True

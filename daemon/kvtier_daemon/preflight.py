@@ -1,0 +1,307 @@
+"""What the machine has to offer, looked at before anything is allocated.
+
+Each check returns a Finding. All that fail are reported together, each with its remedy, so that one
+start is enough to learn everything that is missing.
+"""
+
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes
+from kvtier_daemon.config import PAGE_BYTES, Config, Loaded, Warm
+
+GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
+SOCKET_PATH_MAX: Final = 107  # sockaddr_un.sun_path less its zero byte
+FDS_PER_EXTENT: Final = 2  # its memory and its table
+FDS_PER_CLIENT: Final = 3  # its socket, its pidfd and one that is on its way to it
+FDS_RESERVED: Final = 64  # the loop, logs, the catalog of small things
+
+_CAP_IPC_LOCK = 14
+_IDENTITY = ["0", "0", "4294967295"]
+_UNLIMITED = 1 << 62  # what cgroup v1 writes where there is no limit is near 2**63
+
+Limits = Callable[[int], tuple[int, int]]
+SetLimits = Callable[[int, tuple[int, int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found. `what` and `value` are for reading, `fix` says what to do if not ok."""
+
+    ok: bool
+    what: str
+    value: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value}" + ("" if self.ok else f"; {self.fix}")
+
+
+def look(loaded: Loaded) -> list[Finding]:
+    """Return what every check found; makes the default socket's directory, allocates nothing."""
+    config = loaded.config
+    return [
+        memory(config.warm),
+        locked_memory(config.warm),
+        open_files(config),
+        socket_path(config.socket),
+        socket_directory(config.socket.parent, is_default=loaded.origins["socket"] == "default"),
+        state_directory(config.state),
+    ]
+
+
+def require(loaded: Loaded) -> list[Finding]:
+    """Return the findings if all is well; else ConfigError has every one that is not, in a line."""
+    findings = look(loaded)
+    failed = [str(finding) for finding in findings if not finding.ok]
+    if len(failed) == 1:
+        raise ConfigError(failed[0])
+    if failed:
+        numbered = (f"({number}) {text}" for number, text in enumerate(failed, 1))
+        raise ConfigError(f"{len(failed)} things stand in the way of a start: {' '.join(numbered)}")
+    return findings
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def arena_bytes(warm: Warm) -> int:
+    """Return what the arena costs with the tables of its generations, 0.2% of it."""
+    return warm.size_bytes + warm.size_bytes // PAGE_BYTES * GENERATION_BYTES
+
+
+def memory(
+    warm: Warm, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> Finding:
+    """Find whether the arena fits into what the machine and its control group have left."""
+    what = "memory for the arena"
+    need = arena_bytes(warm)
+    available, source = min(_available(proc, cgroup), default=(None, ""))
+    if available is None:
+        return Finding(True, what, f"{format_bytes(need)} wanted, what there is can't be told")
+    value = f"{format_bytes(need)} wanted, {format_bytes(available)} available ({source})"
+    fitting = available * PAGE_BYTES // (PAGE_BYTES + GENERATION_BYTES)
+    fix = f"set warm.size to less than {format_bytes(fitting)}, or free some"
+    return Finding(need <= available, what, value, fix)
+
+
+def _available(proc: Path, cgroup: Path) -> Iterator[tuple[int, str]]:
+    """Yield the bytes that each authority would still give, and who it is."""
+    free = _table(proc / "meminfo").get("MemAvailable:")
+    if free is not None:
+        yield free * 1024, "MemAvailable"
+    for directory, names in _groups(proc, cgroup):
+        limit, usage = _integer(directory / names[0]), _integer(directory / names[1])
+        if limit is None or usage is None or limit >= _UNLIMITED:
+            continue
+        # Cached file pages that nobody used lately count as used, but go when memory is wanted.
+        cache = _table(directory / "memory.stat").get(names[2], 0)
+        yield max(0, min(limit, limit - usage + cache)), f"limit of {directory}"
+
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield this process's control groups that count memory, and all above them: each can limit."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            roots, names = [cgroup, cgroup / "unified"], _V2
+        elif "memory" in controllers.split(","):
+            roots, names = [cgroup / "memory"], _V1
+        else:
+            continue
+        # In a container the path may be the host's, of which only the mounted root can be seen.
+        parts = [part for part in path.split("/") if part]
+        below = [] if ".." in parts else parts
+        for root in roots:
+            for depth in range(len(below), -1, -1):
+                directory = root.joinpath(*below[:depth])
+                if (directory / names[0]).exists():
+                    yield directory, names
+
+
+def locked_memory(
+    warm: Warm,
+    proc: Path = Path("/proc"),
+    getrlimit: Limits = resource.getrlimit,
+    setrlimit: SetLimits = resource.setrlimit,
+) -> Finding:
+    """Find whether the arena may be locked, if it is to be; raises the soft limit if that helps."""
+    what = "locked memory"
+    if not warm.lock:
+        return Finding(True, what, "not asked for")
+    need = arena_bytes(warm)
+    if _has_capability(proc, _CAP_IPC_LOCK):
+        return Finding(True, what, f"{format_bytes(need)} wanted, unlimited by CAP_IPC_LOCK")
+    soft, hard = _raised(resource.RLIMIT_MEMLOCK, need, getrlimit, setrlimit)
+    value = f"{format_bytes(need)} wanted, the limit is {_amount(soft)} (hard {_amount(hard)})"
+    fix = (
+        f"run `ulimit -l {-(-need // 1024)}` or write LimitMEMLOCK=infinity into the unit,"
+        " give CAP_IPC_LOCK, or set warm.lock = false"
+    )
+    return Finding(_reaches(soft, need), what, value, fix)
+
+
+def _amount(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+
+
+def _has_capability(proc: Path, capability: int) -> bool:
+    # In a user namespace the bit may be set, and the kernel asks for it in the first namespace.
+    if _text(proc / "self" / "uid_map").split() != _IDENTITY:
+        return False
+    for line in _text(proc / "self" / "status").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> capability & 1)
+    return False
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def extents(config: Config) -> int:
+    """Return how many extents the arena has when every tenant has filled its quota."""
+    each = config.warm.extent_bytes
+    return sum(-(-tenant.quota_bytes // each) for tenant in config.tenants.values())
+
+
+def open_files(
+    config: Config,
+    getrlimit: Limits = resource.getrlimit,
+    setrlimit: SetLimits = resource.setrlimit,
+) -> Finding:
+    """Find whether enough files may be open; raises the soft limit to the hard one where needed."""
+    need = extents(config) * FDS_PER_EXTENT + config.max_clients * FDS_PER_CLIENT + FDS_RESERVED
+    soft, hard = _raised(resource.RLIMIT_NOFILE, need, getrlimit, setrlimit)
+    value = (
+        f"{need} wanted for {extents(config)} extents and {config.max_clients} clients,"
+        f" the limit is {soft} (hard {hard})"
+    )
+    fix = (
+        f"run `ulimit -n {need}` or write LimitNOFILE={need} into the unit;"
+        " or lower max_clients, or raise warm.extent"
+    )
+    return Finding(_reaches(soft, need), "open files", value, fix)
+
+
+def _raised(kind: int, need: int, getrlimit: Limits, setrlimit: SetLimits) -> tuple[int, int]:
+    """Return the soft and the hard limit, the soft one raised to the hard one if that is enough."""
+    soft, hard = getrlimit(kind)
+    if not _reaches(soft, need) and _reaches(hard, need):
+        try:
+            setrlimit(kind, (hard, hard))
+        except (OSError, ValueError):  # a sandbox may forbid it; then what we have is what counts
+            return soft, hard
+        soft = hard
+    return soft, hard
+
+
+def _reaches(limit: int, need: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= need
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+def socket_path(path: Path) -> Finding:
+    """Find whether the kernel can hold the socket's path."""
+    length = len(os.fsencode(path))
+    value = f"{length} bytes, at most {SOCKET_PATH_MAX}"
+    fix = f"choose a shorter path than {path} for socket"
+    return Finding(length <= SOCKET_PATH_MAX, "length of the socket's path", value, fix)
+
+
+def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:
+    """Find whether a socket can be made there that nobody can swap; makes the default directory."""
+    what = "socket directory"
+    uid = os.geteuid()
+    if is_default:
+        try:
+            # The system's is for clients of every user; a user's own is for that user.
+            directory.mkdir(mode=0o755 if uid == 0 else 0o700, exist_ok=True)
+        except OSError as error:
+            fix = "make it, or name another with --socket"
+            return Finding(False, what, f"{directory} can't be made: {error.strerror}", fix)
+    try:
+        # The default is ours to make: a link there was put by somebody else.
+        found = directory.lstat() if is_default else directory.stat()
+    except OSError as error:
+        fix = f"run `mkdir -p {directory}`, or name another with --socket"
+        return Finding(False, what, f"{directory}: {error.strerror}", fix)
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode):
+        return Finding(False, what, f"{directory} is no directory", "name another with --socket")
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        fix = "chown it to the daemon's user, or name another with --socket"
+        return Finding(False, what, f"{directory} is not writable for uid {uid}", fix)
+    # A default in the directory for temporary files could have been made by anybody.
+    if is_default and uid != 0 and (found.st_uid != uid or mode & 0o077):
+        value = f"{directory} has uid {found.st_uid} and mode {mode:04o}, not {uid} and 0700"
+        return Finding(False, what, value, "remove it, or name another with --socket")
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        value = f"{directory} has mode {mode:04o}, so that anybody can swap the socket"
+        return Finding(False, what, value, f"run `chmod o-w {directory}`")
+    return Finding(True, what, f"{directory} is writable")
+
+
+def state_directory(directory: Path) -> Finding:
+    """Find whether the state directory can be written, or be made where it is missing."""
+    what = "state directory"
+    uid = os.geteuid()
+    fix = "chown it to the daemon's user, or set state to a directory of its own"
+    there = next(place for place in (directory, *directory.parents) if not _missing(place))
+    try:
+        found = there.stat()
+    except OSError as error:
+        return Finding(False, what, f"{there}: {error.strerror}", fix)
+    if not stat.S_ISDIR(found.st_mode):
+        return Finding(False, what, f"{there} is no directory", fix)
+    # Whoever owns a directory can put another one in its place, with secrets of their own in it.
+    if uid != 0 and found.st_uid not in (0, uid):
+        return Finding(False, what, f"{there} belongs to uid {found.st_uid}", fix)
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        missing = "" if there == directory else f", so {directory} can't be made"
+        return Finding(False, what, f"{there} is not writable for uid {uid}{missing}", fix)
+    will_be = "is writable" if there == directory else "will be made"
+    return Finding(True, what, f"{directory} {will_be}")
+
+
+def _missing(place: Path) -> bool:
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # it can't be looked at, which is for the caller to find out
+        return False
+    return False
+
+
+# --- reading what the kernel writes --------------------------------------------------------------
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # not mounted, or another system: this authority has nothing to say
+        return ""
+
+
+def _integer(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _table(file: Path) -> Mapping[str, int]:
+    """Return the numbers of a file whose lines are a name and a number."""
+    rows = (line.split() for line in _text(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}

@@ -1,0 +1,118 @@
+"""The tenants' secrets: 32 random bytes each, made once; the names of blocks derive from them.
+
+    <state>/secrets/          0700
+        <tenant>              0600, exactly 32 bytes
+
+A secret is written beside its place and linked into it, so that a file there is always whole and
+the first of two daemons wins. A lost secret is a lost cache and no more: nothing that was saved
+under it is ever found again.
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import ConfigError
+
+SECRET_BYTES: Final = 32
+DIRECTORY: Final = "secrets"
+
+
+def load_secrets(
+    state: Path, tenants: Iterable[str], random: Callable[[int], bytes] = os.urandom
+) -> dict[str, bytes]:
+    """Return each tenant's secret, and make those that are not there yet, on the disk for good.
+
+    Never returns a secret that somebody else can read or could have put there: ConfigError says
+    which file it is and what mends it.
+    """
+    directory = state / DIRECTORY
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_open_directory(directory)
+        return {tenant: _load(directory / tenant, random) for tenant in tenants}
+    except OSError as error:
+        where = error.filename or directory
+        raise ConfigError(
+            f"{where}: {error.strerror}; let uid {os.geteuid()} read and write {directory},"
+            " or set state to a directory of its own"
+        ) from error
+
+
+def _refuse_open_directory(directory: Path) -> None:
+    found = directory.stat()
+    if os.geteuid() not in (0, found.st_uid):
+        raise ConfigError(
+            f"{directory}: belongs to uid {found.st_uid} and not to this daemon's {os.geteuid()};"
+            f" chown it, or set state to a directory of its own"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(f"{directory}: has mode {mode:04o}, open to others; chmod 700 it")
+
+
+def _load(file: Path, random: Callable[[int], bytes]) -> bytes:
+    secret = _read(file)
+    if secret is None:
+        _make(file, random(SECRET_BYTES))
+        secret = _read(file)  # whoever won, what lies there is the secret
+        assert secret is not None, file
+    return secret
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as opened:
+        found = os.fstat(descriptor)
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{file}: is no regular file; remove it")
+        if mode & 0o077:
+            raise ConfigError(
+                f"{file}: has mode {mode:04o}, and a secret is for its owner alone; chmod 600 it,"
+                " or remove it if somebody may have read it: a new one is made, and what is cached"
+                " for this tenant is lost"
+            )
+        secret = opened.read(SECRET_BYTES + 1)
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"{file}: has {found.st_size} bytes instead of {SECRET_BYTES}; put the right file back,"
+            " or remove it: a new one is made, and what is cached for this tenant is lost"
+        )
+    return secret
+
+
+def _make(file: Path, secret: bytes) -> None:
+    assert len(secret) == SECRET_BYTES
+    beside = file.with_name(f".{file.name}.{os.getpid()}")  # no tenant's name starts with a dot
+    beside.unlink(missing_ok=True)  # of a daemon that had this pid and died here
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            os.fchmod(descriptor, 0o600)  # whatever the umask took away
+            opened.write(secret)
+            opened.flush()
+            os.fsync(descriptor)
+        with contextlib.suppress(FileExistsError):  # another daemon was first; its secret counts
+            file.hardlink_to(beside)
+    finally:
+        beside.unlink()
+    # The name has to last as long as the blocks saved under it, and so do the directories above it.
+    _sync(file.parent)
+    _sync(file.parent.parent)
+    with contextlib.suppress(PermissionError):  # not ours; then the state directory is not new
+        _sync(file.parent.parent.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

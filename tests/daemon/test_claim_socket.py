@@ -1,0 +1,257 @@
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier_daemon.claim import claim_socket, release_socket
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "k.sock"
+
+
+@pytest.fixture
+def claim(path):
+    """Claim the socket; what the test leaves open is closed."""
+    claimed = []
+
+    def claim(mode=0o660, group=None, **owned):
+        claimed.append(claim_socket(path, mode, group, **owned))
+        return claimed[-1]
+
+    yield claim
+    for listener in claimed:
+        listener.close()
+
+
+@contextlib.contextmanager
+def other_daemon(path):
+    """Run a process that has claimed the socket until its standard input ends."""
+    program = (
+        "import pathlib, sys; from kvtier_daemon.claim import claim_socket;"
+        "listener = claim_socket(pathlib.Path(sys.argv[1]), 0o600, None);"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout.readline() == "ready\n"
+        yield child
+        child.stdin.close()
+
+
+def answers(path):
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def test_a_claimed_socket_listens_and_never_blocks(claim, path):
+    listener = claim()
+    assert answers(path)
+    assert listener.getblocking() is False
+    assert os.get_inheritable(listener.fileno()) is False
+    assert listener.accept()[0].close() is None
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
+@pytest.mark.parametrize("mode", [0o660, 0o600, 0o666])
+def test_the_mode_is_exact_whatever_the_umask(claim, path, umask, mode):
+    path.with_name("k.sock.lock").touch(mode=0o600)
+    before = os.umask(umask)
+    try:
+        claim(mode)
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_the_socket_is_never_open_to_more_than_its_owner_before_its_mode_is_set(
+    claim, path, monkeypatch
+):
+    seen = []
+    real = os.chmod
+
+    def spy(target, mode, **kind):
+        seen.append((stat.S_IMODE(target.stat().st_mode), answers(target)))
+        real(target, mode, **kind)
+
+    monkeypatch.setattr(os, "chmod", spy)
+    before = os.umask(0)
+    try:
+        claim(0o666)
+    finally:
+        os.umask(before)
+    assert seen == [(0o600, False)]
+
+
+def test_the_group_is_given(claim, path):
+    group = max(os.getgroups() or [os.getgid()])
+    claim(group=group)
+    assert path.stat().st_gid == group
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may give to any group")
+def test_a_group_that_may_not_be_given_is_an_error_that_leaves_no_socket(claim, path):
+    with pytest.raises(ConfigError, match="socket_group: uid"):
+        claim(group=54321)
+    assert not path.exists()
+
+
+def test_a_live_daemon_is_refused_with_its_pid(claim, path):
+    claim()
+    with pytest.raises(ConfigError) as caught:
+        claim()
+    assert f"taken by process {os.getpid()} (" in str(caught.value)
+    assert answers(path)
+
+
+def test_a_live_daemon_that_hangs_is_refused_too(claim, path):
+    with socket.socket(socket.AF_UNIX) as hung, socket.socket(socket.AF_UNIX) as waiting:
+        hung.bind(str(path))
+        hung.listen(0)
+        waiting.connect(str(path))  # the backlog is full from here on
+        with pytest.raises(ConfigError, match="taken by a live process"):
+            claim()
+    assert path.exists()
+
+
+def test_a_live_socket_of_another_kind_is_refused(claim, path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        with pytest.raises(ConfigError, match="taken by a live process"):
+            claim()
+
+
+def test_a_dead_daemons_socket_is_taken_over(claim, path):
+    claim().close()
+    assert path.exists()
+    assert not answers(path)
+    claim()
+    assert answers(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_is_no_socket_is_refused_and_left_alone(claim, path, tmp_path, kind):
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="there is a file and not a socket"):
+        claim()
+    assert path.is_symlink() or path.exists()
+
+
+def test_a_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        claim_socket(tmp_path / "absent" / "k.sock", 0o660, None)
+
+
+def test_a_path_that_is_too_long_is_an_error_and_leaves_nothing_open(tmp_path):
+    with pytest.raises(ConfigError, match="too long"):
+        claim_socket(tmp_path / ("x" * 120), 0o660, None)
+
+
+def test_one_who_holds_the_lock_is_not_waited_for_forever(claim, path):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    with path.with_name("k.sock.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"k\.sock\.lock is held by a process"):
+            claim(clock=lambda: now[0], sleep=sleep)
+    assert 3 < now[0] < 4
+
+
+def test_the_lock_is_waited_for(claim, path):
+    lock = path.with_name("k.sock.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    claim(sleep=lambda seconds: lock.close())
+    assert answers(path)
+
+
+def test_a_lock_that_a_cleaner_removed_is_made_anew(claim, path, monkeypatch):
+    real = fcntl.flock
+    removed = []
+
+    def flock(descriptor, operation):
+        real(descriptor, operation)
+        if not removed:
+            removed.append(path.with_name("k.sock.lock").unlink())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    claim()
+    assert removed
+    assert path.with_name("k.sock.lock").exists()
+
+
+def test_a_link_in_place_of_the_lock_is_refused(claim, path, tmp_path):
+    path.with_name("k.sock.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(ConfigError, match="cannot open"):
+        claim()
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_released_socket_leaves_no_path(claim, path):
+    release_socket(claim())
+    assert not path.exists()
+    claim()
+
+
+def test_a_release_leaves_the_path_of_another_alone(claim, path):
+    mine = claim()
+    path.unlink()  # somebody cleared it away, and another daemon came
+    with other_daemon(path):
+        release_socket(mine)
+        assert answers(path)
+
+
+def test_of_many_that_start_at_once_one_wins(path):
+    claim_socket(path, 0o600, None).close()  # a dead one's socket is in the way
+    together = threading.Barrier(8)
+    won, lost = [], []
+
+    def start():
+        together.wait()
+        try:
+            won.append(claim_socket(path, 0o600, None))
+        except ConfigError as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(lost)) == (1, 7)
+    assert all("taken by process" in reason for reason in lost)
+    assert answers(path)
+    won[0].close()
+
+
+def test_a_daemon_that_was_killed_is_taken_over_from(claim, path):
+    with other_daemon(path) as other:
+        with pytest.raises(ConfigError, match=f"taken by process {other.pid} "):
+            claim()
+        other.kill()
+        other.wait()
+        claim()
+        assert answers(path)

@@ -1,0 +1,62 @@
+import os
+import socket
+
+import pytest
+
+from kvtier_daemon.notify import Notifier
+
+
+@pytest.fixture(params=["file", "abstract"])
+def manager(request, tmp_path):
+    """The service manager's end: a socket that has a path, or a name in the abstract namespace."""
+    address = str(tmp_path / "notify")
+    if request.param == "abstract":
+        address = f"@kvtier-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(address.replace("@", "\0"))
+        receiver.settimeout(5)
+        yield receiver, {"NOTIFY_SOCKET": address}
+
+
+def test_the_manager_hears_each_message_in_one_datagram(manager):
+    receiver, environ = manager
+    notifier = Notifier.from_environment(environ)
+    for said, heard in [
+        (lambda: notifier.ready("serving 64 GiB"), b"READY=1\nSTATUS=serving 64 GiB"),
+        (lambda: notifier.ready(), b"READY=1"),
+        (lambda: notifier.status("3 of 64 extents"), b"STATUS=3 of 64 extents"),
+        (lambda: notifier.stopping(), b"STOPPING=1"),
+        (lambda: notifier.extend_timeout(1.5), b"EXTEND_TIMEOUT_USEC=1500000"),
+    ]:
+        assert said() is True
+        assert receiver.recv(4096) == heard
+
+
+def test_a_status_cannot_smuggle_in_another_message(manager):
+    receiver, environ = manager
+    Notifier.from_environment(environ).status("a\nREADY=1\n")
+    assert receiver.recv(4096) == b"STATUS=a READY=1"
+
+
+@pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}])
+def test_without_a_manager_nothing_is_said(environ):
+    assert Notifier.from_environment(environ).ready() is False
+
+
+@pytest.mark.parametrize("address", ["/nonexistent/notify", "@kvtier-nobody", "/" + "x" * 200])
+def test_a_manager_that_is_gone_is_no_error(address):
+    assert Notifier(address).ready("x") is False
+
+
+def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier_daemon.notify.PATIENCE_S", 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "n"))
+        notifier = Notifier(str(tmp_path / "n"))
+        assert notifier.ready() is True
+        assert any(not notifier.status("busy") for _ in range(10_000))
+
+
+def test_the_process_itself_is_asked_when_no_environment_is_handed_in(monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert Notifier.from_environment().ready() is False

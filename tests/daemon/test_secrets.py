@@ -1,0 +1,148 @@
+import os
+import threading
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier_daemon.secrets import SECRET_BYTES, load_secrets
+
+
+def load(state, tenant="a"):
+    return load_secrets(state, [tenant])[tenant]
+
+
+def names(state):
+    return sorted(file.name for file in (state / "secrets").iterdir())
+
+
+def test_a_secret_is_made_once_and_kept(tmp_path):
+    first = load_secrets(tmp_path / "state", ["a", "b"])
+    assert len(first["a"]) == len(first["b"]) == SECRET_BYTES
+    assert first["a"] != first["b"]
+    assert load_secrets(tmp_path / "state", ["a", "b"]) == first
+    assert (tmp_path / "state" / "secrets" / "a").read_bytes() == first["a"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o277])
+def test_a_secret_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
+    state = tmp_path / "state"
+    (state / "secrets").mkdir(parents=True, mode=0o700)
+    before = os.umask(umask)
+    try:
+        load(state)
+    finally:
+        os.umask(before)
+    assert (state / "secrets" / "a").stat().st_mode & 0o7777 == 0o600
+
+
+def test_the_directory_of_secrets_is_made_for_its_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        load(tmp_path / "state")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "state" / "secrets").stat().st_mode & 0o7777 == 0o700
+
+
+def test_nothing_is_left_beside_the_secrets(tmp_path):
+    load_secrets(tmp_path, ["a", "b"])
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_the_leftover_of_a_daemon_that_died_while_making_one_is_no_obstacle(tmp_path):
+    (tmp_path / "secrets").mkdir(mode=0o700)
+    (tmp_path / "secrets" / f".a.{os.getpid()}").write_bytes(b"half")
+    load(tmp_path)
+    assert names(tmp_path) == ["a"]
+
+
+def test_the_first_of_two_daemons_wins(tmp_path):
+    winner = b"w" * SECRET_BYTES
+
+    def random(count):  # the other daemon comes between the look and the making
+        (tmp_path / "secrets" / "a").touch(mode=0o600)
+        (tmp_path / "secrets" / "a").write_bytes(winner)
+        return b"l" * count
+
+    assert load_secrets(tmp_path, ["a"], random) == {"a": winner}
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_crash_while_making_one_leaves_none(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError, match="No space left"):
+        load(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 31, b"x" * 33])
+def test_a_secret_of_the_wrong_length_is_refused_with_the_remedy(tmp_path, content):
+    load(tmp_path)
+    (tmp_path / "secrets" / "a").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"a: has {len(content)} bytes instead of 32; put the"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610])
+def test_a_secret_that_others_can_touch_is_refused_with_the_remedy(tmp_path, mode):
+    load(tmp_path)
+    (tmp_path / "secrets" / "a").chmod(mode)
+    with pytest.raises(ConfigError, match=rf"has mode 0{mode:o}.*chmod 600 it") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path):
+    load(tmp_path)
+    (tmp_path / "secrets").chmod(0o750)
+    with pytest.raises(ConfigError, match=r"secrets: has mode 0750.*chmod 700 it"):
+        load(tmp_path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    load(tmp_path)
+    (tmp_path / "secrets" / "a").rename(tmp_path / "real")
+    (tmp_path / "secrets" / "a").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="secrets/a: "):
+        load(tmp_path)
+    os.mkfifo(tmp_path / "secrets" / "b", 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        load(tmp_path, "b")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_state_directory_that_cannot_be_written_is_an_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=r"Permission denied.*or set state"):
+        load(tmp_path)
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+    load(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 54321)
+    with pytest.raises(ConfigError, match=r"belongs to uid \d+ and not to this daemon's"):
+        load(tmp_path)
+
+
+def test_many_who_make_one_at_once_agree(tmp_path):
+    (tmp_path / "secrets").mkdir(mode=0o700)
+    together = threading.Barrier(8)
+    found = []
+
+    def make():
+        together.wait()
+        found.append(load(tmp_path))
+
+    pids = iter(range(10_000, 10_008))
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    with pytest.MonkeyPatch.context() as patch:  # threads share a pid, and daemons do not
+        patch.setattr(os, "getpid", lambda: next(pids))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
