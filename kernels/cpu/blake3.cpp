@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 
 namespace kvtier::blake3 {
@@ -62,15 +63,33 @@ void chunk(Compress compress, uint32_t cv[8], const uint8_t* data, size_t size, 
     compress(cv, block, static_cast<uint32_t>(size), index, flags | kChunkEnd | last_flag);
 }
 
-}  // namespace
-
-Compress chosen_compress() {
+Compress compress_of(Level level) {
 #if KVTIER_X86
-    const Level level = blake3_choice().level();
     if (level == Level::kAvx512) return compress_avx512;
     if (level == Level::kSse41) return compress_sse41;
 #endif
     return compress_scalar;
+}
+
+}  // namespace
+
+Compress chosen_compress() { return compress_of(blake3_choice().level()); }
+
+double trial(Level level) {
+    const Compress compress = compress_of(level);
+    uint8_t block[kBlock] = {};
+    uint32_t cv[8] = {};
+    double best = 1;
+    for (int attempt = 0; attempt < 8; attempt++) {
+        const auto start = std::chrono::steady_clock::now();
+        for (int i = 0; i < 32; i++) {
+            compress(cv, block, kBlock, 0, kKeyed);
+            std::memcpy(block, cv, 32);
+        }
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        best = std::min(best, took.count());
+    }
+    return best;
 }
 
 void hash(Compress compress, const uint32_t key[8], uint32_t key_flag, const uint8_t* data,

@@ -28,15 +28,16 @@ size_t checked_threads(long threads) {
     return std::min(static_cast<size_t>(threads), kMostThreads);
 }
 
-// Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n) for block i's pieces in
-// order. Where digests is not null, it receives one per block. A block is one thread's work, unless
-// there are too few of them and no digest ties a block's bytes to their order.
+// Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n, next) for block i's
+// pieces in order, where next is where the source goes on, or null. Where digests is not null, it
+// receives one per block. A block is one thread's work, unless there are too few of them and no
+// digest ties a block's bytes to their order.
 template <typename Pieces>
 void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, const Pieces& pieces) {
     const bool big = n * bytes >= kStreamLeast;
-    const auto plain = [big](uint8_t* dst, const uint8_t* src, size_t count) {
+    const auto plain = [big](uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
         if (big && count >= kStreamPieceLeast) {
-            stream_copy(dst, src, count);
+            stream_copy(dst, src, count, next);
         } else if (count != 0) {
             std::memcpy(dst, src, count);
         }
@@ -48,8 +49,8 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, con
             n, threads,
             [&](size_t i) {
                 DigestedCopy copy(bytes, big);
-                pieces(i, [&](uint8_t* dst, const uint8_t* src, size_t count) {
-                    copy.add(dst, src, count);
+                pieces(i, [&](uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
+                    copy.add(dst, src, count, next);
                 });
                 copy.finish(digests + kDigestBytes * i);
             },
@@ -69,11 +70,15 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, con
         [&](size_t unit) {
             const uint64_t low = unit % parts * part, high = std::min(bytes, low + part);
             uint64_t at = 0;
-            pieces(unit / parts, [&](uint8_t* dst, const uint8_t* src, size_t count) {
-                const uint64_t from = std::max(at, low), to = std::min(at + count, high);
-                if (from < to) plain(dst + (from - at), src + (from - at), to - from);
-                at += count;
-            });
+            pieces(unit / parts,
+                   [&](uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
+                       const uint64_t from = std::max(at, low), to = std::min(at + count, high);
+                       if (from < to) {
+                           plain(dst + (from - at), src + (from - at), to - from,
+                                 to == at + count ? next : nullptr);
+                       }
+                       at += count;
+                   });
         },
         fence);
 }
@@ -147,9 +152,9 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, uint64_t bytes, nb:
         copy_blocks(at.size(), bytes, most, checksum ? digests.data() : nullptr,
                     [&](size_t i, const auto& sink) {
                         if (inwards) {
-                            sink(at[i], other.at(i), static_cast<size_t>(bytes));
+                            sink(at[i], other.at(i), static_cast<size_t>(bytes), nullptr);
                         } else {
-                            sink(other.at(i), at[i], static_cast<size_t>(bytes));
+                            sink(other.at(i), at[i], static_cast<size_t>(bytes), nullptr);
                         }
                     });
     }
@@ -166,10 +171,14 @@ class EnginePieces {
     uint64_t blocks() const { return blocks_; }
     bool writable() const { return writable_; }
 
+    // Calls sink(data, bytes, next) for each piece of a block; next is where the one after it lies,
+    // the last one's being the first of the block `after`.
     template <typename Sink>
-    void each(uint32_t block, const Sink& sink) const {
-        for (const Piece& piece : pieces_) {
-            sink(piece.data + uint64_t{block} * piece.stride, piece.bytes);
+    void each(uint32_t block, uint32_t after, const Sink& sink) const {
+        for (size_t j = 0; j < pieces_.size(); j++) {
+            const bool last = j + 1 == pieces_.size();
+            sink(pieces_[j].at(block), pieces_[j].bytes,
+                 last ? pieces_[0].at(after) : pieces_[j + 1].at(block));
         }
     }
 
@@ -178,6 +187,8 @@ class EnginePieces {
         uint8_t* data;
         uint64_t stride;
         size_t bytes;
+
+        uint8_t* at(uint32_t block) const { return data + uint64_t{block} * stride; }
     };
 
     std::unique_ptr<Held[]> held_;
@@ -250,14 +261,16 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
         copy_blocks(at.size(), pieces.block_bytes(), most, checksum ? digests.data() : nullptr,
                     [&](size_t i, const auto& sink) {
                         uint8_t* slot = at[i];
-                        pieces.each(ids[i], [&](uint8_t* piece, size_t bytes) {
-                            if (inwards) {
-                                sink(slot, piece, bytes);
-                            } else {
-                                sink(piece, slot, bytes);
-                            }
-                            slot += bytes;
-                        });
+                        const uint32_t after = ids[i + 1 < ids.size() ? i + 1 : i];
+                        pieces.each(ids[i], after,
+                                    [&](uint8_t* piece, size_t bytes, uint8_t* next) {
+                                        if (inwards) {
+                                            sink(slot, piece, bytes, next);
+                                        } else {
+                                            sink(piece, slot, bytes, nullptr);
+                                        }
+                                        slot += bytes;
+                                    });
                     });
     }
     return digests.object;
@@ -285,7 +298,7 @@ nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
         const nb::gil_scoped_release unlocked;
         copy_blocks(1, pair.to.size(), most, checksum ? digest.data() : nullptr,
                     [&](size_t, const auto& sink) {
-                        sink(pair.to.data(), pair.from.data(), pair.to.size());
+                        sink(pair.to.data(), pair.from.data(), pair.to.size(), nullptr);
                     });
     }
     return digest.object;

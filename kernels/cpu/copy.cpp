@@ -11,36 +11,35 @@
 namespace kvtier {
 namespace {
 
-using Lines = void (*)(uint8_t* dst, const uint8_t* src, size_t n);
+using Lines = void (*)(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* ahead);
 
-void by_lines(Lines lines, uint8_t* dst, const uint8_t* src, size_t n) {
-    const size_t head = std::min(n, (0 - reinterpret_cast<uintptr_t>(dst)) & (kLine - 1));
-    std::memcpy(dst, src, head);
-    dst += head, src += head, n -= head;
-    lines(dst, src, n / kLine);
-    const size_t done = n / kLine * kLine;
-    std::memcpy(dst + done, src + done, n - done);
+Lines chosen_lines() {
+#if KVTIER_X86
+    const Level level = copy_choice().level();
+    if (level == Level::kAvx512) return lines_avx512;
+    if (level == Level::kAvx2) return lines_avx2;
+#endif
+    return [](uint8_t* dst, const uint8_t* src, size_t n, const uint8_t*) {
+        std::memcpy(dst, src, n * kLine);
+    };
 }
 
 }  // namespace
 
-void stream_copy(uint8_t* dst, const uint8_t* src, size_t n) {
-#if KVTIER_X86
-    const Level level = copy_choice().level();
-    if (level == Level::kAvx512) return by_lines(lines_avx512, dst, src, n);
-    if (level == Level::kAvx2) return by_lines(lines_avx2, dst, src, n);
-#endif
-    std::memcpy(dst, src, n);
+void stream_copy(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next) {
+    const Lines lines = chosen_lines();
+    const size_t head = std::min(n, (0 - reinterpret_cast<uintptr_t>(dst)) & (kLine - 1));
+    std::memcpy(dst, src, head);
+    dst += head, src += head, n -= head;
+    const size_t whole = n / kLine;
+    const size_t last = next == nullptr ? 0 : std::min(whole, kAhead / kLine);
+    const size_t first = whole - last;
+    lines(dst, src, first, next == nullptr ? nullptr : src + kAhead);
+    lines(dst + first * kLine, src + first * kLine, last, next);
+    std::memcpy(dst + whole * kLine, src + whole * kLine, n - whole * kLine);
 }
 
-void nt_loop(uint8_t* dst, const uint8_t* src, size_t n) {
-#if KVTIER_X86
-    const Level level = copy_choice().level();
-    if (level == Level::kAvx512) return by_lines(plain_lines_avx512, dst, src, n);
-    if (level == Level::kAvx2) return by_lines(plain_lines_avx2, dst, src, n);
-#endif
-    std::memcpy(dst, src, n);
-}
+void nt_loop(uint8_t* dst, const uint8_t* src, size_t n) { stream_copy(dst, src, n); }
 
 void stream_fence() {
 #if KVTIER_X86

@@ -5,8 +5,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+
+#include "blake3.h"
 
 namespace nb = nanobind;
 
@@ -81,7 +85,18 @@ Choice& xxh3_choice() {
 }
 
 Choice& blake3_choice() {
-    static Choice choice("blake3", {Level::kAvx512, Level::kSse41, Level::kScalar});
+    // One compression waits for the other, so latencies decide, and they are not a matter of width:
+    // on Zen 5 the plain registers win by a third. A trial takes some 50 us, once.
+    static Choice choice("blake3", [] {
+        std::vector<std::pair<double, Level>> trials;
+        for (Level level : {Level::kAvx512, Level::kSse41, Level::kScalar}) {
+            if (level <= machine_level()) trials.emplace_back(blake3::trial(level), level);
+        }
+        std::sort(trials.begin(), trials.end());
+        std::vector<Level> levels;
+        for (const auto& trial : trials) levels.push_back(trial.second);
+        return levels;
+    }());
     return choice;
 }
 

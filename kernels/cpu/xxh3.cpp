@@ -204,7 +204,8 @@ size_t take_scalar(Accumulators& acc, const uint8_t* src, size_t stripes, size_t
 }
 
 size_t take_and_copy_scalar(Accumulators& acc, uint8_t* dst, const uint8_t* src, size_t lead,
-                            size_t stripes, size_t position, const uint8_t* secret) {
+                            size_t stripes, size_t position, const uint8_t* secret,
+                            const uint8_t*) {
     for (size_t k = 0; k < stripes;) {
         // A run at a time: it is in the first cache when the copy reads it again.
         const size_t n = std::min(stripes - k, kStripesPerRun);
@@ -255,7 +256,7 @@ DigestedCopy::DigestedCopy(uint64_t total, bool streaming)
       left_(total == 0 ? 0 : (total - 1) / kStripe),
       streaming_(streaming) {}
 
-void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count) {
+void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
     // Below this a piece's head and tail would cost more than streaming its middle saves.
     constexpr size_t kFewest = 8;
     const size_t lead = (0 - reinterpret_cast<uintptr_t>(dst)) & (kLine - 1);
@@ -263,20 +264,25 @@ void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count) {
         position_ = kernels_.take(acc_, src, count, position_, kXxh3Secret);
         std::memcpy(dst, src, kStripe * count);
     } else if (lead == 0) {
-        position_ = kernels_.take_and_stream(acc_, dst, src, 0, count, position_, kXxh3Secret);
+        const size_t last = next == nullptr ? 0 : std::min(count, kAhead / kStripe);
+        const size_t first = count - last, at = kStripe * first;
+        position_ = kernels_.take_and_stream(acc_, dst, src, 0, first, position_, kXxh3Secret,
+                                             next == nullptr ? nullptr : src + kAhead);
+        position_ = kernels_.take_and_stream(acc_, dst + at, src + at, 0, last, position_,
+                                             kXxh3Secret, next);
     } else {
         // The last stripe has no whole line of its own: its first part ends one, its rest is a
         // tail.
         std::memcpy(dst, src, lead);
-        position_ =
-            kernels_.take_and_stream(acc_, dst, src, lead, count - 1, position_, kXxh3Secret);
+        position_ = kernels_.take_and_stream(acc_, dst, src, lead, count - 1, position_,
+                                             kXxh3Secret, nullptr);
         const size_t done = kStripe * (count - 1);
         position_ = kernels_.take(acc_, src + done, 1, position_, kXxh3Secret);
         std::memcpy(dst + lead + done, src + lead + done, kStripe - lead);
     }
 }
 
-void DigestedCopy::add(uint8_t* dst, const uint8_t* src, size_t n) {
+void DigestedCopy::add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next) {
     if (n == 0) return;
     if (total_ <= kShortMost) {
         std::memcpy(small_ + kept_, src, n);
@@ -284,12 +290,17 @@ void DigestedCopy::add(uint8_t* dst, const uint8_t* src, size_t n) {
         kept_ += n;
         return;
     }
+    take(dst, src, n, next);
+    // Only now: read first, the end of a piece would be a miss that everything waits for.
     if (n >= kStripe) {
         std::memcpy(last_, src + n - kStripe, kStripe);
     } else {
         std::memmove(last_, last_ + n, kStripe - n);
         std::memcpy(last_ + kStripe - n, src, n);
     }
+}
+
+void DigestedCopy::take(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next) {
     if (carried_ != 0) {
         const size_t part = std::min(kStripe - carried_, n);
         std::memcpy(carry_ + carried_, src, part);
@@ -304,7 +315,7 @@ void DigestedCopy::add(uint8_t* dst, const uint8_t* src, size_t n) {
     }
     const size_t count = static_cast<size_t>(std::min<uint64_t>(n / kStripe, left_));
     if (count != 0) {
-        stripes(dst, src, count);
+        stripes(dst, src, count, next);
         left_ -= count;
         dst += kStripe * count, src += kStripe * count, n -= kStripe * count;
     }

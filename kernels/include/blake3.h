@@ -46,6 +46,9 @@ using Compress = void (*)(uint32_t cv[8], const uint8_t block[kBlock], uint32_t 
 
 Compress chosen_compress();  // as chosen for "blake3"
 
+// Seconds that a short chain of compressions takes.
+double trial(Level level);
+
 #if KVTIER_X86
 void compress_sse41(uint32_t cv[8], const uint8_t block[kBlock], uint32_t block_bytes,
                     uint64_t counter, uint32_t flags);

@@ -15,11 +15,15 @@ inline constexpr size_t kLine = 64;
 // Below this a call's bytes are better left in the caches.
 inline constexpr size_t kStreamLeast = 512 * 1024;
 
-// Copies by streaming stores; the first and last partial lines of dst by plain ones. The caller
-// fences.
-void stream_copy(uint8_t* dst, const uint8_t* src, size_t n);
+// How far ahead lines are asked for where a source is made of pieces: measured from 512 to 24 Ki,
+// on Zen 5; it takes a gather of 32 KiB pieces from 0.68 to 0.85 of a copy of one long range.
+inline constexpr size_t kAhead = 4096;
 
-// The plain streaming loop, nothing tuned: what the other copies are measured against.
+// Copies by streaming stores; the first and last partial lines of dst by plain ones. The caller
+// fences. `next` is where the source goes on after these bytes, or null if it ends or is one range.
+void stream_copy(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
+
+// The plain streaming loop, which whole blocks and pieces are measured against.
 void nt_loop(uint8_t* dst, const uint8_t* src, size_t n);
 
 // Makes streamed lines visible before anything that is stored later.
@@ -27,11 +31,9 @@ void stream_fence();
 
 #if KVTIER_X86
 extern const StripeKernels kStripesAvx2, kStripesAvx512;
-// dst is line-aligned; n counts lines.
-void lines_avx2(uint8_t* dst, const uint8_t* src, size_t n);
-void lines_avx512(uint8_t* dst, const uint8_t* src, size_t n);
-void plain_lines_avx2(uint8_t* dst, const uint8_t* src, size_t n);
-void plain_lines_avx512(uint8_t* dst, const uint8_t* src, size_t n);
+// dst is line-aligned; n counts lines. Asks for a line at `ahead`, which advances, with every line.
+void lines_avx2(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* ahead);
+void lines_avx512(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* ahead);
 #endif
 
 }  // namespace kvtier

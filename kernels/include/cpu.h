@@ -32,7 +32,7 @@ class Choice {
 
     Level level() const { return static_cast<Level>(chosen_.load(std::memory_order_relaxed)); }
     const char* kind() const { return kind_; }
-    // Those that run on this machine, the best first.
+    // Those that run on this machine, the one taken by itself first.
     const std::vector<Level>& levels() const { return levels_; }
     void choose(Level level) { chosen_.store(static_cast<int>(level), std::memory_order_relaxed); }
 
@@ -44,6 +44,6 @@ class Choice {
 
 Choice& copy_choice();    // copies, with and without the checksum
 Choice& xxh3_choice();    // the checksum alone
-Choice& blake3_choice();  // names
+Choice& blake3_choice();  // names; the quickest here, by a trial
 
 }  // namespace kvtier

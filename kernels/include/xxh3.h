@@ -29,9 +29,11 @@ struct StripeKernels {
     size_t (*take)(Accumulators& acc, const uint8_t* src, size_t stripes, size_t position,
                    const uint8_t* secret);
     // The same, and streams `stripes` lines out: src[lead..] to dst[lead..], where dst + lead is
-    // line-aligned. Reads lead bytes past the last stripe.
+    // line-aligned. Reads lead bytes past the last stripe. Where `ahead` is not
+    // null and lead is 0, asks for a line there, and further on, with every stripe.
     size_t (*take_and_stream)(Accumulators& acc, uint8_t* dst, const uint8_t* src, size_t lead,
-                              size_t stripes, size_t position, const uint8_t* secret);
+                              size_t stripes, size_t position, const uint8_t* secret,
+                              const uint8_t* ahead);
 };
 
 const StripeKernels& stripe_kernels_for_copy();  // as chosen for "copy"
@@ -47,13 +49,14 @@ class DigestedCopy {
     // With `streaming`, whole lines of the targets are written past the caches; the caller fences.
     DigestedCopy(uint64_t total, bool streaming);
 
-    // Copies the next n bytes from src to dst and takes them in.
-    void add(uint8_t* dst, const uint8_t* src, size_t n);
+    // Copies the next n bytes from src to dst and takes them in. `next` as for stream_copy.
+    void add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
     // Writes the digest; exactly `total` bytes must have been added.
     void finish(uint8_t* digest) const;
 
  private:
-    void stripes(uint8_t* dst, const uint8_t* src, size_t count);
+    void take(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next);
+    void stripes(uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next);
 
     Accumulators acc_;
     const StripeKernels& kernels_;

@@ -1,7 +1,7 @@
 """The native module, typed; what each part does is said here."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, TypedDict, final
+from typing import Protocol, TypeAlias, final
 
 from typing_extensions import Buffer
 
@@ -16,8 +16,8 @@ _Integers: TypeAlias = Sequence[int] | _Memory
 
 @final
 class Mapping:
-    """Maps the first `size` bytes of a file, shared. Unmaps when its last reference goes, memoryviews
-    included; the caller may close `fd` at once. Never maps past the end of the file."""
+    """Maps the first `size` bytes of a file, shared. Unmaps when its last reference goes, those of
+    memoryviews included; the caller may close `fd` at once. Never maps past the end of the file."""
 
     def __init__(self, fd: int, size: int, writable: bool) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -106,8 +106,8 @@ def gather(
     threads: int = 1,
     checksum: bool = False,
 ) -> bytes:
-    """Copies the pieces of each engine block, one after the other, into its slot. Returns the digests
-    of the slots' bytes if asked for. Checks all bounds before it moves a byte."""
+    """Copies the pieces of each engine block, one after the other, into its slot. Returns the
+    digests of the slots' bytes if asked for. Checks all bounds before it moves a byte."""
 
 def scatter(
     pieces: Pieces,
@@ -120,7 +120,7 @@ def scatter(
     """Copies each slot into the pieces of its engine block: the reverse of `gather`."""
 
 def copy(dst: _Memory, src: _Memory, checksum: bool = False, threads: int = 1) -> bytes:
-    """Copies a buffer past the caches and returns its digest if asked for, which one thread makes."""
+    """Copies a buffer past the caches. Returns its digest if asked for; then one thread does it."""
 
 def nt_loop(dst: _Memory, src: _Memory) -> None:
     """Copies by the plain streaming loop: a baseline."""
@@ -137,8 +137,8 @@ def blake3(data: _Memory, key: Buffer | None = None) -> bytes:
 def chain_keys(
     secret: Buffer, parent: Buffer, tokens: _Integers, block_tokens: int, extras: Buffer = b""
 ) -> bytes:
-    """Names whole blocks: key = BLAKE3 keyed with `secret` over (parent, byte 0, tokens as u32 little
-    endian, extras), and each key is the next one's parent. ValueError outside 0..2^32-1."""
+    """Names whole blocks: key = BLAKE3 keyed with `secret` over (parent, byte 0, tokens as u32
+    little endian, extras), and each key is the next one's parent. ValueError outside 0..2^32-1."""
 
 def chain_hashes(
     secret: Buffer, parent: Buffer, hashes: Sequence[bytes], extras: Buffer = b""
@@ -150,10 +150,11 @@ def cpu_features() -> dict[str, bool | str]:
     """Says what the processor has, and the level that is used of it."""
 
 def implementations(kind: str) -> list[str]:
-    """Names the implementations of "copy", "xxh3" or "blake3" that run here, the best first."""
+    """Names the implementations of "copy", "xxh3" or "blake3" that run here, the one taken by
+    itself first."""
 
 def force(kind: str, impl: str) -> None:
-    """Makes this implementation run, in this process; "auto" is the best one."""
+    """Makes this implementation run, in this process; "auto" is the first one."""
 
 class Counts(TypedDict):
     blocks: dict[str, int]
