@@ -213,12 +213,15 @@ std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t gr
                 continue;
             }
             if (patient && pays != wanted && slabs_.class_of(slab) == wanted) continue;
-            if (!slabs_.clearable(wanted, in_the_way)) {
-                if (pays == wanted || !slabs_.reshape(top, wanted)) continue;
+            bool clear = slabs_.clearable(wanted, in_the_way);
+            if (!clear && pays != wanted && slabs_.reshape(top, wanted)) {
                 if (slabs_.room(wanted) >= n) break;
-                if (!slabs_.clearable(wanted, in_the_way)) continue;
+                clear = slabs_.clearable(wanted, in_the_way);
             }
-            for (Id id : in_the_way) evict_one(id);
+            if (clear)
+                for (Id id : in_the_way) evict_one(id);
+            else if (!patient)
+                evict_one(victim);  // brings nothing yet, but whoever asks again gets further
         }
     }
     keep_orphans(orphans);
@@ -256,11 +259,8 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         if (node == none) node = make_node(space, key, hash);
         if (above != none) adopt(node, above);
         Id id = attach(node, place);
+        slabs_.take(size_class, id, records_[id].slab, records_[id].slot);
         if (above != none) drop_if_idle(above);
-        Record& record = records_[id];
-        std::uint16_t slot;
-        slabs_.take(size_class, id, record.slab, slot);
-        record.slot = slot;
         ids.push_back(id);
         last = node;
         return true;

@@ -56,7 +56,9 @@ struct alignas(64) Record {
     State is() const { return static_cast<State>(state); }
     void become(State next) { state = static_cast<std::uint32_t>(next); }
     bool evictable() const { return is() == State::ready && leases == 0; }
-    bool ghost() const { return is() == State::absent && more == none; }
+    // By its slot, not its state: a block of a batch that leaves is ABSENT before its slot is given
+    // back.
+    bool ghost() const { return slab == none && more == none; }
 };
 static_assert(sizeof(Record) == 64);
 

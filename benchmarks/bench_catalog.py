@@ -1,0 +1,239 @@
+"""The catalog's store at a million blocks: memory a block, and the calls that a daemon makes.
+
+    python benchmarks/bench_catalog.py [results.json]
+
+Validates against the twin first. No arena memory is needed: only the generation table is real.
+"""
+
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from array import array
+from pathlib import Path
+
+from kvtier_kernels import Lru, Store
+from kvtier_kernels.reference.store import Store as Twin
+
+PAGE = 4096
+BATCH = 1024
+BARS = {  # what the design asks for
+    "memory_bytes_a_block": 128,
+    "match_us": 40,
+    "match_ratio": 1.5,
+    "plan_us": 600,
+    "plan_leased_us": 600,
+    "commit_us": 50,
+    "lease_us": 50,
+    "unlease_us": 50,
+    "touched_us": 50,
+}
+
+
+def rss_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def microseconds(call, times, prepare=lambda: ()):
+    taken = []
+    for _ in range(times):
+        arguments = prepare()
+        start = time.perf_counter_ns()
+        call(*arguments)
+        taken.append((time.perf_counter_ns() - start) / 1000)
+    taken.sort()
+    return {
+        "median": round(statistics.median(taken), 1),
+        "p10": round(taken[len(taken) // 10], 1),
+        "p90": round(taken[len(taken) * 9 // 10], 1),
+    }
+
+
+class Catalog:
+    """A store full of chains of 1,024 keys, and its policy."""
+
+    def __init__(self, blocks, rnd, block_bytes=PAGE):
+        self.rnd = rnd
+        self.store, self.lru = Store(), Lru()
+        self.table = array("Q", bytes(8 * blocks))
+        self.table[:] = array("Q", [1]) * blocks  # its pages are the arena's, not the store's
+        gc.collect()
+        before = rss_bytes()
+        self.store.add_extent(blocks * PAGE, self.table)
+        self.space = self.store.add_space([(0, 0, block_bytes)], [1])
+        self.chains = []
+        while self.store.room(self.space, 0, BATCH) == BATCH:
+            self.save(rnd.randbytes(32 * BATCH))
+        self.blocks = self.store.counts()["blocks"]["ready"]
+        self.rss_growth = rss_bytes() - before
+
+    def save(self, keys):
+        ids, _ = self.store.reserve(self.space, 0, 0, None, keys, bytes(len(keys) // 32))
+        self.store.commit(ids, b"")
+        self.lru.added(ids)
+        if len(self.chains) < 2000:
+            self.chains.append(keys)
+        return ids
+
+    def memory(self):
+        keys = sum(map(sys.getsizeof, self.chains))  # this benchmark's own
+        return {
+            "blocks": self.blocks,
+            "rss_bytes_a_block": round((self.rss_growth - keys) / self.blocks, 1),
+            "memory_bytes_a_block": round(
+                (self.store.memory_bytes() + self.lru.memory_bytes()) / self.blocks, 1
+            ),
+        }
+
+    def match(self, times=400):
+        def prepare():
+            return self.space, self.rnd.choice(self.chains)
+
+        for _ in range(20):
+            assert self.store.match(*prepare()) == (BATCH, 0)
+        return microseconds(self.store.match, times, prepare)
+
+    def plan(self, times=200):
+        """The store's share of a save that must evict: make_room and reserve. Then it commits."""
+        taken = []
+        for _ in range(times):
+            keys = self.rnd.randbytes(32 * BATCH)
+            victims = self.lru.victims(BATCH)
+            start = time.perf_counter_ns()
+            evicted, orphans = self.store.make_room(self.space, 0, BATCH, victims)
+            ids, _ = self.store.reserve(self.space, 0, 0, None, keys, bytes(BATCH))
+            taken.append((time.perf_counter_ns() - start) / 1000)
+            assert len(evicted) == len(ids) == 4 * BATCH
+            self.lru.removed(evicted)
+            self.lru.demoted(orphans)
+            self.store.commit(ids, b"")
+            self.lru.added(ids)
+        taken.sort()
+        return {
+            "median": round(statistics.median(taken), 1),
+            "p10": round(taken[len(taken) // 10], 1),
+            "p90": round(taken[len(taken) * 9 // 10], 1),
+        }
+
+    def victims(self, times=100):
+        return microseconds(self.lru.victims, times, lambda: (BATCH,))
+
+    def events(self, times=100):
+        """Commit, lease, unlease and touch of 1,024 blocks from all over the store."""
+        out = {}
+        for checksums in (b"", bytes(16 * BATCH)):
+            taken = []
+            for _ in range(times):
+                victims = self.lru.victims(BATCH)
+                evicted, orphans = self.store.make_room(self.space, 0, BATCH, victims)
+                self.lru.removed(evicted)
+                self.lru.demoted(orphans)
+                keys = self.rnd.randbytes(32 * BATCH)
+                ids, _ = self.store.reserve(self.space, 0, 0, None, keys, bytes(BATCH))
+                start = time.perf_counter_ns()
+                self.store.commit(ids, checksums)
+                taken.append((time.perf_counter_ns() - start) / 1000)
+                self.lru.added(ids)
+            out["commit_with_checksums" if checksums else "commit"] = {
+                "median": round(statistics.median(taken), 1)
+            }
+        everywhere = array("I", [0]) * BATCH
+
+        def spread():
+            ids = self.rnd.sample(range(self.blocks), BATCH)
+            everywhere[:] = array("I", ids)
+            return (everywhere.tobytes(),)
+
+        out["touched_at_random"] = microseconds(self.lru.touched, times, spread)
+        chains = [self.store.present(self.space, 0, 0, keys) for keys in self.chains[-200:]]
+        chains = [ids for ids in chains if len(ids) == 4 * BATCH]
+        pick = lambda: (self.rnd.choice(chains),)  # noqa: E731
+        out["touched"] = microseconds(self.lru.touched, times, pick)
+        order = iter([ids for ids in chains for _ in range(1)] * (times // len(chains) + 1))
+        leased = [next(order) for _ in range(times)]
+        steps = iter(leased)
+        out["lease"] = microseconds(self.store.lease, times, lambda: (next(steps),))
+        steps_back = iter(leased)
+        out["unlease"] = microseconds(self.store.unlease, times, lambda: (next(steps_back),))
+        return out
+
+    def lease_the_old_end(self, share):
+        """Leased blocks leave the policy, as in the catalog."""
+        ids = self.lru.victims(self.blocks)
+        for at in range(0, len(ids) // 4 - BATCH, BATCH):
+            batch = array("I", ids[4 * at : 4 * (at + BATCH)])
+            leased = array("I", [i for i in batch if self.rnd.random() < share]).tobytes()
+            self.store.lease(leased)
+            self.lru.removed(leased)
+
+
+def validate(rnd):
+    """The same plan on the native store and its twin, answer by answer."""
+    stores = Store(), Twin()
+    for store in stores:
+        store.add_extent(3000 * PAGE, bytearray(3000 * 8))
+        store.add_space([(0, 0, PAGE)], [1])
+    for _ in range(12):
+        keys = rnd.randbytes(32 * 512)
+        answers = []
+        for store in stores:
+            ids = b"".join(store.present(0, 0, 0, old) for old in getattr(validate, "keys", [])[:2])
+            made = store.make_room(0, 0, 512, ids)
+            got = store.reserve(0, 0, 0, None, keys, bytes(512))
+            store.commit(got[0], b"")
+            answers.append((made, got, store.match(0, keys), store.counts()))
+            store.check()
+        assert answers[0] == answers[1]
+        validate.keys = [*getattr(validate, "keys", []), keys][-5:]
+
+
+def main():
+    rnd = random.Random(1)
+    validate(rnd)
+    small = Catalog(10_240, rnd)
+    results = {"match_10k": small.match()}
+    large = Catalog(1_000_448, rnd)
+    results["memory"] = large.memory()
+    results["match_1m"] = large.match()
+    results["match_10k_again"] = small.match()
+    results["victims"] = large.victims()
+    results["plan"] = large.plan()
+    results |= large.events()
+    large.store.check()
+    large.lease_the_old_end(0.9)
+    results["plan_leased"] = large.plan(60)
+    large.store.check()
+
+    memory = results["memory"]
+    measured = {
+        "memory_bytes_a_block": max(memory["rss_bytes_a_block"], memory["memory_bytes_a_block"]),
+        "match_us": results["match_1m"]["median"],
+        "match_ratio": round(
+            results["match_1m"]["median"]
+            / min(results["match_10k"]["median"], results["match_10k_again"]["median"]),
+            2,
+        ),
+        "plan_us": results["plan"]["median"],
+        "plan_leased_us": results["plan_leased"]["median"],
+        "commit_us": results["commit"]["median"],
+        "lease_us": results["lease"]["median"],
+        "unlease_us": results["unlease"]["median"],
+        "touched_us": results["touched"]["median"],
+    }
+    for what, bar in BARS.items():
+        print(f"{what:24} {measured[what]:8} bar {bar:6}  {measured[what] / bar:5.2f} of it")
+    for what, numbers in results.items():
+        print(f"{what:24} {numbers}")
+    if len(sys.argv) > 1:
+        environment = {"python": platform.python_version(), "machine": platform.processor()}
+        environment |= {"kernel": platform.release(), "cpus": os.cpu_count()}
+        out = {"environment": environment, "bars": BARS, "measured": measured, "results": results}
+        Path(sys.argv[1]).write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

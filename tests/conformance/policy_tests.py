@@ -1,0 +1,108 @@
+"""What every policy must do; inherit it and say how to make one.
+
+It asks nothing about the order of victims beyond what all policies share: what was demoted goes
+first, and what isn't held is never named.
+"""
+
+import random
+import struct
+
+import pytest
+
+
+def pack(*ids):
+    return b"".join(struct.pack("<I", i) for i in ids)
+
+
+def unpack(ids):
+    return [i for (i,) in struct.iter_unpack("<I", ids)]
+
+
+class PolicyTests:
+    def make_policy(self):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def policy(self):
+        return self.make_policy()
+
+    def test_a_new_policy_is_empty(self, policy):
+        assert len(policy) == 0
+        assert policy.victims(10) == b""
+
+    def test_victims_are_those_added_and_each_only_once(self, policy):
+        policy.added(pack(*range(100)))
+        assert sorted(unpack(policy.victims(1000))) == list(range(100))
+        assert len(policy) == 100
+
+    def test_it_names_as_many_victims_as_were_asked_for(self, policy):
+        policy.added(pack(*range(50)))
+        assert [len(policy.victims(n)) // 4 for n in (0, 1, 49, 50, 51)] == [0, 1, 49, 50, 50]
+
+    def test_naming_victims_changes_nothing(self, policy):
+        policy.added(pack(*range(30)))
+        assert policy.victims(7) == policy.victims(7)
+        assert len(policy) == 30
+
+    def test_a_removed_block_is_no_victim(self, policy):
+        policy.added(pack(1, 2, 3))
+        policy.removed(pack(2))
+        assert sorted(unpack(policy.victims(9))) == [1, 3]
+        assert len(policy) == 2
+
+    def test_a_block_may_come_back(self, policy):
+        policy.added(pack(1, 2, 3))
+        policy.removed(pack(2))
+        policy.added(pack(2))
+        assert sorted(unpack(policy.victims(9))) == [1, 2, 3]
+
+    def test_adding_twice_holds_it_once(self, policy):
+        policy.added(pack(1, 2, 1))
+        policy.added(pack(1))
+        assert sorted(unpack(policy.victims(9))) == [1, 2]
+        assert len(policy) == 2
+
+    def test_demoted_blocks_go_first(self, policy):
+        policy.added(pack(*range(20)))
+        policy.touched(pack(15, 16, 17))
+        policy.demoted(pack(16, 17, 3))
+        assert set(unpack(policy.victims(3))) == {16, 17, 3}
+
+    def test_strangers_are_passed_over(self, policy):
+        policy.added(pack(1))
+        for stranger in (2, 10**6, 2**31, 2**32 - 1):
+            policy.touched(pack(stranger))
+            policy.removed(pack(stranger))
+            policy.demoted(pack(stranger))
+            policy.hinted(pack(stranger), 0.5)
+        assert policy.victims(9) == pack(1)
+
+    def test_hints_lose_no_block(self, policy):
+        policy.added(pack(*range(10)))
+        for importance in (0.0, 0.5, 1.0, 100.0, -1.0):
+            policy.hinted(pack(3, 4), importance)
+        assert sorted(unpack(policy.victims(99))) == list(range(10))
+
+    def test_a_torn_batch_is_refused(self, policy):
+        for call in (policy.added, policy.touched, policy.removed, policy.demoted):
+            with pytest.raises(ValueError):
+                call(b"\0\0\0\0\0")
+        assert len(policy) == 0
+
+    def test_it_reports_its_memory(self, policy):
+        policy.added(pack(*range(1000)))
+        assert policy.memory_bytes() > 0
+
+    def test_it_holds_exactly_the_evictable_blocks_whatever_happens(self, policy):
+        rnd = random.Random(5)
+        held = set()
+        for _ in range(2000):
+            ids = [rnd.randrange(200) for _ in range(rnd.randrange(6))]
+            event = rnd.choice(["added", "added", "removed", "touched", "demoted"])
+            getattr(policy, event)(pack(*ids))
+            if event == "added":
+                held.update(ids)
+            if event == "removed":
+                held.difference_update(ids)
+            assert len(policy) == len(held)
+        assert set(unpack(policy.victims(1000))) == held

@@ -1,0 +1,365 @@
+"""What the store promises, said once for the native one and its twin."""
+
+import struct
+from hashlib import sha256
+
+import pytest
+
+from kvtier_kernels import Store, lifecycle
+from kvtier_kernels.reference.store import Store as Twin
+
+PAGE = 4096
+MIB = 1 << 20
+FULL, WINDOW, STATE = 0, 1, 2
+
+
+def key(name):
+    return sha256(str(name).encode()).digest()
+
+
+def keys(*names):
+    return b"".join(key(name) for name in names)
+
+
+def pack(*ids):
+    return b"".join(struct.pack("<I", i) for i in ids)
+
+
+def unpack(ids):
+    return [i for (i,) in struct.iter_unpack("<I", ids)]
+
+
+def generation(table, slot):
+    _, _, offset, _ = struct.unpack("<IIQQ", slot)
+    return struct.unpack_from("<Q", table, offset // PAGE * 8)[0]
+
+
+@pytest.fixture(params=[Store, Twin], ids=["native", "twin"])
+def store(request):
+    return request.param()
+
+
+def open_arena(store, nbytes=64 * PAGE):
+    table = bytearray(nbytes // PAGE * 8)
+    store.add_extent(nbytes, table)
+    return table
+
+
+def save(store, space, names, group=0, shard=0, parent=None):
+    """Reserves and commits a chain of new keys; returns their ids."""
+    above = None if parent is None else key(parent)
+    ids, _ = store.reserve(space, group, shard, above, keys(*names), bytes(len(names)))
+    store.commit(ids, b"")
+    store.check()
+    return ids
+
+
+def test_a_block_is_matched_once_it_is_committed(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids, _ = store.reserve(space, 0, 0, None, keys(1, 2, 3), bytes(3))
+    assert store.match(space, keys(1, 2, 3)) == (0, 0)
+    store.commit(ids[:8], b"")
+    assert store.match(space, keys(1, 2, 3)) == (2, 0)
+    assert store.probe(space, 0, 0, keys(1, 2, 3, 4)) == bytes([1, 1, 2, 0])
+    assert store.counts()["blocks"] == {"writing": 1, "ready": 2, "doomed": 0, "quarantined": 0}
+
+
+def test_spaces_share_no_keys(store):
+    open_arena(store)
+    one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
+    save(store, one, [1, 2])
+    assert store.match(one, keys(1, 2)) == (2, 0)
+    assert store.match(other, keys(1, 2)) == (0, 0)
+
+
+def test_a_block_is_ready_when_all_its_shards_are(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [2])
+    save(store, space, [1, 2], shard=0)
+    assert store.match(space, keys(1, 2)) == (0, 0)
+    save(store, space, [1], shard=1)
+    assert store.match(space, keys(1, 2)) == (1, 0)
+
+
+def test_a_window_needs_only_its_trailing_blocks(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE), (WINDOW, 2, PAGE)], [1, 1])
+    save(store, space, [1, 2, 3, 4], group=0)
+    assert store.match(space, keys(1, 2, 3, 4)) == (0, 0)
+    save(store, space, [3, 4], group=1, parent=2)
+    assert store.match(space, keys(1, 2, 3, 4)) == (4, 0)
+    assert store.match(space, keys(1, 2, 3)) == (0, 0)
+
+
+def test_a_window_longer_than_the_prefix_needs_all_of_it(store):
+    open_arena(store)
+    space = store.add_space([(WINDOW, 3, PAGE)], [1])
+    save(store, space, [1, 2])
+    assert store.match(space, keys(1, 2)) == (2, 0)
+    assert store.match(space, keys(9, 1, 2)) == (0, 0)
+
+
+def test_a_state_is_restored_from_the_last_block_that_has_one(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE), (STATE, 0, 5000)], [1, 1])
+    save(store, space, [1, 2, 3], group=0)
+    assert store.make_room(space, 1, 1, b"") == (b"", b"")  # slots that stand vacant change class
+    save(store, space, [2], group=1, parent=1)
+    assert store.match(space, keys(1, 2, 3)) == (2, 0)
+
+
+def test_reserve_serves_the_leading_keys_where_room_is_short(store):
+    open_arena(store, 4 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    assert store.room(space, 0, 100) == 4
+    ids, slots = store.reserve(space, 0, 0, None, keys(*range(6)), bytes(6))
+    assert (len(ids), len(slots)) == (4 * 4, 4 * 24)
+    assert store.room(space, 0, 100) == 0
+
+
+def test_neighbours_of_a_chain_get_adjacent_slots(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    _, slots = store.reserve(space, 0, 0, None, keys(*range(5)), bytes(5))
+    assert [slot[2] for slot in struct.iter_unpack("<IIQQ", slots)] == [i * PAGE for i in range(5)]
+
+
+def test_reserve_keeps_nothing_when_a_key_is_there_already(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    save(store, space, [1])
+    for names in ([2, 1], [2, 2]):
+        with pytest.raises(ValueError):
+            store.reserve(space, 0, 0, None, keys(*names), bytes(2))
+    store.check()
+    assert store.counts()["nodes"] == 1
+    assert store.counts()["blocks"]["writing"] == 0
+
+
+def test_a_generation_moves_on_when_its_block_leaves(store):
+    table = open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    for leave in (store.abort, lambda ids: (store.quarantine(ids), store.gone(ids))):
+        ids, slot = store.reserve(space, 0, 0, None, key(1), bytes(1))
+        assert generation(table, slot) == struct.unpack("<IIQQ", slot)[3]
+        leave(ids)
+        assert generation(table, slot) == struct.unpack("<IIQQ", slot)[3] + 1
+    for leave in (store.evict, store.forget):
+        ids = save(store, space, [1])
+        slot = store.slots(ids)
+        leave(ids)
+        assert generation(table, slot) == struct.unpack("<IIQQ", slot)[3] + 1
+
+
+def test_a_generation_table_that_was_used_goes_on_from_there(store):
+    table = bytearray(struct.pack("<4Q", 7, 0, 9, 0))
+    store.add_extent(4 * PAGE, table)
+    assert struct.unpack("<4Q", table) == (7, 1, 9, 1)
+
+
+def test_evict_refuses_leased_blocks(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2])
+    store.lease(ids[4:])
+    with pytest.raises(ValueError):
+        store.evict(ids)
+    assert store.match(space, keys(1, 2)) == (2, 0)
+    assert store.unlease(ids[4:]) == (ids[4:], b"")
+    store.evict(ids)
+    assert store.counts()["nodes"] == 0
+
+
+def test_make_room_skips_leased_blocks(store):
+    open_arena(store, 4 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2, 3, 4])
+    store.lease(ids[:8])
+    evicted, _ = store.make_room(space, 0, 3, ids)
+    assert evicted == ids[8:]
+    assert store.room(space, 0, 3) == 2
+
+
+def test_a_forgotten_block_goes_with_its_last_lease(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2])
+    store.lease(ids[:4] + ids[:4])
+    assert store.forget(ids) == (ids[4:], b"")
+    assert store.match(space, keys(1)) == (0, 0)
+    assert store.probe(space, 0, 0, keys(1)) == bytes([3])
+    assert store.unlease(ids[:4]) == (b"", b"")
+    assert store.unlease(ids[:4]) == (b"", ids[:4])
+    assert store.counts()["nodes"] == 0
+
+
+def test_leases_saturate_instead_of_wrapping(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2])
+    store.lease(ids[:4] * 65534)
+    with pytest.raises(OverflowError):
+        store.lease(ids[4:] + ids[:4])
+    store.unlease(ids[:4] * 65534)
+    store.evict(ids)  # the second one's lease was taken back
+
+
+def test_blocks_below_a_gap_are_orphans_and_live_again_when_it_is_filled(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2, 3])
+    branch = save(store, space, [4], parent=2)
+    store.lease(branch)
+    assert set(unpack(store.evict(ids[:4]))) == set(unpack(ids[4:]))
+    assert store.evict(ids[4:8]) == b""  # what is below it was cut already
+    assert store.counts()["ghosts"] == 2
+    save(store, space, [1, 2])
+    assert store.match(space, keys(1, 2, 3)) == (3, 0)
+    assert store.evict(store.present(space, 0, 0, key(2))) == ids[8:]
+
+
+def test_a_ghost_goes_with_its_last_child(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    save(store, space, [2], parent=1)
+    assert store.counts()["ghosts"] == 1
+    save(store, space, [1])
+    assert store.counts()["ghosts"] == 0
+    store.evict(store.present(space, 0, 0, key(1)))
+    assert store.counts()["ghosts"] == 1
+    store.evict(store.present(space, 0, 0, key(2)))
+    assert (store.counts()["nodes"], store.counts()["ghosts"]) == (0, 0)
+
+
+def test_parents_that_lie_never_close_a_circle(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    save(store, space, [1], parent=1)
+    save(store, space, [3], parent=2)
+    save(store, space, [4], parent=3)
+    save(store, space, [2], parent=4)  # 2 is above 3, above 4
+    store.check()
+    assert unpack(store.ancestors(space, 0, 0, key(4), 100)) == unpack(
+        store.present(space, 0, 0, keys(4, 3, 2))
+    )
+
+
+def test_ancestors_come_nearest_first(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = unpack(save(store, space, [1, 2, 3]))
+    assert unpack(store.ancestors(space, 0, 0, key(3), 2)) == [ids[2], ids[1]]
+    assert store.ancestors(space, 0, 0, key(9), 2) == b""
+
+
+def test_a_chain_of_a_hundred_thousand_needs_no_recursion():
+    store = Store()
+    open_arena(store, 100_000 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids, _ = store.reserve(space, 0, 0, None, keys(*range(100_000)), bytes(100_000))
+    store.commit(ids, b"")
+    assert store.match(space, keys(*range(100_000))) == (100_000, 0)
+    orphans = store.evict(ids[:4])
+    assert len(orphans) // 4 == 65536  # a walk is bounded
+    store.evict(ids[4:])
+    assert store.counts()["nodes"] == 0
+
+
+def test_checksums_are_kept_and_a_reused_block_has_none(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids, _ = store.reserve(space, 0, 0, None, keys(1, 2), bytes(2))
+    store.commit(ids[:4], b"0123456789abcdef")
+    store.commit(ids[4:], b"")
+    assert store.checksums(ids) == (b"0123456789abcdef" + bytes(16), bytes([1, 0]))
+    store.evict(ids)
+    assert store.checksums(save(store, space, [3, 4]))[1] == bytes(2)
+
+
+def test_a_slab_is_reshaped_while_a_leased_block_lives_on_in_it(store):
+    table = open_arena(store, 12 * MIB)
+    small = store.add_space([(FULL, 0, 2 * MIB)], [1])
+    large = store.add_space([(FULL, 0, 3 * MIB)], [1])
+    ids = save(store, small, range(6))
+    leased = ids[8:12]
+    slot = store.slots(leased)
+    store.lease(leased)
+    evicted, _ = store.make_room(large, 0, 4, ids)
+    assert set(unpack(evicted)) == set(unpack(ids)) - set(unpack(leased))
+    save(store, large, range(10, 13))
+    store.check()
+    assert store.room(large, 0, 4) == 0
+    assert store.slots(leased) == slot
+    assert generation(table, slot) == struct.unpack("<IIQQ", slot)[3]
+    store.unlease(leased)
+    store.evict(leased)
+    assert store.room(large, 0, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "pitch"),
+    [(1, 4096), (4096, 4096), (5000, 5056), (8100, 8192), (131_073, 135_168), (131_000, 131_072)],
+)
+def test_slots_are_padded_by_a_thirty_second_at_most(store, block_bytes, pitch):
+    open_arena(store, 256 * PAGE)
+    space = store.add_space([(FULL, 0, block_bytes)], [1])
+    _, slots = store.reserve(space, 0, 0, None, keys(1, 2), bytes(2))
+    assert [slot[2] for slot in struct.iter_unpack("<IIQQ", slots)] == [0, pitch]
+
+
+def test_an_extent_may_come_late(store):
+    open_arena(store, 2 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    save(store, space, [1, 2])
+    assert store.room(space, 0, 9) == 0
+    assert store.add_extent(3 * PAGE, bytearray(24)) == 1
+    assert store.room(space, 0, 9) == 3
+
+
+def test_bad_arguments_raise_and_change_nothing(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1])
+    before = store.counts()
+    with pytest.raises(ValueError):
+        store.match(space, b"short")
+    with pytest.raises(IndexError):
+        store.match(space + 1, key(1))
+    with pytest.raises(IndexError):
+        store.room(space, 1, 1)
+    with pytest.raises(IndexError):
+        store.probe(space, 0, 1, key(1))
+    with pytest.raises(KeyError):
+        store.collect(space, keys(1, 2), 0, 0)
+    with pytest.raises(ValueError):
+        store.reserve(space, 0, 0, None, keys(2), b"")
+    with pytest.raises(ValueError):
+        store.reserve(space, 0, 0, b"short", keys(2), bytes(1))
+    with pytest.raises(ValueError):
+        store.commit(ids, b"")
+    with pytest.raises(ValueError):
+        store.make_room(space, 0, 100, pack(77))
+    for stale in (77, 2**31, 2**32 - 1):
+        for call in (store.abort, store.evict, store.forget, store.lease, store.unlease):
+            with pytest.raises(ValueError):
+                call(ids + pack(stale))
+        with pytest.raises(ValueError):
+            store.slots(pack(stale))
+    with pytest.raises(ValueError):
+        store.evict(ids + ids)
+    for bad in ([], [(3, 0, 1)], [(FULL, 0, 0)], [(WINDOW, 0, 1)], [(FULL, 0, 1 << 50)]):
+        with pytest.raises(ValueError):
+            store.add_space(bad, [1] * len(bad))
+    with pytest.raises(ValueError):
+        store.add_extent(2 * PAGE, bytearray(8))
+    with pytest.raises(BufferError):
+        store.add_extent(PAGE, bytes(8))
+    assert store.counts() == before
+    store.check()
+
+
+def test_the_native_state_table_is_the_one_in_lifecycle():
+    from kvtier.lifecycle import NEXT
+
+    assert lifecycle() == {(s.value, event): to.value for (s, event), to in NEXT.items()}
