@@ -1,7 +1,7 @@
 """The native module, typed; what each part does is said here."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, final
+from typing import Protocol, TypeAlias, TypedDict, final
 
 from typing_extensions import Buffer
 
