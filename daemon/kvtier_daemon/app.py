@@ -39,7 +39,7 @@ def run(loaded: Loaded) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    preflight.check(config)
+    preflight.require(loaded)
     secrets = load_secrets(config.state, config.tenants)
     listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
     try:
