@@ -81,6 +81,12 @@ class Server:
         if self._listener.fileno() >= 0:
             self.loop.add_reader(self._listener.fileno(), self._accept)
 
+    def forsworn(self, tenant: Tenant | None, token: bytes) -> None:
+        """End the session of this token for good, if it is the tenant's. Knowing the token is the proof."""
+        for session in [*self.ghosts, *self.sessions]:
+            if session.token == token and session.tenant is tenant:
+                session.forswear()
+
     def tend(self) -> None:
         """Hang up on those who connected and never said who they are."""
         now = self.clock()

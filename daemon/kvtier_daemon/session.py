@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import socket
 import struct
@@ -28,6 +29,8 @@ SO_PEERPIDFD = 77  # Linux 6.5; not yet a name in the socket module
 LIMIT_UNSENT_BYTES = 16 << 20
 LIMIT_NAME = 64
 LIMIT_SESSION_SPACES = 256
+LIMIT_ENDED = 64
+TOKEN_BYTES = 16
 
 
 class Session:
@@ -46,6 +49,7 @@ class Session:
         self.tenant: Tenant | None = None
         self.opened_at = server.clock()
         self._read_only = False
+        self.token = secrets.token_bytes(TOKEN_BYTES)
         self._greeted = False
         self._farewell = False
         self._closing = False
@@ -118,9 +122,11 @@ class Session:
             self.tenant = tenant
             self.name = request.client[:LIMIT_NAME] or self.name
             self._read_only = request.read_only
+            for token in request.ended[:LIMIT_ENDED]:
+                self._server.forsworn(tenant, token)
             self.announce()
             name = tenant.name if tenant else ""
-            self.send(wire.Welcome(request.id, kvtier.__version__, name))
+            self.send(wire.Welcome(request.id, kvtier.__version__, name, self.token))
 
     @property
     def privileged(self) -> bool:
@@ -308,6 +314,14 @@ class Session:
             loop.add_reader(self._pidfd, self._process_gone)
         else:
             self._close_pidfd()
+
+    def forswear(self) -> None:
+        """The client says, in another session, that nothing of this one touches a slot any more."""
+        if self._closing:
+            self._process_gone()
+        else:
+            self._farewell = True
+            self.end("forsworn")
 
     def _process_gone(self) -> None:
         assert self.tenant is not None

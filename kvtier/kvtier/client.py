@@ -33,6 +33,12 @@ DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 COPY_THREADS = 1
 CONNECT_PAUSE_S = 0.005
 
+LIMIT_ENDED = 64
+
+# By socket: tokens of closed clients that could not tell their daemon that they touch nothing any more. The
+# next client of this process does, so that slots which a lost connection had for writing are free again.
+_unsaid: dict[str, list[bytes]] = {}
+
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
@@ -47,12 +53,18 @@ class Match(msgspec.Struct, frozen=True):
 class Client:
     """A connection to the daemon and a mapping of this tenant's arena."""
 
-    def __init__(self, connection: Connection, arena: Arena, name: str, read_only: bool) -> None:
+    def __init__(
+        self, connection: Connection, arena: Arena, path: str, name: str, read_only: bool
+    ) -> None:
         self._connection = connection
+        self._path = path
         self._arena = arena
         self._lock = threading.RLock()
-        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only)
+        ended = _unsaid.get(path, [])[:LIMIT_ENDED]
+        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended)
         welcome = self._ask(hello, wire.Welcome)
+        _unsaid[path] = [token for token in _unsaid.get(path, []) if token not in ended]
+        self._token = welcome.token
         self.tenant = welcome.tenant
         self.daemon_version = welcome.version
 
@@ -78,7 +90,7 @@ class Client:
         connection = Connection(sock, clock, timeout_s)
         arena = Arena(read_only, populate)
         try:
-            return cls(connection, arena, name or f"pid {os.getpid()}", read_only)
+            return cls(connection, arena, path, name or f"pid {os.getpid()}", read_only)
         except BaseException:
             connection.close(farewell=False)
             arena.close()
@@ -124,7 +136,9 @@ class Client:
     def close(self) -> None:
         """Let everything go. Views of slots are invalid from now on."""
         with self._lock:
-            self._connection.close(farewell=True)
+            if not self._connection.close(farewell=True) and self._token:
+                _unsaid.setdefault(self._path, []).append(self._token)
+            self._token = b""
             self._arena.close()
 
     def __enter__(self) -> Client:

@@ -142,12 +142,16 @@ class Connection:
         self.broken = self.broken or why
         return Unavailable(why)
 
-    def close(self, farewell: bool) -> None:
-        """Hang up. `farewell` promises the daemon that nothing here touches a slot any more."""
-        if farewell and not self.broken and self._pid == os.getpid():
+    def close(self, farewell: bool) -> bool:
+        """Hang up. `farewell` promises the daemon that nothing here touches a slot any more; True if that
+        was sent, or is not this process's to send."""
+        inherited = self._pid != os.getpid()
+        said = False
+        if farewell and not self.broken and not inherited:
             with contextlib.suppress(OSError):
                 self._sock.settimeout(0)
                 self._sock.sendall(wire.encode(wire.Bye(0)))
+                said = True
         self.broken = self.broken or "closed"
         for fd in self._fds:
             os.close(fd)
@@ -157,3 +161,4 @@ class Connection:
             os.close(table_fd)
         self.extents.clear()
         self._sock.close()
+        return said or inherited

@@ -36,11 +36,16 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 
 
 class Hello(Message, tag=1):
-    """First on every connection: both sides must speak the same schema."""
+    """First on every connection: both sides must speak the same schema.
+
+    `ended`: tokens of earlier sessions whose client could not say goodbye, and now promises that nothing
+    of them touches a slot any more.
+    """
 
     schema: bytes
     client: str
     read_only: bool = False
+    ended: list[bytes] = []
 
 
 class Open(Message, tag=2):
@@ -137,6 +142,7 @@ class Bye(Message, tag=16):
 class Welcome(Message, tag=32):
     version: str
     tenant: str
+    token: bytes
 
 
 class Opened(Message, tag=33):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from daemons import Daemon
+from kvtier import Unavailable
 from specs import pattern, spec_of
 
 STEPS = (
@@ -137,3 +141,33 @@ def test_a_stopped_writer_keeps_its_slots_from_being_given_away(
         client.wait()
         client.stdout.close()
     daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 0)
+
+
+def test_slots_of_a_lost_connection_are_free_when_their_client_comes_back(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    """An engine outlives many connections: what one of them had for writing must not be lost with it."""
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of("back again")
+
+    def quarantined(stats: dict[str, Any]) -> int:
+        return int(stats["tiers"]["warm"]["states"]["quarantined"])
+
+    with daemon.connect() as watching:
+        for lost in ("hung up on", "timed out"):
+            client = daemon.connect(timeout_s=0.3)
+            space = client.open(spec)
+            space.reserve(space.keys([len(lost)] * 256)).__enter__()
+            if lost == "hung up on":
+                client._connection._sock.shutdown(socket.SHUT_RDWR)
+            else:
+                daemon.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(Unavailable):
+                client.ping()
+            daemon.process.send_signal(signal.SIGCONT)
+            if lost == "hung up on":
+                daemon.wait_for(lambda stats: quarantined(stats) == 16)
+                assert quarantined(watching.stats()) == 16, "another client is no proof"
+            client.close()
+            daemon.connect().close()
+            daemon.wait_for(at_rest)
