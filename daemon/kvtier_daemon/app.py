@@ -65,7 +65,9 @@ class App:
             )
             for name, quota in quotas.items()
         }
-        self.warm = WarmTier(quotas, config.warm.extent_bytes)
+        self.warm = WarmTier(
+            quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages
+        )
         self._notifier = Notifier.from_environment()
         self._listener = listener
         self._server: Server | None = None

@@ -13,7 +13,8 @@ void bind_store(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store.";
-    // A process that ends, or is ended, with a client open is no leak worth a warning on its stderr.
+    // A process that ends, or is ended, with a client open is no leak worth a warning on its
+    // stderr.
     nb::set_leak_warnings(false);
     bind_cpu(m);
     bind_mapping(m);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,11 +56,12 @@ class Prefaulter {
         stop();
         for (const File& file : files_) {
             if (file.fd >= 0) close(file.fd);
+            if (file.locked != nullptr) munmap(file.locked, file.size);
         }
         close(notify_fd_);
     }
 
-    size_t add(int fd, int64_t size) {
+    size_t add(int fd, int64_t size, bool lock_in_memory) {
         if (size < 1) throw nb::value_error("size: at least one byte");
         const int copy = duplicate(fd);
         const std::lock_guard lock(mutex_);
@@ -67,7 +69,7 @@ class Prefaulter {
             close(copy);
             throw nb::value_error("stopped: takes no more files");
         }
-        files_.push_back({copy, static_cast<uint64_t>(size), 0, 0});
+        files_.push_back({copy, static_cast<uint64_t>(size), 0, 0, lock_in_memory, nullptr});
         work_.notify_one();
         return files_.size() - 1;
     }
@@ -101,7 +103,21 @@ class Prefaulter {
         int fd;
         uint64_t size, done;
         int error;
+        bool lock;
+        void* locked;  // the mapping that holds the lock; pages stay for as long as it is there
     };
+
+    static int lock_in_memory(const File& file, void*& locked) {
+        void* at = mmap(nullptr, file.size, PROT_READ, MAP_SHARED, file.fd, 0);
+        if (at == MAP_FAILED) return errno;
+        if (mlock(at, file.size) != 0) {
+            const int error = errno;
+            munmap(at, file.size);
+            return error;
+        }
+        locked = at;
+        return 0;
+    }
 
     void run() {
         std::unique_lock lock(mutex_);
@@ -113,13 +129,18 @@ class Prefaulter {
             const File now = files_[next];
             const uint64_t step = std::min(kStep, now.size - now.done);
             lock.unlock();
-            const int error =
+            int error =
                 posix_fallocate(now.fd, static_cast<off_t>(now.done), static_cast<off_t>(step));
+            void* locked = nullptr;
+            if (error == 0 && now.lock && now.done + step == now.size) {
+                error = lock_in_memory(now, locked);
+            }
             lock.lock();
             if (error == EINTR) continue;
             File& file = files_[next];  // afresh: the list may have moved
             if (error == 0) file.done += step;
             file.error = error;
+            file.locked = locked;
             if (error == 0 && file.done < file.size) continue;
             close(file.fd);
             file.fd = -1;
@@ -146,7 +167,7 @@ void bind_prefault(nb::module_& m) {
     using kvtier::Prefaulter;
     nb::class_<Prefaulter>(m, "Prefaulter", nb::is_final())
         .def(nb::init<int>(), nb::arg("notify_fd"))
-        .def("add", &Prefaulter::add, nb::arg("fd"), nb::arg("size"))
+        .def("add", &Prefaulter::add, nb::arg("fd"), nb::arg("size"), nb::arg("lock") = false)
         .def("progress", &Prefaulter::progress)
         .def("stop", &Prefaulter::stop);
 }

@@ -36,8 +36,9 @@ class Prefaulter:
     that is done or has failed. Keeps its own duplicates of the descriptors."""
 
     def __init__(self, notify_fd: int) -> None: ...
-    def add(self, fd: int, size: int) -> int:
-        """Queues a file and returns its index in `progress()`."""
+    def add(self, fd: int, size: int, lock: bool = False) -> int:
+        """Queues a file and returns its index in `progress()`. `lock` keeps it in memory (mlock) for as
+        long as this object lives."""
 
     def progress(self) -> list[tuple[int, int]]:
         """For each file the bytes that are done, and the errno that ended it or 0."""

@@ -1,17 +1,21 @@
 """kvtier: a KV cache for inference engines, kept on the cheapest memory that beats recomputing it."""
 
-from kvtier.client import Blocks, Client, Lease, Match, Saved, Saving, Space
-from kvtier.errors import (
-    ConfigError,
-    KvtierError,
-    ProtocolError,
-    Refused,
-    SpecError,
-    StaleLease,
-    Unavailable,
-)
-from kvtier.key import Key, Keys
-from kvtier.layout import Group, KvSpec
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.client import Blocks, Client, Lease, Match, Saved, Saving, Space
+    from kvtier.errors import (
+        ConfigError,
+        KvtierError,
+        ProtocolError,
+        Refused,
+        SpecError,
+        StaleLease,
+        Unavailable,
+    )
+    from kvtier.key import Key, Keys
+    from kvtier.layout import Group, KvSpec
 
 __version__ = "0.1.0"
 
@@ -35,3 +39,18 @@ __all__ = [
     "StaleLease",
     "Unavailable",
 ]
+
+_HOME = {
+    "client": ("Blocks", "Client", "Lease", "Match", "Saved", "Saving", "Space"),
+    "key": ("Key", "Keys"),
+    "layout": ("Group", "KvSpec"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a command that needs no client starts without it."""
+    module = _MODULE_OF.get(name, "errors" if name in __all__ else None)
+    if module is None:
+        raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
+    return getattr(import_module(f"kvtier.{module}"), name)

@@ -15,6 +15,7 @@ from kvtier_kernels import Mapping, Prefaulter
 log = logging.getLogger(__name__)
 
 PAGE = 4096
+HUGE_PAGE = 2 << 20
 GENERATION_BYTES = 8
 # Nobody may resize an extent, or seal it further. Not F_SEAL_FUTURE_WRITE: after it a restarted daemon
 # could not map its own arena for writing.
@@ -26,10 +27,13 @@ def table_bytes(extent_bytes: int) -> int:
     return -(-extent_bytes // PAGE) * GENERATION_BYTES
 
 
-def plan_extents(quotas: dict[str, int], extent_bytes: int) -> list[tuple[str, int]]:
+def plan_extents(
+    quotas: dict[str, int], extent_bytes: int, page: int = PAGE
+) -> list[tuple[str, int]]:
     """Who gets which extents, in the order in which they are faulted in: a round for each tenant in turn,
     so that everybody has some room soon. Each tenant's sum is its quota, in whole pages."""
-    left = {tenant: quota - quota % PAGE for tenant, quota in quotas.items()}
+    left = {tenant: quota - quota % page for tenant, quota in quotas.items()}
+    extent_bytes = max(page, extent_bytes - extent_bytes % page)
     order: list[tuple[str, int]] = []
     while any(left.values()):
         for tenant, remaining in left.items():
@@ -65,8 +69,17 @@ class WarmTier:
     Memory is allocated, not promised: `posix_fallocate` fails where a sparse file would later be a SIGBUS.
     """
 
-    def __init__(self, quotas: dict[str, int], extent_bytes: int) -> None:
-        self._plan = plan_extents(quotas, extent_bytes)
+    def __init__(
+        self,
+        quotas: dict[str, int],
+        extent_bytes: int,
+        lock: bool = False,
+        huge_pages: bool = False,
+    ) -> None:
+        self._lock = lock
+        self._huge_pages = huge_pages
+        page = HUGE_PAGE if huge_pages else PAGE
+        self._plan = plan_extents(quotas, extent_bytes, page)
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._prefaulter = Prefaulter(self.event_fd)
         self._files: list[tuple[int, int]] = []
@@ -78,12 +91,12 @@ class WarmTier:
     def start(self) -> int:
         """Begin to allocate; returns the descriptor that becomes readable whenever `ready` has news."""
         for place, (tenant, nbytes) in enumerate(self._plan):
-            fd = _memfd(f"kvtier-{tenant}-{place}", nbytes)
+            fd = _memfd(f"kvtier-{tenant}-{place}", nbytes, self._huge_pages)
             table_fd = _memfd(f"kvtier-{tenant}-{place}-generations", table_bytes(nbytes))
             self._files.append((fd, table_fd))
             # The table first: an extent that is there without its table would be of no use.
             self._prefaulter.add(table_fd, table_bytes(nbytes))
-            self._prefaulter.add(fd, nbytes)
+            self._prefaulter.add(fd, nbytes, self._lock)
         return self.event_fd
 
     def ready(self) -> Iterator[Extent]:
@@ -118,6 +131,7 @@ class WarmTier:
 
     def close(self) -> None:
         self._prefaulter.stop()
+        del self._prefaulter  # and with it its descriptors and its locks
         for extent in self.extents:
             extent.close()
         for fd, table_fd in self._files[len(self.extents) :]:
@@ -144,8 +158,11 @@ class WarmTier:
         log.error("%s", self.failure)
 
 
-def _memfd(name: str, nbytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _memfd(name: str, nbytes: int, huge_pages: bool = False) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_pages:
+        flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    fd = os.memfd_create(name, flags)
     # A memfd is 0777 by birth, and through /proc a read-only descriptor of such a file can be reopened
     # for writing.
     os.fchmod(fd, 0o600)
