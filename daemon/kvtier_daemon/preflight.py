@@ -227,8 +227,11 @@ def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:
     uid = os.geteuid()
     if is_default:
         try:
-            # The system's is for clients of every user; a user's own is for that user.
-            directory.mkdir(mode=0o755 if uid == 0 else 0o700, exist_ok=True)
+            directory.mkdir(mode=0o700)
+            if uid == 0:  # the system's is for clients of every user, whatever the umask
+                directory.chmod(0o755)
+        except FileExistsError:
+            pass
         except OSError as error:
             fix = "make it, or name another with --socket"
             return Finding(False, what, f"{directory} can't be made: {error.strerror}", fix)

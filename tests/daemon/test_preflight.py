@@ -260,9 +260,13 @@ def test_a_missing_socket_directory_is_reported_and_not_made(tmp_path):
 
 
 def test_the_default_socket_directory_is_made(tmp_path):
-    assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
-    mode = (tmp_path / "kvtier").stat().st_mode & 0o777
-    assert mode & 0o700 == 0o700
+    before = os.umask(0o077)
+    try:
+        assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
+    finally:
+        os.umask(before)
+    mode = (tmp_path / "kvtier").stat().st_mode & 0o7777
+    assert mode == (0o755 if os.geteuid() == 0 else 0o700)
     assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
 
 

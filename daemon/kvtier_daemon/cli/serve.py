@@ -1,0 +1,40 @@
+"""`kvtier serve`: run the daemon in the foreground."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML; conf.d/*.toml beside it is read too.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where clients connect.")
+    ] = None,
+    warm_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for the arena, such as 64GiB.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")
+    ] = None,
+) -> None:
+    """Run the daemon until it is told to stop.
+
+    Flags come before the environment (KVTIER_WARM__SIZE), and that before the file.
+    """
+    from kvtier_daemon import preflight
+    from kvtier_daemon.config import load
+
+    flags = {
+        "socket": None if socket is None else str(socket.absolute()),
+        "warm.size": warm_size,
+        "log_level": log_level,
+    }
+    loaded = load(config, flags)
+    preflight.require(loaded)
+
+    from kvtier_daemon.app import run
+
+    run(loaded)

@@ -1,0 +1,237 @@
+"""`kvtier status`: what the daemon holds and how well it does, for people or as JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+BAR_CELLS = 24
+
+
+def status(
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a table.")
+    ] = False,
+    socket: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where the daemon listens.")
+    ] = None,
+) -> None:
+    """Show what the daemon holds and how well it does. Exits with 3 if none answers."""
+    stats = _ask(_place(socket))
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(stats, indent=2))
+        return
+    from rich.console import Console
+
+    draw(stats, Console(highlight=False))
+
+
+def _place(socket: Path | None) -> Path:
+    """Return where to look: what was said, else the first usual place that has a socket."""
+    from kvtier_daemon.config import SYSTEM_SOCKET, default_socket
+
+    if socket is not None:
+        return socket
+    if said := os.environ.get("KVTIER_SOCKET"):
+        return Path(said)
+    own = default_socket()
+    return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
+
+
+def _ask(socket: Path) -> Mapping[str, Any]:
+    from kvtier import Client
+    from kvtier.errors import Unavailable
+
+    try:
+        with Client.connect(str(socket)) as client:
+            return client.stats()
+    except Unavailable as error:
+        raise Unavailable(
+            f"no daemon answers at {socket} ({error}); start one with"
+            " `kvtier serve --warm-size 8GiB`, or say where it is with --socket"
+        ) from error
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def draw(stats: Mapping[str, Any], console: Console) -> None:
+    """Print `stats` for people; 80 columns are enough for it."""
+    from rich.padding import Padding
+
+    bar = _bar_of("#", "-") if console.options.ascii_only else _bar_of("█", "░")
+    for part in _parts(stats, bar):
+        console.print(Padding(part, (0, 0, 1, 1)))
+
+
+def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    yield Text.assemble(
+        (f"kvtier {stats.get('version', '')}", "bold"),
+        f"   up {_duration(stats.get('uptime_s', 0))}",
+        f"   {_count(stats.get('sessions', 0), 'session')}",
+    )
+    yield _tiers(stats.get("tiers", {}), bar)
+    yield _flows(stats, bar)
+    if notes := _notes(stats):
+        yield notes
+    if tenants := stats.get("tenants"):
+        yield _tenants(tenants)
+
+
+def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
+    from kvtier.units import format_bytes
+
+    table = _table("", "", ">", "", "")
+    for name, tier in tiers.items():
+        capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
+        amounts = f"{format_bytes(used)} of {format_bytes(capacity)}"
+        blocks = _count(tier.get("blocks", 0), "block")
+        _row(table, name, bar(used, capacity), _percent(used, capacity), amounts, blocks)
+        ready = tier.get("allocated_bytes", capacity)
+        if ready < capacity:
+            _row(table, "", bar(ready, capacity), _percent(ready, capacity), "made so far", "")
+    return table
+
+
+def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
+    """Return the hit rate and the misses, then what was kept of the saves: shares of 100% each."""
+    table = _table("~", "", ">", ">")
+    hits = {f"hit {tier}": n for tier, n in _falling(stats.get("hit_tokens", {}))}
+    misses = {f"miss {why}": n for why, n in _falling(stats.get("miss_tokens", {}))}
+    looked_up = stats.get("lookup_tokens", 0)
+    _row(table, "tokens looked up", "", "", f"{looked_up:,}")
+    for label, tokens in (hits | misses).items():
+        _row(
+            table, f"  {label}", bar(tokens, looked_up), _percent(tokens, looked_up), f"{tokens:,}"
+        )
+    saved = stats.get("saved_tokens", 0)
+    refused = {f"refused {why}": n for why, n in _falling(stats.get("refused_tokens", {}))}
+    offered = saved + sum(refused.values())
+    _row(table, "tokens offered", "", "", f"{offered:,}")
+    for label, tokens in ({"saved": saved} | refused).items() if offered else ():
+        _row(table, f"  {label}", bar(tokens, offered), _percent(tokens, offered), f"{tokens:,}")
+    return table
+
+
+def _notes(stats: Mapping[str, Any]) -> Table | None:
+    """Return the counters that are no shares of anything, a line for each kind."""
+    from kvtier.units import format_bytes
+
+    table = _table("", "~")
+    moved = [f"{way} {format_bytes(n)}" for way, n in stats.get("bytes", {}).items() if n]
+    evicted = [f"{why} {n:,}" for why, n in _falling(stats.get("evicted_blocks", {}))]
+    states = {
+        name: [f"{state} {n:,}" for state, n in _falling(tier.get("states", {}))]
+        for name, tier in stats.get("tiers", {}).items()
+    }
+    lines = {"bytes": moved, "evicted blocks": evicted}
+    lines |= {f"{name} blocks": counts for name, counts in states.items()}
+    for label, counts in lines.items():
+        if counts:
+            _row(table, label, ", ".join(counts))
+    return table if table.row_count else None
+
+
+def _tenants(tenants: Mapping[str, Any]) -> Table:
+    from kvtier.units import format_bytes
+
+    table = _table("tenant~", ">fill", ">used", ">of", ">blocks", ">spaces", ">sessions", ">leases")
+    for name, tenant in tenants.items():
+        capacity, used = tenant.get("capacity_bytes", 0), tenant.get("used_bytes", 0)
+        counts = (f"{tenant.get(what, 0):,}" for what in ("blocks", "spaces", "sessions", "leases"))
+        amounts = _percent(used, capacity), format_bytes(used), format_bytes(capacity)
+        _row(table, name, *amounts, *counts)
+    return table
+
+
+# --- pieces of it --------------------------------------------------------------------------------
+
+
+class Bar(Protocol):
+    """Draws how much of a whole a part is."""
+
+    def __call__(self, part: float, whole: float, cells: int = BAR_CELLS) -> Text: ...
+
+
+def _bar_of(full: str, empty: str) -> Bar:
+    from rich.text import Text
+
+    def bar(part: float, whole: float, cells: int = BAR_CELLS) -> Text:
+        filled = min(cells, round(cells * part / whole)) if whole else 0
+        if part and not filled:  # a little is not nothing
+            filled = 1
+        return Text.assemble((full * filled, "cyan"), (empty * (cells - filled), "dim"))
+
+    return bar
+
+
+def _table(*headings: str) -> Table:
+    """Return a table without lines; a heading that begins with > is of a column of numbers.
+
+    A heading that ends in ~ is of a column of text that gives way when room is short.
+    """
+    from rich.table import Table
+
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        show_header=any(heading.strip(">~") for heading in headings),
+    )
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
+        gives_way = heading.endswith("~")
+        table.add_column(
+            heading.strip(">~"), justify=justify, no_wrap=not gives_way, overflow="fold"
+        )
+    return table
+
+
+def _row(table: Table, *cells: str | Text) -> None:
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def _falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return what was counted at all, the most first."""
+    return sorted(((name, n) for name, n in counts.items() if n), key=lambda item: -item[1])
+
+
+def _percent(part: float, whole: float) -> str:
+    """Return the share in whole percent; 100% only for all of it and 0% only for nothing."""
+    if not whole or not part:
+        return "0%"
+    percent = 100 * part / whole
+    if percent < 1:
+        return "<1%"
+    return ">99%" if 99 < percent < 100 else f"{percent:.0f}%"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _duration(seconds: float) -> str:
+    """Return the two largest units: enough to know whether it was restarted lately."""
+    left = int(seconds)
+    parts: list[str] = []
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])

@@ -1,0 +1,348 @@
+import io
+import json
+import subprocess
+import sys
+import time
+import types
+from importlib.metadata import version
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+import kvtier
+from kvtier.errors import KvtierError, ProtocolError, Unavailable
+from kvtier.units import GIB, MIB
+from kvtier_daemon.cli import main
+from kvtier_daemon.cli.status import draw
+
+STATS = {
+    "version": "0.1.0",
+    "uptime_s": 11523.25,
+    "tiers": {
+        "warm": {
+            "capacity_bytes": 64 * GIB,
+            "used_bytes": 40 * GIB,
+            "blocks": 162_304,
+            "allocated_bytes": 48 * GIB,
+            "states": {"ready": 160_000, "writing": 2304, "quarantined": 0},
+        }
+    },
+    "lookup_tokens": 10_000,
+    "hit_tokens": {"warm": 7000},
+    "miss_tokens": {"in_progress": 10, "absent": 2990},
+    "saved_tokens": 4000,
+    "refused_tokens": {"no_room": 1000},
+    "evicted_blocks": {"room": 12_000},
+    "tenants": {
+        "default": {
+            "capacity_bytes": 64 * GIB,
+            "used_bytes": 40 * GIB,
+            "blocks": 162_304,
+            "spaces": 2,
+            "sessions": 4,
+            "leases": 17,
+        }
+    },
+    "sessions": 4,
+    "bytes": {"saved": 40 * GIB, "loaded": 66 * GIB},
+}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run the command in this process; returns its exit code, its output and its errors."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("KVTIER_SOCKET", raising=False)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        captured = capsys.readouterr()
+        return left.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def daemon(monkeypatch):
+    """Stand in for the daemon's loop: keeps what it was started with."""
+    started = []
+    app = types.ModuleType("kvtier_daemon.app")
+    app.run = started.append
+    monkeypatch.setitem(sys.modules, "kvtier_daemon.app", app)
+    return started
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Let a daemon answer `stats` with this, or fail to; returns where it was looked for."""
+    asked = []
+
+    def answer(stats):
+        class Client:
+            @classmethod
+            def connect(cls, socket=None):
+                asked.append(socket)
+                if isinstance(stats, BaseException):
+                    raise stats
+                return cls()
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                asked.append("closed")
+
+            def stats(self):
+                return stats
+
+        monkeypatch.setattr(kvtier, "Client", Client, raising=False)
+        return asked
+
+    return answer
+
+
+# --- the command itself ---------------------------------------------------------------------------
+
+
+def test_the_version_is_the_distributions(run):
+    assert run("--version") == (0, f"kvtier {version('kvtier')}\n", "")
+
+
+def test_help_lists_every_command(run):
+    for arguments in (["--help"], ["-h"]):
+        code, out, _ = run(*arguments)
+        assert code == 0
+        assert "serve " in out
+        assert "status " in out
+
+
+def test_a_misspelt_command_is_an_error(run):
+    code, _, err = run("serv")
+    assert code == 2
+    assert "No such command 'serv'" in err
+
+
+HELP = "import sys; from kvtier_daemon.cli import main\ntry: main(['--help'])\nexcept SystemExit: "
+
+
+def test_help_imports_nothing_that_it_does_not_need():
+    program = HELP + "print(*sys.modules, sep='\\n')"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "typer" in loaded
+    heavy = {"rich", "msgspec", "asyncio", "uvloop", "kvtier_kernels", "kvtier_daemon.config"}
+    assert not heavy & loaded
+
+
+def test_help_comes_at_once():
+    durations = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", HELP + "pass"], capture_output=True, check=True)
+        durations.append(time.perf_counter() - begin)
+    assert min(durations) <= 0.150
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KvtierError("a\nb"), 2), (ProtocolError("a b"), 2), (Unavailable("x"), 3)]
+)
+def test_an_error_of_the_world_is_one_line_and_a_code(run, answer, error, code):
+    answer(error)
+    left, out, err = run("status")
+    assert (left, out) == (code, "")
+    assert err.startswith("kvtier: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_a_bug_of_ours_shows_where_it_is(answer):
+    answer(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["status"])
+
+
+def test_an_interrupt_has_its_own_code(run, answer):
+    answer(KeyboardInterrupt())
+    assert run("status")[0] == 130
+
+
+# --- serve ----------------------------------------------------------------------------------------
+
+
+def test_serve_starts_with_flags_alone(run, daemon, tmp_path):
+    code, _, err = run(
+        "serve", "--warm-size", "8MiB", "--socket", str(tmp_path / "k"), "--log-level", "debug"
+    )
+    assert (code, err) == (0, "")
+    (loaded,) = daemon
+    assert loaded.config.warm.size_bytes == 8 * MIB
+    assert loaded.config.socket == tmp_path / "k"
+    assert loaded.config.log_level == "debug"
+    assert loaded.origins["warm.size"] == "--warm-size"
+
+
+def test_flags_come_before_the_file(run, daemon, tmp_path):
+    (tmp_path / "k.toml").write_text(
+        f'socket = "{tmp_path}/k"\nstate = "{tmp_path}/s"\n[warm]\nsize = "4MiB"\n'
+    )
+    run("serve", "--config", str(tmp_path / "k.toml"), "--warm-size", "8MiB")
+    (loaded,) = daemon
+    assert loaded.config.warm.size_bytes == 8 * MIB
+    assert loaded.config.state == tmp_path / "s"
+
+
+def test_a_socket_may_be_named_from_where_one_is(run, daemon, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("serve", "--warm-size", "8MiB", "--socket", "here.sock")
+    assert daemon[0].config.socket == tmp_path / "here.sock"
+
+
+def test_a_bad_configuration_starts_nothing(run, daemon, tmp_path):
+    (tmp_path / "k.toml").write_text("[wram]\nsize = 1\n")
+    code, out, err = run("serve", "--config", str(tmp_path / "k.toml"))
+    assert (code, out, daemon) == (2, "", [])
+    assert err == f"kvtier: {tmp_path}/k.toml: wram: unknown section; did you mean warm?\n"
+
+
+def test_a_machine_that_is_too_small_starts_nothing(run, daemon, tmp_path):
+    code, _, err = run("serve", "--warm-size", "4000TiB", "--socket", str(tmp_path / "k"))
+    assert (code, daemon) == (2, [])
+    assert err.startswith("kvtier: memory for the arena: ")
+    assert err.count("\n") == 1
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def test_status_as_json_is_what_the_daemon_said(run, answer):
+    asked = answer(STATS)
+    code, out, err = run("status", "--json", "--socket", "/tmp/there")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == STATS
+    assert asked == ["/tmp/there", "closed"]
+
+
+def test_status_looks_where_the_environment_says(run, answer, monkeypatch):
+    asked = answer(STATS)
+    monkeypatch.setenv("KVTIER_SOCKET", "/tmp/elsewhere")
+    run("status")
+    assert asked[0] == "/tmp/elsewhere"
+
+
+def test_status_finds_the_systems_daemon_where_the_user_has_none(
+    run, answer, monkeypatch, tmp_path
+):
+    asked = answer(STATS)
+    own, systems = tmp_path / "own.sock", tmp_path / "system.sock"
+    monkeypatch.setattr("kvtier_daemon.config.default_socket", lambda: own)
+    monkeypatch.setattr("kvtier_daemon.config.SYSTEM_SOCKET", systems)
+    run("status")
+    systems.touch()
+    run("status")
+    own.touch()
+    run("status")
+    assert [place for place in asked if place != "closed"] == [str(own), str(systems), str(own)]
+
+
+def test_no_daemon_is_one_line_that_says_what_to_do(run, answer):
+    answer(Unavailable("connection refused"))
+    code, out, err = run("status", "--socket", "/tmp/there")
+    assert (code, out) == (3, "")
+    assert err == (
+        "kvtier: no daemon answers at /tmp/there (connection refused); start one with"
+        " `kvtier serve --warm-size 8GiB`, or say where it is with --socket\n"
+    )
+
+
+def drawn(stats, width=80, encoding="utf-8"):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(width=width, file=file, highlight=False)
+    draw(stats, console)
+    file.seek(0)
+    return [line.rstrip() for line in file.read().splitlines()]
+
+
+def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
+    assert drawn(STATS) == [
+        " kvtier 0.1.0   up 3 h 12 min   4 sessions",
+        "",
+        " warm  ███████████████░░░░░░░░░  62%  40 GiB of 64 GiB  162,304 blocks",
+        "       ██████████████████░░░░░░  75%  made so far",
+        "",
+        " tokens looked up                                   10,000",
+        "   hit warm          █████████████████░░░░░░░  70%   7,000",
+        "   miss absent       ███████░░░░░░░░░░░░░░░░░  30%   2,990",
+        "   miss in_progress  █░░░░░░░░░░░░░░░░░░░░░░░  <1%      10",
+        " tokens offered                                      5,000",
+        "   saved             ███████████████████░░░░░  80%   4,000",
+        "   refused no_room   █████░░░░░░░░░░░░░░░░░░░  20%   1,000",
+        "",
+        " bytes           saved 40 GiB, loaded 66 GiB",
+        " evicted blocks  room 12,000",
+        " warm blocks     ready 160,000, writing 2,304",
+        "",
+        " tenant   fill    used      of   blocks  spaces  sessions  leases",
+        " default   62%  40 GiB  64 GiB  162,304       2         4      17",
+        "",
+    ]
+
+
+def test_a_daemon_that_has_done_nothing_yet_has_a_table_too():
+    stats = {"version": "0.1.0", "tiers": {"warm": {"capacity_bytes": GIB}}}
+    assert drawn(stats)[2] == " warm  ░░░░░░░░░░░░░░░░░░░░░░░░  0%  0 B of 1 GiB  0 blocks"
+    assert drawn({})[0] == " kvtier    up 0 s   0 sessions"
+
+
+def test_a_terminal_without_block_characters_gets_a_table():
+    assert " warm  ###############---------  62%" in "\n".join(drawn(STATS, encoding="ascii"))
+
+
+amounts = st.integers(0, 1 << 50)
+counts = st.integers(0, 10**9)
+reasons = st.dictionaries(st.sampled_from(["absent", "evicted", "in_progress", "no_room"]), counts)
+filled = st.tuples(amounts, amounts).map(
+    lambda pair: {"capacity_bytes": max(pair), "used_bytes": min(pair)}
+)
+
+
+def with_fill(**others):
+    return st.builds(lambda fill, rest: fill | rest, filled, st.fixed_dictionaries(others))
+
+
+small = st.integers(0, 99_999)
+tenants = with_fill(blocks=counts, spaces=small, sessions=small, leases=small)
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "version": st.just("0.1.0"),
+            "uptime_s": st.floats(0, 1e9),
+            "sessions": st.integers(0, 65_536),
+            "tiers": st.fixed_dictionaries(
+                {"warm": with_fill(blocks=counts, allocated_bytes=amounts, states=reasons)}
+            ),
+            "lookup_tokens": counts,
+            "hit_tokens": st.fixed_dictionaries({"warm": counts}),
+            "miss_tokens": reasons,
+            "saved_tokens": counts,
+            "refused_tokens": reasons,
+            "evicted_blocks": reasons,
+            "tenants": st.dictionaries(
+                st.from_regex(r"[a-z0-9][a-z0-9_-]{0,31}", fullmatch=True), tenants, max_size=3
+            ),
+        }
+    )
+)
+def test_the_table_keeps_to_80_columns_and_cuts_nothing_off(stats):
+    lines = drawn(stats)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert any(line.startswith(" tenant ") for line in lines) == bool(stats["tenants"])
