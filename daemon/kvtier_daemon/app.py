@@ -18,7 +18,6 @@ import kvtier
 from kvtier.catalog import Catalog
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
-from kvtier_daemon import preflight
 from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.config import Config, Loaded, tenant_of
 from kvtier_daemon.notify import Notifier
@@ -34,12 +33,11 @@ TEND_S = 0.1
 
 
 def run(loaded: Loaded) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError before anything is allocated if it can't work."""
+    """Serve until SIGTERM or SIGINT. What can be known to fail, `preflight.require` has looked at before."""
     config = loaded.config
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    preflight.require(loaded)
     secrets = load_secrets(config.state, config.tenants)
     listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
     try:

@@ -5,11 +5,13 @@ No model runs: a block's bytes are its key, repeated, so that whoever loads one 
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 import time
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from kvtier import Client, KvSpec, Space
 from kvtier.key import KEY_BYTES
@@ -18,6 +20,12 @@ SYSTEM_PROMPTS = 3
 SYSTEM_TOKENS = 256
 TURN_TOKENS = (64, 192)
 TURNS_MAX = 8
+
+# An 8B model with grouped-query attention: 128 KiB a token, 2 MiB a block.
+SPEC = KvSpec.dense(
+    model="demo-8b", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16,
+    weights="rev:demo",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -105,3 +113,18 @@ def kv_bytes(key: bytes, nbytes: int) -> bytes:
 
 def _tokens(chance: random.Random, count: int) -> array[int]:
     return array("I", (chance.randrange(128_000) for _ in range(count)))
+
+
+def serve(socket: str, seed: int, seconds: float) -> None:
+    """Be one engine for a while: a line of JSON for each turn that it served."""
+    with Client.connect(socket, name=f"engine {seed}") as client:
+        engine = Engine(client, SPEC)
+        deadline = time.monotonic() + seconds
+        for prompt in ChatService(seed).prompts():
+            if time.monotonic() >= deadline:
+                return
+            print(json.dumps(asdict(engine.serve(prompt))), flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -79,8 +79,8 @@ class Client:
         name: str = "",
         clock: Clock = time.monotonic,
     ) -> Client:
-        """Connect to the daemon at `socket`: if None $KVTIER_SOCKET, then /run/kvtier/kvtier.sock, or else
-        that of a daemon of this user.
+        """Connect to the daemon at `socket`: if None $KVTIER_SOCKET, then that of a daemon of this
+        user, then /run/kvtier/kvtier.sock.
 
         `timeout_s` bounds every request. `read_only` maps the arena for reading only and can't save.
         Raises Unavailable if there is no daemon, Refused if it won't have this client.
@@ -540,13 +540,7 @@ def default_socket() -> str:
         return named
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     own = f"{runtime}/kvtier/kvtier.sock"
-    if (
-        runtime.startswith("/")
-        and os.access(own, os.F_OK)
-        and not os.access(DEFAULT_SOCKET, os.F_OK)
-    ):
-        return own
-    return DEFAULT_SOCKET
+    return own if runtime.startswith("/") and os.access(own, os.F_OK) else DEFAULT_SOCKET
 
 
 def _chosen(arrays: Any, granted: list[int], total: int, nbytes: int) -> Any:

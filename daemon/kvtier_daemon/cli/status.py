@@ -54,7 +54,7 @@ def _ask(socket: Path) -> Mapping[str, Any]:
     from kvtier.errors import Unavailable
 
     try:
-        with Client.connect(str(socket)) as client:
+        with Client.connect(str(socket), populate=False, name="status") as client:
             return client.stats()
     except Unavailable as error:
         raise Unavailable(
