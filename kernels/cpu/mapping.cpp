@@ -71,21 +71,27 @@ nb::list views(nb::handle mappings, nb::handle packed, uint64_t bytes, bool writ
     return list;
 }
 
+// Whether anyone but this view uses its memory. Slices of it and NumPy arrays over it hold the
+// buffer that it came from, not the view itself: `release` alone would let them go on unseen.
+bool shared(PyObject* object) {
+    const auto* view = reinterpret_cast<PyMemoryViewObject*>(object);
+    const bool released = (view->flags & _Py_MEMORYVIEW_RELEASED) != 0;
+    return view->exports > 0 || view->mbuf->exports > (released ? 0 : 1);
+}
+
 size_t release_views(nb::list list) {
     static PyObject* const release = PyUnicode_InternFromString("release");
     size_t left = 0;
     const nb::object items = nb::steal(PySequence_Tuple(list.ptr()));
     if (!items.is_valid()) nb::raise_python_error();
     for (nb::handle view : nb::borrow<nb::tuple>(items)) {
-        if (!PyMemoryView_Check(view.ptr())) throw nb::type_error("not a memoryview");
-        PyObject* done = PyObject_CallMethodNoArgs(view.ptr(), release);
-        if (done != nullptr) {
-            Py_DECREF(done);
-        } else if (PyErr_ExceptionMatches(PyExc_BufferError)) {
-            PyErr_Clear();
+        if (!PyMemoryView_Check(view.ptr())) throw nb::type_error("views: not all are memoryviews");
+        if (shared(view.ptr())) {
             left++;
         } else {
-            nb::raise_python_error();
+            PyObject* done = PyObject_CallMethodNoArgs(view.ptr(), release);
+            if (done == nullptr) nb::raise_python_error();
+            Py_DECREF(done);
         }
     }
     return left;

@@ -52,7 +52,8 @@ def views(
     """Shows each slot's memory. IndexError outside its extent, ValueError if that is read-only."""
 
 def release_views(views: list[memoryview]) -> int:
-    """Releases what nobody else uses and returns how many were left alone."""
+    """Releases each view and returns how many were left alone, as a slice of them or an array over
+    them is still alive."""
 
 def fresh(tables: Sequence[Mapping | None], slots: Buffer) -> int:
     """Counts the leading slots whose generation still stands in their extent's table."""

@@ -1,0 +1,33 @@
+"""Twins of the native kernels in plain Python and NumPy: slow, short and read first.
+
+Nothing imports this at run time; the tests hold each kernel against its twin.
+"""
+
+from kvtier_kernels.reference.blake3 import blake3
+from kvtier_kernels.reference.blocks import (
+    SLOT,
+    Pieces,
+    copy,
+    copy_in,
+    copy_out,
+    fresh,
+    gather,
+    scatter,
+)
+from kvtier_kernels.reference.names import chain_hashes, chain_keys
+from kvtier_kernels.reference.xxh3 import xxh3_128
+
+__all__ = [
+    "SLOT",
+    "Pieces",
+    "blake3",
+    "chain_hashes",
+    "chain_keys",
+    "copy",
+    "copy_in",
+    "copy_out",
+    "fresh",
+    "gather",
+    "scatter",
+    "xxh3_128",
+]

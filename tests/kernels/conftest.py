@@ -1,0 +1,77 @@
+"""Mappings, slots and guarded memory for the kernels' tests."""
+
+import os
+import random
+import struct
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvtier_kernels as kernels
+
+Bytes = npt.NDArray[np.uint8]
+MakeMapping = Callable[..., kernels.Mapping]
+
+
+@pytest.fixture
+def make_mapping() -> MakeMapping:
+    def make(size: int, writable: bool = True, content: bytes = b"") -> kernels.Mapping:
+        fd = os.memfd_create("test")
+        try:
+            os.ftruncate(fd, size)
+            os.pwrite(fd, content, 0)
+            return kernels.Mapping(fd, size, writable)
+        finally:
+            os.close(fd)
+
+    return make
+
+
+@pytest.fixture(params=kernels.implementations("copy"))
+def copies(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each implementation of the copies in turn."""
+    kernels.force("copy", request.param)
+    yield request.param
+    kernels.force("copy", "auto")
+
+
+@pytest.fixture
+def random_bytes() -> Callable[..., Bytes]:
+    def make(size: int, seed: int = 0) -> Bytes:
+        return np.frombuffer(random.Random(seed).randbytes(size), np.uint8).copy()
+
+    return make
+
+
+@pytest.fixture
+def guarded() -> type["Guarded"]:
+    return Guarded
+
+
+@pytest.fixture
+def packed() -> Callable[..., bytes]:
+    """Packs (extent, offset) or (extent, offset, generation) each."""
+
+    def pack(*slots: tuple[int, ...]) -> bytes:
+        return b"".join(
+            struct.pack("<IIQQ", slot[0], 0, slot[1], slot[2] if len(slot) == 3 else 0)
+            for slot in slots
+        )
+
+    return pack
+
+
+class Guarded:
+    """An array that starts `shift` bytes behind a page, between guard bytes that must stay."""
+
+    def __init__(self, size: int, shift: int) -> None:
+        self.base = np.full(size + 3 * 4096 + shift, 0xA5, np.uint8)
+        self.start = -self.base.ctypes.data % 4096 + 4096 + shift
+        self.array = self.base[self.start : self.start + size]
+        self.array[:] = 0
+
+    def intact(self) -> bool:
+        end = self.start + len(self.array)
+        return bool((self.base[: self.start] == 0xA5).all() and (self.base[end:] == 0xA5).all())
