@@ -70,7 +70,7 @@ SlotAddress Store::slot(Id id) const {
 // for two steps ahead and the records' one step ahead.
 template <class Visit>
 void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
-    constexpr std::size_t step = 16, ring = 64;
+    constexpr std::size_t step = 24, ring = 64;
     std::array<std::uint64_t, ring> hashes;
     auto ask = [&](std::size_t i) {
         if (i >= keys.n) return;
@@ -78,9 +78,7 @@ void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
         index_.prefetch(hashes[i % ring]);
     };
     auto guess = [&](std::size_t i) {
-        if (i >= keys.n) return;
-        Id id = index_.guess(hashes[i % ring]);
-        if (id != none) __builtin_prefetch(&records_[id]);
+        if (i < keys.n) index_.prefetch_records(hashes[i % ring]);
     };
     for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
     for (std::size_t i = 0; i < step; ++i) guess(i);

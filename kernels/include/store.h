@@ -50,7 +50,6 @@ struct Keys {
     const char* bytes;
     std::size_t n;
     Key operator[](std::size_t i) const { return Key::read(bytes + i * key_bytes); }
-    void prefetch(std::size_t i) const { __builtin_prefetch(bytes + i * key_bytes); }
 };
 
 using Ids = std::span<const Id>;
