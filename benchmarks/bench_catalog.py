@@ -97,6 +97,22 @@ class Catalog:
             assert self.store.match(*prepare()) == (BATCH, 0)
         return microseconds(self.store.match, times, prepare)
 
+    def match_newest(self, times=100):
+        """Chains that took the places of evicted ones."""
+        self.chains = self.chains[-times:]
+        return self.match(times)
+
+    def match_scattered(self, times=400):
+        """The worst case: no record lies beside the one before, so each key costs two cache misses."""
+        some = self.chains[:: max(1, len(self.chains) // 64)]
+        keys = [key[at : at + 32] for key in some for at in range(0, 32 * BATCH, 32)]
+
+        def prepare():
+            return self.space, b"".join(self.rnd.sample(keys, BATCH))
+
+        assert self.store.match(*prepare()) == (BATCH, 0)
+        return microseconds(self.store.match, times, prepare)
+
     def plan(self, times=200):
         """The store's share of a save that must evict: make_room and reserve. Then it commits."""
         taken = []
@@ -112,6 +128,7 @@ class Catalog:
             self.lru.demoted(orphans)
             self.store.commit(ids, b"")
             self.lru.added(ids)
+            self.chains.append(keys)
         taken.sort()
         return {
             "median": round(statistics.median(taken), 1),
@@ -149,7 +166,7 @@ class Catalog:
             return (everywhere.tobytes(),)
 
         out["touched_at_random"] = microseconds(self.lru.touched, times, spread)
-        chains = [self.store.present(self.space, 0, 0, keys) for keys in self.chains[-200:]]
+        chains = [self.store.present(self.space, 0, 0, keys) for keys in self.chains]
         chains = [ids for ids in chains if len(ids) == 4 * BATCH]
         assert chains
         for what, call in (
@@ -202,8 +219,11 @@ def main():
     results["memory"] = large.memory()
     results["match_1m"] = large.match()
     results["match_10k_again"] = small.match()
+    results["match_scattered_10k"] = small.match_scattered()
+    results["match_scattered_1m"] = large.match_scattered()
     results["victims"] = large.victims()
     results["plan"] = large.plan()
+    results["match_1m_after_plans"] = large.match_newest()
     results |= large.events()
     large.store.check()
     large.lease_the_old_end(0.9)
