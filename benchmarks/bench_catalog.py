@@ -103,7 +103,7 @@ class Catalog:
         return self.match(times)
 
     def match_scattered(self, times=400):
-        """The worst case: no record lies beside the one before, so each key costs two cache misses."""
+        """The worst case: no record lies beside the one before, a key costs two misses."""
         some = self.chains[:: max(1, len(self.chains) // 64)]
         keys = [key[at : at + 32] for key in some for at in range(0, 32 * BATCH, 32)]
 
