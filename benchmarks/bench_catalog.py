@@ -73,7 +73,7 @@ class Catalog:
 
     def save(self, keys):
         ids, _ = self.store.reserve(self.space, 0, 0, None, keys, bytes(len(keys) // 32))
-        self.store.commit(ids, b"")
+        self.store.commit(ids, bytes(4 * len(ids)))
         self.lru.added(ids)
         if len(self.chains) < 2000:
             self.chains.append(keys)
@@ -90,11 +90,27 @@ class Catalog:
         }
 
     def match(self, times=400):
-        def prepare():
-            return self.space, self.rnd.choice(self.chains)
+        def prepare():  # the keys of a request have just been read from its socket
+            return self.space, bytes(bytearray(self.rnd.choice(self.chains)))
 
         for _ in range(20):
             assert self.store.match(*prepare()) == (BATCH, 0)
+        return microseconds(self.store.match, times, prepare)
+
+    def match_newest(self, times=100):
+        """Chains that took the places of evicted ones."""
+        self.chains = self.chains[-times:]
+        return self.match(times)
+
+    def match_scattered(self, times=400):
+        """The worst case: no record lies beside the one before, a key costs two misses."""
+        some = self.chains[:: max(1, len(self.chains) // 64)]
+        keys = [key[at : at + 32] for key in some for at in range(0, 32 * BATCH, 32)]
+
+        def prepare():
+            return self.space, b"".join(self.rnd.sample(keys, BATCH))
+
+        assert self.store.match(*prepare()) == (BATCH, 0)
         return microseconds(self.store.match, times, prepare)
 
     def plan(self, times=200):
@@ -112,6 +128,7 @@ class Catalog:
             self.lru.demoted(orphans)
             self.store.commit(ids, b"")
             self.lru.added(ids)
+            self.chains.append(keys)
         taken.sort()
         return {
             "median": round(statistics.median(taken), 1),
@@ -149,16 +166,16 @@ class Catalog:
             return (everywhere.tobytes(),)
 
         out["touched_at_random"] = microseconds(self.lru.touched, times, spread)
-        chains = [self.store.present(self.space, 0, 0, keys) for keys in self.chains[-200:]]
+        chains = [self.store.present(self.space, 0, 0, keys) for keys in self.chains]
         chains = [ids for ids in chains if len(ids) == 4 * BATCH]
-        pick = lambda: (self.rnd.choice(chains),)  # noqa: E731
-        out["touched"] = microseconds(self.lru.touched, times, pick)
-        order = iter([ids for ids in chains for _ in range(1)] * (times // len(chains) + 1))
-        leased = [next(order) for _ in range(times)]
-        steps = iter(leased)
-        out["lease"] = microseconds(self.store.lease, times, lambda: (next(steps),))
-        steps_back = iter(leased)
-        out["unlease"] = microseconds(self.store.unlease, times, lambda: (next(steps_back),))
+        assert chains
+        for what, call in (
+            ("touched", self.lru.touched),
+            ("lease", self.store.lease),
+            ("unlease", self.store.unlease),
+        ):
+            turns = iter(chains)
+            out[what] = microseconds(call, len(chains), lambda turns=turns: (next(turns),))
         return out
 
     def lease_the_old_end(self, share):
@@ -172,23 +189,25 @@ class Catalog:
 
 
 def validate(rnd):
-    """The same plan on the native store and its twin, answer by answer."""
+    """The same plans on the native store and its twin, answer by answer."""
     stores = Store(), Twin()
     for store in stores:
         store.add_extent(3000 * PAGE, bytearray(3000 * 8))
         store.add_space([(0, 0, PAGE)], [1])
+    saved = []
     for _ in range(12):
         keys = rnd.randbytes(32 * 512)
         answers = []
         for store in stores:
-            ids = b"".join(store.present(0, 0, 0, old) for old in getattr(validate, "keys", [])[:2])
-            made = store.make_room(0, 0, 512, ids)
-            got = store.reserve(0, 0, 0, None, keys, bytes(512))
-            store.commit(got[0], b"")
-            answers.append((made, got, store.match(0, keys), store.counts()))
+            victims = b"".join(store.present(0, 0, 0, old) for old in saved)
+            made = store.make_room(0, 0, 512, victims)
+            ids, slots = store.reserve(0, 0, 0, None, keys, bytes(512))
+            store.commit(ids, b"")
+            answers.append((made, ids, slots, store.match(0, keys), store.counts()))
             store.check()
         assert answers[0] == answers[1]
-        validate.keys = [*getattr(validate, "keys", []), keys][-5:]
+        assert len(answers[0][1]) == 4 * 512
+        saved = [*saved, keys][-5:]
 
 
 def main():
@@ -200,8 +219,11 @@ def main():
     results["memory"] = large.memory()
     results["match_1m"] = large.match()
     results["match_10k_again"] = small.match()
+    results["match_scattered_10k"] = small.match_scattered()
+    results["match_scattered_1m"] = large.match_scattered()
     results["victims"] = large.victims()
     results["plan"] = large.plan()
+    results["match_1m_after_plans"] = large.match_newest()
     results |= large.events()
     large.store.check()
     large.lease_the_old_end(0.9)

@@ -238,12 +238,6 @@ SlotAddress Slabs::address(std::uint32_t number, std::uint16_t slot) const {
             std::atomic_ref<std::uint64_t>(entry).load(std::memory_order_relaxed)};
 }
 
-void Slabs::prefetch(std::uint32_t number, std::uint16_t slot) const {
-    const Slab& slab = *slabs_[number];
-    __builtin_prefetch(&slab.table[slot], 1);
-    __builtin_prefetch(&extents_[slab.extent].generations[first_byte(slab, slot) / page_bytes], 1);
-}
-
 std::size_t Slabs::memory_bytes() const {
     constexpr std::size_t map_node = 64, set_node = 64;
     std::size_t total = slabs_.capacity() * sizeof(void*) + spare_.capacity() * 4 +

@@ -66,11 +66,14 @@ SlotAddress Store::slot(Id id) const {
 
 // ---- what is here ----
 
-// Calls visit(i, node or none) for each key until it returns false, with the index's lines asked
-// for two steps ahead and the records' one step ahead.
+// Calls visit(i, node or none) for each key until it returns false.
+//
+// Index lines are asked for two steps ahead, records one. But the blocks of a chain were mostly
+// made one after another, so their records are mostly neighbours: after a few that were, the next
+// neighbour is tried first, and the index rests until a neighbour is not the one wanted.
 template <class Visit>
 void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
-    constexpr std::size_t step = 16, ring = 64;
+    constexpr std::size_t step = 24, ring = 64, few = 8;
     std::array<std::uint64_t, ring> hashes;
     auto ask = [&](std::size_t i) {
         if (i >= keys.n) return;
@@ -78,16 +81,40 @@ void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
         index_.prefetch(hashes[i % ring]);
     };
     auto guess = [&](std::size_t i) {
-        if (i >= keys.n) return;
-        Id id = index_.guess(hashes[i % ring]);
-        if (id != none) __builtin_prefetch(&records_[id]);
+        if (i < keys.n) index_.prefetch_records(hashes[i % ring]);
     };
-    for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
-    for (std::size_t i = 0; i < step; ++i) guess(i);
+    auto start = [&](std::size_t i) {
+        for (std::size_t j = i; j < i + 2 * step; ++j) ask(j);
+        for (std::size_t j = i; j < i + step; ++j) guess(j);
+    };
+    Id last = none, stride = 1;
+    std::size_t neighbours = 0;
+    start(0);
     for (std::size_t i = 0; i < keys.n; ++i) {
-        ask(i + 2 * step);
-        guess(i + step);
-        if (!visit(i, find(space, keys[i], hashes[i % ring]))) return;
+        Id node = none;
+        if (neighbours >= few) {
+            prefetch(last + stride * static_cast<Id>(step));
+            Id next = last + stride;
+            if (next < records_.limit() && is_node(next, space, keys[i])) {
+                node = next;
+            } else {
+                neighbours = 0;
+                start(i);
+            }
+        }
+        if (node == none) {
+            ask(i + 2 * step);
+            guess(i + step);
+            node = find(space, keys[i], hashes[i % ring]);
+            if (node != none && last != none && (node == last + 1 || node == last - 1)) {
+                neighbours = node - last == stride ? neighbours + 1 : 1;
+                stride = node - last;
+            } else {
+                neighbours = 0;
+            }
+        }
+        last = node;
+        if (!visit(i, node)) return;
     }
 }
 

@@ -33,12 +33,13 @@ class Index {
         }
     }
 
-    // For software pipelining: ask for the bucket; later, ask for the record it names.
+    // For software pipelining: ask for the bucket; later, for what it names under this hash.
     void prefetch(std::uint64_t hash) const { __builtin_prefetch(&buckets_[home(hash)]); }
-    Id guess(std::uint64_t hash) const {
+    void prefetch_records(std::uint64_t hash) const {
         const Bucket& bucket = buckets_[home(hash)];
-        std::uint32_t hits = bucket.hits(tag(hash));
-        return hits ? bucket.ids[std::countr_zero(hits)] : none;
+        if (bucket.next) __builtin_prefetch(&overflow_[bucket.next - 1]);
+        for (std::uint32_t hits = bucket.hits(tag(hash)); hits; hits &= hits - 1)
+            __builtin_prefetch(&records_[bucket.ids[std::countr_zero(hits)]]);
     }
 
     // `hash_of(id)` gives the hash of a node already in the index, for the bucket that splits.

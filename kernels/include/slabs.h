@@ -7,7 +7,6 @@
 // free once no old block overlaps it; `clearable` names the old blocks in the way of the next one,
 // in address order, so that the seam between old and new stays narrower than one slot.
 #pragma once
-#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -79,7 +78,6 @@ class Slabs {
     std::uint64_t free_bytes() const { return capacity_bytes() - live_bytes_; }
     std::size_t memory_bytes() const;
     void check() const;
-    void prefetch(std::uint32_t slab, std::uint16_t slot) const;
 
  private:
     // Vacant slots: free ones are a linked list (mark | next), the others lie over an old block or,

@@ -50,7 +50,6 @@ struct Keys {
     const char* bytes;
     std::size_t n;
     Key operator[](std::size_t i) const { return Key::read(bytes + i * key_bytes); }
-    void prefetch(std::size_t i) const { __builtin_prefetch(bytes + i * key_bytes); }
 };
 
 using Ids = std::span<const Id>;
@@ -112,11 +111,13 @@ class Store {
     std::uint64_t hash_of(Id node) const {
         return index_.hash(places_[records_[node].place].space, records_[node].key);
     }
+    bool is_node(Id id, std::uint32_t space, const Key& key) const {
+        const Record& record = records_[id];
+        return record.key == key && !record.further && record.is() != State::unused &&
+               places_[record.place].space == space;
+    }
     Id find(std::uint32_t space, const Key& key, std::uint64_t hash) const {
-        return index_.find(hash, [&](Id id) {
-            const Record& record = records_[id];
-            return record.key == key && places_[record.place].space == space;
-        });
+        return index_.find(hash, [&](Id id) { return is_node(id, space, key); });
     }
     Id find(std::uint32_t space, const Key& key) const {
         return find(space, key, index_.hash(space, key));

@@ -266,6 +266,22 @@ def test_a_chain_of_a_hundred_thousand_needs_no_recursion():
     assert store.counts()["nodes"] == 0
 
 
+def test_a_match_ends_where_a_long_chain_was_cut_off(store):
+    open_arena(store)
+    one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
+    chain = keys(*range(30))
+    ids = save(store, one, range(30))
+    assert store.match(other, chain) == (0, 0)
+    save(store, other, range(12))
+    store.evict(ids[4 * 20 :])
+    assert store.match(one, chain) == (20, 0)
+    assert store.match(other, chain) == (12, 0)
+    assert store.match(one, chain[: 32 * 15] + chain[: 32 * 15]) == (30, 0)
+    save(store, other, range(12, 20), parent=11)  # in the records that the chain left
+    assert store.match(one, chain) == (20, 0)
+    assert store.match(other, chain) == (20, 0)
+
+
 def test_checksums_are_kept_and_a_reused_block_has_none(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
