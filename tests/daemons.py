@@ -57,6 +57,13 @@ class Daemon:
     def open_files(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
+    def wait_for_open_files(self, count: int, seconds: float = 10.0) -> None:
+        """Wait until no more than `count` files are open: a hung-up client's go a moment after it."""
+        deadline = time.monotonic() + seconds
+        while self.open_files() > count:
+            assert time.monotonic() < deadline, f"{self.open_files()} files open, not {count}"
+            time.sleep(0.02)
+
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)

@@ -85,7 +85,7 @@ def answer(monkeypatch):
     def answer(stats):
         class Client:
             @classmethod
-            def connect(cls, socket=None):
+            def connect(cls, socket=None, **_):
                 asked.append(socket)
                 if isinstance(stats, BaseException):
                     raise stats

@@ -171,8 +171,8 @@ def test_enough_open_files_are_left_as_they_are(make):
     limited = Limited(960, 4096)
     finding = files(make("64GiB"), limited)
     assert finding.ok
-    assert finding.value.startswith("960 wanted for 64 extents and 256 clients")  # 128 + 768 + 64
-    assert limited.now == (960, 4096)
+    assert finding.value.startswith("1088 wanted for 64 extents and 256 clients")  # 128 + 768 + 64
+    assert limited.now == (1088, 4096)
 
 
 def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
@@ -182,11 +182,11 @@ def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
 
 
 def test_a_hard_limit_below_the_need_is_reported_and_left_alone(make):
-    limited = Limited(256, 959)
+    limited = Limited(256, 1087)
     finding = files(make("64GiB"), limited)
     assert not finding.ok
-    assert limited.now == (256, 959)
-    assert "LimitNOFILE=960" in finding.fix
+    assert limited.now == (256, 1087)
+    assert "LimitNOFILE=1088" in finding.fix
 
 
 def test_a_sandbox_that_forbids_raising_is_a_limit(make):

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def mapped() -> str:
-    with open("/proc/self/maps") as maps:  # noqa: PTH123
+    with open("/proc/self/maps") as maps:
         return maps.read()
 
 
@@ -94,7 +94,7 @@ def test_populate_faults_every_page_in(make_mapping):
     mapping = make_mapping(3 * MIB)
     if not mapping.populate():
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-    with open("/proc/self/smaps") as smaps:  # noqa: PTH123
+    with open("/proc/self/smaps") as smaps:
         text = smaps.read()
     entry = text[text.index(f"{mapping.address:x}-") :]
     assert "Rss:                3072 kB" in entry[: entry.index("VmFlags")]

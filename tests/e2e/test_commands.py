@@ -1,0 +1,144 @@
+"""The commands, against real daemons: what an operator sees when things are and are not as they should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from daemons import Daemon
+from specs import pattern, spec_of
+
+
+def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False,
+        env=dict(os.environ, **environment),
+    )  # fmt: skip
+
+
+def refused(tmp_path: Path, *flags: str, **environment: str) -> str:
+    """What `kvtier serve` says, in one line, when it will not start."""
+    environment.setdefault("KVTIER_STATE", str(tmp_path / "state"))
+    if "--socket" not in flags:
+        flags += ("--socket", str(tmp_path / "kvtier.sock"))
+    done = kvtier("serve", *flags, **environment)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_status_says_what_a_real_daemon_holds(shared_daemon: Daemon) -> None:
+    spec = spec_of("status")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(list(range(160)))
+        space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
+        space.match(keys)
+        space.match(space.keys([7] * 160))
+        table = kvtier("status", "--socket", shared_daemon.socket)
+        assert table.returncode == 0, table.stderr
+        assert all(len(line) <= 80 for line in table.stdout.splitlines())
+        assert "warm" in table.stdout and "absent" in table.stdout
+        stats = json.loads(kvtier("status", "--json", KVTIER_SOCKET=shared_daemon.socket).stdout)
+        assert stats["tiers"]["warm"]["used_bytes"] == 10 * spec.block_bytes
+        assert stats["lookup_tokens"] == 320
+        assert stats["hit_tokens"] == {"warm": 160}
+        assert stats["miss_tokens"] == {"absent": 160}
+        assert set(stats) == set(client.stats())
+        space.forget(keys)
+
+
+def test_status_without_a_daemon_exits_with_three(tmp_path: Path) -> None:
+    done = kvtier("status", "--socket", str(tmp_path / "none.sock"))
+    assert done.returncode == 3
+    assert "kvtier serve" in done.stderr
+
+
+def test_a_socket_of_a_living_daemon_is_refused_with_its_pid(
+    shared_daemon: Daemon, tmp_path: Path
+) -> None:
+    text = refused(tmp_path, "--socket", shared_daemon.socket, "--warm-size", "64MiB")
+    assert str(shared_daemon.process.pid) in text
+    with shared_daemon.connect() as client:
+        client.ping()
+
+
+def test_a_socket_of_a_dead_daemon_is_taken_over(daemon_of: Callable[..., Daemon]) -> None:
+    dead = daemon_of()
+    dead.process.send_signal(signal.SIGKILL)
+    dead.process.wait()
+    assert Path(dead.socket).exists()
+    again = daemon_of(folder=dead.log.parent)
+    with again.connect() as client:
+        client.ping()
+
+
+def test_an_arena_larger_than_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    text = refused(tmp_path, "--warm-size", "900TiB")
+    assert "900 TiB" in text or "901" in text or "902" in text
+    assert "GiB" in text
+
+
+def test_too_few_open_files_are_refused_with_the_number_and_the_fix(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = [
+        "sh",
+        "-c",
+        'ulimit -n 200; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "kvtier_daemon.cli",
+    ]
+    command += ["serve", "--socket", str(tmp_path / "s"), "--warm-size", "64MiB"]
+    environment = dict(os.environ, KVTIER_STATE=str(tmp_path / "state"))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 2, done.stderr
+    assert "200" in done.stderr and "LimitNOFILE" in done.stderr
+    assert (soft, hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_state_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    text = refused(tmp_path, "--warm-size", "64MiB", KVTIER_STATE=str(tmp_path / "file" / "state"))
+    assert "state" in text
+
+
+def test_a_key_that_nobody_knows_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    config = tmp_path / "kvtier.toml"
+    config.write_text('[warm]\nsise = "1GiB"\n')
+    assert "size" in refused(tmp_path, "--config", str(config))
+
+
+def test_memory_that_may_not_be_locked_is_refused_with_the_fix(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root to give its right to lock memory away")
+    config = tmp_path / "kvtier.toml"
+    config.write_text('[warm]\nsize = "64MiB"\nlock = true\n')
+    command = ["capsh", "--drop=cap_ipc_lock", "--", "-c"]
+    inner = (
+        f"ulimit -l 8192; exec {sys.executable} -m kvtier_daemon.cli serve --config {config}"
+        f" --socket {tmp_path / 's'}"
+    )
+    environment = dict(os.environ, KVTIER_STATE=str(tmp_path / "state"))
+    try:
+        done = subprocess.run(
+            [*command, inner], capture_output=True, text=True, timeout=60, check=False,
+            env=environment,
+        )  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("needs capsh")
+    assert done.returncode == 2, done.stderr
+    assert "8 MiB" in done.stderr and "LimitMEMLOCK" in done.stderr
