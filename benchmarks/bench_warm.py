@@ -21,7 +21,7 @@ from typing import Any
 import harness
 from harness import Arm, Daemon, Row, pairs, ratio_row
 from kvtier import Client, KvSpec, Space
-from kvtier_kernels import Pieces, gather, memcpy, nt_loop, scatter
+from kvtier_kernels import Pieces, gather, memcpy, nt_loop, nt_loops, scatter
 
 MIB = 1 << 20
 REQUEST_BYTES = 512 * MIB
@@ -142,6 +142,7 @@ def pieces(client: Client, rounds: int) -> list[Row]:
          pool[layer][block * piece * 2 : block * piece * 2 + piece])
         for block in ids for layer in range(layers)
     ]  # fmt: skip
+    packed = [target for target, _ in flat], [source for _, source in flat]
     keys = fresh_keys(space, count)
     extents = client._arena.extents
     rows = []
@@ -155,12 +156,10 @@ def pieces(client: Client, rounds: int) -> list[Row]:
             scatter(paged, ids, extents, saving.slots, 1, False)
 
         def limit_in() -> None:
-            for target, source in flat:
-                nt_loop(target, source)
+            nt_loops(*packed)
 
         def limit_out() -> None:
-            for target, source in flat:
-                nt_loop(source, target)
+            nt_loops(*packed[::-1])
 
         run_gather()
         limit_in()

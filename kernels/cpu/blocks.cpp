@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <string>
 #include <vector>
@@ -366,6 +367,20 @@ void bind_blocks(nb::module_& m) {
             stream_fence();
         },
         "dst"_a, "src"_a);
+    m.def(
+        "nt_loops",
+        [](nb::sequence dsts, nb::sequence srcs) {
+            const size_t count = nb::len(dsts);
+            if (nb::len(srcs) != count) throw nb::value_error("as many sources as targets");
+            std::deque<Pair> pairs;  // a Pair can't be moved: it holds buffers
+            for (size_t i = 0; i < count; i++) pairs.emplace_back(dsts[i], srcs[i]);
+            const nb::gil_scoped_release unlocked;
+            for (const Pair& pair : pairs) {
+                nt_loop(pair.to.data(), pair.from.data(), pair.to.size());
+            }
+            stream_fence();
+        },
+        "dsts"_a, "srcs"_a);
     m.def(
         "memcpy",
         [](nb::handle dst, nb::handle src) {

@@ -127,6 +127,9 @@ def copy(dst: _Memory, src: _Memory, checksum: bool = False, threads: int = 1) -
 def nt_loop(dst: _Memory, src: _Memory) -> None:
     """Copies by the plain streaming loop: a baseline."""
 
+def nt_loops(dsts: Sequence[_Memory], srcs: Sequence[_Memory]) -> None:
+    """The same for many ranges in one call."""
+
 def memcpy(dst: _Memory, src: _Memory) -> None:
     """Copies by the C library's memcpy: a baseline."""
 

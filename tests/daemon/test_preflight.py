@@ -168,10 +168,10 @@ def files(loaded, limited):
 
 
 def test_enough_open_files_are_left_as_they_are(make):
-    limited = Limited(960, 4096)
+    limited = Limited(1088, 4096)
     finding = files(make("64GiB"), limited)
     assert finding.ok
-    assert finding.value.startswith("1088 wanted for 64 extents and 256 clients")  # 128 + 768 + 64
+    assert finding.value.startswith("1088 wanted for 64 extents and 256 clients")  # 256 + 768 + 64
     assert limited.now == (1088, 4096)
 
 
