@@ -122,7 +122,11 @@ class App:
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._server.announce()
         if self.warm.complete:
-            log.info("warm tier is there: %s", format_bytes(self.warm.allocated_bytes))
+            log.info(
+                "warm tier is there: %s, of it %s in huge pages",
+                format_bytes(self.warm.allocated_bytes),
+                format_bytes(self.warm.huge_bytes),
+            )
 
     # --- saying how it is --------------------------------------------------------------------
 

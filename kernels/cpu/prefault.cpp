@@ -9,11 +9,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -22,6 +25,14 @@ namespace kvtier {
 namespace {
 
 constexpr uint64_t kStep = uint64_t{64} << 20;
+constexpr uint64_t kHugePage = uint64_t{2} << 20;
+// Making huge pages of fragmented memory can take the kernel arbitrarily long; a step beyond this
+// is the last one that tries.
+constexpr std::chrono::milliseconds kHugePatience{800};
+
+#ifndef MADV_COLLAPSE  // Linux 6.1
+#define MADV_COLLAPSE 25
+#endif
 
 int duplicate(int fd) {
     const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -35,7 +46,8 @@ int duplicate(int fd) {
 // Allocates files one by one, in steps, and tells an eventfd after each. Runs no Python.
 class Prefaulter {
  public:
-    explicit Prefaulter(int notify_fd) : notify_fd_(duplicate(notify_fd)), owner_(getpid()) {
+    Prefaulter(int notify_fd, bool huge)
+        : tries_huge_(huge), notify_fd_(duplicate(notify_fd)), owner_(getpid()) {
         // Signals are the main thread's business.
         sigset_t all, before;
         sigfillset(&all);
@@ -82,6 +94,11 @@ class Prefaulter {
         return all;
     }
 
+    uint64_t huge_bytes() {
+        const std::lock_guard lock(mutex_);
+        return huge_bytes_;
+    }
+
     void stop() {
         // A forked child has this object but not its thread, and the lock as it was.
         if (getpid() != owner_) {
@@ -107,16 +124,52 @@ class Prefaulter {
         void* locked;  // the mapping that holds the lock; pages stay for as long as it is there
     };
 
-    static int lock_in_memory(const File& file, void*& locked) {
-        void* at = mmap(nullptr, file.size, PROT_READ, MAP_SHARED, file.fd, 0);
-        if (at == MAP_FAILED) return errno;
-        if (mlock(at, file.size) != 0) {
-            const int error = errno;
-            munmap(at, file.size);
-            return error;
+    // The whole file, mapped for as long as this lives.
+    class Map {
+     public:
+        explicit Map(const File& file) : size_(file.size) {
+            at_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
         }
-        locked = at;
-        return 0;
+        Map(const Map&) = delete;
+        Map& operator=(const Map&) = delete;
+        ~Map() {
+            if (at_ != MAP_FAILED) munmap(at_, size_);
+        }
+        int lock() {
+            if (at_ == MAP_FAILED || mlock(at_, size_) != 0) return errno;
+            return 0;
+        }
+        void* release() { return std::exchange(at_, MAP_FAILED); }
+        uint8_t* data() const { return at_ == MAP_FAILED ? nullptr : static_cast<uint8_t*>(at_); }
+
+     private:
+        void* at_;
+        const uint64_t size_;
+    };
+
+    // Asks for huge pages behind a range that has its memory, and returns how many bytes have them
+    // now. They make a client's mapping cheap (a 512th of the page table) and spare copies the
+    // misses of scattered small pages: 2 to 12% here. Where the kernel refuses, small pages do.
+    uint64_t make_huge(const Map& map, uint64_t from, uint64_t step) {
+        uint8_t* at = map.data() + from;
+        if (map.data() == nullptr || reinterpret_cast<uintptr_t>(at) % kHugePage != 0) return 0;
+        const auto started = std::chrono::steady_clock::now();
+        uint64_t huge = 0;
+        const uint64_t whole = step - step % kHugePage;
+        if (whole != 0 && madvise(at, whole, MADV_COLLAPSE) == 0) {
+            huge = whole;
+        } else {
+            for (uint64_t done = 0; done < whole && !stopping_; done += kHugePage) {
+                if (madvise(at + done, kHugePage, MADV_COLLAPSE) == 0) {
+                    huge += kHugePage;
+                } else if (errno != EAGAIN) {
+                    tries_huge_ = false;  // not this kernel, or not this machine
+                    break;
+                }
+            }
+        }
+        if (std::chrono::steady_clock::now() - started > kHugePatience) tries_huge_ = false;
+        return huge;
     }
 
     void run() {
@@ -132,10 +185,17 @@ class Prefaulter {
             int error =
                 posix_fallocate(now.fd, static_cast<off_t>(now.done), static_cast<off_t>(step));
             void* locked = nullptr;
-            if (error == 0 && now.lock && now.done + step == now.size) {
-                error = lock_in_memory(now, locked);
+            uint64_t huge = 0;
+            if (error == 0 && (tries_huge_ || now.lock)) {
+                Map map(now);
+                if (tries_huge_) huge = make_huge(map, now.done, step);
+                if (now.lock && now.done + step == now.size) {
+                    error = map.lock();
+                    if (error == 0) locked = map.release();
+                }
             }
             lock.lock();
+            huge_bytes_ += huge;
             if (error == EINTR) continue;
             File& file = files_[next];  // afresh: the list may have moved
             if (error == 0) file.done += step;
@@ -154,7 +214,9 @@ class Prefaulter {
     std::mutex mutex_, joining_;
     std::condition_variable work_;
     std::vector<File> files_;
-    bool stopping_ = false;
+    std::atomic<bool> stopping_ = false;
+    bool tries_huge_;  // the thread's own after the start
+    uint64_t huge_bytes_ = 0;
     const int notify_fd_;
     const pid_t owner_;
     std::thread thread_;  // last: it uses all of the above
@@ -166,8 +228,9 @@ class Prefaulter {
 void bind_prefault(nb::module_& m) {
     using kvtier::Prefaulter;
     nb::class_<Prefaulter>(m, "Prefaulter", nb::is_final())
-        .def(nb::init<int>(), nb::arg("notify_fd"))
+        .def(nb::init<int, bool>(), nb::arg("notify_fd"), nb::arg("huge") = false)
         .def("add", &Prefaulter::add, nb::arg("fd"), nb::arg("size"), nb::arg("lock") = false)
         .def("progress", &Prefaulter::progress)
+        .def("huge_bytes", &Prefaulter::huge_bytes)
         .def("stop", &Prefaulter::stop);
 }

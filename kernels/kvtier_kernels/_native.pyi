@@ -35,7 +35,12 @@ class Prefaulter:
     """Gives files their memory one by one, in a native thread, and adds 1 to the eventfd after each
     that is done or has failed. Keeps its own duplicates of the descriptors."""
 
-    def __init__(self, notify_fd: int) -> None: ...
+    def __init__(self, notify_fd: int, huge: bool = False) -> None:
+        """`huge` asks the kernel for huge pages behind each step, and does without where it refuses."""
+
+    def huge_bytes(self) -> int:
+        """How many bytes have huge pages."""
+
     def add(self, fd: int, size: int, lock: bool = False) -> int:
         """Queues a file and returns its index in `progress()`. `lock` keeps it in memory (mlock) for as
         long as this object lives."""

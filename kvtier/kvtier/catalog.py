@@ -395,19 +395,17 @@ class Catalog:
     def _make_room(self, space: int, group: int, wanted: int) -> None:
         """Evict, coldest first, until `wanted` slots are free or nothing more may go."""
         store, policy = self._store, self._policy
-        short = wanted - store.room(space, group, wanted)
-        asked = short
-        while short > 0 and asked and len(policy):
-            victims = policy.victims(asked)
+        victims = b""  # at first: what other spaces left empty costs nobody anything
+        while (short := wanted - store.room(space, group, wanted)) > 0:
             evicted, orphans = store.make_room(space, group, wanted, victims)
             policy.removed(evicted)
             policy.demoted(orphans)
             self.evicted_blocks["capacity"] += len(evicted) // ID_BYTES
-            if not evicted and len(victims) // ID_BYTES < asked:
-                break  # every block was offered, and none of them can make this room
-            short = wanted - store.room(space, group, wanted)
-            # Victims that could not go (their slab is held) are offered again: look behind them.
-            asked = short if evicted else asked * 2
+            if victims and not evicted:
+                break
+            victims = policy.victims(short)
+            if not victims:
+                break
 
     # --- the other wishes --------------------------------------------------------------------
 

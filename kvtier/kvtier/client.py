@@ -13,6 +13,7 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -296,7 +297,7 @@ class Space:
         saving = self.reserve(keys, group, shard)
         with saving:
             if saving.slots:
-                sources = _chosen(arrays, saving.granted, len(keys), self._block_bytes[group])
+                sources = _chosen(arrays, saving, len(keys), self._block_bytes[group])
                 extents = self._client._arena.extents
                 saving.checksums = copy_in(
                     extents, saving.slots, self._block_bytes[group], sources, threads, checksum
@@ -494,24 +495,36 @@ class Saved(Sequence[Key]):
     """The keys that are in the cache after a save: `stored` by it, or `present` before; and the `refused`."""
 
     def __init__(self, keys: Keys, outcomes: bytes) -> None:
-        kept = (wire.GRANTED, wire.PRESENT)
-        self._kept = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in kept]
+        self._keys = keys
+        self._outcomes = outcomes
         self.stored = outcomes.count(wire.GRANTED)
         self.present = outcomes.count(wire.PRESENT)
-        self.refused: dict[Key, str] = {
-            key: wire.OUTCOMES[outcome]
-            for key, outcome in zip(keys, outcomes, strict=True)
-            if outcome not in kept
-        }
+
+    @cached_property
+    def _kept(self) -> Sequence[Key]:
+        if len(self) == len(self._keys):
+            return self._keys
+        kept = (wire.GRANTED, wire.PRESENT)
+        return [key for key, outcome in self._pairs() if outcome in kept]
+
+    @property
+    def refused(self) -> dict[Key, str]:
+        """Why each of the others is not kept: in_progress, leaving, no_room."""
+        kept = (wire.GRANTED, wire.PRESENT)
+        return {key: wire.OUTCOMES[outcome] for key, outcome in self._pairs() if outcome not in kept}
+
+    def _pairs(self) -> Iterator[tuple[Key, int]]:
+        return zip(self._keys, self._outcomes, strict=True)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self.stored + self.present
 
     def __getitem__(self, index: Any) -> Any:
         return self._kept[index]
 
     def __repr__(self) -> str:
-        return f"<{self.stored} blocks stored, {self.present} present, {len(self.refused)} refused>"
+        refused = len(self._keys) - len(self)
+        return f"<{self.stored} blocks stored, {self.present} present, {refused} refused>"
 
 
 def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
@@ -543,16 +556,17 @@ def default_socket() -> str:
     return own if runtime.startswith("/") and os.access(own, os.F_OK) else DEFAULT_SOCKET
 
 
-def _chosen(arrays: Any, granted: list[int], total: int, nbytes: int) -> Any:
+def _chosen(arrays: Any, saving: Saving, total: int, nbytes: int) -> Any:
     """The sources of the granted keys, out of a buffer per key or one for all."""
-    if isinstance(arrays, (list, tuple)):
-        if len(arrays) != total:
-            raise ValueError(f"{len(arrays)} arrays for {total} keys")
-        return arrays if len(granted) == total else [arrays[at] for at in granted]
-    if len(granted) == total:
+    each = isinstance(arrays, (list, tuple))
+    if each and len(arrays) != total:
+        raise ValueError(f"{len(arrays)} arrays for {total} keys")
+    if len(saving) == total:
         return arrays
+    if each:
+        return [arrays[at] for at in saving.granted]
     flat = memoryview(arrays).cast("B")
-    return [flat[at * nbytes : (at + 1) * nbytes] for at in granted]
+    return [flat[at * nbytes : (at + 1) * nbytes] for at in saving.granted]
 
 
 def _leading(targets: Any, count: int, nbytes: int) -> Any:

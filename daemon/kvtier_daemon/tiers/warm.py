@@ -81,7 +81,8 @@ class WarmTier:
         page = HUGE_PAGE if huge_pages else PAGE
         self._plan = plan_extents(quotas, extent_bytes, page)
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._prefaulter = Prefaulter(self.event_fd)
+        # Reserved huge pages need no making.
+        self._prefaulter = Prefaulter(self.event_fd, not huge_pages)
         self._files: list[tuple[int, int]] = []
         self._finished = 0
         self.extents: list[Extent] = []
@@ -124,6 +125,11 @@ class WarmTier:
     def allocated_bytes(self) -> int:
         """Bytes of the arena that are there so far."""
         return sum(done for done, _ in self._prefaulter.progress()[1::2])
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes of the arena behind which the kernel has made huge pages."""
+        return self._prefaulter.huge_bytes()
 
     @property
     def complete(self) -> bool:
