@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import mmap
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from kvtier_kernels import Pieces, gather, memcpy, nt_loop, nt_loops, scatter
 
 MIB = 1 << 20
 REQUEST_BYTES = 512 * MIB
-WARM = "2GiB"
+WARM = "3GiB"
 TOKENS = 16
 prompts = itertools.count(1)
 
@@ -40,11 +41,15 @@ def spec_of(block_bytes: int) -> KvSpec:
 
 
 def buffers(count: int, nbytes: int, seed: int = 1) -> list[memoryview]:
-    """Anonymous, faulted in, and all different."""
-    whole = memoryview(bytearray(count * nbytes))
+    """Anonymous, page-aligned as an engine's are, faulted in, and all different."""
+    whole = memoryview(mmap.mmap(-1, count * nbytes))
     for at in range(0, len(whole), 4096):
         whole[at : at + 8] = (at * seed + 12345).to_bytes(8, "little")
     return [whole[at * nbytes : (at + 1) * nbytes] for at in range(count)]
+
+
+def nothing() -> None:
+    """Before a round that needs no preparation."""
 
 
 def fresh_keys(space: Space, blocks: int) -> Any:
@@ -65,9 +70,9 @@ def saves(client: Client, block_bytes: int, rounds: int) -> list[Row]:
     def prepare() -> None:
         todo["keys"] = fresh_keys(space, count)
 
-    def save(checksum: bool) -> Callable[[], None]:
+    def save(checksum: bool, threads: int | None = None) -> Callable[[], None]:
         def run() -> None:
-            saved = space.save(todo["keys"], sources, checksum=checksum)
+            saved = space.save(todo["keys"], sources, checksum=checksum, threads=threads)
             assert saved.stored == count
 
         return run
@@ -88,22 +93,25 @@ def saves(client: Client, block_bytes: int, rounds: int) -> list[Row]:
         prepare()
         save(False)()
 
-    for name, checksum, copy, limit, bar in (
-        ("save", False, nt_loop, "NT loop", 0.95),
-        ("save with checksum", True, memcpy, "memcpy", 1.1),
+    def load(threads: int | None = None) -> Callable[[], None]:
+        def run() -> None:
+            assert space.load_into(todo["keys"], targets, threads=threads) == count
+
+        return run
+
+    plain, libc = each(nt_loop), each(memcpy)
+    for name, run, before, limit, label_of_limit, bar in (
+        ("save", save(False), prepare, plain, "NT loop", 0.95),
+        ("save by one thread", save(False, 1), prepare, plain, "NT loop", None),
+        ("save with checksum", save(True), prepare, libc, "memcpy", 1.1),
+        ("save with checksum by one thread", save(True, 1), prepare, libc, "memcpy", None),
+        ("load", load(), nothing, plain, "NT loop", 0.95),
+        ("load by one thread", load(1), nothing, plain, "NT loop", None),
     ):
-        one, other = Arm(save(checksum), prepare), Arm(each(copy))
+        one, other = Arm(run, before), Arm(limit)
         ratios = pairs(one, other, rounds, warmups=2)
-        rows.append(
-            ratio_row(f"{name}, {label}, to {limit}", ratios, bar, REQUEST_BYTES, one, other)
-        )
-
-    def load() -> None:
-        assert space.load_into(todo["keys"], targets) == count
-
-    one, other = Arm(load), Arm(each(nt_loop))
-    ratios = pairs(one, other, rounds, warmups=2)
-    rows.append(ratio_row(f"load, {label}, to NT loop", ratios, 0.95, REQUEST_BYTES, one, other))
+        title = f"{name}, {label}, to {label_of_limit}"
+        rows.append(ratio_row(title, ratios, bar, REQUEST_BYTES, one, other))
     return rows
 
 
@@ -182,7 +190,7 @@ def pieces(client: Client, rounds: int) -> list[Row]:
 # --- four clients at once -----------------------------------------------------------------------
 
 WINDOW_S = 0.8
-CLIENT_BLOCKS = 64
+CLIENT_BLOCKS = 128
 
 
 def run_worker(role: str, socket: str, number: int) -> None:

@@ -85,14 +85,14 @@ def pairs(one: Arm, other: Arm, rounds: int = ROUNDS, warmups: int = 1) -> list[
 
 
 def ratio_row(
-    name: str, ratios: Sequence[float], bar: float, nbytes: int, one: Arm, other: Arm
+    name: str, ratios: Sequence[float], bar: float | None, nbytes: int, one: Arm, other: Arm
 ) -> Row:
     """The median ratio with its interval; throughput and CPU of both arms beside it."""
     low, high = interval(ratios)
     value = median(ratios)
     gigabytes = nbytes / 1e9
     return Row(
-        name, value, "x", f">= {bar}", value >= bar, low, high,
+        name, value, "x", f">= {bar}" if bar else "", value >= bar if bar else None, low, high,
         {
             "GB/s": gigabytes / median(one.seconds),
             "limit GB/s": gigabytes / median(other.seconds),

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from kvtier.key import TokenIds
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
-COPY_THREADS = 1
+# One core copies at about half of what memory gives: a large copy takes two where there are two.
+COPY_THREADS = 2
+LARGE_COPY_BYTES = 32 << 20
 CONNECT_PAUSE_S = 0.005
 
 LIMIT_ENDED = 64
@@ -229,19 +231,21 @@ class Space:
         deadline_ms: int = 500,
         group: int = 0,
         shard: int = 0,
-        threads: int = COPY_THREADS,
+        threads: int | None = None,
     ) -> int:
         """Copy the ready prefix into `targets` (a buffer per block, or one for all); how many blocks of
-        it are good. Targets beyond that number hold nothing of use."""
+        it are good. Targets beyond that number hold nothing of use. `threads`: None leaves it to the size."""
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
             return 0
         try:
             part = lease.part(group, shard)
             count = len(part.slots) // wire.SLOT_BYTES
-            wanted = _leading(targets, count, self._block_bytes[group])
+            nbytes = self._block_bytes[group]
+            wanted = _leading(targets, count, nbytes)
+            threads = threads or _copy_threads(count * nbytes)
             arena = self._client._arena
-            copy_out(arena.extents, part.slots, self._block_bytes[group], wanted, threads, False)
+            copy_out(arena.extents, part.slots, nbytes, wanted, threads, False)
             return fresh(arena.tables, part.slots)
         finally:
             lease.release()
@@ -287,20 +291,23 @@ class Space:
         group: int = 0,
         shard: int = 0,
         checksum: bool = True,
-        threads: int = COPY_THREADS,
+        threads: int | None = None,
     ) -> Saved:
         """Copy blocks in: a buffer per key, or one for all. What was kept comes back.
 
         Only blocks that are not here yet are copied. Streams past the cache, summing on the way.
+        `threads`: None leaves it to the size.
         """
         keys = Keys.of(keys)
         saving = self.reserve(keys, group, shard)
         with saving:
             if saving.slots:
-                sources = _chosen(arrays, saving, len(keys), self._block_bytes[group])
+                nbytes = self._block_bytes[group]
+                sources = _chosen(arrays, saving, len(keys), nbytes)
+                threads = threads or _copy_threads(len(saving) * nbytes)
                 extents = self._client._arena.extents
                 saving.checksums = copy_in(
-                    extents, saving.slots, self._block_bytes[group], sources, threads, checksum
+                    extents, saving.slots, nbytes, sources, threads, checksum
                 )
         return Saved(keys, saving.outcomes)
 
@@ -511,7 +518,9 @@ class Saved(Sequence[Key]):
     def refused(self) -> dict[Key, str]:
         """Why each of the others is not kept: in_progress, leaving, no_room."""
         kept = (wire.GRANTED, wire.PRESENT)
-        return {key: wire.OUTCOMES[outcome] for key, outcome in self._pairs() if outcome not in kept}
+        return {
+            key: wire.OUTCOMES[outcome] for key, outcome in self._pairs() if outcome not in kept
+        }
 
     def _pairs(self) -> Iterator[tuple[Key, int]]:
         return zip(self._keys, self._outcomes, strict=True)
@@ -554,6 +563,13 @@ def default_socket() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     own = f"{runtime}/kvtier/kvtier.sock"
     return own if runtime.startswith("/") and os.access(own, os.F_OK) else DEFAULT_SOCKET
+
+
+def _copy_threads(nbytes: int) -> int:
+    """How many threads copy so much, unless the caller says."""
+    if nbytes < LARGE_COPY_BYTES:
+        return 1
+    return min(COPY_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _chosen(arrays: Any, saving: Saving, total: int, nbytes: int) -> Any:
