@@ -140,6 +140,7 @@ def matches(folder: Path) -> list[Row]:
         for label, context in (("", None), (" while another saves", saving_at_full_speed(daemon))):
             ours: list[float] = []
             null: list[float] = []
+            saved, started = client.stats()["bytes"]["saved"], time.perf_counter()
             if context is not None:
                 context.__enter__()
             for _ in range(200):
@@ -148,6 +149,9 @@ def matches(folder: Path) -> list[Row]:
             for _ in range(ASKS):
                 timed(look, ours)
                 timed(echo.ask, null)
+            saved = (
+                (client.stats()["bytes"]["saved"] - saved) / (time.perf_counter() - started) / 1e9
+            )
             if context is not None:
                 context.__exit__(None, None, None)
             p50, p99 = median(ours) * 1e6, percentile(ours, 0.99) * 1e6
@@ -166,9 +170,11 @@ def matches(folder: Path) -> list[Row]:
                         "us",
                         1000,
                         p50=p50,
+                        saving_gb_s=saved,
                         **more,
                     )
                 )
+                assert saved > 1, "the other client did not save at full speed"
         echo.close()
         times: list[float] = []
         tokens = list(range(KEYS * TOKENS))

@@ -94,6 +94,13 @@ class PyStore {
         return {store_.match(space, keys_in(keys)), 0};
     }
 
+    nb::bytes leading(std::uint32_t space, nb::bytes keys, std::uint32_t group,
+                      std::uint32_t shard) const {
+        IdList ids;
+        store_.collect(store_.place(space, group, shard), keys_in(keys), ids);
+        return ids_out(ids);
+    }
+
     nb::bytes collect(std::uint32_t space, nb::bytes keys, std::uint32_t group,
                       std::uint32_t shard) const {
         IdList ids;
@@ -266,6 +273,7 @@ void bind_store(nb::module_& m) {
         .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
         .def("collect", &PyStore::collect, "space"_a, "keys"_a, "group"_a, "shard"_a)
+        .def("leading", &PyStore::leading, "space"_a, "keys"_a, "group"_a, "shard"_a)
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)

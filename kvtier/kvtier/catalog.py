@@ -57,6 +57,7 @@ class Space:
     index: int
     identity: bytes
     spec: KvSpec
+    plain: bool  # one full group in one shard, as most models have: what is READY can be restored
 
     def needed(self, prefix_blocks: int) -> Iterable[tuple[int, int, range]]:
         """(group, shard, blocks) that a prefix of this length can't be restored without."""
@@ -168,7 +169,9 @@ class Catalog:
                 )
             ]
             index = self._store.add_space(groups, [group.shards for group in spec.cache_groups])
-            space = Space(index, identity, spec)
+            first = spec.cache_groups[0]
+            plain = len(spec.cache_groups) == 1 and first.kind == "full" and first.shards == 1
+            space = Space(index, identity, spec, plain)
             self._spaces.append(space)
             self._space_of[identity] = space
         return space
@@ -183,8 +186,8 @@ class Catalog:
     def match(self, space: Space, keys: bytes, count: bool = True) -> Found:
         """The longest prefix that every group can restore; it counts as used from now."""
         self._check_keys(keys)
-        ready, coming = self._store.match(space.index, keys)
-        for held in self._collect(space, keys, ready):
+        ready, coming, parts = self._find(space, keys)
+        for held in parts:
             self._policy.touched(_reversed(held.ids))
         if count:
             self._count_lookup(space, keys, ready)
@@ -202,12 +205,11 @@ class Catalog:
     ) -> Found:
         """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
         self._check_keys(keys)
-        ready, coming = self._store.match(space.index, keys)
+        ready, coming, parts = self._find(space, keys)
         if count:
             self._count_lookup(space, keys, ready)
         if ready == 0:
             return Found(0, coming)
-        parts = list(self._collect(space, keys, ready))
         lease = self._hold(session, space, parts, ready, now + min(deadline_s, LIMIT_LEASE_S))
         return Found(ready, coming, lease.id, lease.token, self._tell(lease, shards))
 
@@ -284,6 +286,15 @@ class Catalog:
     def _unlease(self, ids: bytes) -> None:
         evictable, _freed = self._store.unlease(ids)
         self._policy.added(_reversed(evictable))
+
+    def _find(self, space: Space, keys: bytes) -> tuple[int, int, list[Held]]:
+        """How much of the prefix is ready and how much coming, and the blocks that the ready part needs."""
+        if space.plain:
+            ids = self._store.leading(space.index, keys, 0, 0)
+            ready = len(ids) // ID_BYTES
+            return ready, 0, [Held(0, 0, 0, ids)] if ready else []
+        ready, coming = self._store.match(space.index, keys)
+        return ready, coming, list(self._collect(space, keys, ready))
 
     def _collect(self, space: Space, keys: bytes, prefix_blocks: int) -> Iterable[Held]:
         for group, shard, blocks in space.needed(prefix_blocks):

@@ -307,6 +307,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.names[i][:3] == (space, group, shard) and self.names[i][3] in path
         self.lru.touched(ids)
         self.both("collect", space, path, group, shard)
+        self.both("leading", space, path, group, shard)
         self.both("ancestors", space, group, shard, path[-32:], limit)
         self.both("ancestors", space, group, shard, path[-32:], 1000)
         self.both("match", space + 4, path)

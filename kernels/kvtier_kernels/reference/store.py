@@ -160,6 +160,17 @@ class Store:
         node = self._index.get((place.space, key))
         return next((b for b in node.blocks if b.place == place), None) if node else None
 
+    def leading(self, space: int, keys: bytes, group: int, shard: int) -> bytes:
+        """The ids of the leading keys' READY blocks, up to the first key that has none."""
+        place = self._place(space, group, shard)
+        ids: list[int] = []
+        for key in split(keys, 32):
+            block = self._find(place, key)
+            if block is None or block.state != READY:
+                break
+            ids.append(block.id)
+        return join(ids)
+
     def collect(self, space: int, keys: bytes, group: int, shard: int) -> bytes:
         """The ids of the keys' READY blocks. Raises KeyError where one has none."""
         ids = self.present(space, group, shard, keys)

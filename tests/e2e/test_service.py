@@ -1,0 +1,48 @@
+"""As a service: the manager is told when it serves and when it stops; the unit is sound and hardened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNIT = Path(__file__).parents[2] / "systemd" / "kvtierd.service"
+
+
+def test_the_service_manager_is_told(tmp_path: Path) -> None:
+    heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    heard.bind(str(tmp_path / "notify"))
+    heard.settimeout(20)
+    environment = dict(
+        os.environ, NOTIFY_SOCKET=str(tmp_path / "notify"), KVTIER_STATE=str(tmp_path / "state")
+    )
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--warm-size", "64MiB"]
+    command += ["--socket", str(tmp_path / "kvtier.sock"), "--log-level", "warning"]
+    daemon = subprocess.Popen(command, env=environment)
+    try:
+        with heard:
+            said = heard.recv(4096).decode()
+            assert "READY=1" in said and "STATUS=" in said
+            while "64 MiB of 64 MiB" not in said:
+                said = heard.recv(4096).decode()
+            daemon.terminate()
+            while "STOPPING=1" not in said:
+                said = heard.recv(4096).decode()
+        assert daemon.wait(10) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_the_unit_is_hardened() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=10", str(UNIT)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,38 @@
+"""What the documents say is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")), ids=str
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_architecture_page_names_only_what_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    roots = {"kvtier": ROOT / "kvtier", "kvtier_daemon": ROOT / "daemon"}
+    for row in re.findall(r"^\| (`(?:kvtier|kvtier_daemon)/[^|]+) \|", text, re.MULTILINE):
+        names = re.findall(r"`([\w/]+?)/?`", row)
+        package = names[0].split("/")[0]
+        for name in names:
+            place = roots[package] / (name if "/" in name else f"{package}/{name}")
+            assert place.is_dir() or place.with_suffix(".py").exists(), name
