@@ -24,7 +24,7 @@ def table() -> str:
         where = result["environment"]
         state = "" if result["valid"] else " **The machine was disturbed during this run.**"
         lines += [
-            f"`{command}` on {where['cores']} shared cores of {where['cpu']}, Linux {where['kernel']}.{state}",
+            f"`{command}` on {where['cores']} shared cores of {where['cpu']}.{state}",
             "",
             "| | measured | bar |",
             "| --- | --- | --- |",

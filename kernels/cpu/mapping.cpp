@@ -11,6 +11,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "map_file.h"
+
 // Kernel numbers, for C libraries older than Linux 5.14.
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -129,7 +131,7 @@ Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(
                                   .c_str());
     }
     const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-    void* at = mmap(nullptr, size, protection, MAP_SHARED, fd, 0);
+    void* at = map_file(fd, size, protection);
     if (at == MAP_FAILED) raise_errno(errno);
     data_ = static_cast<uint8_t*>(at);
 }

@@ -19,13 +19,14 @@
 #include <utility>
 #include <vector>
 
+#include "map_file.h"
+
 namespace nb = nanobind;
 
 namespace kvtier {
 namespace {
 
 constexpr uint64_t kStep = uint64_t{64} << 20;
-constexpr uint64_t kHugePage = uint64_t{2} << 20;
 // Making huge pages of fragmented memory can take the kernel arbitrarily long; a step beyond this
 // is the last one that tries.
 constexpr std::chrono::milliseconds kHugePatience{800};
@@ -128,7 +129,7 @@ class Prefaulter {
     class Map {
      public:
         explicit Map(const File& file) : size_(file.size) {
-            at_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd, 0);
+            at_ = map_file(file.fd, size_, PROT_READ | PROT_WRITE);
         }
         Map(const Map&) = delete;
         Map& operator=(const Map&) = delete;

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_daemon.tiers.warm import HUGE_PAGE, PAGE, Extent, WarmTier, plan_extents, table_bytes
+from kvtier_kernels import Mapping
 
 MIB = 1 << 20
 
@@ -131,3 +132,13 @@ def test_closing_leaves_no_descriptor() -> None:
     tier.start()
     tier.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_clients_map_extents_where_huge_pages_fit_whole() -> None:
+    with warm_tier({"t": 9 * MIB}, 3 * MIB) as (tier, extents):
+        for extent in extents:
+            mapping = Mapping(extent.fd, extent.nbytes, True)
+            assert mapping.address % HUGE_PAGE == 0
+            view = memoryview(mapping)
+            view[0] = view[-1] = 7
+        assert 0 <= tier.huge_bytes <= 6 * MIB, "a megabyte at each one's end is no huge page"
