@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,9 +28,11 @@ namespace kvtier {
 namespace {
 
 constexpr uint64_t kStep = uint64_t{64} << 20;
-// Making huge pages of fragmented memory can take the kernel arbitrarily long; a step beyond this
-// is the last one that tries.
-constexpr std::chrono::milliseconds kHugePatience{800};
+// Making huge pages of fragmented memory can take the kernel arbitrarily long: a step beyond this,
+// four seconds for a gibibyte, is the last one that tries.
+constexpr std::chrono::milliseconds kHugePatience{250};
+// The thread's own niceness: nobody waits for the whole arena, and the engines need the cores.
+constexpr int kNiceness = 10;
 
 #ifndef MADV_COLLAPSE  // Linux 6.1
 #define MADV_COLLAPSE 25
@@ -174,6 +177,8 @@ class Prefaulter {
     }
 
     void run() {
+        // On Linux it is the calling thread's alone. Where it is refused, all goes on as it was.
+        setpriority(PRIO_PROCESS, 0, kNiceness);
         std::unique_lock lock(mutex_);
         for (size_t next = 0; !stopping_;) {
             if (next == files_.size()) {
