@@ -242,6 +242,23 @@ def test_threads_share_a_client(shared_daemon: Daemon) -> None:
     assert not wrong
 
 
+def test_two_writers_of_one_key_neither_wait_nor_mix(shared_daemon: Daemon) -> None:
+    spec = spec_of("two writers")
+    with shared_daemon.connect() as one, shared_daemon.connect() as two:
+        first, second = one.open(spec), two.open(spec)
+        keys = first.keys(TOKENS)
+        with first.reserve(keys) as saving:
+            refused = second.save(keys, bytes(12 * spec.block_bytes))
+            assert len(refused) == 0
+            assert set(refused.refused.values()) == {"in_progress"}
+            assert second.match(keys).ready == 0
+            for key, slot in saving.items():
+                slot[:] = pattern(key, spec.block_bytes)
+        assert len(second.save(keys, bytes(12 * spec.block_bytes))) == 12
+        with second.load(keys) as blocks:
+            assert [bytes(b) for b in blocks] == [pattern(k, spec.block_bytes) for k in keys]
+
+
 def test_a_forked_child_is_told_to_connect_again(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         read, write = os.pipe()

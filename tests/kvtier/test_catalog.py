@@ -11,8 +11,10 @@ from kvtier.catalog import LIMIT_KEYS, Catalog, Granted, LeaseId, SessionId, Spa
 from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.policy.base import make
+from kvtier.policy.lru import LruModel
 from kvtier.wire import GRANTED, IN_PROGRESS, NO_ROOM, PRESENT, SLOT_BYTES
 from kvtier_kernels import Store
+from kvtier_kernels.reference.store import Store as TwinStore
 from specs import spec_of
 
 ME, YOU = SessionId(1), SessionId(2)
@@ -20,6 +22,14 @@ SECRET = bytes(32)
 SPEC = spec_of()
 SIZE = SPEC.block_bytes
 counter = itertools.count()
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision is the same over the native store and policy and over their models."""
+    if request.param == "twin":
+        monkeypatch.setitem(globals(), "Store", TwinStore)
+        monkeypatch.setitem(globals(), "make", lambda name: LruModel())
 
 
 def catalog_of(blocks: int, size: int = SIZE) -> Catalog:
