@@ -42,7 +42,11 @@ SessionId = NewType("SessionId", int)
 
 ID_BYTES = 4
 LIMIT_SPACES = 4096
-LIMIT_LEASES = 65_536
+LIMIT_LEASES = 32_768  # the store counts no more than 65,534 on a block
+LIMIT_SESSION_LEASES = 4096
+LIMIT_HELD_IDS = 1 << 24  # over all leases of a tenant: 64 MiB
+LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
+LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
 LIMIT_LEASE_S = 3600.0
 LIMIT_PIN_S = 7 * 24 * 3600.0
 PIN_SHARE = 0.25
@@ -57,6 +61,7 @@ class Space:
     index: int
     identity: bytes
     spec: KvSpec
+    places: int
     plain: bool  # one full group in one shard, as most models have: what is READY can be restored
 
     def needed(self, prefix_blocks: int) -> Iterable[tuple[int, int, range]]:
@@ -84,7 +89,7 @@ class ReadLease:
     id: LeaseId
     token: bytes
     deadline: float
-    holders: set[SessionId]
+    holders: Counter[SessionId]
     space: Space
     parts: list[Held]
     prefix_blocks: int
@@ -139,6 +144,8 @@ class Catalog:
         self._deadlines: list[tuple[float, LeaseId]] = []
         self._next_lease = 1
         self._pinned_bytes = 0
+        self._pins: set[LeaseId] = set()
+        self._held_ids = 0
         self.lookup_tokens = 0
         self.hit_tokens = 0
         self.miss_tokens: Counter[str] = Counter()
@@ -171,7 +178,7 @@ class Catalog:
             index = self._store.add_space(groups, [group.shards for group in spec.cache_groups])
             first = spec.cache_groups[0]
             plain = len(spec.cache_groups) == 1 and first.kind == "full" and first.shards == 1
-            space = Space(index, identity, spec, plain)
+            space = Space(index, identity, spec, spec.places, plain)
             self._spaces.append(space)
             self._space_of[identity] = space
         return space
@@ -185,7 +192,7 @@ class Catalog:
 
     def match(self, space: Space, keys: bytes, count: bool = True) -> Found:
         """The longest prefix that every group can restore; it counts as used from now."""
-        self._check_keys(keys)
+        self._check_keys(space, keys)
         ready, coming, parts = self._find(space, keys)
         for held in parts:
             self._policy.touched(_reversed(held.ids))
@@ -204,8 +211,11 @@ class Catalog:
         count: bool = True,
     ) -> Found:
         """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
-        self._check_keys(keys)
+        self._check_keys(space, keys)
         ready, coming, parts = self._find(space, keys)
+        told = sum(len(held.ids) // ID_BYTES for held in parts if held.shard in shards)
+        if told > LIMIT_TOLD_SLOTS:
+            raise Refused("bad_request", f"{told} slots in one reply: ask for fewer shards at once")
         if count:
             self._count_lookup(space, keys, ready)
         if ready == 0:
@@ -218,7 +228,7 @@ class Catalog:
         lease = self._by_token.get(token)
         if lease is None:
             raise Refused("unknown_lease", "no lease has this token: it ended, or never was")
-        lease.holders.add(session)
+        lease.holders[session] += 1
         self._of_session.setdefault(session, set()).add(lease.id)
         parts = self._tell(lease, shards)
         return Found(lease.prefix_blocks, 0, lease.id, lease.token, parts)
@@ -244,6 +254,10 @@ class Catalog:
     ) -> ReadLease:
         if len(self._reading) >= LIMIT_LEASES:
             raise Refused("too_many", f"this tenant has {LIMIT_LEASES} leases already")
+        self._check_share(session)
+        ids_held = sum(len(held.ids) for held in parts) // ID_BYTES
+        if self._held_ids + ids_held > LIMIT_HELD_IDS:
+            raise Refused("too_many", f"this tenant's leases hold {self._held_ids} blocks already")
         taken: list[bytes] = []
         try:
             for held in parts:
@@ -253,10 +267,11 @@ class Catalog:
             for ids in taken:
                 self._unlease(ids)
             raise Refused("too_many", "a block is held by too many leases") from error
+        self._held_ids += ids_held
         for ids in taken:
             self._policy.removed(ids)
         lease = ReadLease(
-            self._new_lease_id(), secrets.token_bytes(TOKEN_BYTES), deadline, {session}, space,
+            self._new_lease_id(), secrets.token_bytes(TOKEN_BYTES), deadline, Counter({session: 1}), space,
             parts, prefix_blocks,
         )  # fmt: skip
         self._reading[lease.id] = lease
@@ -265,9 +280,11 @@ class Catalog:
         heapq.heappush(self._deadlines, (deadline, lease.id))
         return lease
 
-    def _let_go(self, session: SessionId, lease: ReadLease) -> None:
-        lease.holders.discard(session)
-        self._of_session.get(session, set()).discard(lease.id)
+    def _let_go(self, session: SessionId, lease: ReadLease, times: int = 1) -> None:
+        lease.holders[session] -= times
+        if lease.holders[session] <= 0:
+            del lease.holders[session]
+            self._of_session.get(session, set()).discard(lease.id)
         if not lease.holders:
             self._end_reading(lease)
 
@@ -276,7 +293,9 @@ class Catalog:
         for session in lease.holders:
             self._of_session.get(session, set()).discard(lease.id)
         self._pinned_bytes -= lease.bytes
+        self._pins.discard(lease.id)
         for held in lease.parts:
+            self._held_ids -= len(held.ids) // ID_BYTES
             self._unlease(held.ids)
         # A lease that was released leaves its deadline behind; sweep before they outnumber the living.
         if len(self._deadlines) > 64 + 2 * len(self._reading):
@@ -322,12 +341,13 @@ class Catalog:
 
         Keeps the leading new keys if not all have room. Never evicts a block of this very chain.
         """
-        self._check_keys(keys)
+        self._check_keys(space, keys)
         self._check_place(space, group, shard)
         if len(parent) not in (0, KEY_BYTES):
             raise Refused("bad_request", f"a parent of {len(parent)} bytes")
         if len(self._writing) >= LIMIT_LEASES:
             raise Refused("too_many", f"this tenant has {LIMIT_LEASES} leases already")
+        self._check_share(session)
         store, index = self._store, space.index
         outcomes = bytearray(store.probe(index, group, shard, keys))
         wanted = outcomes.count(GRANTED)
@@ -336,7 +356,10 @@ class Catalog:
         chain = store.present(index, group, shard, keys)
         if parent:
             chain = _reversed(store.ancestors(index, group, shard, parent, LIMIT_KEYS)) + chain
-        store.lease(chain)
+        try:
+            store.lease(chain)
+        except OverflowError as error:
+            raise Refused("too_many", "a block is held by too many leases") from error
         self._policy.removed(chain)
         try:
             if wanted:
@@ -422,20 +445,23 @@ class Catalog:
 
     def pin(self, space: Space, keys: bytes, ttl_s: float, now: float) -> int:
         """Keep the ready prefix for `ttl_s`, as far as pins may go; how many blocks that is."""
-        self._check_keys(keys)
+        self._check_keys(space, keys)
         ready, _ = self._store.match(space.index, keys)
         budget = self._store.counts()["capacity_bytes"] * PIN_SHARE - self._pinned_bytes
         per_block = sum(
             space.spec.group_block_bytes(index) * group.shards
             for index, group in enumerate(space.spec.cache_groups)
         )
-        blocks = min(ready, int(budget // per_block))
-        if blocks <= 0:
+        blocks = max(0, min(ready, int(budget // per_block)))
+        # A shorter prefix may need blocks that the longer one did without: what of it is restorable?
+        blocks, _ = self._store.match(space.index, keys[: blocks * KEY_BYTES])
+        if not blocks:
             return 0
         parts = list(self._collect(space, keys, blocks))
         lease = self._hold(NOBODY, space, parts, blocks, now + min(ttl_s, LIMIT_PIN_S))
         lease.bytes = per_block * blocks
         self._pinned_bytes += lease.bytes
+        self._pins.add(lease.id)
         return blocks
 
     def hint(self, space: Space, keys: bytes, importance: float) -> int:
@@ -453,6 +479,7 @@ class Catalog:
         """These blocks match no more from now on; those being read go when their readers do."""
         blocks = 0
         for ids in self._everywhere(space, keys):
+            self._unpin(ids)
             freed, orphans = self._store.forget(ids)
             self._policy.removed(ids)
             self._policy.demoted(orphans)
@@ -461,10 +488,20 @@ class Catalog:
         return blocks
 
     def _everywhere(self, space: Space, keys: bytes) -> Iterable[bytes]:
-        self._check_keys(keys)
+        """The ids of these keys' READY blocks, each once, a group and shard at a time."""
+        self._check_keys(space, keys)
         for index, group in enumerate(space.spec.cache_groups):
             for shard in range(group.shards):
-                yield self._store.present(space.index, index, shard, keys)
+                ids = array("I", self._store.present(space.index, index, shard, keys))
+                yield array("I", dict.fromkeys(ids)).tobytes()
+
+    def _unpin(self, ids: bytes) -> None:
+        """End the pins that hold one of these blocks: forgetting outweighs keeping."""
+        gone = set(array("I", ids))
+        for lease_id in list(self._pins):
+            lease = self._reading[lease_id]
+            if any(not gone.isdisjoint(array("I", held.ids)) for held in lease.parts):
+                self._end_reading(lease)
 
     # --- ends --------------------------------------------------------------------------------
 
@@ -487,7 +524,7 @@ class Catalog:
         for lease_id in sorted(self._of_session.pop(session, ())):
             reading = self._reading.get(lease_id)
             if reading is not None:
-                self._let_go(session, reading)
+                self._let_go(session, reading, reading.holders[session])
             writing = self._writing.pop(lease_id, None)
             if writing is not None:
                 ids = _still(writing)
@@ -519,15 +556,8 @@ class Catalog:
     def leases(self) -> int:
         return len(self._reading) + len(self._writing)
 
-    @property
-    def quarantined_sessions(self) -> int:
-        return len(self._quarantined)
-
     def memory_bytes(self) -> int:
         return self._store.memory_bytes() + self._policy.memory_bytes()
-
-    def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
 
     # --- small things ------------------------------------------------------------------------
 
@@ -536,11 +566,18 @@ class Catalog:
         self._next_lease += 1
         return lease_id
 
-    def _check_keys(self, keys: bytes) -> None:
+    def _check_keys(self, space: Space, keys: bytes) -> None:
         if len(keys) % KEY_BYTES or len(keys) > LIMIT_KEYS * KEY_BYTES:
-            raise Refused(
-                "bad_request", f"{len(keys)} bytes of keys: 32 each, at most {LIMIT_KEYS}"
-            )
+            text = f"{len(keys)} bytes of keys: {KEY_BYTES} each, at most {LIMIT_KEYS} keys"
+            raise Refused("bad_request", text)
+        looks = len(keys) // KEY_BYTES * space.places
+        if looks > LIMIT_LOOKS:
+            text = f"{looks} keys times groups times shards, at most {LIMIT_LOOKS}: ask in parts"
+            raise Refused("bad_request", text)
+
+    def _check_share(self, session: SessionId) -> None:
+        if session != NOBODY and len(self._of_session.get(session, ())) >= LIMIT_SESSION_LEASES:
+            raise Refused("too_many", f"this session has {LIMIT_SESSION_LEASES} leases already")
 
     def _check_place(self, space: Space, group: int, shard: int) -> None:
         groups = space.spec.cache_groups

@@ -22,7 +22,14 @@ DTYPE_BYTES = {
 KINDS = ("full", "window", "state")
 LIMIT_GROUPS = 64
 LIMIT_SHARDS = 255
+LIMIT_PLACES = 1024  # groups times shards: each is looked at for every key
 LIMIT_BLOCK_BYTES = 1 << 30
+LIMIT_BLOCK_TOKENS = 1 << 20
+LIMIT_NUMBER = 1 << 31
+LIMIT_DESCRIPTION_BYTES = 16 << 10
+GROUP_NUMBERS = (
+    "layers", "kv_heads", "head_dim", "parts", "window_tokens", "state_bytes", "opaque_bytes",
+)  # fmt: skip
 IDENTITY_VERSION = b"kvtier.space.1\0"
 
 Kind = Literal["full", "window", "state"]
@@ -194,6 +201,11 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Bytes of one block in one shard, all groups together."""
         return sum(self.group_block_bytes(index) for index in range(len(self.cache_groups)))
 
+    @property
+    def places(self) -> int:
+        """How many residencies each block has: groups times shards."""
+        return sum(group.shards for group in self.cache_groups)
+
     def group_block_bytes(self, group: int) -> int:
         return self.cache_groups[group].block_bytes(self.dtype, self.block_tokens)
 
@@ -209,10 +221,16 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
         )
+        if self.block_tokens > LIMIT_BLOCK_TOKENS:
+            raise SpecError(f"block_tokens={self.block_tokens}: at most {LIMIT_BLOCK_TOKENS}")
         if not 1 <= len(self.cache_groups) <= LIMIT_GROUPS:
             raise SpecError(f"cache_groups: 1 to {LIMIT_GROUPS}, not {len(self.cache_groups)}")
+        if len(msgspec.json.encode(self)) > LIMIT_DESCRIPTION_BYTES:
+            raise SpecError(f"the description is longer than {LIMIT_DESCRIPTION_BYTES} bytes")
         for index, group in enumerate(self.cache_groups):
             self._check_group(index, group)
+        if self.places > LIMIT_PLACES:
+            raise SpecError(f"{self.places} groups times shards: at most {LIMIT_PLACES}")
         return self
 
     def _check_group(self, index: int, group: Group) -> None:
@@ -223,9 +241,9 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if group.kind == "window":
             _positive(**{f"cache_groups[{index}].window_tokens": group.window_tokens})
-        for name in ("kv_heads", "head_dim", "parts", "window_tokens", "state_bytes"):
-            if getattr(group, name) < 0:
-                raise SpecError(f"cache_groups[{index}].{name} is negative")
+        for name in GROUP_NUMBERS:
+            if not 0 <= getattr(group, name) < LIMIT_NUMBER:
+                raise SpecError(f"cache_groups[{index}].{name}: 0 to {LIMIT_NUMBER - 1}")
         size = group.block_bytes(self.dtype, self.block_tokens)
         if not 1 <= size <= LIMIT_BLOCK_BYTES:
             raise SpecError(

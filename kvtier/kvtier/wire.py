@@ -231,13 +231,14 @@ GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM = range(len(OUTCOMES))
 CODES = (
     "bad_frame",       # not a message of this schema; fatal
     "wrong_schema",    # another version at the other end; fatal
-    "no_tenant",       # the server's configuration gives this uid nothing; fatal
+    "no_tenant",       # the server's configuration gives this uid nothing
     "too_many",        # clients, spaces, leases
     "bad_spec",        # the space's description makes no sense
     "unknown_space",
     "unknown_lease",   # ended, or never this session's
     "bad_request",     # well-formed, but makes no sense
     "read_only",       # this session may not write
+    "internal",        # a bug of the daemon's; fatal
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
