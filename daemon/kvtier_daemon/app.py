@@ -76,7 +76,12 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
         self._server = Server(
-            loop, self._listener, self._tenant_of, self.stats, self.config.max_clients
+            loop,
+            self._listener,
+            self._tenant_of,
+            len(self.tenants),
+            self.stats,
+            self.config.max_clients,
         )
         loop.add_reader(self.warm.start(), self._extents_ready)
         # What start-up made stays for good: a collection need not walk it again.

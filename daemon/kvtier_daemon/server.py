@@ -1,11 +1,13 @@
-"""Accepts clients on the unix socket and knows who is connected."""
+"""Accepts clients on the unix socket; knows who is connected, and whose slots wait for a process to end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import logging
+import resource
 import socket
 import time
 from collections import Counter
@@ -15,6 +17,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.catalog import SessionId
+from kvtier_daemon.peer import Peer
 from kvtier_daemon.session import Session
 from kvtier_daemon.tenant import Tenant
 
@@ -22,27 +25,29 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
 HELLO_S = 10.0
+TAKE_S = 10.0
 ACCEPTS_AT_ONCE = 16
 PAUSE_S = 0.5
+LIMIT_GHOSTS = 16
 
 Report = dict[str, msgspec.Raw]
 
 
 class Server:
     """The listening socket and the sessions. `tenant_of` maps a peer's uid to its tenant; `stats` reports on
-    one tenant, or on all."""
+    one tenant, or on all. Each of the tenants may have an equal share of `max_clients`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
         tenant_of: Callable[[int], Tenant | None],
+        tenants: int,
         stats: Callable[[Tenant | None], Report],
         max_clients: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
-        self.tenant_of = tenant_of
         self.stats = stats
         self.clock = clock
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
@@ -50,7 +55,12 @@ class Server:
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
         self._listener = listener
+        self._tenant_of = tenant_of
         self._max_clients = max_clients
+        self._clients_each = max(1, max_clients // tenants)
+        # The kernel lets a user have as many descriptors on their way as it may have open.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._parking = max(64, min(soft, 1 << 16) // 2)
         self._ids = itertools.count(1)
         loop.add_reader(listener.fileno(), self._accept)
 
@@ -61,7 +71,7 @@ class Server:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     raise
                 # The waiting client stays in the backlog; don't spin on it.
                 log.error("can't accept a client: %s", error.strerror)
@@ -69,17 +79,57 @@ class Server:
                 self.loop.call_later(PAUSE_S, self._resume)
                 return
             sock.setblocking(False)
-            if len(self.sessions) >= self._max_clients:
-                text = f"{self._max_clients} clients are connected: raise max_clients"
-                self.failures["too_many"] += 1
-                with sock:
-                    sock.send(wire.encode(wire.Failed(0, "too_many", text, True)))
+            try:
+                peer = Peer.of(sock)
+            except OSError as error:
+                log.error("can't watch a client's process: %s", error.strerror)
+                self._turn_away(sock, "too_many", "the daemon has no descriptors left")
                 continue
-            self.sessions.add(Session(self, sock, SessionId(next(self._ids))))
+            peer.tenant = self._tenant_of(peer.uid)
+            refusal = self._refusal(peer)
+            if refusal:
+                peer.close()
+                self._turn_away(sock, *refusal)
+            else:
+                self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
+
+    def _refusal(self, peer: Peer) -> tuple[str, str] | None:
+        """Why this client may not come in. A ghost counts as the client that it was."""
+        if peer.tenant is None and not peer.privileged:
+            return "no_tenant", f"no tenant is configured for uid {peer.uid}"
+        everybody = [*self.sessions, *self.ghosts]
+        if len(everybody) >= self._max_clients:
+            return "too_many", f"{len(everybody)} clients are connected: raise max_clients"
+        if sum(other.tenant is peer.tenant for other in everybody) >= self._clients_each:
+            return "too_many", f"{self._clients_each} clients of this tenant are connected already"
+        if sum(ghost.peer.pid == peer.pid for ghost in self.ghosts) >= LIMIT_GHOSTS:
+            text = f"{LIMIT_GHOSTS} connections of this process ended without a goodbye; slots wait for it"
+            return "too_many", text
+        return None
+
+    def _turn_away(self, sock: socket.socket, code: str, text: str) -> None:
+        self.failures[code] += 1
+        with sock, contextlib.suppress(OSError):
+            sock.send(wire.encode(wire.Failed(0, code, text, True)))
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:
             self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def may_park(self, session: Session, descriptors: int) -> bool:
+        """Whether so many descriptors more may be on their way to this client. One that doesn't take its own
+        can hold up nobody else: beyond half the room a client has one extent on its way at most."""
+        if self._parked() + descriptors > self._parking // 2:
+            for other in self.sessions:
+                if other.parked:
+                    other.unpark()
+        parked = self._parked()
+        if parked + descriptors > self._parking:
+            return False
+        return not session.parked or parked + descriptors <= self._parking // 2
+
+    def _parked(self) -> int:
+        return sum(session.parked for session in self.sessions)
 
     def forsworn(self, tenant: Tenant | None, token: bytes) -> None:
         """End the session of this token for good, if it is the tenant's. Knowing the token is the proof."""
@@ -88,11 +138,15 @@ class Server:
                 session.forswear()
 
     def tend(self) -> None:
-        """Hang up on those who connected and never said who they are."""
+        """Hang up on those who never said who they are, and on those who don't take what they are sent."""
         now = self.clock()
         for session in list(self.sessions):
+            if session.parked:
+                session.unpark()
             if not session.greeted and now - session.opened_at > HELLO_S:
                 session.end("said nothing")
+            elif session.parked and now - session.parked_since > TAKE_S:
+                session.end("took no extents")
 
     def announce(self) -> None:
         """Hand new extents to whom they belong."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import array
+import errno
+import fcntl
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
+import termios
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import kvtier
 from kvtier import wire
 from kvtier.catalog import Found, LeaseId, SessionId
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier.layout import LIMIT_SHARDS
+from kvtier_daemon.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.warm import Extent
 
@@ -25,41 +29,44 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SO_PEERPIDFD = 77  # Linux 6.5; not yet a name in the socket module
 LIMIT_UNSENT_BYTES = 16 << 20
 LIMIT_NAME = 64
 LIMIT_SESSION_SPACES = 256
-LIMIT_ENDED = 64
 TOKEN_BYTES = 16
+TURN_S = 0.001  # how long one client is served before the others have their turn
+PARKED_PAUSE_S = 0.002
 
 
 class Session:
     """Reads when the loop says so, decides at once, answers. Nothing here waits."""
 
-    def __init__(self, server: Server, sock: socket.socket, session_id: SessionId) -> None:
+    def __init__(
+        self, server: Server, sock: socket.socket, peer: Peer, session_id: SessionId
+    ) -> None:
         self._server = server
         self._sock = sock
         self.id = session_id
-        pid, self.uid, _ = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
-        self.pid = pid
-        self.name = f"pid {pid}"
-        self._pidfd = _peer_pidfd(sock, pid)
-        self.tenant: Tenant | None = None
+        self.peer = peer
+        self.tenant = peer.tenant
+        self.name = f"pid {peer.pid}"
         self.opened_at = server.clock()
-        self._read_only = False
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._greeted = False
+        self.greeted = False
+        self._read_only = False
         self._farewell = False
         self._closing = False
         self._framer = wire.Framer()
+        self._inbox: deque[bytes] = deque()
         self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._unsent_bytes = 0
         self._announced = 0
-        self._spaces: set[int] = set()
+        self.parked = 0
+        self.parked_since = 0.0
+        self._spaces: set[bytes] = set()
         self._counted: tuple[int, bytes] = (-1, b"")
         server.loop.add_reader(sock.fileno(), self._readable)
+        if peer.pidfd >= 0:
+            server.loop.add_reader(peer.pidfd, self._process_gone)
 
     # --- in ----------------------------------------------------------------------------------
 
@@ -75,19 +82,42 @@ class Session:
             self.end("hung up")
             return
         try:
-            for body in self._framer.feed(buffer[:count]):
-                self._serve(wire.decode_request(body))
-                if self._closing:
-                    return
+            self._inbox.extend(self._framer.feed(buffer[:count]))
         except ProtocolError as error:
+            self._work()
             self._fail(0, "bad_frame", str(error), fatal=True)
+            return
+        self._work()
+
+    def _work(self) -> None:
+        """Serve what has come, for one turn; the rest waits for the next, and reads no more meanwhile."""
+        until = self._server.clock() + TURN_S
+        while self._inbox and not self._closing:
+            try:
+                self._serve(wire.decode_request(self._inbox.popleft()))
+            except ProtocolError as error:
+                self._fail(0, "bad_frame", str(error), fatal=True)
+            except Exception:
+                log.exception("client %r: a request could not be served", self.name)
+                self._fail(0, "internal", "the daemon failed; its log says how", fatal=True)
+            if self._inbox and not self._closing and self._server.clock() >= until:
+                self._server.loop.remove_reader(self._sock.fileno())
+                self._server.loop.call_soon(self._go_on)
+                return
+
+    def _go_on(self) -> None:
+        if self._closing:
+            return
+        self._work()
+        if not self._inbox and not self._closing:
+            self._server.loop.add_reader(self._sock.fileno(), self._readable)
 
     def _serve(self, request: wire.Request) -> None:
         answer = ANSWERS.get(type(request))
         if answer is None:
             self._hello_or_bye(request)
             return
-        if not self._greeted:
+        if not self.greeted:
             self._fail(request.id, "bad_request", "Hello comes first", fatal=True)
             return
         try:
@@ -107,51 +137,37 @@ class Session:
             self.end("closed")
             return
         assert isinstance(request, wire.Hello)
-        if self._greeted:
+        if self.greeted:
             self._fail(request.id, "bad_request", "Hello comes once", fatal=True)
         elif request.schema != wire.SCHEMA:
-            text = f"the daemon is kvtier {kvtier.__version__} and speaks another schema: use that version"
+            version = kvtier.__version__
+            text = f"the daemon is kvtier {version} and speaks another schema: use that version"
             self._fail(request.id, "wrong_schema", text, fatal=True)
         else:
-            tenant = self._server.tenant_of(self.uid)
-            if tenant is None and not self.privileged:
-                text = f"no tenant is configured for uid {self.uid}"
-                self._fail(request.id, "no_tenant", text, fatal=True)
-                return
-            self._greeted = True
-            self.tenant = tenant
+            self.greeted = True
             self.name = request.client[:LIMIT_NAME] or self.name
             self._read_only = request.read_only
-            for token in request.ended[:LIMIT_ENDED]:
-                self._server.forsworn(tenant, token)
+            for token in request.ended[: wire.LIMIT_ENDED]:
+                self._server.forsworn(self.tenant, token)
             self.announce()
-            name = tenant.name if tenant else ""
+            name = self.tenant.name if self.tenant else ""
             self.send(wire.Welcome(request.id, kvtier.__version__, name, self.token))
-
-    @property
-    def privileged(self) -> bool:
-        """Root and the daemon's own user may ask how it is, tenant or not, and about every tenant."""
-        return self.uid in (0, os.getuid())
-
-    @property
-    def greeted(self) -> bool:
-        return self._greeted
 
     def _tenant_for(self, request: wire.Request) -> Tenant | None:
         if self.tenant is None and type(request) not in WITHOUT_TENANT:
-            raise Refused("no_tenant", f"no tenant is configured for uid {self.uid}")
+            raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
         return self.tenant
 
     # --- answers -----------------------------------------------------------------------------
 
     def _open(self, tenant: Tenant, request: wire.Open) -> wire.Reply:
-        if len(self._spaces) >= LIMIT_SESSION_SPACES:
-            raise Refused("too_many", f"this session has {LIMIT_SESSION_SPACES} spaces already")
         spec = request.spec.checked()
         identity = tenant.identity_of(spec)
-        space = tenant.catalog.open(identity, spec)
-        self._spaces.add(space.index)
-        return wire.Opened(request.id, space.index, identity, tenant.secret_of(identity))
+        if identity not in self._spaces and len(self._spaces) >= LIMIT_SESSION_SPACES:
+            raise Refused("too_many", f"this session has {LIMIT_SESSION_SPACES} spaces already")
+        space = tenant.catalog.open(identity, spec, self.id)
+        self._spaces.add(identity)
+        return wire.Opened(request.id, space.number, identity, tenant.secret_of(identity))
 
     def _match(self, tenant: Tenant, request: wire.Match | wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
@@ -164,6 +180,7 @@ class Session:
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
         space = tenant.catalog.space(request.space)
         _check_shards(request.shards)
+        _check_answered(request)
         if request.deadline_ms < 1:
             raise Refused("bad_request", f"a deadline of {request.deadline_ms} ms")
         # A load right after a match of the same keys is the same lookup, counted once.
@@ -177,6 +194,7 @@ class Session:
 
     def _adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_shards(request.shards)
+        _check_answered(request)
         return _loaded(request.id, tenant.catalog.adopt(self.id, request.token, request.shards))
 
     def _release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
@@ -184,10 +202,8 @@ class Session:
         return wire.Done(request.id)
 
     def _reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
-        if self._read_only:
-            raise Refused("read_only", "this session said that it only reads")
-        if not request.id:
-            raise Refused("bad_request", "a reserve whose answer nobody reads")
+        self._check_may_write()
+        _check_answered(request)
         space = tenant.catalog.space(request.space)
         granted = tenant.catalog.reserve(
             self.id, space, request.group, request.shard, request.parent, request.keys
@@ -205,6 +221,7 @@ class Session:
         return wire.Done(request.id)
 
     def _pin(self, tenant: Tenant, request: wire.Pin) -> wire.Reply:
+        self._check_may_write()
         space = tenant.catalog.space(request.space)
         if request.ttl_ms < 1:
             raise Refused("bad_request", f"a pin for {request.ttl_ms} ms")
@@ -213,6 +230,7 @@ class Session:
         return wire.Counted(request.id, blocks)
 
     def _hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
+        self._check_may_write()
         space = tenant.catalog.space(request.space)
         if not 0.0 <= request.importance <= 1.0:
             raise Refused("bad_request", f"an importance of {request.importance}: 0 to 1")
@@ -220,13 +238,16 @@ class Session:
         return wire.Counted(request.id, blocks)
 
     def _forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply:
-        if self._read_only:
-            raise Refused("read_only", "this session said that it only reads")
+        self._check_may_write()
         space = tenant.catalog.space(request.space)
         return wire.Counted(request.id, tenant.catalog.forget(space, request.keys))
 
+    def _check_may_write(self) -> None:
+        if self._read_only:
+            raise Refused("read_only", "this session said that it only reads")
+
     def _stats(self, tenant: Tenant | None, request: wire.Stats) -> wire.Reply:
-        return wire.Report(request.id, self._server.stats(None if self.privileged else tenant))
+        return wire.Report(request.id, self._server.stats(None if self.peer.privileged else tenant))
 
     def _ping(self, tenant: Tenant | None, request: wire.Ping) -> wire.Reply:
         return wire.Done(request.id)
@@ -235,15 +256,19 @@ class Session:
 
     def announce(self) -> None:
         """Hand over the tenant's extents that this client has not got yet."""
-        if self.tenant is None:
+        if self.tenant is None or not self.greeted or self._closing:
             return
-        for index in range(self._announced, len(self.tenant.extents)):
-            extent: Extent = self.tenant.extents[index]
-            # The queue owns its descriptors: one that waits must outlive what it was copied from.
-            fd = extent.read_only_fd() if self._read_only else os.dup(extent.fd)
-            fds = (fd, os.dup(extent.table_fd))
-            self._queue(wire.encode(wire.ExtentAdded(0, index, extent.nbytes)), fds)
-        self._announced = len(self.tenant.extents)
+        extents: list[Extent] = self.tenant.extents
+        while self._announced < len(extents) and not self._closing:
+            index = self._announced
+            try:
+                fds = extents[index].handles(self._read_only)
+            except OSError as error:
+                log.error("client %r gets no extent: %s", self.name, error.strerror)
+                self.end("no descriptors left")
+                return
+            self._announced += 1
+            self._queue(wire.encode(wire.ExtentAdded(0, index, extents[index].nbytes)), fds)
 
     def send(self, message: wire.Message) -> None:
         self._queue(wire.encode(message), ())
@@ -253,7 +278,7 @@ class Session:
         self._server.failures[code] += 1
         self.send(wire.Failed(request_id, code, text, fatal))
         if fatal:
-            log.warning("client %s (uid %d): %s: %s", self.name, self.uid, code, text)
+            log.warning("client %r (uid %d): %s: %s", self.name, self.peer.uid, code, text)
             self.end(code)
 
     def _queue(self, frame: bytes, fds: tuple[int, ...]) -> None:
@@ -270,25 +295,51 @@ class Session:
 
     def _writable(self) -> None:
         """Send what can be sent now; ask the loop to say when the rest can."""
+        loop = self._server.loop
         while self._unsent:
             data, fds = self._unsent[0]
+            if fds and not self._server.may_park(self, len(fds)):
+                loop.remove_writer(self._sock.fileno())
+                loop.call_later(PARKED_PAUSE_S, self._try_again)
+                return
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
             try:
                 sent = self._sock.sendmsg([data], control if fds else [])
             except (BlockingIOError, InterruptedError):
-                self._server.loop.add_writer(self._sock.fileno(), self._writable)
+                loop.add_writer(self._sock.fileno(), self._writable)
                 return
-            except OSError:
-                self.end("hung up")
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:
+                    loop.remove_writer(self._sock.fileno())
+                    loop.call_later(PARKED_PAUSE_S, self._try_again)
+                else:
+                    self.end("hung up")
                 return
             for fd in fds:
                 os.close(fd)
+            if fds:
+                self.parked_since = self.parked_since if self.parked else self._server.clock()
+                self.parked += len(fds)
             self._unsent_bytes -= sent
             if sent < len(data):
                 self._unsent[0] = (data[sent:], ())
             else:
                 self._unsent.popleft()
-        self._server.loop.remove_writer(self._sock.fileno())
+        loop.remove_writer(self._sock.fileno())
+
+    def _try_again(self) -> None:
+        if not self._closing:
+            self._writable()
+
+    def unpark(self) -> None:
+        """See whether the client has taken the descriptors that were sent to it."""
+        waiting = array.array("i", [0])
+        try:
+            fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, waiting)
+        except OSError:
+            return
+        if not waiting[0]:
+            self.parked = 0
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -298,7 +349,7 @@ class Session:
         if self._closing:
             return
         self._closing = True
-        log.debug("client %s: %s", self.name, why)
+        log.debug("client %r: %s", self.name, why)
         loop = self._server.loop
         loop.remove_reader(self._sock.fileno())
         loop.remove_writer(self._sock.fileno())
@@ -307,13 +358,14 @@ class Session:
             for fd in fds:
                 os.close(fd)
         self._unsent.clear()
+        self._inbox.clear()
+        self.parked = 0
         self._server.sessions.discard(self)
-        gone = self._farewell or _is_gone(self._pidfd)
+        gone = self._farewell or self.peer.gone
         if self.tenant is not None and self.tenant.catalog.end_session(self.id, gone):
             self._server.ghosts.add(self)
-            loop.add_reader(self._pidfd, self._process_gone)
         else:
-            self._close_pidfd()
+            self.abandon()
 
     def forswear(self) -> None:
         """The client says, in another session, that nothing of this one touches a slot any more."""
@@ -324,21 +376,19 @@ class Session:
             self.end("forsworn")
 
     def _process_gone(self) -> None:
-        assert self.tenant is not None
-        self._server.loop.remove_reader(self._pidfd)
-        self._server.ghosts.discard(self)
-        self._close_pidfd()
-        self.tenant.catalog.process_gone(self.id)
+        """The client's process is no more, whoever else may still have its socket."""
+        self.end("its process ended")
+        if self in self._server.ghosts:
+            assert self.tenant is not None
+            self._server.ghosts.discard(self)
+            self.abandon()
+            self.tenant.catalog.process_gone(self.id)
 
     def abandon(self) -> None:
-        """Stop waiting for the process: the daemon ends and its arena with it."""
-        self._server.loop.remove_reader(self._pidfd)
-        self._close_pidfd()
-
-    def _close_pidfd(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        """Wait for the process no longer."""
+        if self.peer.pidfd >= 0:
+            self._server.loop.remove_reader(self.peer.pidfd)
+        self.peer.close()
 
 
 Answer = Callable[[Session, Any, Any], wire.Reply]
@@ -372,22 +422,6 @@ def _check_shards(shards: list[int]) -> None:
         raise Refused("bad_request", f"{len(shards)} shards asked for")
 
 
-def _peer_pidfd(sock: socket.socket, pid: int) -> int:
-    """A descriptor that becomes readable when the peer's process ends; -1 if it has ended already."""
-    try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, struct.calcsize("i"))
-        return cast(int, struct.unpack("i", raw)[0])
-    except OSError:
-        pass  # a kernel before 6.5, or a peer that is no more: the next line tells which
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
-
-
-def _is_gone(pidfd: int) -> bool:
-    if pidfd < 0:
-        return True
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+def _check_answered(request: wire.Message) -> None:
+    if not request.id:
+        raise Refused("bad_request", "a request for a lease whose answer nobody reads")

@@ -54,15 +54,18 @@ TOKEN_BYTES = 16
 NOBODY = SessionId(0)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Space:
-    """One model configuration of this tenant. `index` is the store's name for it."""
+    """One model configuration of this tenant. `number` is its name on the wire; `index` the store's, from its
+    first save on: a space that nobody saved to costs nothing once those who opened it are gone."""
 
-    index: int
+    number: int
     identity: bytes
     spec: KvSpec
     places: int
+    users: Counter[SessionId]
     plain: bool  # one full group in one shard, as most models have: what is READY can be restored
+    index: int = -1
 
     def needed(self, prefix_blocks: int) -> Iterable[tuple[int, int, range]]:
         """(group, shard, blocks) that a prefix of this length can't be restored without."""
@@ -134,7 +137,8 @@ class Catalog:
     def __init__(self, store: Store, policy: Policy) -> None:
         self._store = store
         self._policy = policy
-        self._spaces: list[Space] = []
+        self._spaces: dict[int, Space] = {}
+        self._next_space = 0
         self._space_of: dict[bytes, Space] = {}
         self._reading: dict[LeaseId, ReadLease] = {}
         self._writing: dict[LeaseId, WriteLease] = {}
@@ -161,32 +165,43 @@ class Catalog:
         """Room for more blocks, usable from this call on; `generations` is its table."""
         return self._store.add_extent(nbytes, generations)
 
-    def open(self, identity: bytes, spec: KvSpec) -> Space:
+    def open(self, identity: bytes, spec: KvSpec, session: SessionId = NOBODY) -> Space:
         """The space of this identity, made on first sight."""
         space = self._space_of.get(identity)
         if space is None:
             if len(self._spaces) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
-            groups = [
-                (KINDS.index(group.kind), group.window_blocks(spec.block_tokens), nbytes)
-                for group, nbytes in zip(
-                    spec.cache_groups,
-                    map(spec.group_block_bytes, range(len(spec.cache_groups))),
-                    strict=True,
-                )
-            ]
-            index = self._store.add_space(groups, [group.shards for group in spec.cache_groups])
             first = spec.cache_groups[0]
             plain = len(spec.cache_groups) == 1 and first.kind == "full" and first.shards == 1
-            space = Space(index, identity, spec, spec.places, plain)
-            self._spaces.append(space)
+            space = Space(self._next_space, identity, spec, spec.places, Counter(), plain)
+            self._next_space += 1
+            self._spaces[space.number] = space
             self._space_of[identity] = space
+        space.users[session] = 1
         return space
 
-    def space(self, index: int) -> Space:
-        if not 0 <= index < len(self._spaces):
-            raise Refused("unknown_space", f"space {index} was never opened")
-        return self._spaces[index]
+    def space(self, number: int) -> Space:
+        space = self._spaces.get(number)
+        if space is None:
+            raise Refused("unknown_space", f"space {number} was never opened")
+        return space
+
+    def _settle(self, space: Space) -> None:
+        """Give the space its place in the store: something is about to be saved to it."""
+        spec = space.spec
+        sizes = map(spec.group_block_bytes, range(len(spec.cache_groups)))
+        groups = [
+            (KINDS.index(group.kind), group.window_blocks(spec.block_tokens), nbytes)
+            for group, nbytes in zip(spec.cache_groups, sizes, strict=True)
+        ]
+        space.index = self._store.add_space(groups, [group.shards for group in spec.cache_groups])
+
+    def _leave(self, session: SessionId) -> None:
+        """The session uses its spaces no more; those that hold nothing and have no other user go."""
+        for space in [space for space in self._spaces.values() if session in space.users]:
+            del space.users[session]
+            if not space.users and space.index < 0:
+                del self._spaces[space.number], self._space_of[space.identity]
 
     # --- looking and reading -----------------------------------------------------------------
 
@@ -308,6 +323,8 @@ class Catalog:
 
     def _find(self, space: Space, keys: bytes) -> tuple[int, int, list[Held]]:
         """How much of the prefix is ready and how much coming, and the blocks that the ready part needs."""
+        if space.index < 0:
+            return 0, 0, []
         if space.plain:
             ids = self._store.leading(space.index, keys, 0, 0)
             ready = len(ids) // ID_BYTES
@@ -348,6 +365,8 @@ class Catalog:
         if len(self._writing) >= LIMIT_LEASES:
             raise Refused("too_many", f"this tenant has {LIMIT_LEASES} leases already")
         self._check_share(session)
+        if space.index < 0:
+            self._settle(space)
         store, index = self._store, space.index
         outcomes = bytearray(store.probe(index, group, shard, keys))
         wanted = outcomes.count(GRANTED)
@@ -446,6 +465,8 @@ class Catalog:
     def pin(self, space: Space, keys: bytes, ttl_s: float, now: float) -> int:
         """Keep the ready prefix for `ttl_s`, as far as pins may go; how many blocks that is."""
         self._check_keys(space, keys)
+        if space.index < 0:
+            return 0
         ready, _ = self._store.match(space.index, keys)
         budget = self._store.counts()["capacity_bytes"] * PIN_SHARE - self._pinned_bytes
         per_block = sum(
@@ -490,6 +511,8 @@ class Catalog:
     def _everywhere(self, space: Space, keys: bytes) -> Iterable[bytes]:
         """The ids of these keys' READY blocks, each once, a group and shard at a time."""
         self._check_keys(space, keys)
+        if space.index < 0:
+            return
         for index, group in enumerate(space.spec.cache_groups):
             for shard in range(group.shards):
                 ids = array("I", self._store.present(space.index, index, shard, keys))
@@ -521,6 +544,7 @@ class Catalog:
         """The session is over. Its reads end; its unfinished writes are free at once if its process is
         `gone` or has promised to touch nothing, else quarantined. True if something stays so."""
         quarantined = b""
+        self._leave(session)
         for lease_id in sorted(self._of_session.pop(session, ())):
             reading = self._reading.get(lease_id)
             if reading is not None:
@@ -594,6 +618,8 @@ class Catalog:
 
     def _why_missing(self, space: Space, keys: bytes, at: int) -> str:
         """Why the prefix ends at block `at`: the worst state that this block has in any part."""
+        if space.index < 0:
+            return "absent"
         key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
         states = {
             self._store.probe(space.index, group, shard, key)[0]

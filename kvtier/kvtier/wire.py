@@ -23,6 +23,7 @@ from kvtier.layout import Group, KvSpec
 
 LIMIT_FRAME_BYTES = 4 << 20
 LIMIT_KEYS = 65_536
+LIMIT_ENDED = 64  # tokens in one Hello
 SLOT_BYTES = 24
 DIGEST_BYTES = 16
 LENGTH = struct.Struct("<I")

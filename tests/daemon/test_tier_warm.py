@@ -49,7 +49,10 @@ class Warm:
             block_tokens=16,
             weights="r",
         )
-        return self._catalog.open(space_id(spec, "t"), spec)
+        space = self._catalog.open(space_id(spec, "t"), spec)
+        if space.index < 0:
+            self._catalog._settle(space)
+        return space
 
     def _lease(self, identity: Identity) -> tuple[LeaseId, bytes]:
         """A lease on the block alone, and its slot; (0, b"") if it isn't here."""

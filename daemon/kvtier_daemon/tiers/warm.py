@@ -58,6 +58,15 @@ class Extent:
         """A new descriptor that can't be mapped for writing; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def handles(self, read_only: bool) -> tuple[int, int]:
+        """New descriptors of the extent and of its table, for a client; the caller closes both."""
+        fd = self.read_only_fd() if read_only else os.dup(self.fd)
+        try:
+            return fd, os.dup(self.table_fd)
+        except OSError:
+            os.close(fd)
+            raise
+
     def close(self) -> None:
         os.close(self.fd)
         os.close(self.table_fd)
@@ -116,8 +125,12 @@ class WarmTier:
                 return
             if pair[1][0] < nbytes:
                 return
+            try:
+                extent = self._finish(tenant, nbytes, *self._files[self._finished])
+            except OSError as error:
+                self._give_up(error.errno or errno.EIO, nbytes)
+                return
             self._finished += 1
-            extent = self._finish(tenant, nbytes, *self._files[self._finished - 1])
             self.extents.append(extent)
             yield extent
 
@@ -152,7 +165,7 @@ class WarmTier:
             fcntl.fcntl(each, fcntl.F_ADD_SEALS, SEALS)
         table = Mapping(table_fd, table_bytes(nbytes), True)
         read_only = os.open(f"/proc/self/fd/{table_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        os.close(table_fd)
+        os.close(table_fd)  # the mapping stays
         return Extent(tenant, nbytes, fd, read_only, table)
 
     def _give_up(self, code: int, nbytes: int) -> None:
