@@ -410,3 +410,77 @@ def test_spaces_share_the_room_and_nothing_else() -> None:
     assert ready(catalog, two, keys) == 0
     save(catalog, two, chain(12))
     assert ready(catalog, one, keys) == 0
+
+
+def test_a_lease_joined_by_its_own_session_is_released_as_often() -> None:
+    catalog = catalog_of(4)
+    space, keys, other = space_of(catalog), chain(4), chain(4)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 60.0, [0], now=0.0)
+    catalog.adopt(ME, found.token, [0])
+    catalog.release(ME, found.lease)
+    assert save(catalog, space, other).outcomes == bytes([NO_ROOM] * 4)
+    catalog.release(ME, found.lease)
+    assert save(catalog, space, other).outcomes == bytes([GRANTED] * 4)
+
+
+def test_forgetting_outweighs_a_pin() -> None:
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys, 3600.0, now=0.0) == 4
+    assert catalog.forget(space, keys[:32] + keys[:32]) == 1
+    assert catalog.leases == 0
+    assert catalog.counts()["blocks"]["doomed"] == 0
+
+
+def test_a_pin_that_its_share_cuts_short_holds_what_can_be_restored() -> None:
+    spec = spec_of(window_tokens=32)
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog, spec), chain(8)
+    save(catalog, space, keys)
+    catalog.forget(space, keys[:64])
+    assert ready(catalog, space, keys) == 8
+    assert catalog.pin(space, keys, 10.0, now=0.0) in (0, 4)
+
+
+def test_a_space_that_nobody_saved_to_is_gone_with_those_who_opened_it() -> None:
+    catalog = catalog_of(4)
+    empty = catalog.open(b"e" * 32, spec_of("empty"), ME)
+    used = catalog.open(b"u" * 32, spec_of("used"), ME)
+    catalog.open(b"e" * 32, spec_of("empty"), YOU)
+    assert ready(catalog, empty, chain(2)) == 0
+    assert catalog.hint(empty, chain(2), 0.5) == catalog.forget(empty, chain(2)) == 0
+    save(catalog, used, chain(2))
+    catalog.end_session(ME, gone=True)
+    assert catalog.spaces == 2
+    catalog.end_session(YOU, gone=True)
+    assert catalog.spaces == 1
+    with pytest.raises(Refused) as refusal:
+        catalog.space(empty.number)
+    assert refusal.value.code == "unknown_space"
+
+
+def test_one_session_can_not_take_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.catalog.LIMIT_SESSION_LEASES", 3)
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    for _ in range(3):
+        catalog.load(ME, space, keys, 1.0, [0], now=0.0)
+    with pytest.raises(Refused, match="this session has"):
+        catalog.load(ME, space, keys, 1.0, [0], now=0.0)
+    assert catalog.load(YOU, space, keys, 1.0, [0], now=0.0).ready == 4
+
+
+def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.catalog.LIMIT_TOLD_SLOTS", 3)
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    with pytest.raises(Refused, match="fewer shards"):
+        catalog.load(ME, space, keys, 1.0, [0], now=0.0)
+    assert catalog.leases == 0
+    assert catalog.load(ME, space, keys, 1.0, [], now=0.0).ready == 4

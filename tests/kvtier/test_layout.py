@@ -117,6 +117,8 @@ def test_needed_blocks_follow_the_kind() -> None:
         {"weights": ""}, {"weights": "  "}, {"model": ""}, {"dtype": "float4"}, {"layers": 0},
         {"kv_heads": 0}, {"block_tokens": 0}, {"block_tokens": -16}, {"tensor_parallel": 3},
         {"pipeline_parallel": 5}, {"layers": 1 << 40}, {"window_tokens": -1},
+        {"block_tokens": 1 << 63}, {"window_tokens": 1 << 31}, {"strides": (1,) * 20_000},
+        {"rope": "x" * 20_000}, {"kv_heads": 2048, "tensor_parallel": 2048},
     ],
     ids=str,
 )  # fmt: skip
