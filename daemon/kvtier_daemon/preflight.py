@@ -19,7 +19,7 @@ from kvtier_daemon.config import PAGE_BYTES, Config, Loaded, Warm
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
 SOCKET_PATH_MAX: Final = 107  # sockaddr_un.sun_path less its zero byte
 FDS_PER_EXTENT: Final = 4  # its memory and its table, both twice while they are allocated
-FDS_PER_CLIENT: Final = 3  # its socket, its pidfd and one that is on its way to it
+FDS_PER_CLIENT: Final = 4  # its socket, its pidfd, and an extent with its table on their way
 FDS_RESERVED: Final = 64  # the loop, logs, the catalog of small things
 
 _CAP_IPC_LOCK = 14

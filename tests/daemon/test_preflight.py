@@ -168,11 +168,11 @@ def files(loaded, limited):
 
 
 def test_enough_open_files_are_left_as_they_are(make):
-    limited = Limited(1088, 4096)
+    limited = Limited(1344, 4096)
     finding = files(make("64GiB"), limited)
     assert finding.ok
-    assert finding.value.startswith("1088 wanted for 64 extents and 256 clients")  # 256 + 768 + 64
-    assert limited.now == (1088, 4096)
+    assert finding.value.startswith("1344 wanted for 64 extents and 256 clients")  # 256 + 1024 + 64
+    assert limited.now == (1344, 4096)
 
 
 def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
@@ -182,11 +182,11 @@ def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
 
 
 def test_a_hard_limit_below_the_need_is_reported_and_left_alone(make):
-    limited = Limited(256, 1087)
+    limited = Limited(256, 1343)
     finding = files(make("64GiB"), limited)
     assert not finding.ok
-    assert limited.now == (256, 1087)
-    assert "LimitNOFILE=1088" in finding.fix
+    assert limited.now == (256, 1343)
+    assert "LimitNOFILE=1344" in finding.fix
 
 
 def test_a_sandbox_that_forbids_raising_is_a_limit(make):
