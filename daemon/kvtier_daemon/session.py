@@ -19,6 +19,7 @@ import kvtier
 from kvtier import wire
 from kvtier.catalog import Found, LeaseId, SessionId
 from kvtier.errors import ProtocolError, Refused, SpecError
+from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.tenant import Tenant
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LIMIT_UNSENT_BYTES = 16 << 20
 LIMIT_NAME = 64
+NO_LOOKUP = (-1, 0, b"")
 LIMIT_SESSION_SPACES = 256
 TOKEN_BYTES = 16
 TURN_S = 0.001  # how long one client is served before the others have their turn
@@ -63,7 +65,7 @@ class Session:
         self.parked = 0
         self.parked_since = 0.0
         self._spaces: set[bytes] = set()
-        self._counted: tuple[int, bytes] = (-1, b"")
+        self._counted = NO_LOOKUP
         server.loop.add_reader(sock.fileno(), self._readable)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
@@ -174,7 +176,7 @@ class Session:
         count = isinstance(request, wire.Match)
         found = tenant.catalog.match(space, request.keys, count)
         if count:
-            self._counted = (request.space, request.keys)
+            self._counted = _lookup(request)
         return wire.Matched(request.id, found.ready, found.coming, 0.0)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
@@ -184,8 +186,8 @@ class Session:
         if request.deadline_ms < 1:
             raise Refused("bad_request", f"a deadline of {request.deadline_ms} ms")
         # A load right after a match of the same keys is the same lookup, counted once.
-        count = self._counted != (request.space, request.keys)
-        self._counted = (-1, b"")
+        count = self._counted != _lookup(request)
+        self._counted = NO_LOOKUP
         found = tenant.catalog.load(
             self.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), count,
@@ -415,6 +417,11 @@ def _loaded(request_id: int, found: Found) -> wire.Loaded:
     return wire.Loaded(
         request_id, found.ready, found.coming, 0.0, found.lease, found.token, list(found.parts)
     )
+
+
+def _lookup(request: wire.Match | wire.Load | wire.Prefetch) -> tuple[int, int, bytes]:
+    """What tells a lookup from another: the last key of a chain names all before it."""
+    return request.space, len(request.keys), request.keys[-KEY_BYTES:]
 
 
 def _check_shards(shards: list[int]) -> None:
