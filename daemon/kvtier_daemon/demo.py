@@ -180,7 +180,7 @@ def _table(stats: dict[str, Any], totals: Totals, elapsed_s: float, seconds: flo
 
 def _bar(share: float) -> str:
     filled = round(BAR * min(share, 1.0))
-    return f"[green]{'━' * filled}[/][dim]{'━' * (BAR - filled)}[/]"
+    return f"[green]{'━' * filled}[/][dim]{'┄' * (BAR - filled)}[/]"
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -189,13 +189,19 @@ def _print_summary(summary: dict[str, Any]) -> None:
     console = Console(highlight=False)
     checked = summary["hit_tokens"] // SPEC.block_tokens
     verdict = "all right" if not summary["wrong_blocks"] else f"{summary['wrong_blocks']} WRONG"
-    console.print(
-        f"\n[bold]{summary['hit_rate']:.0%}[/] of {summary['prompt_tokens']:,} prompt tokens were loaded "
-        f"instead of computed again: {format_bytes(summary['loaded_bytes'])} of KV cache\nat "
-        f"{summary['load_gb_s']} GB/s, p50 {summary['load_ms_p50']} ms a prompt. Every byte of "
-        f"{checked:,} loaded blocks was compared: {verdict}.\n"
+    loaded = format_bytes(summary["loaded_bytes"])
+    lines = (
+        "",
+        f"[bold]{summary['hit_rate']:.0%}[/] of {summary['prompt_tokens']:,} prompt tokens were loaded "
+        "instead of computed again:",
+        f"{loaded} of KV cache at {summary['load_gb_s']} GB/s, "
+        f"{summary['load_ms_p50']} ms a prompt in the middle.",
+        f"Every byte of {checked:,} loaded blocks was compared: {verdict}.",
+        "",
     )
-    console.print("Next:")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    console.print("Next (in this folder: . .venv/bin/activate):")
     console.print("  kvtier serve --warm-size 8GiB         a daemon of your own, on this machine")
     console.print(
         "  kvtier status                         what it holds, hits and misses by reason"

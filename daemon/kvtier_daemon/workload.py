@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 import time
 from array import array
@@ -127,4 +128,5 @@ def serve(socket: str, seed: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started it says why it ended
     serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

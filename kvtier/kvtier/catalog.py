@@ -468,6 +468,7 @@ class Catalog:
         if space.index < 0:
             return 0
         ready, _ = self._store.match(space.index, keys)
+        self._end_pins_within(space, keys, ready)
         budget = self._store.counts()["capacity_bytes"] * PIN_SHARE - self._pinned_bytes
         per_block = sum(
             space.spec.group_block_bytes(index) * group.shards
@@ -484,6 +485,15 @@ class Catalog:
         self._pinned_bytes += lease.bytes
         self._pins.add(lease.id)
         return blocks
+
+    def _end_pins_within(self, space: Space, keys: bytes, prefix_blocks: int) -> None:
+        """End the pins that hold nothing but blocks of this prefix: a new one takes their place."""
+        ids = b"".join(held.ids for held in self._collect(space, keys, prefix_blocks))
+        blocks = set(array("I", ids))
+        for lease_id in list(self._pins):
+            lease = self._reading[lease_id]
+            if all(blocks.issuperset(array("I", held.ids)) for held in lease.parts):
+                self._end_reading(lease)
 
     def hint(self, space: Space, keys: bytes, importance: float) -> int:
         """Tell the policy how much these blocks matter, 0 (gone first) to 1."""

@@ -300,8 +300,13 @@ def test_pins_hold_up_to_their_share() -> None:
     catalog = catalog_of(16)
     space, keys = space_of(catalog), chain(8)
     save(catalog, space, keys)
-    assert catalog.pin(space, keys, 10.0, now=0.0) == 4
-    assert catalog.pin(space, keys, 10.0, now=0.0) == 0
+    assert catalog.pin(space, keys, 5.0, now=0.0) == 4
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 4, "a pin again is a longer one, not a second"
+    assert catalog.leases == 1
+    other = chain(4)
+    save(catalog, space, other)
+    assert catalog.pin(space, other, 10.0, now=0.0) == 0
+    catalog.expire(5.0)
     save(catalog, space, chain(16))
     assert ready(catalog, space, keys) == 4
     catalog.expire(10.0)
