@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from daemons import Daemon
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,6 +27,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readmes_program_runs(shared_daemon: Daemon) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    shown: dict[str, object] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTIER_SOCKET", shared_daemon.socket)
+        exec(compile(program, "README.md", "exec"), shown)  # noqa: S102 - our own page
+    assert (shown["ready"], shown["first"]) == (4, bytes(16))
 
 
 def test_the_architecture_page_names_only_what_exists() -> None:
