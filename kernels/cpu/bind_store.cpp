@@ -50,6 +50,14 @@ nb::bytes zeroed(std::size_t size, char*& data) {
     return nb::steal<nb::bytes>(made);
 }
 
+// What is too large for 64 bits is too large for any check that follows, too.
+std::int64_t small(const nb::int_& number) {
+    int overflow = 0;
+    std::int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    if (overflow) throw std::invalid_argument("a number is out of range");
+    return value;
+}
+
 using TwoLists = std::pair<nb::bytes, nb::bytes>;
 
 TwoLists two(const std::pair<IdList, IdList>& lists) {
@@ -72,20 +80,21 @@ class PyStore {
         return store_.add_extent(nbytes, static_cast<std::uint64_t*>(buffers_.back().view().buf));
     }
 
-    std::uint32_t add_space(
-        const std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>& groups,
-        const std::vector<std::int64_t>& shards) {
+    std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
+                            const std::vector<nb::int_>& shards) {
         if (groups.size() != shards.size())
             throw std::invalid_argument("a number of shards for each group");
         std::vector<GroupSpec> specs;
         for (std::size_t g = 0; g < groups.size(); ++g) {
-            auto [kind, window, block_bytes] = groups[g];
+            std::int64_t kind = small(std::get<0>(groups[g])),
+                         window = small(std::get<1>(groups[g]));
+            std::int64_t block_bytes = small(std::get<2>(groups[g])), count = small(shards[g]);
             if (kind < 0 || kind > 2 || window < 0 || window >> 32 || block_bytes < 1 ||
-                shards[g] < 1 || shards[g] > 1 << 24)
+                count < 1 || count > 1 << 24)
                 throw std::invalid_argument("a group is (kind 0..2, window_blocks, block_bytes)");
             specs.push_back({static_cast<Kind>(kind), static_cast<std::uint32_t>(window),
                              static_cast<std::uint64_t>(block_bytes),
-                             static_cast<std::uint32_t>(shards[g])});
+                             static_cast<std::uint32_t>(count)});
         }
         return store_.add_space(std::move(specs));
     }

@@ -105,25 +105,59 @@ void Slabs::widen(Region& region, std::uint32_t in, std::uint32_t size_class) co
     }
 }
 
-// How many live blocks in the region overlap each slot of the new layout.
-std::vector<std::uint32_t> Slabs::cover(const Region& region, std::uint64_t pitch,
-                                        std::uint64_t slots) const {
-    std::vector<std::uint32_t> covered(slots, 0);
+std::uint64_t Slabs::slots_in(const Region& region, std::uint64_t pitch) const {
+    return std::min(max_slots, (region.end - region.start) * page_bytes / pitch);
+}
+
+// Calls visit(block, slot) for every live block in the region and every slot of the new layout that
+// it overlaps.
+template <class Visit>
+void Slabs::each_overlap(const Region& region, std::uint64_t pitch, std::uint64_t slots,
+                         Visit visit) const {
     std::uint64_t base = region.start * page_bytes;
-    auto count = [&](const Slab& slab) {
+    auto each_in = [&](const Slab& slab) {
         std::uint64_t old_pitch = classes_[slab.size_class].pitch;
         for (std::uint32_t i = 0; i < slab.slots(); ++i) {
             if (!live(slab.table[i])) continue;
             std::uint64_t first = first_byte(slab, i) - base, end = first + old_pitch;
             std::uint64_t last = std::min(slots, (end + pitch - 1) / pitch);
-            for (std::uint64_t slot = first / pitch; slot < last; ++slot) ++covered[slot];
+            for (std::uint64_t slot = first / pitch; slot < last; ++slot)
+                visit(slab.table[i], slot);
         }
     };
     for (std::uint32_t number : region.slabs) {
-        count(*slabs_[number]);
-        for (std::uint32_t old : slabs_[number]->under) count(*slabs_[old]);
+        each_in(*slabs_[number]);
+        for (std::uint32_t old : slabs_[number]->under) each_in(*slabs_[old]);
     }
+}
+
+// How many live blocks in the region overlap each slot of the new layout.
+std::vector<std::uint32_t> Slabs::cover(const Region& region, std::uint64_t pitch,
+                                        std::uint64_t slots) const {
+    std::vector<std::uint32_t> covered(slots, 0);
+    each_overlap(region, pitch, slots, [&](Id, std::uint64_t slot) { ++covered[slot]; });
     return covered;
+}
+
+// Whether the new layout has a slot with nothing under it but what can be evicted.
+bool Slabs::leaves_a_slot(const Region& region, std::uint64_t pitch, std::uint64_t slots) const {
+    std::vector<bool> held(slots, false);
+    each_overlap(region, pitch, slots, [&](Id id, std::uint64_t slot) {
+        if (!records_[id].evictable()) held[slot] = true;
+    });
+    return std::find(held.begin(), held.end(), false) != held.end();
+}
+
+Id Slabs::evictable_in(const Slab& slab) const {
+    for (Id id : slab.table)
+        if (live(id) && records_[id].evictable()) return id;
+    return none;
+}
+
+bool Slabs::any_evictable(const Slab& slab) const {
+    if (evictable_in(slab) != none) return true;
+    return std::any_of(slab.under.begin(), slab.under.end(),
+                       [this](std::uint32_t old) { return evictable_in(*slabs_[old]) != none; });
 }
 
 void Slabs::lay(const Region& region, std::uint32_t in, std::uint32_t size_class,
@@ -164,36 +198,79 @@ void Slabs::lay(const Region& region, std::uint32_t in, std::uint32_t size_class
     classes_[size_class].reshaped.push_back(laid);
 }
 
-bool Slabs::reshape(std::uint32_t number, std::uint32_t size_class) {
+// A layout all of whose slots lie over held blocks would bring nothing, and hide what is vacant.
+Laid Slabs::reshape(std::uint32_t number, std::uint32_t size_class) {
+    if (slabs_[number]->barren == round_) return Laid::held;
     std::uint32_t in = slabs_[number]->extent;
     std::uint64_t pitch = classes_[size_class].pitch;
     Region region = region_of(number);
     widen(region, in, size_class);
-    std::uint64_t slots = std::min(max_slots, (region.end - region.start) * page_bytes / pitch);
-    if (slots == 0) return false;
+    std::uint64_t slots = slots_in(region, pitch);
+    if (slots == 0) return Laid::too_short;
+    if (!leaves_a_slot(region, pitch, slots)) {
+        for (std::uint32_t slab : region.slabs) slabs_[slab]->barren = round_;
+        return Laid::held;
+    }
     lay(region, in, size_class, cover(region, pitch, slots));
+    return Laid::yes;
+}
+
+// Lays the class over this slab where that frees a slot at once.
+bool Slabs::give_vacant(std::uint32_t number, std::uint32_t size_class) {
+    std::uint64_t pitch = classes_[size_class].pitch;
+    Region region = region_of(number);
+    std::vector<std::uint32_t> covered = cover(region, pitch, slots_in(region, pitch));
+    if (std::find(covered.begin(), covered.end(), 0U) == covered.end()) return false;
+    lay(region, slabs_[number]->extent, size_class, std::move(covered));
     return true;
 }
 
-// Slots that stand vacant in slabs of other classes cost no block: they pay first.
-bool Slabs::loosen(std::uint32_t size_class) {
-    std::uint64_t pitch = classes_[size_class].pitch;
+// Slots that stand vacant in slabs of other classes cost no block: they pay first. Where a slab has
+// only held blocks, no victim will ever lead to what is vacant around them.
+void Slabs::loosen(std::uint32_t size_class, std::uint64_t n, bool thorough) {
     for (std::uint32_t other = 0; other < classes_.size(); ++other) {
         if (other == size_class) continue;
         std::uint32_t number = classes_[other].available;
-        for (int asked = 0; number != none && asked < donors_asked; ++asked) {
+        for (int asked = 0; number != none && (thorough || asked < donors_asked);) {
+            if (room(size_class) >= n) return;
             const Slab& slab = *slabs_[number];
-            if (slab.free * 2 >= slab.slots()) {
-                Region region = region_of(number);
-                std::uint64_t slots =
-                    std::min(max_slots, (region.end - region.start) * page_bytes / pitch);
-                std::vector<std::uint32_t> covered = cover(region, pitch, slots);
-                if (std::find(covered.begin(), covered.end(), 0U) != covered.end()) {
-                    lay(region, slab.extent, size_class, std::move(covered));
-                    return true;
-                }
+            std::uint32_t next = slab.next;
+            bool may = slab.free * 2 >= slab.slots() || !any_evictable(slab);
+            if (!may || !give_vacant(number, size_class)) ++asked;
+            number = next;
+        }
+        std::vector<std::uint32_t> reshaped = classes_[other].reshaped;
+        for (std::uint32_t slab : reshaped) {
+            if (room(size_class) >= n) return;
+            if (!any_evictable(*slabs_[slab])) give_vacant(slab, size_class);
+        }
+    }
+}
+
+// Finds a slot that can be had, in address order: the blocks in its way, or none where laying the
+// class over a slab freed one at once. False where held blocks leave none at all.
+bool Slabs::seek(std::uint32_t size_class, std::vector<Id>& blocks) {
+    blocks.clear();
+    if (clearable(size_class, blocks)) return true;
+    for (const Extent& extent : extents_) {
+        for (auto [start, number] : extent.slabs) {
+            Slab& slab = *slabs_[number];
+            if (slab.barren == round_) continue;
+            blocks.clear();
+            if (slab.size_class != size_class) {
+                std::uint64_t before = room(size_class);
+                if (reshape(number, size_class) != Laid::yes) continue;
+                // The lists of slabs are others now, so this ends here either way.
+                if (clearable(size_class, blocks)) return true;
+                blocks.clear();
+                return room(size_class) > before;
             }
-            number = slab.next;
+            Id id = evictable_in(slab);
+            if (id != none) {
+                blocks.assign(1, id);
+                return true;
+            }
+            slab.barren = round_;
         }
     }
     return false;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_set>
 
 namespace kvtier {
 namespace {
@@ -225,11 +226,13 @@ std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t gr
         evicted.push_back(id);
     };
     slabs_.new_round();
-    while (slabs_.room(wanted) < n && slabs_.loosen(wanted)) continue;
+    slabs_.loosen(wanted, n, false);
     // First those whose slot can be used as it is, or whose class pays by reshaping. A victim in an
-    // old slab of the wanted class waits: its bytes are on their way to another class.
+    // old slab of the wanted class waits: its bytes are on their way to another class. Where held
+    // blocks keep the bytes of a victim from being used, another block pays in its place, or none.
+    bool more = true;
     for (bool patient : {true, false}) {
-        for (std::size_t i = 0; i < victims.size() && slabs_.room(wanted) < n; ++i) {
+        for (std::size_t i = 0; more && i < victims.size() && slabs_.room(wanted) < n; ++i) {
             if (i + 8 < victims.size()) prefetch(victims[i + 8]);
             Id victim = victims[i];
             if (!records_[victim].evictable()) continue;
@@ -241,16 +244,24 @@ std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t gr
             }
             if (patient && pays != wanted && slabs_.class_of(slab) == wanted) continue;
             bool clear = slabs_.clearable(wanted, in_the_way);
-            if (!clear && pays != wanted && slabs_.reshape(top, wanted)) {
+            Laid laid = Laid::held;
+            if (!clear && pays != wanted) laid = slabs_.reshape(top, wanted);
+            if (laid == Laid::yes) {
                 if (slabs_.room(wanted) >= n) break;
                 clear = slabs_.clearable(wanted, in_the_way);
             }
+            if (!clear && !patient) {
+                more = clear = slabs_.seek(wanted, in_the_way);
+                // Among slabs of the wanted class it brings nothing yet, but whoever asks again
+                // gets further, and the coldest goes first.
+                if (more && laid == Laid::too_short && slabs_.room(wanted) < n)
+                    in_the_way.assign(1, victim);
+            }
             if (clear)
                 for (Id id : in_the_way) evict_one(id);
-            else if (!patient)
-                evict_one(victim);  // brings nothing yet, but whoever asks again gets further
         }
     }
+    if (!victims.empty()) slabs_.loosen(wanted, n, true);
     keep_orphans(orphans);
     return {std::move(evicted), std::move(orphans)};
 }
@@ -413,9 +424,12 @@ IdList Store::evict(Ids ids) {
 
 std::pair<IdList, IdList> Store::forget(Ids ids) {
     // Leased or not, they leave READY together; the claim's state is theirs only for a moment.
-    claim(ids, Event::forget_leased);
-    IdList freed, orphans;
-    for (Id id : ids) {
+    IdList once, freed, orphans;
+    std::unordered_set<Id> seen;
+    for (Id id : ids)
+        if (seen.insert(id).second) once.push_back(id);
+    claim(once, Event::forget_leased);
+    for (Id id : once) {
         Record& record = records_[id];
         if (record.leases) {
             tally(id, State::ready, State::doomed);

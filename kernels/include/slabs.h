@@ -39,10 +39,13 @@ struct Slab {
     Id free_head = none;
     std::uint32_t cursor = 0;                // where the search for the next clearable slot goes on
     std::uint64_t stuck = 0;                 // the round in which no slot could be cleared
+    std::uint64_t barren = 0;                // the round in which it had nothing to give
     std::uint32_t next = none, prev = none;  // among the slabs of the class with free slots
 
     std::uint32_t slots() const { return static_cast<std::uint32_t>(table.size()); }
 };
+
+enum class Laid { yes, too_short, held };
 
 class Slabs {
  public:
@@ -67,12 +70,14 @@ class Slabs {
     std::uint32_t class_of(std::uint32_t slab) const { return slabs_[slab]->size_class; }
 
     // A plan's steps. `clearable` names the evictable blocks in the way of the next slot of a
-    // reshaped slab; `reshape` lays the class over this slab; `loosen` reshapes a slab that is half
-    // vacant.
+    // reshaped slab; `reshape` lays the class over this slab, where held blocks (those that can't
+    // be evicted) leave it a slot; `loosen` reshapes slabs that are half vacant, or that no victim
+    // lies in, until there is room for n; `seek` names the blocks of any slot that can be had.
     void new_round() { ++round_; }
     bool clearable(std::uint32_t size_class, std::vector<Id>& blocks);
-    bool reshape(std::uint32_t slab, std::uint32_t size_class);
-    bool loosen(std::uint32_t size_class);
+    Laid reshape(std::uint32_t slab, std::uint32_t size_class);
+    void loosen(std::uint32_t size_class, std::uint64_t n, bool thorough);
+    bool seek(std::uint32_t size_class, std::vector<Id>& blocks);
 
     std::uint64_t capacity_bytes() const { return capacity_pages_ * page_bytes; }
     std::uint64_t free_bytes() const { return capacity_bytes() - live_bytes_; }
@@ -126,8 +131,16 @@ class Slabs {
     Region region_of(std::uint32_t slab) const;
     void widen(Region& region, std::uint32_t extent, std::uint32_t size_class) const;
     bool absorb_runs(Region& region, const Extent& extent) const;
+    std::uint64_t slots_in(const Region& region, std::uint64_t pitch) const;
+    template <class Visit>
+    void each_overlap(const Region& region, std::uint64_t pitch, std::uint64_t slots,
+                      Visit visit) const;
     std::vector<std::uint32_t> cover(const Region& region, std::uint64_t pitch,
                                      std::uint64_t slots) const;
+    bool leaves_a_slot(const Region& region, std::uint64_t pitch, std::uint64_t slots) const;
+    Id evictable_in(const Slab& slab) const;
+    bool any_evictable(const Slab& slab) const;
+    bool give_vacant(std::uint32_t slab, std::uint32_t size_class);
     void lay(const Region& region, std::uint32_t extent, std::uint32_t size_class,
              std::vector<std::uint32_t> covered);
     // Calls visit(old slab, slot) for every live old block that overlaps the slot; stops on false.

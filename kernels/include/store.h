@@ -1,7 +1,7 @@
 // The catalog's store of one tenant: which blocks there are, in which state, in which slots.
 //
 // It decides nothing by itself: no clock, no I/O, no threads, no policy. Calls take batches. A bad
-// argument throws and changes nothing.
+// argument throws and keeps nothing of the batch.
 #pragma once
 #include <array>
 #include <memory>
@@ -75,6 +75,8 @@ class Store {
     std::uint64_t room(std::uint32_t space, std::uint32_t group) const;
     std::pair<IdList, IdList> make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
                                         Ids victims);
+    // A key that is there already is found only when its turn comes: the slots taken before it are
+    // given back, and their generations have moved on.
     IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses);
 
     // Events; each takes the whole batch or throws.
@@ -83,7 +85,7 @@ class Store {
     void quarantine(Ids ids);
     void gone(Ids ids);
     IdList evict(Ids ids);
-    std::pair<IdList, IdList> forget(Ids ids);
+    std::pair<IdList, IdList> forget(Ids ids);  // an id given twice counts once
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 

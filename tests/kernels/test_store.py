@@ -379,3 +379,33 @@ def test_the_native_state_table_is_the_one_in_lifecycle():
     from kvtier.lifecycle import NEXT
 
     assert lifecycle() == {(s.value, event): to.value for (s, event), to in NEXT.items()}
+
+
+def test_an_id_forgotten_twice_in_a_batch_counts_once(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2])
+    store.lease(ids[4:])
+    assert store.forget(ids + ids) == (ids[:4], b"")
+    assert store.counts()["blocks"]["doomed"] == 1
+    with pytest.raises(ValueError):
+        store.forget(ids[4:] * 2)
+    store.check()
+
+
+@pytest.mark.parametrize(
+    ("groups", "shards"),
+    [
+        ([(FULL, 0, PAGE)], [(1 << 24) + 1]),
+        ([(FULL, 0, PAGE)] * 2, [1 << 23, (1 << 23) + 1]),
+        ([(FULL, 0, PAGE)], [1 << 64]),
+        ([(WINDOW, 1 << 32, PAGE)], [1]),
+        ([(WINDOW, 1 << 64, PAGE)], [1]),
+        ([(FULL, 0, 1 << 64)], [1]),
+        ([(FULL, 0, -(1 << 64))], [1]),
+    ],
+)
+def test_a_space_out_of_all_proportion_is_refused(store, groups, shards):
+    with pytest.raises(ValueError):
+        store.add_space(groups, shards)
+    assert store.add_space([(FULL, 0, PAGE)], [1]) == 0

@@ -17,6 +17,7 @@ PAGE = 4096
 MIB = 1 << 20
 MAX_SLOTS = 65535
 DONORS_ASKED = 8
+LAID, TOO_SHORT, HELD = "laid", "too short", "held"
 
 
 class Tenant(Protocol):
@@ -57,6 +58,7 @@ class Slab:
     over: Slab | None = None
     cursor: int = 0
     stuck: int = 0
+    barren: int = 0
 
     def span(self, slot: int) -> tuple[int, int]:
         first = self.start * PAGE + slot * self.size_class.pitch
@@ -64,6 +66,12 @@ class Slab:
 
     def used(self) -> int:
         return sum(block is not None for block in self.table)
+
+    def evictable(self) -> Tenant | None:
+        return next((block for block in self.table if block and block.evictable()), None)
+
+    def any_evictable(self) -> bool:
+        return any(slab.evictable() for slab in [self, *self.under])
 
     def live(self) -> Iterator[tuple[int, int, Tenant]]:
         """First byte, end and block of every live slot."""
@@ -240,8 +248,13 @@ class Slabs:
             slab.stuck = self.round
         return None
 
-    def reshape(self, slab: Slab, size_class: SizeClass) -> bool:
-        """Lays the class over this slab and its foreign neighbours, up to a whole slab's length."""
+    def reshape(self, slab: Slab, size_class: SizeClass) -> str:
+        """Lays the class over this slab and its foreign neighbours, up to a whole slab's length.
+
+        Says LAID, or why not: TOO_SHORT for a slot, or HELD blocks under every slot.
+        """
+        if slab.barren == self.round:
+            return HELD
         start, end = self.runs_beside(slab.extent, slab.start, slab.start + slab.pages)
         slabs = [slab]
         while end - start < size_class.slab_pages:
@@ -265,32 +278,79 @@ class Slabs:
             start, end = self.runs_beside(slab.extent, start, end)
         covered = self.cover(slabs, start, end, size_class)
         if not covered:
-            return False
+            return TOO_SHORT
+        if all(self.cover(slabs, start, end, size_class, held=True)):
+            for barren in slabs:
+                barren.barren = self.round
+            return HELD
         self.lay(slabs, start, end, size_class, covered)
-        return True
+        return LAID
 
-    def loosen(self, size_class: SizeClass) -> bool:
-        """Reshapes a slab of another class that is half vacant, where that frees a slot at once."""
+    def loosen(self, size_class: SizeClass, n: int, thorough: bool) -> None:
+        """Reshapes slabs of other classes where that frees a slot at once, until n have room.
+
+        Only those that are half vacant, or that hold nothing to evict.
+        """
         for other in self.classes:
             if other is size_class:
                 continue
-            for slab in other.available[:DONORS_ASKED]:
-                if len(slab.free) * 2 < len(slab.table):
-                    continue
-                start, end = self.runs_beside(slab.extent, slab.start, slab.start + slab.pages)
-                covered = self.cover([slab], start, end, size_class)
-                if 0 in covered:
-                    self.lay([slab], start, end, size_class, covered)
-                    return True
-        return False
+            asked = 0
+            for slab in list(other.available):
+                if self.room(size_class) >= n:
+                    return
+                if not thorough and asked == DONORS_ASKED:
+                    break
+                may = len(slab.free) * 2 >= len(slab.table) or not slab.any_evictable()
+                if not may or not self.give_vacant(slab, size_class):
+                    asked += 1
+            for slab in list(other.reshaped):
+                if self.room(size_class) >= n:
+                    return
+                if not slab.any_evictable():
+                    self.give_vacant(slab, size_class)
 
-    def cover(self, slabs: list[Slab], start: int, end: int, size_class: SizeClass) -> list[int]:
-        """How many live blocks overlap each slot that the class would have there."""
+    def give_vacant(self, slab: Slab, size_class: SizeClass) -> bool:
+        """Lays the class over this slab where that frees a slot at once."""
+        start, end = self.runs_beside(slab.extent, slab.start, slab.start + slab.pages)
+        covered = self.cover([slab], start, end, size_class)
+        if 0 not in covered:
+            return False
+        self.lay([slab], start, end, size_class, covered)
+        return True
+
+    def seek(self, size_class: SizeClass) -> list[Tenant] | None:
+        """The blocks in the way of any slot that can be had, by address; None where none can."""
+        blocks = self.clearable(size_class)
+        if blocks is not None:
+            return blocks
+        for _, slab in sorted(self.slabs.items(), key=lambda item: item[0]):
+            if slab.barren == self.round:
+                continue
+            if slab.size_class is not size_class:
+                before = self.room(size_class)
+                if self.reshape(slab, size_class) != LAID:
+                    continue
+                blocks = self.clearable(size_class)
+                if blocks is not None:
+                    return blocks
+                return [] if self.room(size_class) > before else None
+            block = slab.evictable()
+            if block is not None:
+                return [block]
+            slab.barren = self.round
+        return None
+
+    def cover(
+        self, slabs: list[Slab], start: int, end: int, size_class: SizeClass, held: bool = False
+    ) -> list[int]:
+        """How many live (or held) blocks overlap each slot that the class would have there."""
         slots = min(MAX_SLOTS, (end - start) * PAGE // size_class.pitch)
         covered = [0] * slots
         for slab in slabs:
             for layout in [*slab.under, slab]:
-                for first, last, _ in layout.live():
+                for first, last, block in layout.live():
+                    if held and block.evictable():
+                        continue
                     low = (first - start * PAGE) // size_class.pitch
                     high = -(-(last - start * PAGE) // size_class.pitch)
                     for slot in range(low, min(high, slots)):

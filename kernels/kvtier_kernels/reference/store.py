@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier_kernels.reference.slabs import PAGE, SizeClass, Slab, Slabs
+from kvtier_kernels.reference.slabs import HELD, LAID, PAGE, TOO_SHORT, SizeClass, Slab, Slabs
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -108,6 +108,8 @@ class Store:
                 raise ValueError("a group is (kind 0..2, window_blocks, block_bytes)")
             if not 0 < size <= 1 << 40 or (kind == WINDOW and window == 0):
                 raise ValueError("a block has between 1 byte and 1 TiB, a window a length")
+        if sum(len(space.places) for space in self._spaces) + sum(shards) > 1 << 24:
+            raise ValueError("too many spaces, groups and shards")
         number = len(self._spaces)
         places = {
             (group, shard): Place(number, group, shard, kind, size, self._slabs.class_for(size))
@@ -230,11 +232,11 @@ class Store:
             evicted.append(block)
 
         slabs.round += 1
-        while slabs.room(wanted) < n and slabs.loosen(wanted):
-            pass
+        slabs.loosen(wanted, n, thorough=False)
+        more = True
         for patient in (True, False):
             for number in named:
-                if slabs.room(wanted) >= n:
+                if not more or slabs.room(wanted) >= n:
                     break
                 victim = self._blocks.get(number)
                 if victim is None or not victim.evictable():
@@ -248,16 +250,23 @@ class Store:
                 if patient and foreign and victim.slab.size_class is wanted:
                     continue  # its bytes are on their way to another class
                 in_the_way = slabs.clearable(wanted)
-                if in_the_way is None and foreign and slabs.reshape(top, wanted):
+                laid = HELD
+                if in_the_way is None and foreign:
+                    laid = slabs.reshape(top, wanted)
+                if laid == LAID:
                     if slabs.room(wanted) >= n:
                         break
                     in_the_way = slabs.clearable(wanted)
-                if in_the_way is not None:
-                    for block in in_the_way:
-                        assert isinstance(block, Block)
-                        leave(block)
-                elif not patient:
-                    leave(victim)
+                if in_the_way is None and not patient:
+                    in_the_way = slabs.seek(wanted)
+                    more = in_the_way is not None
+                    if more and laid == TOO_SHORT and slabs.room(wanted) < n:
+                        in_the_way = [victim]  # brings nothing yet, but the coldest goes first
+                for block in in_the_way or []:
+                    assert isinstance(block, Block)
+                    leave(block)
+        if named:
+            slabs.loosen(wanted, n, thorough=True)
         return join(block.id for block in evicted), evictable_ids(orphans)
 
     def reserve(
@@ -347,7 +356,8 @@ class Store:
         """READY blocks match no more, and go with their last lease: (gone now, orphans)."""
         freed: list[int] = []
         orphans: list[Block] = []
-        for block in self._claim(ids, READY, DOOMED):
+        once = join(dict.fromkeys(unpack(ids)))  # an id given twice counts once
+        for block in self._claim(once, READY, DOOMED):
             if block.leases:
                 if block.place.kind == FULL:
                     self._cut_below(block.node, orphans)
