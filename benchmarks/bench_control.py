@@ -203,6 +203,7 @@ def fill(client: Client, space: Space, blocks: int) -> Any:
         saving = space.reserve(keys)
         with saving:
             assert len(saving) == GROUP
+            saving.commit(GROUP)
     return keys
 
 
@@ -315,6 +316,7 @@ def mixed_arena(folder: Path) -> list[Row]:
                     blocks = chance.randint(1, 40)
                     keys = spaces[at].keys(chain(next(names), blocks))
                     with spaces[at].reserve(keys) as saving:
+                        saving.commit(len(saving))
                         saved += len(saving) * (one, two)[at]
                     if saved > 3 * total:
                         warm = client.stats()["tiers"]["warm"]

@@ -23,6 +23,7 @@ import harness
 from harness import Arm, Daemon, Row, pairs, ratio_row
 from kvtier import Client, KvSpec, Space
 from kvtier_kernels import Pieces, gather, memcpy, nt_loop, nt_loops, scatter
+from kvtier_kernels import views as slot_views
 
 MIB = 1 << 20
 REQUEST_BYTES = 512 * MIB
@@ -171,7 +172,7 @@ def pieces(client: Client, rounds: int) -> list[Row]:
 
         run_gather()
         limit_in()
-        slots = list(saving.values())
+        slots = slot_views(extents, saving.slots, block_bytes, False)
         assert all(bytes(slots[n]) == bytes(targets[n]) for n in range(0, count, 17))
         del slots
         for name, run, limit in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 
 from kvtier.errors import ProtocolError
 from kvtier_kernels import Mapping
@@ -26,10 +27,11 @@ class Arena:
         self._unpopulated: queue.SimpleQueue[Mapping | None] | None = None
         if populate:
             self._unpopulated = queue.SimpleQueue()
-            self._populating = threading.Thread(
+            threading.Thread(
                 target=_populate, args=(self._unpopulated,), name="kvtier-populate", daemon=True
-            )
-            self._populating.start()
+            ).start()
+            # An arena that nobody closed ends its thread when nobody has it any more.
+            weakref.finalize(self, self._unpopulated.put, None)
 
     def add(self, index: int, nbytes: int, extent_fd: int, table_fd: int) -> None:
         """Map an extent and its table. Takes the descriptors and closes them, whatever happens."""
@@ -63,3 +65,4 @@ class Arena:
 def _populate(unpopulated: queue.SimpleQueue[Mapping | None]) -> None:
     while (mapping := unpopulated.get()) is not None:
         mapping.populate()
+        del mapping  # waiting for the next one must not keep this one mapped

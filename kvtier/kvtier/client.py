@@ -36,21 +36,24 @@ COPY_THREADS = 2
 LARGE_COPY_BYTES = 32 << 20
 CONNECT_PAUSE_S = 0.005
 
-LIMIT_ENDED = 64
+MARK_BYTES = 16
 
 # By socket: tokens of closed clients that could not tell their daemon that they touch nothing any more. The
 # next client of this process does, so that slots which a lost connection had for writing are free again.
 _unsaid: dict[str, list[bytes]] = {}
+_unsaid_lock = threading.Lock()
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
 class Match(msgspec.Struct, frozen=True):
-    """How many leading blocks are `ready` in memory, and how many after them are `coming`, in `eta_ms`."""
+    """How many leading blocks are `ready` in memory, and how many after them are `coming`, in `eta_ms`.
+    `refused` says why, where the daemon would not look."""
 
     ready: int
     coming: int
     eta_ms: float
+    refused: str = ""
 
 
 class Client:
@@ -63,10 +66,15 @@ class Client:
         self._path = path
         self._arena = arena
         self._lock = threading.RLock()
-        ended = _unsaid.get(path, [])[:LIMIT_ENDED]
+        self._writing = 0
+        self._lease_tickets: set[int] = set()
+        self._closed = False
+        with _unsaid_lock:
+            ended = _unsaid.get(path, [])[: wire.LIMIT_ENDED]
         hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended)
         welcome = self._ask(hello, wire.Welcome)
-        _unsaid[path] = [token for token in _unsaid.get(path, []) if token not in ended]
+        with _unsaid_lock:
+            _unsaid[path] = [token for token in _unsaid.get(path, []) if token not in ended]
         self._token = welcome.token
         self.tenant = welcome.tenant
         self.daemon_version = welcome.version
@@ -122,27 +130,63 @@ class Client:
         return self._connection.fileno()
 
     def poll(self) -> dict[int, Match | Lease]:
-        """Answers that have come to `begin_match` and `begin_lease`, by ticket. Never waits."""
-        with self._lock:
+        """Answers that have come to `begin_match` and `begin_lease`, by ticket. Never waits, not for the
+        daemon and not for another thread of this client: then there is nothing yet."""
+        self._connection.check_process()
+        if not self._lock.acquire(blocking=False):
+            return {}
+        try:
             replies = self._connection.poll()
             self._map_extents()
+        finally:
+            self._lock.release()
         found: dict[int, Match | Lease] = {}
         for ticket, reply in replies.items():
+            asked_for_lease = ticket in self._lease_tickets
+            self._lease_tickets.discard(ticket)
             if isinstance(reply, wire.Matched):
                 found[ticket] = Match(reply.ready, reply.coming, reply.eta_ms)
             elif isinstance(reply, wire.Loaded):
                 found[ticket] = Lease(self, reply)
+            elif isinstance(reply, wire.Failed) and asked_for_lease:
+                nothing = wire.Loaded(ticket, 0, 0, 0.0, 0, b"", [])
+                found[ticket] = Lease(self, nothing, refused=reply.text)
             elif isinstance(reply, wire.Failed):
-                found[ticket] = Match(0, 0, 0.0)
+                found[ticket] = Match(0, 0, 0.0, reply.text)
         return found
 
     def close(self) -> None:
-        """Let everything go. Views of slots are invalid from now on."""
+        """Let everything go. Views of slots are invalid from now on.
+
+        A save that another thread is in the middle of fails; only when it has ended is the daemon told that
+        its slots are free.
+        """
+        if self._connection.inherited:
+            self._connection.close(farewell=False)
+            return
         with self._lock:
-            if not self._connection.close(farewell=True) and self._token:
-                _unsaid.setdefault(self._path, []).append(self._token)
-            self._token = b""
+            if self._closed:
+                return
+            self._closed = True
+            said = self._connection.close(farewell=not self._writing)
+            if not said and not self._writing:
+                self._leave_unsaid()
             self._arena.close()
+
+    def _begin_writing(self) -> None:
+        with self._lock:
+            self._writing += 1
+
+    def _end_writing(self) -> None:
+        """Nothing touches the slots of one save any more."""
+        with self._lock:
+            self._writing -= 1
+            if self._closed and not self._writing:
+                self._leave_unsaid()
+
+    def _leave_unsaid(self) -> None:
+        with _unsaid_lock:
+            _unsaid.setdefault(self._path, []).append(self._token)
 
     def __enter__(self) -> Client:
         return self
@@ -154,6 +198,7 @@ class Client:
         return self._connection.new_id()
 
     def _ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
+        self._connection.check_process()
         with self._lock:
             reply = self._connection.wait(self._connection.send(request))
             self._map_extents()
@@ -162,13 +207,25 @@ class Client:
         return reply
 
     def _tell(self, request: wire.Message) -> int:
+        self._connection.check_process()
         with self._lock:
             return self._connection.send(request)
+
+    def _begin(self, request: wire.Message) -> int:
+        """Send without waiting for the daemon. Another thread's request in flight goes first."""
+        self._connection.check_process()
+        with self._lock:
+            if isinstance(request, wire.Load):
+                self._lease_tickets.add(request.id)
+            return self._connection.begin(request)
 
     def _map_extents(self) -> None:
         extents = self._connection.extents
         while extents:
-            self._arena.add(*extents.popleft())
+            try:
+                self._arena.add(*extents.popleft())
+            except OSError as error:
+                raise self._connection.fail(f"an extent can't be mapped: {error}") from error
 
 
 class Space:
@@ -210,7 +267,7 @@ class Space:
 
     def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a match and return its ticket at once; `client.poll()` has the answer later."""
-        return self._client._tell(wire.Match(self._new_id(), self.index, Keys.of(keys).packed))
+        return self._client._begin(wire.Match(self._new_id(), self.index, Keys.of(keys).packed))
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -219,9 +276,11 @@ class Space:
     ) -> Loading:
         """`with space.load(keys) as blocks:` read-only views of the ready prefix, held for `deadline_ms`.
 
-        If the block takes longer than that and a slot was given away meanwhile, leaving it raises
-        StaleLease: what was read is not to be used.
+        `blocks[i]` is block i of the prefix: None where this group can do without it (a sliding window needs
+        only its trailing blocks). If the `with` takes longer than the deadline and a slot was given away
+        meanwhile, leaving it raises StaleLease: what was read is not to be used.
         """
+        self._check_place(group, shard)
         return Loading(self, keys, deadline_ms, group, shard)
 
     def load_into(
@@ -233,22 +292,37 @@ class Space:
         shard: int = 0,
         threads: int | None = None,
     ) -> int:
-        """Copy the ready prefix into `targets` (a buffer per block, or one for all); how many blocks of
-        it are good. Targets beyond that number hold nothing of use. `threads`: None leaves it to the size."""
+        """Copy the ready prefix into `targets` (a buffer per block of the prefix, or one for all); how many
+        blocks of the prefix can be used.
+
+        Block i goes to `targets[i]`; those that this group can do without are left alone, and so is what lies
+        beyond. `threads`: None leaves it to the size.
+        """
+        self._check_place(group, shard)
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
             return 0
         try:
             part = lease.part(group, shard)
-            count = len(part.slots) // wire.SLOT_BYTES
             nbytes = self._block_bytes[group]
-            wanted = _leading(targets, count, nbytes)
+            count = len(part.slots) // wire.SLOT_BYTES
+            wanted = _between(targets, part.first, part.first + count, nbytes)
             threads = threads or _copy_threads(count * nbytes)
             arena = self._client._arena
+            tables = arena.tables
             copy_out(arena.extents, part.slots, nbytes, wanted, threads, False)
-            return fresh(arena.tables, part.slots)
+            good = fresh(tables, part.slots)
         finally:
             lease.release()
+        if good == count:
+            return lease.ready
+        # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
+        return good if self.spec.cache_groups[group].kind == "full" else 0
+
+    def _check_place(self, group: int, shard: int) -> None:
+        groups = self.spec.cache_groups
+        if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
+            raise ValueError(f"the space has no group {group}, shard {shard}")
 
     def lease(
         self,
@@ -267,7 +341,7 @@ class Space:
         shards: Sequence[int] = (0,),
     ) -> int:
         """Send a lease request and return its ticket at once; `client.poll()` has the Lease later."""
-        return self._client._tell(self._lease_request(keys, deadline_ms, shards))
+        return self._client._begin(self._lease_request(keys, deadline_ms, shards))
 
     def _lease_request(
         self, keys: Keys | Sequence[bytes], deadline_ms: int, shards: Sequence[int]
@@ -280,8 +354,12 @@ class Space:
     def reserve(self, keys: Keys | Sequence[bytes], group: int = 0, shard: int = 0) -> Saving:
         """`with space.reserve(keys) as saving:` writable slots for the keys that are new and admitted.
 
-        Commits on leaving, aborts on an exception. Waits for no disk.
+        On leaving, the leading slots that were written are committed; the first that was handed out but never
+        written, and all after it, are given back, and so are all on an exception. Whoever fills slots
+        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`. Waits for no
+        disk.
         """
+        self._check_place(group, shard)
         return Saving(self, Keys.of(keys), group, shard)
 
     def save(
@@ -299,16 +377,17 @@ class Space:
         `threads`: None leaves it to the size.
         """
         keys = Keys.of(keys)
+        nbytes = self._block_bytes[group]
+        _check_sources(arrays, len(keys), nbytes)
         saving = self.reserve(keys, group, shard)
         with saving:
             if saving.slots:
-                nbytes = self._block_bytes[group]
                 sources = _chosen(arrays, saving, len(keys), nbytes)
                 threads = threads or _copy_threads(len(saving) * nbytes)
-                extents = self._client._arena.extents
                 saving.checksums = copy_in(
-                    extents, saving.slots, nbytes, sources, threads, checksum
+                    self._client._arena.extents, saving.slots, nbytes, sources, threads, checksum
                 )
+                saving.commit(len(saving))
         return Saved(keys, saving.outcomes)
 
     # --- wishes ------------------------------------------------------------------------------
@@ -340,9 +419,10 @@ class Space:
 class Lease:
     """Blocks that stay where they are until `release` or the deadline. `token` lets others join."""
 
-    __slots__ = ("_client", "_id", "coming", "eta_ms", "parts", "ready", "token")
+    __slots__ = ("_client", "_id", "coming", "eta_ms", "parts", "ready", "refused", "token")
 
-    def __init__(self, client: Client, loaded: wire.Loaded) -> None:
+    def __init__(self, client: Client, loaded: wire.Loaded, refused: str = "") -> None:
+        self.refused = refused
         self._client = client
         self._id = loaded.lease
         self.ready = loaded.ready
@@ -375,9 +455,11 @@ class Lease:
                 self._client._tell(wire.Release(0, lease))
 
 
-class Blocks(list[memoryview]):
-    """The ready prefix: a read-only view a block, valid until the `with` block ends."""
+class Blocks(list["memoryview | None"]):
+    """The ready prefix: a read-only view a block, valid until the `with` block ends; None for the blocks
+    before `first`, which this group can do without."""
 
+    first: int = 0
     coming: int = 0
     eta_ms: float = 0.0
 
@@ -385,7 +467,7 @@ class Blocks(list[memoryview]):
 class Loading:
     """A load as a context; see Space.load."""
 
-    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space")
+    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_tables", "_views")
 
     def __init__(
         self, space: Space, keys: Keys | Sequence[bytes], deadline_ms: int, group: int, shard: int
@@ -394,14 +476,23 @@ class Loading:
         self._args = (keys, deadline_ms, group, shard)
         self._lease: Lease | None = None
         self._part: wire.Part | None = None
+        self._tables: list[Any] = []
+        self._views: list[memoryview] = []
         self._blocks = Blocks()
 
     def __enter__(self) -> Blocks:
         keys, deadline_ms, group, shard = self._args
         lease = self._lease = self._space.lease(keys, deadline_ms, [shard])
         if lease.ready:
-            self._part = lease.part(group, shard)
-            self._blocks = Blocks(lease.views(self._part, self._space._block_bytes[group]))
+            try:
+                part = self._part = lease.part(group, shard)
+                self._views = lease.views(part, self._space._block_bytes[group])
+            except BaseException:
+                lease.release()
+                raise
+            self._blocks = Blocks([*[None] * part.first, *self._views])
+            self._blocks.first = part.first
+            self._tables = self._space._client._arena.tables
         self._blocks.coming = lease.coming
         self._blocks.eta_ms = lease.eta_ms
         return self._blocks
@@ -410,13 +501,17 @@ class Loading:
         self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
     ) -> None:
         assert self._lease is not None
-        stale = False
+        stale, kept = False, 0
         if self._part is not None:
-            stale = self._lease.fresh(self._part) * wire.SLOT_BYTES < len(self._part.slots)
-            release_views(self._blocks)
+            slots = self._part.slots
+            stale = fresh(self._tables, slots) * wire.SLOT_BYTES < len(slots)
+            kept = release_views(self._views)
         self._lease.release()
         if stale and kind is None:
             raise StaleLease("the lease ran out while its blocks were read: use nothing of them")
+        if kept and kind is None:
+            text = "are still shown by something made from their views (an array, a slice): copy instead"
+            raise BufferError(f"{kept} blocks {text}; they may be another's at any time")
 
 
 class Saving(Mapping[Key, memoryview]):
@@ -429,6 +524,7 @@ class Saving(Mapping[Key, memoryview]):
         self._shard = shard
         self._lease = 0
         self._committed = 0
+        self._mark = os.urandom(MARK_BYTES)
         self._buffers: dict[Key, memoryview] | None = None
         self.checksums = b""
         self.slots = b""
@@ -450,21 +546,37 @@ class Saving(Mapping[Key, memoryview]):
 
     def commit(self, count: int) -> None:
         """The next `count` granted blocks are written: others may read them from now on."""
-        if count < 1:
+        if not 0 <= count <= len(self) - self._committed:
+            raise ValueError(
+                f"{count} of {len(self) - self._committed} blocks that are not committed"
+            )
+        if not count:
             return
-        sums = self.checksums
-        at, self._committed = self._committed, self._committed + count
+        at, sums = self._committed, self.checksums
         digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
         request = wire.Commit(self._space._new_id(), self._lease, at, count, digests)
         self._space._ask(request, wire.Done)
+        self._committed += count
 
     def _slot_views(self) -> dict[Key, memoryview]:
         if self._buffers is None:
             nbytes = self._space._block_bytes[self._group]
             buffers = views(self._space._client._arena.extents, self.slots, nbytes, True)
+            for buffer in buffers:
+                # Tells a slot that was never written, and still holds what was evicted from it.
+                buffer[:MARK_BYTES] = self._mark[: len(buffer)]
             keys = [self._keys[at] for at in self.granted]
             self._buffers = dict(zip(keys, buffers, strict=True))
         return self._buffers
+
+    def _written(self) -> int:
+        """How many leading blocks after the committed ones have been written to."""
+        count = 0
+        for buffer in list((self._buffers or {}).values())[self._committed :]:
+            if buffer[:MARK_BYTES] == self._mark[: len(buffer)]:
+                break
+            count += 1
+        return count
 
     def __getitem__(self, key: Key) -> memoryview:
         return self._slot_views()[key]
@@ -480,22 +592,27 @@ class Saving(Mapping[Key, memoryview]):
         request = wire.Reserve(
             space._new_id(), space.index, self._group, self._shard, keys.parent, keys.packed
         )
-        reserved = space._ask(request, wire.Reserved)
+        space._client._begin_writing()
+        try:
+            reserved = space._ask(request, wire.Reserved)
+        except BaseException:
+            space._client._end_writing()
+            raise
         if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
             raise ProtocolError("a reserve was answered for another number of keys")
         self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._buffers:
-            release_views(list(self._buffers.values()))
-        left = len(self) - self._committed
-        if not left:
-            return
-        if kind is None:
-            self.commit(left)
-        else:
-            self._space._ask(wire.Abort(self._space._new_id(), self._lease), wire.Done)
+        try:
+            if kind is None and self._buffers is not None:
+                self.commit(self._written())
+            if self._buffers:
+                release_views(list(self._buffers.values()))
+            if self._committed < len(self):
+                self._space._ask(wire.Abort(self._space._new_id(), self._lease), wire.Done)
+        finally:
+            self._space._client._end_writing()
 
 
 class Saved(Sequence[Key]):
@@ -572,26 +689,38 @@ def _copy_threads(nbytes: int) -> int:
     return min(COPY_THREADS, len(os.sched_getaffinity(0)))
 
 
+def _check_sources(arrays: Any, total: int, nbytes: int) -> None:
+    """One array a key, or one buffer of just their size; the copy checks each array's own."""
+    if isinstance(arrays, (list, tuple)):
+        if len(arrays) != total:
+            raise ValueError(f"{len(arrays)} arrays for {total} keys")
+        sizes = {memory.nbytes for memory in arrays if isinstance(memory, memoryview)}
+        sizes |= {len(memory) for memory in arrays if isinstance(memory, (bytes, bytearray))}
+        if sizes - {nbytes}:
+            raise ValueError(f"arrays of {min(sizes - {nbytes})} bytes: a block has {nbytes}")
+    elif isinstance(arrays, (bytes, bytearray)) and len(arrays) != total * nbytes:
+        raise ValueError(f"{len(arrays)} bytes for {total} blocks of {nbytes}")
+
+
 def _chosen(arrays: Any, saving: Saving, total: int, nbytes: int) -> Any:
     """The sources of the granted keys, out of a buffer per key or one for all."""
-    each = isinstance(arrays, (list, tuple))
-    if each and len(arrays) != total:
-        raise ValueError(f"{len(arrays)} arrays for {total} keys")
     if len(saving) == total:
         return arrays
-    if each:
+    if isinstance(arrays, (list, tuple)):
         return [arrays[at] for at in saving.granted]
     flat = memoryview(arrays).cast("B")
+    if flat.nbytes != total * nbytes:
+        raise ValueError(f"{flat.nbytes} bytes for {total} blocks of {nbytes}")
     return [flat[at * nbytes : (at + 1) * nbytes] for at in saving.granted]
 
 
-def _leading(targets: Any, count: int, nbytes: int) -> Any:
-    """The first `count` targets, out of a buffer per block or one for all."""
+def _between(targets: Any, first: int, end: int, nbytes: int) -> Any:
+    """The targets of blocks [first, end), out of a buffer per block or one for all."""
     if isinstance(targets, (list, tuple)):
-        if len(targets) < count:
-            raise ValueError(f"{len(targets)} targets for {count} ready blocks")
-        return targets[:count]
+        if len(targets) < end:
+            raise ValueError(f"{len(targets)} targets for {end} ready blocks")
+        return targets[first:end]
     flat = memoryview(targets).cast("B")
-    if flat.nbytes < count * nbytes:
-        raise ValueError(f"{flat.nbytes} bytes of target for {count} blocks of {nbytes}")
-    return flat[: count * nbytes]
+    if flat.nbytes < end * nbytes:
+        raise ValueError(f"{flat.nbytes} bytes of target for {end} blocks of {nbytes}")
+    return flat[first * nbytes : end * nbytes]

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier import wire
-from kvtier.errors import ProtocolError, Refused, Unavailable
+from kvtier.errors import KvtierError, ProtocolError, Refused, Unavailable
 
 RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
+LIMIT_BACKLOG_BYTES = 1 << 20
 Clock = Callable[[], float]
 
 
@@ -30,6 +31,7 @@ class Connection:
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._framer = wire.Framer()
+        self._backlog = bytearray()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._fds: deque[int] = deque()
         self._replies: dict[int, wire.Reply] = {}
@@ -48,32 +50,73 @@ class Connection:
         return request_id
 
     def send(self, message: wire.Message) -> int:
-        """Write one request; its id is what `wait` and `poll` know the answer by."""
+        """Write one request; its id is what `wait` and `poll` know the answer by. Raises TypeError for one
+        that no daemon would understand."""
         self._check_usable()
-        frame = wire.encode(message)
+        frame = _checked(message)
         try:
             self._sock.settimeout(self._timeout_s)
+            self._flush()
             self._sock.sendall(frame)
         except TimeoutError as error:
             raise self._break(f"the daemon took no request for {self._timeout_s} s") from error
         except OSError as error:
-            # The daemon may have said why before it hung up.
-            with contextlib.suppress(Unavailable, ProtocolError, BlockingIOError):
-                while True:
-                    self._receive(0)
-            raise self._break(self.broken or f"the connection is gone: {error}") from error
+            raise self._lost(error) from error
+        except BaseException:
+            self._break("a request was interrupted half-way")
+            raise
         if message.id:
             self._expected.add(message.id)
         return message.id
 
+    def begin(self, message: wire.Message) -> int:
+        """Write one request without waiting: what the socket does not take now goes with the next call.
+        A daemon that takes nothing for too long breaks the connection."""
+        self._check_usable()
+        self._backlog += _checked(message)
+        self._expected.add(message.id)
+        self.push()
+        if len(self._backlog) > LIMIT_BACKLOG_BYTES:
+            raise self._break(f"the daemon left {len(self._backlog)} bytes of requests waiting")
+        return message.id
+
+    def push(self) -> None:
+        """Send what `begin` left, as far as the socket takes it now."""
+        try:
+            self._sock.settimeout(0)
+            self._flush()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _flush(self) -> None:
+        while self._backlog:
+            sent = self._sock.send(self._backlog)
+            del self._backlog[:sent]
+
+    def _lost(self, error: OSError) -> Unavailable:
+        # The daemon may have said why before it hung up.
+        with contextlib.suppress(Unavailable, ProtocolError, BlockingIOError):
+            while True:
+                self._receive(0)
+        return self._break(self.broken or f"the connection is gone: {error}")
+
     def wait(self, request_id: int) -> wire.Reply:
         """The reply to this request. Raises Refused if the daemon says no."""
         deadline = self._clock() + self._timeout_s
-        while request_id not in self._replies:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise self._break(f"no answer for {self._timeout_s} s")
-            self._receive(left)
+        try:
+            while request_id not in self._replies:
+                left = deadline - self._clock()
+                if left <= 0:
+                    raise self._break(f"no answer for {self._timeout_s} s")
+                self._receive(left)
+        except (KvtierError, OSError):
+            raise
+        except BaseException:
+            # Nobody will ever ask for this answer: what it grants ends with the connection.
+            self._break("a request was interrupted")
+            raise
         reply = self._replies.pop(request_id)
         if isinstance(reply, wire.Failed):
             raise Refused(reply.code, reply.text)
@@ -82,6 +125,7 @@ class Connection:
     def poll(self) -> dict[int, wire.Reply]:
         """Every reply that has come and that nobody waits for. Never blocks."""
         self._check_usable()
+        self.push()
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._receive(0)
@@ -132,22 +176,37 @@ class Connection:
             self._expected.discard(reply.id)
             self._replies[reply.id] = reply
 
-    def _check_usable(self) -> None:
+    @property
+    def inherited(self) -> bool:
+        """This is a forked child, and the connection its parent's."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise Unavailable in a forked child. Needs no lock: a thread of the parent may have held it."""
         if self._pid != os.getpid():
             raise Unavailable("connected before a fork: connect again in the child")
+
+    def _check_usable(self) -> None:
+        self.check_process()
         if self.broken:
             raise Unavailable(self.broken)
 
     def _break(self, why: str) -> Unavailable:
         self.broken = self.broken or why
+        with contextlib.suppress(OSError):
+            # The daemon need not wait for a close to know that this session is over.
+            self._sock.shutdown(socket.SHUT_RDWR)
         return Unavailable(why)
+
+    def fail(self, why: str) -> Unavailable:
+        """This end can't go on: the connection is of no more use."""
+        return self._break(why)
 
     def close(self, farewell: bool) -> bool:
         """Hang up. `farewell` promises the daemon that nothing here touches a slot any more; True if that
         was sent, or is not this process's to send."""
-        inherited = self._pid != os.getpid()
         said = False
-        if farewell and not self.broken and not inherited:
+        if farewell and not self.broken and not self.inherited:
             with contextlib.suppress(OSError):
                 self._sock.settimeout(0)
                 self._sock.sendall(wire.encode(wire.Bye(0)))
@@ -161,4 +220,14 @@ class Connection:
             os.close(table_fd)
         self.extents.clear()
         self._sock.close()
-        return said or inherited
+        return said or self.inherited
+
+
+def _checked(message: wire.Message) -> bytes:
+    """The frame of a request, if its fields have the types that the wire wants."""
+    try:
+        frame = wire.encode(message)
+        wire.decode_request(memoryview(frame)[wire.LENGTH.size :])
+    except (ProtocolError, OverflowError, TypeError) as error:
+        raise TypeError(f"{type(message).__name__}: {error}") from error
+    return frame

@@ -37,7 +37,13 @@ class Keys(Sequence[Key]):
     @classmethod
     def of(cls, keys: Keys | Sequence[bytes]) -> Keys:
         """The same keys, packed: what every call of a space accepts."""
-        return keys if isinstance(keys, Keys) else cls(b"".join(keys))
+        if isinstance(keys, Keys):
+            return keys
+        if not all(isinstance(key, bytes) and len(key) == KEY_BYTES for key in keys):
+            raise TypeError(
+                f"keys of {KEY_BYTES} bytes each are wanted: they come from space.keys(token_ids)"
+            )
+        return cls(b"".join(keys))
 
     def __len__(self) -> int:
         return len(self.packed) // KEY_BYTES

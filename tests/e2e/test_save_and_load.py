@@ -212,7 +212,10 @@ def test_a_reader_can_not_write(shared_daemon: Daemon) -> None:
         fill(space, keys, spec.block_bytes)
         with readable.load(keys) as blocks:
             assert bytes(blocks[11]) == pattern(keys[11], spec.block_bytes)
-        for call in (lambda: readable.save(keys, []), lambda: readable.forget(keys)):
+        for call in (
+            lambda: readable.save(keys, bytes(12 * spec.block_bytes)),
+            lambda: readable.forget(keys),
+        ):
             with pytest.raises(Refused) as refusal:
                 call()
             assert refusal.value.code == "read_only"

@@ -140,6 +140,7 @@ def test_somebody_elses_lease_can_not_be_touched(shared_daemon: Daemon) -> None:
             assert raw.refusal(wire.Commit(2, saving._lease, 0, 4)) == "unknown_lease"
             assert raw.refusal(wire.Abort(3, saving._lease)) == "unknown_lease"
             raw.sock.close()
+            saving.commit(4)
         lease = space.lease(keys)
         raw = Raw(shared_daemon)
         assert raw.refusal(wire.Release(2, lease._id)) == "unknown_lease"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -158,7 +159,8 @@ def test_slots_of_a_lost_connection_are_free_when_their_client_comes_back(
         for lost in ("hung up on", "timed out"):
             client = daemon.connect(timeout_s=0.3)
             space = client.open(spec)
-            space.reserve(space.keys([len(lost)] * 256)).__enter__()
+            saving = space.reserve(space.keys([len(lost)] * 256))
+            saving.__enter__()
             if lost == "hung up on":
                 client._connection._sock.shutdown(socket.SHUT_RDWR)
             else:
@@ -170,5 +172,7 @@ def test_slots_of_a_lost_connection_are_free_when_their_client_comes_back(
                 daemon.wait_for(lambda stats: quarantined(stats) == 16)
                 assert quarantined(watching.stats()) == 16, "another client is no proof"
             client.close()
+            with contextlib.suppress(Unavailable):
+                saving.__exit__(None, None, None)
             daemon.connect().close()
             daemon.wait_for(at_rest)

@@ -1,0 +1,266 @@
+"""The client at its edges: closing under a save, windows, slots nobody wrote, wrong arguments, interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvtier.client
+from daemons import Daemon
+from kvtier import Lease, Match, Unavailable
+from specs import pattern, spec_of
+
+TOKENS = list(range(16 * 8))
+
+
+def filled(space: Any, keys: Any) -> None:
+    space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+
+
+def test_closing_under_a_running_save_gives_its_slots_to_nobody(
+    daemon_of: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of("closing")
+    copying, closed = threading.Event(), threading.Event()
+
+    def slow_copy(*_: Any) -> bytes:
+        copying.set()
+        closed.wait(10)
+        return b""
+
+    monkeypatch.setattr(kvtier.client, "copy_in", slow_copy)
+    client = daemon.connect()
+    space = client.open(spec)
+    keys = space.keys(list(range(16 * 100)))
+    failed: list[Exception] = []
+
+    def save() -> None:
+        try:
+            space.save(keys, bytes(100 * spec.block_bytes))
+        except Unavailable as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert copying.wait(10)
+    client.close()
+    daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 100)
+    with daemon.connect() as other:
+        again = other.open(spec)
+        many = again.keys([7] * (16 * 256))
+        with again.reserve(many) as saving:
+            assert len(saving) == 156, "what is being copied into is not given away"
+        assert daemon.stats()["tiers"]["warm"]["states"]["quarantined"] == 100
+        closed.set()
+        thread.join(10)
+        assert failed, "the save says that it failed"
+        daemon.connect().close()  # and the next client, that its slots are free
+        daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 0)
+
+
+def test_slots_that_nobody_wrote_are_not_committed(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    spec = spec_of("unwritten")
+    with daemon.connect() as client:
+        space = client.open(spec)
+        space.save(space.keys([9] * (16 * 256)), b"\7" * (256 * spec.block_bytes))
+        keys = space.keys(TOKENS)
+        with space.reserve(keys):
+            pass
+        assert space.match(keys).ready == 0
+        with space.reserve(keys) as saving:
+            for number, (key, slot) in enumerate(saving.items()):
+                if number == 3:
+                    break
+                slot[:] = pattern(key, spec.block_bytes)
+        assert space.match(keys).ready == 3
+        with space.load(keys) as blocks:
+            assert [bytes(b) for b in blocks] == [pattern(k, spec.block_bytes) for k in keys[:3]]
+        with space.reserve(keys) as saving:
+            with pytest.raises(ValueError, match="not committed"):
+                saving.commit(6)
+            saving.commit(2)
+        assert space.match(keys).ready == 5
+        assert client.stats()["tiers"]["warm"]["states"]["writing"] == 0
+
+
+def test_a_windows_blocks_keep_their_places_in_the_prefix(shared_daemon: Daemon) -> None:
+    spec = spec_of("window", window_tokens=32)
+    size = spec.block_bytes
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        filled(space, keys)
+        with space.load(keys) as blocks:
+            assert len(blocks) == 8 and blocks.first == 6
+            assert blocks[:6] == [None] * 6
+            assert [bytes(b) for b in blocks[6:] if b] == [pattern(k, size) for k in keys[6:]]
+        whole = bytearray(8 * size)
+        assert space.load_into(keys, whole) == 8
+        assert whole == bytes(6 * size) + b"".join(pattern(k, size) for k in keys[6:])
+        each = [bytearray(size) for _ in keys]
+        assert space.load_into(keys, each) == 8
+        assert b"".join(each) == whole
+
+
+def test_groups_and_shards_that_are_none_are_refused_before_anything_is_held(
+    shared_daemon: Daemon,
+) -> None:
+    with shared_daemon.connect() as client:
+        space = client.open(spec_of("places"))
+        keys = space.keys(TOKENS)
+        filled(space, keys)
+        for call in (
+            lambda: space.load(keys, group=3),
+            lambda: space.load_into(keys, [], shard=1),
+            lambda: space.reserve(keys, group=-1),
+        ):
+            with pytest.raises(ValueError, match="no group"):
+                call()
+        assert client.stats()["tenants"]["default"]["leases"] == 0
+
+
+def test_wrong_arguments_are_said_here_and_the_connection_lives(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        space = client.open(spec_of("arguments"))
+        keys = space.keys(TOKENS)
+        wrong: list[Callable[[], object]] = [
+            lambda: client.adopt("text"),  # type: ignore[arg-type]
+            lambda: space.hint(keys, "low"),  # type: ignore[arg-type]
+            lambda: space.lease(keys, deadline_ms=None),  # type: ignore[arg-type]
+            lambda: space.lease(keys, deadline_ms=2**80),
+            lambda: space.match(TOKENS),  # type: ignore[arg-type]
+            lambda: space.match([b"short", b"er"]),
+        ]
+        for call in wrong:
+            with pytest.raises(TypeError):
+                call()
+        with pytest.raises(ValueError, match="8 blocks"):
+            space.save(keys, bytes(10))
+        client.ping()
+
+
+def test_a_view_kept_past_its_load_is_an_error(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        space = client.open(spec_of("kept"))
+        keys = space.keys(TOKENS)
+        filled(space, keys)
+        with pytest.raises(BufferError, match="copy instead"), space.load(keys) as blocks:
+            kept = np.frombuffer(blocks[0], np.uint8)  # type: ignore[arg-type]
+        assert client.stats()["tenants"]["default"]["leases"] == 0
+        del kept
+
+
+def test_an_interrupted_request_breaks_the_connection(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    client = daemon.connect(timeout_s=20)
+    daemon.process.send_signal(signal.SIGSTOP)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            client.ping()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        daemon.process.send_signal(signal.SIGCONT)
+    with pytest.raises(Unavailable, match="interrupted"):
+        client.ping()
+    client.close()
+
+
+def test_polling_and_beginning_never_wait(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    client = daemon.connect(timeout_s=5)
+    space = client.open(spec_of("poll"))
+    keys = space.keys(list(range(16 * 512)))
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises(Unavailable, match="waiting"):
+            for _ in range(1000):
+                space.begin_match(keys)
+                assert client.poll() == {}
+        assert time.monotonic() - started < 4, "less than a deadline, however much was asked"
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    client.close()
+    client = daemon.connect(timeout_s=5)
+    held = threading.Thread(target=lambda: client._lock.acquire() and time.sleep(0.5))
+    held.start()
+    time.sleep(0.1)
+    assert client.poll() == {}
+    assert held.is_alive(), "it did not wait for the other thread"
+    held.join()
+    client._connection.close(farewell=True)
+
+
+def test_refusals_come_back_as_what_was_asked_for(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        space = client.open(spec_of("refused"))
+        space.index = 77_777
+        keys = space.keys(TOKENS)
+        tickets = [space.begin_match(keys), space.begin_lease(keys)]
+        found: dict[int, Match | Lease] = {}
+        deadline = time.monotonic() + 5
+        while len(found) < 2 and time.monotonic() < deadline:
+            found |= client.poll()
+        match, lease = (found[ticket] for ticket in tickets)
+        assert isinstance(match, Match) and "never opened" in match.refused
+        assert isinstance(lease, Lease) and "never opened" in lease.refused
+        lease.release()
+
+
+def test_a_child_forked_under_a_held_lock_is_told_at_once(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        locked, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with client._lock:
+                locked.set()
+                done.wait(10)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        locked.wait()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                client.ping()
+            except Unavailable:
+                client.close()
+                status = 0
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + 10
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        done.set()
+        thread.join()
+        assert ended == (child, 0)
+        client.ping()
+
+
+def test_dropped_clients_leave_no_thread(shared_daemon: Daemon) -> None:
+    before = threading.active_count()
+    for _ in range(5):
+        shared_daemon.connect(populate=True)._connection.close(farewell=True)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() <= before
