@@ -12,6 +12,7 @@ import os
 import socket as sockets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -37,6 +38,7 @@ LARGE_COPY_BYTES = 32 << 20
 CONNECT_PAUSE_S = 0.005
 
 MARK_BYTES = 16
+LIMIT_DEFERRED = 4096
 
 # By socket: tokens of closed clients that could not tell their daemon that they touch nothing any more. The
 # next client of this process does, so that slots which a lost connection had for writing are free again.
@@ -68,6 +70,7 @@ class Client:
         self._lock = threading.RLock()
         self._writing = 0
         self._lease_tickets: set[int] = set()
+        self._deferred: deque[wire.Message] = deque()
         self._closed = False
         with _unsaid_lock:
             ended = _unsaid.get(path, [])[: wire.LIMIT_ENDED]
@@ -136,6 +139,7 @@ class Client:
         if not self._lock.acquire(blocking=False):
             return {}
         try:
+            self._send_deferred()
             replies = self._connection.poll()
             self._map_extents()
         finally:
@@ -200,24 +204,33 @@ class Client:
     def _ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
         self._connection.check_process()
         with self._lock:
+            self._send_deferred()
             reply = self._connection.wait(self._connection.send(request))
             self._map_extents()
+            self._send_deferred()
         if not isinstance(reply, expected):
             raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
         return reply
 
     def _tell(self, request: wire.Message) -> int:
+        """Send without waiting: not for the daemon, and not for another thread's request in flight, after
+        which it goes then."""
         self._connection.check_process()
-        with self._lock:
-            return self._connection.send(request)
+        if isinstance(request, wire.Load):
+            self._lease_tickets.add(request.id)
+        self._deferred.append(request)
+        if len(self._deferred) > LIMIT_DEFERRED:
+            raise Unavailable(f"{len(self._deferred)} requests wait for another thread's answer")
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_deferred()
+            finally:
+                self._lock.release()
+        return request.id
 
-    def _begin(self, request: wire.Message) -> int:
-        """Send without waiting for the daemon. Another thread's request in flight goes first."""
-        self._connection.check_process()
-        with self._lock:
-            if isinstance(request, wire.Load):
-                self._lease_tickets.add(request.id)
-            return self._connection.begin(request)
+    def _send_deferred(self) -> None:
+        while self._deferred:
+            self._connection.begin(self._deferred.popleft())
 
     def _map_extents(self) -> None:
         extents = self._connection.extents
@@ -267,7 +280,7 @@ class Space:
 
     def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a match and return its ticket at once; `client.poll()` has the answer later."""
-        return self._client._begin(wire.Match(self._new_id(), self.index, Keys.of(keys).packed))
+        return self._client._tell(wire.Match(self._new_id(), self.index, Keys.of(keys).packed))
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -308,10 +321,8 @@ class Space:
             count = len(part.slots) // wire.SLOT_BYTES
             wanted = _between(targets, part.first, part.first + count, nbytes)
             threads = threads or _copy_threads(count * nbytes)
-            arena = self._client._arena
-            tables = arena.tables
-            copy_out(arena.extents, part.slots, nbytes, wanted, threads, False)
-            good = fresh(tables, part.slots)
+            copy_out(lease._extents, part.slots, nbytes, wanted, threads, False)
+            good = lease.fresh(part)
         finally:
             lease.release()
         if good == count:
@@ -341,7 +352,7 @@ class Space:
         shards: Sequence[int] = (0,),
     ) -> int:
         """Send a lease request and return its ticket at once; `client.poll()` has the Lease later."""
-        return self._client._begin(self._lease_request(keys, deadline_ms, shards))
+        return self._client._tell(self._lease_request(keys, deadline_ms, shards))
 
     def _lease_request(
         self, keys: Keys | Sequence[bytes], deadline_ms: int, shards: Sequence[int]
@@ -419,11 +430,16 @@ class Space:
 class Lease:
     """Blocks that stay where they are until `release` or the deadline. `token` lets others join."""
 
-    __slots__ = ("_client", "_id", "coming", "eta_ms", "parts", "ready", "refused", "token")
+    __slots__ = (
+        "_client", "_extents", "_id", "_tables", "coming", "eta_ms", "parts", "ready", "refused", "token",
+    )  # fmt: skip
 
     def __init__(self, client: Client, loaded: wire.Loaded, refused: str = "") -> None:
         self.refused = refused
         self._client = client
+        # Of its own: the mappings outlive a client that is closed under a lease.
+        self._extents = client._arena.extents
+        self._tables = client._arena.tables
         self._id = loaded.lease
         self.ready = loaded.ready
         self.coming = loaded.coming
@@ -440,11 +456,11 @@ class Lease:
 
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
         """Read-only views of a part's slots."""
-        return views(self._client._arena.extents, part.slots, nbytes, False)
+        return views(self._extents, part.slots, nbytes, False)
 
     def fresh(self, part: wire.Part) -> int:
         """How many leading blocks of a part still are what they were. Ask after reading them."""
-        return fresh(self._client._arena.tables, part.slots)
+        return fresh(self._tables, part.slots)
 
     def release(self) -> None:
         """Let go. Does not wait for the daemon; a second call does nothing. A daemon that is gone has
@@ -467,7 +483,7 @@ class Blocks(list["memoryview | None"]):
 class Loading:
     """A load as a context; see Space.load."""
 
-    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_tables", "_views")
+    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_views")
 
     def __init__(
         self, space: Space, keys: Keys | Sequence[bytes], deadline_ms: int, group: int, shard: int
@@ -476,7 +492,6 @@ class Loading:
         self._args = (keys, deadline_ms, group, shard)
         self._lease: Lease | None = None
         self._part: wire.Part | None = None
-        self._tables: list[Any] = []
         self._views: list[memoryview] = []
         self._blocks = Blocks()
 
@@ -492,7 +507,6 @@ class Loading:
                 raise
             self._blocks = Blocks([*[None] * part.first, *self._views])
             self._blocks.first = part.first
-            self._tables = self._space._client._arena.tables
         self._blocks.coming = lease.coming
         self._blocks.eta_ms = lease.eta_ms
         return self._blocks
@@ -503,8 +517,7 @@ class Loading:
         assert self._lease is not None
         stale, kept = False, 0
         if self._part is not None:
-            slots = self._part.slots
-            stale = fresh(self._tables, slots) * wire.SLOT_BYTES < len(slots)
+            stale = self._lease.fresh(self._part) * wire.SLOT_BYTES < len(self._part.slots)
             kept = release_views(self._views)
         self._lease.release()
         if stale and kind is None:

@@ -74,7 +74,8 @@ class Connection:
         A daemon that takes nothing for too long breaks the connection."""
         self._check_usable()
         self._backlog += _checked(message)
-        self._expected.add(message.id)
+        if message.id:
+            self._expected.add(message.id)
         self.push()
         if len(self._backlog) > LIMIT_BACKLOG_BYTES:
             raise self._break(f"the daemon left {len(self._backlog)} bytes of requests waiting")
