@@ -565,6 +565,10 @@ class Saving(Mapping[Key, memoryview]):
             )
         if not count:
             return
+        if self._buffers is not None and self._written() < count:
+            raise ValueError(
+                f"block {self._written()} of these {count} was handed out and never written"
+            )
         at, sums = self._committed, self.checksums
         digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
         request = wire.Commit(self._space._new_id(), self._lease, at, count, digests)
@@ -575,7 +579,7 @@ class Saving(Mapping[Key, memoryview]):
         if self._buffers is None:
             nbytes = self._space._block_bytes[self._group]
             buffers = views(self._space._client._arena.extents, self.slots, nbytes, True)
-            for buffer in buffers:
+            for buffer in buffers[self._committed :]:
                 # Tells a slot that was never written, and still holds what was evicted from it.
                 buffer[:MARK_BYTES] = self._mark[: len(buffer)]
             keys = [self._keys[at] for at in self.granted]

@@ -15,6 +15,7 @@ import pytest
 import kvtier.client
 from daemons import Daemon
 from kvtier import Lease, Match, Unavailable
+from kvtier_kernels import views
 from specs import pattern, spec_of
 
 TOKENS = list(range(16 * 8))
@@ -90,6 +91,26 @@ def test_slots_that_nobody_wrote_are_not_committed(daemon_of: Callable[..., Daem
             saving.commit(2)
         assert space.match(keys).ready == 5
         assert client.stats()["tiers"]["warm"]["states"]["writing"] == 0
+
+
+def test_looking_at_slots_late_harms_no_committed_block(shared_daemon: Daemon) -> None:
+    spec = spec_of("late look")
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys(TOKENS)
+        with space.reserve(keys) as saving:
+            extents = client._arena.extents
+            for key, slot in zip(
+                keys, views(extents, saving.slots, spec.block_bytes, True), strict=True
+            ):
+                slot[:] = pattern(key, spec.block_bytes)
+            saving.commit(5)
+            assert len(list(saving.values())) == 8
+            with pytest.raises(ValueError, match="never written"):
+                saving.commit(1)
+        assert space.match(keys).ready == 5
+        with space.load(keys) as blocks:
+            assert [bytes(b) for b in blocks] == [pattern(k, spec.block_bytes) for k in keys[:5]]
 
 
 def test_a_windows_blocks_keep_their_places_in_the_prefix(shared_daemon: Daemon) -> None:
