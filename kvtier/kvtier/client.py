@@ -23,7 +23,7 @@ import msgspec
 from kvtier import wire
 from kvtier.arena import Arena
 from kvtier.connection import Clock, Connection
-from kvtier.errors import ProtocolError, StaleLease, Unavailable
+from kvtier.errors import KvtierError, ProtocolError, StaleLease, Unavailable
 from kvtier.key import KEY_BYTES, Key, Keys, hash_keys, token_keys
 from kvtier.layout import KvSpec
 from kvtier_kernels import copy_in, copy_out, fresh, release_views, views
@@ -178,11 +178,14 @@ class Client:
             self._arena.close()
 
     def _begin_writing(self) -> None:
+        self._connection.check_process()
         with self._lock:
             self._writing += 1
 
     def _end_writing(self) -> None:
-        """Nothing touches the slots of one save any more."""
+        """Nothing touches the slots of one save any more. In a forked child that is not ours to say."""
+        if self._connection.inherited:
+            return
         with self._lock:
             self._writing -= 1
             if self._closed and not self._writing:
@@ -627,7 +630,10 @@ class Saving(Mapping[Key, memoryview]):
             if self._buffers:
                 release_views(list(self._buffers.values()))
             if self._committed < len(self):
-                self._space._ask(wire.Abort(self._space._new_id(), self._lease), wire.Done)
+                # What went wrong first is what the caller wants to hear.
+                hushed = () if kind is None else (KvtierError,)
+                with contextlib.suppress(*hushed):
+                    self._space._ask(wire.Abort(self._space._new_id(), self._lease), wire.Done)
         finally:
             self._space._client._end_writing()
 

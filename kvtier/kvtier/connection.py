@@ -73,12 +73,16 @@ class Connection:
         """Write one request without waiting: what the socket does not take now goes with the next call.
         A daemon that takes nothing for too long breaks the connection."""
         self._check_usable()
-        self._backlog += _checked(message)
+        frame = _checked(message)
+        # One frame may wait whatever its size: the limit is for a daemon that takes none.
+        if len(self._backlog) > LIMIT_BACKLOG_BYTES:
+            self.push()
+            if len(self._backlog) > LIMIT_BACKLOG_BYTES:
+                raise self._break(f"the daemon left {len(self._backlog)} bytes of requests waiting")
+        self._backlog += frame
         if message.id:
             self._expected.add(message.id)
         self.push()
-        if len(self._backlog) > LIMIT_BACKLOG_BYTES:
-            raise self._break(f"the daemon left {len(self._backlog)} bytes of requests waiting")
         return message.id
 
     def push(self) -> None:
@@ -207,7 +211,8 @@ class Connection:
         """Hang up. `farewell` promises the daemon that nothing here touches a slot any more; True if that
         was sent, or is not this process's to send."""
         said = False
-        if farewell and not self.broken and not self.inherited:
+        # After half a frame a goodbye would be taken for its rest.
+        if farewell and not self.broken and not self.inherited and not self._backlog:
             with contextlib.suppress(OSError):
                 self._sock.settimeout(0)
                 self._sock.sendall(wire.encode(wire.Bye(0)))
