@@ -97,9 +97,10 @@ def whole_blocks(
     slots = slots_of(total, block)
     parts = [memory[at : at + block] for at in range(0, total, block)]
     views = kernels.views(maps, slots, block, True)
-    digests = kernels.copy_in(maps, slots, block, parts, 1, True)
+    buffers = kernels.Buffers(parts, 0, len(parts), block, writable=True)
+    digests = kernels.copy_in(maps, slots, buffers, 1, True)
     assert digests[:16] == kernels.xxh3_128(parts[0]) and views[-1] == parts[-1]
-    assert kernels.copy_out(maps, slots, block, parts, 1, True) == digests
+    assert kernels.copy_out(maps, slots, buffers, 1, True) == digests
     inwards = list(zip(views, parts, strict=True))
     results = []
     for way, move, both in (
@@ -107,7 +108,7 @@ def whole_blocks(
         ("copy_out", kernels.copy_out, [(part, view) for view, part in inwards]),
     ):
         nt, plain = partial(each, kernels.nt_loop, both), partial(each, kernels.memcpy, both)
-        run = partial(move, maps, slots, block, parts)
+        run = partial(move, maps, slots, buffers)
         for what, arm, base, bar in (
             ("/ nt_loop", partial(run, 1, False), nt, 0.95),
             ("/ memcpy", partial(run, 1, False), plain, 0.0),

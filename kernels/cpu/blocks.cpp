@@ -84,54 +84,65 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, con
         fence);
 }
 
-// The buffers of n blocks of nbytes: a list of them, or one for all.
+// The buffers of blocks [first, first + count) of `bytes` each: of a list of them, or of one for
+// all. An exact one has nothing beyond.
 class Buffers {
  public:
-    Buffers(nb::handle given, size_t n, uint64_t bytes, Access access, const char* what)
-        : bytes_(bytes) {
+    Buffers(nb::handle given, size_t first, size_t count, uint64_t bytes, bool writable, bool exact)
+        : count_(count), bytes_(bytes), writable_(writable) {
+        if (first > kMost || count > kMost) throw nb::value_error("buffers: too many");
+        if (bytes != 0 && first + count > std::numeric_limits<size_t>::max() / bytes) {
+            throw nb::value_error("buffers: more bytes than there can be");
+        }
+        const char* what = writable ? "target" : "source";
+        const Access access = writable ? Access::kWrite : Access::kRead;
         PyObject* const from = given.ptr();
-        if (!PyList_Check(from) && !PyTuple_Check(from)) {
+        several_ = PyList_Check(from) || PyTuple_Check(from);
+        if (!several_) {
             held_ = std::make_unique<Held[]>(1);
             held_[0].take(given, access, Shape::kContiguous, what);
-            if (bytes != 0 && n > std::numeric_limits<size_t>::max() / bytes) {
-                throw nb::value_error("slots: more bytes than there can be");
-            }
-            check(0, held_[0].size(), n * bytes, what);
+            check(held_[0].size(), (first + count) * bytes, exact, std::string(what) + "s",
+                  "bytes");
+            start_ = held_[0].data() + first * bytes;
             return;
-        }
-        const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(from));
-        if (count != n) {
-            throw nb::value_error((std::string(what) + ": " + std::to_string(count) + " for " +
-                                   std::to_string(n) + " slots")
-                                      .c_str());
         }
         // A tuple of its own: an exporter may run Python, and that may change the list.
         const nb::object items = nb::steal(PySequence_Tuple(from));
         if (!items.is_valid()) nb::raise_python_error();
-        held_ = std::make_unique<Held[]>(n);
-        for (size_t i = 0; i < n; i++) {
-            held_[i].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), access,
-                          Shape::kContiguous, what, i);
-            check(i, held_[i].size(), bytes, what);
+        const auto given_count = static_cast<size_t>(PyTuple_GET_SIZE(items.ptr()));
+        check(given_count, first + count, exact, std::string(what) + "s", "buffers");
+        held_ = std::make_unique<Held[]>(count);
+        for (size_t i = 0; i < count; i++) {
+            const size_t number = first + i;
+            held_[i].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(number)), access,
+                          Shape::kContiguous, what, number);
+            check(held_[i].size(), bytes, true, std::string(what) + " " + std::to_string(number),
+                  "bytes");
         }
-        several_ = true;
     }
 
-    uint8_t* at(size_t i) const {
-        return several_ ? held_[i].data() : held_[0].data() + i * bytes_;
-    }
+    size_t count() const { return count_; }
+    uint64_t bytes() const { return bytes_; }
+    bool writable() const { return writable_; }
+    uint8_t* at(size_t i) const { return several_ ? held_[i].data() : start_ + i * bytes_; }
 
  private:
-    static void check(size_t i, uint64_t has, uint64_t wanted, const char* what) {
-        if (has == wanted) return;
-        throw nb::value_error((std::string(what) + " " + std::to_string(i) + ": " +
-                               std::to_string(has) + " bytes, not " + std::to_string(wanted))
-                                  .c_str());
+    static constexpr size_t kMost = size_t{1} << 32;
+
+    static void check(uint64_t has, uint64_t wanted, bool exact, const std::string& what,
+                      const char* unit) {
+        if (has == wanted || (!exact && has > wanted)) return;
+        throw nb::value_error(
+            (what + ": " + std::to_string(has) + " " + unit + ", not " + std::to_string(wanted))
+                .c_str());
     }
 
+    size_t count_;
     uint64_t bytes_;
-    std::unique_ptr<Held[]> held_;
+    bool writable_;
     bool several_ = false;
+    std::unique_ptr<Held[]> held_;
+    uint8_t* start_ = nullptr;
 };
 
 std::vector<uint8_t*> places(Slots& slots, uint64_t bytes, bool writable) {
@@ -140,23 +151,36 @@ std::vector<uint8_t*> places(Slots& slots, uint64_t bytes, bool writable) {
     return all;
 }
 
-nb::bytes copy_whole(nb::handle mappings, nb::handle packed, uint64_t bytes, nb::handle buffers,
-                     long threads, bool checksum, bool inwards) {
+nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buffers,
+                     nb::handle numbers, long threads, bool checksum, bool inwards) {
     const size_t most = checked_threads(threads);
+    const uint64_t bytes = buffers.bytes();
+    if (!inwards && !buffers.writable()) throw nb::value_error("targets: buffers for reading only");
     Slots slots(mappings, packed);
     const std::vector<uint8_t*> at = places(slots, bytes, inwards);
-    const Buffers other(buffers, at.size(), bytes, inwards ? Access::kRead : Access::kWrite,
-                        inwards ? "source" : "target");
+    std::vector<uint32_t> which;
+    if (!numbers.is_none()) which = read_u32(numbers, "at", true);
+    const size_t matched = numbers.is_none() ? buffers.count() : which.size();
+    if (matched != at.size()) {
+        throw nb::value_error(
+            (std::to_string(matched) + " buffers for " + std::to_string(at.size()) + " slots")
+                .c_str());
+    }
+    for (const uint32_t number : which) {
+        if (number >= buffers.count()) {
+            throw nb::index_error(
+                ("at: buffer " + std::to_string(number) + " of " + std::to_string(buffers.count()))
+                    .c_str());
+        }
+    }
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
     {
         const nb::gil_scoped_release unlocked;
         copy_blocks(at.size(), bytes, most, checksum ? digests.data() : nullptr,
                     [&](size_t i, const auto& sink) {
-                        if (inwards) {
-                            sink(at[i], other.at(i), static_cast<size_t>(bytes), nullptr);
-                        } else {
-                            sink(other.at(i), at[i], static_cast<size_t>(bytes), nullptr);
-                        }
+                        uint8_t* const buffer = buffers.at(which.empty() ? i : which[i]);
+                        uint8_t* const to = inwards ? at[i] : buffer;
+                        sink(to, inwards ? buffer : at[i], static_cast<size_t>(bytes), nullptr);
                     });
     }
     return digests.object;
@@ -322,20 +346,26 @@ nb::bytes digest_of(nb::handle data, uint64_t seed) {
 void bind_blocks(nb::module_& m) {
     using namespace kvtier;
     using namespace nb::literals;
+    nb::class_<Buffers>(m, "Buffers", nb::is_final())
+        .def(nb::init<nb::handle, size_t, size_t, uint64_t, bool, bool>(), "memory"_a, "first"_a,
+             "count"_a, "nbytes"_a, "writable"_a = false, "exact"_a = true)
+        .def("__len__", &Buffers::count)
+        .def_prop_ro("nbytes", &Buffers::bytes);
     m.def(
         "copy_in",
-        [](nb::handle mappings, nb::handle slots, uint64_t nbytes, nb::handle sources, long threads,
-           bool checksum) {
-            return copy_whole(mappings, slots, nbytes, sources, threads, checksum, true);
+        [](nb::handle mappings, nb::handle slots, const Buffers& sources, long threads,
+           bool checksum, nb::handle at) {
+            return copy_whole(mappings, slots, sources, at, threads, checksum, true);
         },
-        "mappings"_a, "slots"_a, "nbytes"_a, "sources"_a, "threads"_a = 1, "checksum"_a = false);
+        "mappings"_a, "slots"_a, "sources"_a, "threads"_a = 1, "checksum"_a = false,
+        "at"_a = nb::none());
     m.def(
         "copy_out",
-        [](nb::handle mappings, nb::handle slots, uint64_t nbytes, nb::handle targets, long threads,
+        [](nb::handle mappings, nb::handle slots, const Buffers& targets, long threads,
            bool checksum) {
-            return copy_whole(mappings, slots, nbytes, targets, threads, checksum, false);
+            return copy_whole(mappings, slots, targets, nb::none(), threads, checksum, false);
         },
-        "mappings"_a, "slots"_a, "nbytes"_a, "targets"_a, "threads"_a = 1, "checksum"_a = false);
+        "mappings"_a, "slots"_a, "targets"_a, "threads"_a = 1, "checksum"_a = false);
     nb::class_<EnginePieces>(m, "Pieces", nb::is_final())
         .def(nb::init<nb::sequence, const std::vector<int64_t>&, const std::vector<int64_t>&,
                       const std::vector<int64_t>&>(),

@@ -1,6 +1,7 @@
 """Native kernels behind one import: copies, checksums, names, mappings, the catalog's store."""
 
 from kvtier_kernels._native import (
+    Buffers,
     Lru,
     Mapping,
     Pieces,
@@ -28,6 +29,7 @@ from kvtier_kernels._native import (
 )
 
 __all__ = [
+    "Buffers",
     "Lru",
     "Mapping",
     "Pieces",

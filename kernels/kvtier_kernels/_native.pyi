@@ -63,22 +63,39 @@ def release_views(views: list[memoryview]) -> int:
 def fresh(tables: Sequence[Mapping | None], slots: Buffer) -> int:
     """Counts the leading slots whose generation still stands in their extent's table."""
 
+@final
+class Buffers:
+    """Blocks [first, first + count) of `nbytes` each, of a list of buffers or of one buffer for all; an
+    `exact` one has nothing beyond them. Checks every size here, and keeps the memory."""
+
+    def __init__(
+        self,
+        memory: _Blocks,
+        first: int,
+        count: int,
+        nbytes: int,
+        writable: bool = False,
+        exact: bool = True,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
 def copy_in(
     mappings: Sequence[Mapping | None],
     slots: Buffer,
-    nbytes: int,
-    sources: _Blocks,
+    sources: Buffers,
     threads: int = 1,
     checksum: bool = False,
+    at: _Integers | None = None,
 ) -> bytes:
-    """Copies each source of `nbytes`, or one buffer's parts, into its slot past the caches. Returns
+    """Copies each source into its slot past the caches; with `at`, source `at[i]` into slot i. Returns
     the xxh3-128 digests, 16 bytes each, if asked for. Checks all bounds before it moves a byte."""
 
 def copy_out(
     mappings: Sequence[Mapping | None],
     slots: Buffer,
-    nbytes: int,
-    targets: _Blocks,
+    targets: Buffers,
     threads: int = 1,
     checksum: bool = False,
 ) -> bytes:

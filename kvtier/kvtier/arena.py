@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -31,7 +32,7 @@ class Arena:
                 target=_populate, args=(self._unpopulated,), name="kvtier-populate", daemon=True
             ).start()
             # An arena that nobody closed ends its thread when nobody has it any more.
-            weakref.finalize(self, self._unpopulated.put, None)
+            weakref.finalize(self, self._unpopulated.put, None).atexit = False
 
     def add(self, index: int, nbytes: int, extent_fd: int, table_fd: int) -> None:
         """Map an extent and its table. Takes the descriptors and closes them, whatever happens."""
@@ -58,6 +59,9 @@ class Arena:
         self.extents = []
         self.tables = []
         if self._unpopulated is not None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._unpopulated.get_nowait()
             self._unpopulated.put(None)
             self._unpopulated = None
 

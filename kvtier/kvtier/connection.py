@@ -59,11 +59,11 @@ class Connection:
             self._flush()
             self._sock.sendall(frame)
         except TimeoutError as error:
-            raise self._break(f"the daemon took no request for {self._timeout_s} s") from error
+            raise self.give_up(f"the daemon took no request for {self._timeout_s} s") from error
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
-            self._break("a request was interrupted half-way")
+            self.give_up("a request was interrupted half-way")
             raise
         if message.id:
             self._expected.add(message.id)
@@ -78,7 +78,9 @@ class Connection:
         if len(self._backlog) > LIMIT_BACKLOG_BYTES:
             self.push()
             if len(self._backlog) > LIMIT_BACKLOG_BYTES:
-                raise self._break(f"the daemon left {len(self._backlog)} bytes of requests waiting")
+                raise self.give_up(
+                    f"the daemon left {len(self._backlog)} bytes of requests waiting"
+                )
         self._backlog += frame
         if message.id:
             self._expected.add(message.id)
@@ -94,6 +96,9 @@ class Connection:
             pass
         except OSError as error:
             raise self._lost(error) from error
+        except BaseException:
+            self.give_up("a request was interrupted half-way")
+            raise
 
     def _flush(self) -> None:
         while self._backlog:
@@ -105,7 +110,7 @@ class Connection:
         with contextlib.suppress(Unavailable, ProtocolError, BlockingIOError):
             while True:
                 self._receive(0)
-        return self._break(self.broken or f"the connection is gone: {error}")
+        return self.give_up(self.broken or f"the connection is gone: {error}")
 
     def wait(self, request_id: int) -> wire.Reply:
         """The reply to this request. Raises Refused if the daemon says no."""
@@ -114,13 +119,13 @@ class Connection:
             while request_id not in self._replies:
                 left = deadline - self._clock()
                 if left <= 0:
-                    raise self._break(f"no answer for {self._timeout_s} s")
+                    raise self.give_up(f"no answer for {self._timeout_s} s")
                 self._receive(left)
         except (KvtierError, OSError):
             raise
         except BaseException:
             # Nobody will ever ask for this answer: what it grants ends with the connection.
-            self._break("a request was interrupted")
+            self.give_up("a request was interrupted")
             raise
         reply = self._replies.pop(request_id)
         if isinstance(reply, wire.Failed):
@@ -131,9 +136,17 @@ class Connection:
         """Every reply that has come and that nobody waits for. Never blocks."""
         self._check_usable()
         self.push()
-        with contextlib.suppress(BlockingIOError):
+        try:
             while True:
                 self._receive(0)
+        except BlockingIOError:
+            pass
+        except (KvtierError, OSError):
+            raise
+        except BaseException:
+            # Part of an answer may be lost with it.
+            self.give_up("a look for answers was interrupted")
+            raise
         replies, self._replies = self._replies, {}
         return replies
 
@@ -147,22 +160,22 @@ class Connection:
         except BlockingIOError:
             raise
         except TimeoutError as error:
-            raise self._break(f"no answer for {self._timeout_s} s") from error
+            raise self.give_up(f"no answer for {self._timeout_s} s") from error
         except OSError as error:
-            raise self._break(f"the connection is gone: {error}") from error
+            raise self.give_up(f"the connection is gone: {error}") from error
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(data) - len(data) % struct.calcsize("i")
                 self._fds.extend(array.array("i", data[:whole]))
         if flags & socket.MSG_CTRUNC:
-            raise self._break("descriptors were lost: the limit of open files is too low")
+            raise self.give_up("descriptors were lost: the limit of open files is too low")
         if count == 0:
-            raise self._break("the daemon hung up")
+            raise self.give_up("the daemon hung up")
         try:
             for body in self._framer.feed(self._buffer[:count]):
                 self._take(wire.decode_reply(body))
         except ProtocolError as error:
-            self._break(str(error))
+            self.give_up(str(error))
             raise
 
     def _take(self, reply: wire.Reply) -> None:
@@ -173,9 +186,9 @@ class Connection:
                 (reply.index, reply.bytes, self._fds.popleft(), self._fds.popleft())
             )
         elif isinstance(reply, wire.GoingDown):
-            self._break(f"the daemon is going down: {reply.reason}")
+            self.give_up(f"the daemon is going down: {reply.reason}")
         elif isinstance(reply, wire.Failed) and reply.fatal:
-            self._break(reply.text)
+            self.give_up(reply.text)
             self._replies[reply.id] = reply
         elif reply.id in self._expected:
             self._expected.discard(reply.id)
@@ -188,7 +201,7 @@ class Connection:
 
     def check_process(self) -> None:
         """Raise Unavailable in a forked child. Needs no lock: a thread of the parent may have held it."""
-        if self._pid != os.getpid():
+        if self.inherited:
             raise Unavailable("connected before a fork: connect again in the child")
 
     def _check_usable(self) -> None:
@@ -196,16 +209,13 @@ class Connection:
         if self.broken:
             raise Unavailable(self.broken)
 
-    def _break(self, why: str) -> Unavailable:
+    def give_up(self, why: str) -> Unavailable:
+        """The connection is of no more use, and this is why; the error to raise."""
         self.broken = self.broken or why
         with contextlib.suppress(OSError):
             # The daemon need not wait for a close to know that this session is over.
             self._sock.shutdown(socket.SHUT_RDWR)
         return Unavailable(why)
-
-    def fail(self, why: str) -> Unavailable:
-        """This end can't go on: the connection is of no more use."""
-        return self._break(why)
 
     def close(self, farewell: bool) -> bool:
         """Hang up. `farewell` promises the daemon that nothing here touches a slot any more; True if that

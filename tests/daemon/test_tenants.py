@@ -132,9 +132,9 @@ def test_only_ones_own_extents_are_handed_over(daemon: Daemon) -> None:
     with client:
         code = """
 found = 0
-for extent in client._arena.extents:
+for extent in client.link.arena.extents:
     found += bytes.fromhex(sys.argv[4]) in bytes(memoryview(extent))
-print(len(client._arena.extents), client._arena.nbytes, found)
+print(len(client.link.arena.extents), client.link.arena.nbytes, found)
 """
         assert as_nobody(daemon, code, keys[3].hex()) == f"2 {16 << 20} 0"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvtier.client
+import kvtier.saving
 from daemons import Daemon
 from kvtier import Lease, Match, Unavailable
 from kvtier_kernels import views
@@ -37,7 +37,7 @@ def test_closing_under_a_running_save_gives_its_slots_to_nobody(
         closed.wait(10)
         return b""
 
-    monkeypatch.setattr(kvtier.client, "copy_in", slow_copy)
+    monkeypatch.setattr(kvtier.saving, "copy_in", slow_copy)
     client = daemon.connect()
     space = client.open(spec)
     keys = space.keys(list(range(16 * 100)))
@@ -99,7 +99,7 @@ def test_looking_at_slots_late_harms_no_committed_block(shared_daemon: Daemon) -
         space = client.open(spec)
         keys = space.keys(TOKENS)
         with space.reserve(keys) as saving:
-            extents = client._arena.extents
+            extents = client.link.arena.extents
             for key, slot in zip(
                 keys, views(extents, saving.slots, spec.block_bytes, True), strict=True
             ):
@@ -164,7 +164,7 @@ def test_wrong_arguments_are_said_here_and_the_connection_lives(shared_daemon: D
         for call in wrong:
             with pytest.raises(TypeError):
                 call()
-        with pytest.raises(ValueError, match="8 blocks"):
+        with pytest.raises(ValueError, match="10 bytes, not 524288"):
             space.save(keys, bytes(10))
         client.ping()
 
@@ -218,13 +218,13 @@ def test_polling_and_beginning_never_wait(daemon_of: Callable[..., Daemon]) -> N
         daemon.process.send_signal(signal.SIGCONT)
     client.close()
     client = daemon.connect(timeout_s=5)
-    held = threading.Thread(target=lambda: client._lock.acquire() and time.sleep(0.5))
+    held = threading.Thread(target=lambda: client.link.lock.acquire() and time.sleep(0.5))
     held.start()
     time.sleep(0.1)
     assert client.poll() == {}
     assert held.is_alive(), "it did not wait for the other thread"
     held.join()
-    client._connection.close(farewell=True)
+    client.link.connection.close(farewell=True)
 
 
 def test_refusals_come_back_as_what_was_asked_for(shared_daemon: Daemon) -> None:
@@ -248,7 +248,7 @@ def test_a_child_forked_under_a_held_lock_is_told_at_once(shared_daemon: Daemon)
         locked, done = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with client._lock:
+            with client.link.lock:
                 locked.set()
                 done.wait(10)
 
@@ -280,7 +280,7 @@ def test_a_child_forked_under_a_held_lock_is_told_at_once(shared_daemon: Daemon)
 def test_dropped_clients_leave_no_thread(shared_daemon: Daemon) -> None:
     before = threading.active_count()
     for _ in range(5):
-        shared_daemon.connect(populate=True)._connection.close(farewell=True)
+        shared_daemon.connect(populate=True).link.connection.close(farewell=True)
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.02)

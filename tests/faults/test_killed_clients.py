@@ -126,7 +126,7 @@ def test_a_stopped_writer_keeps_its_slots_from_being_given_away(
     """A process that hung up but still runs may still copy: its slots wait for its end."""
     daemon = daemon_of(warm="16MiB")
     spec = spec_of("killed")
-    code = CLIENT.replace("time.sleep(60)", "client._connection._sock.close(); time.sleep(60)")
+    code = CLIENT.replace("time.sleep(60)", "client.link.connection._sock.close(); time.sleep(60)")
     command = [sys.executable, "-c", code, daemon.socket, "copied", ":".join(sys.path), "1"]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -162,7 +162,7 @@ def test_slots_of_a_lost_connection_are_free_when_their_client_comes_back(
             saving = space.reserve(space.keys([len(lost)] * 256))
             saving.__enter__()
             if lost == "hung up on":
-                client._connection._sock.shutdown(socket.SHUT_RDWR)
+                client.link.connection._sock.shutdown(socket.SHUT_RDWR)
             else:
                 daemon.process.send_signal(signal.SIGSTOP)
             with pytest.raises(Unavailable):

@@ -111,13 +111,15 @@ def test_copies_of_blocks_match_their_twins(
     place = Place(make_mapping, packed, count, nbytes, aligned)
     sources = [random_bytes(nbytes, i) for i in range(count)]
     expected = reference.copy_in(place.twins, place.slots, nbytes, sources)
-    digests = kernels.copy_in(place.mappings, place.slots, nbytes, sources, threads, checksum)
+    from_all = kernels.Buffers(sources, 0, count, nbytes)
+    digests = kernels.copy_in(place.mappings, place.slots, from_all, threads, checksum)
     assert digests == (expected if checksum else b"")
     assert place.same()
 
     targets = [guarded(nbytes, 3 * i) for i in range(count)]
     arrays = [target.array for target in targets]
-    digests = kernels.copy_out(place.mappings, place.slots, nbytes, arrays, threads, checksum)
+    to_all = kernels.Buffers(arrays, 0, count, nbytes, writable=True)
+    digests = kernels.copy_out(place.mappings, place.slots, to_all, threads, checksum)
     assert digests == (expected if checksum else b"")
     for target, source in zip(targets, sources, strict=True):
         assert np.array_equal(target.array, source) and target.intact()
@@ -126,11 +128,32 @@ def test_copies_of_blocks_match_their_twins(
 def test_copies_take_one_buffer_for_all_blocks(make_mapping, packed, random_bytes, guarded):
     place = Place(make_mapping, packed, 5, 5000, True)
     source, target = random_bytes(25000), guarded(25000, 0)
-    digests = kernels.copy_in(place.mappings, place.slots, 5000, source, 1, True)
+    sources = kernels.Buffers(source, 0, 5, 5000)
+    digests = kernels.copy_in(place.mappings, place.slots, sources, 1, True)
     parts = source.reshape(5, 5000)
     assert digests == b"".join(xxhash.xxh3_128_digest(part) for part in parts)
-    assert kernels.copy_out(place.mappings, place.slots, 5000, target.array, 1, True) == digests
+    targets = kernels.Buffers(target.array, 0, 5, 5000, writable=True)
+    assert kernels.copy_out(place.mappings, place.slots, targets, 1, True) == digests
     assert np.array_equal(target.array, source) and target.intact()
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_copies_take_the_chosen_of_many_buffers(make_mapping, packed, random_bytes, guarded, one):
+    place = Place(make_mapping, packed, 3, 4096, True)
+    source, target = random_bytes(7 * 4096), guarded(5 * 4096, 0)
+    parts = source.reshape(7, 4096)
+    sources = kernels.Buffers(source if one else list(parts), 0, 7, 4096)
+    kernels.copy_in(place.mappings, place.slots, sources, at=[6, 0, 3])
+    rows = target.array.reshape(5, 4096)
+    target.array[:] = 1
+    into = kernels.Buffers(target.array if one else list(rows), 1, 3, 4096, True, exact=False)
+    kernels.copy_out(place.mappings, place.slots, into)
+    assert np.array_equal(rows[1:4], parts[[6, 0, 3]]) and target.intact()
+    assert (rows[0] == 1).all() and (rows[4] == 1).all()
+    with pytest.raises(IndexError, match="buffer 7 of 7"):
+        kernels.copy_in(place.mappings, place.slots, sources, at=[1, 2, 7])
+    with pytest.raises(ValueError, match="2 buffers for 3"):
+        kernels.copy_in(place.mappings, place.slots, sources, at=[1, 2])
 
 
 def test_copies_take_tensors_by_dlpack(make_mapping, packed, random_bytes):
@@ -138,15 +161,16 @@ def test_copies_take_tensors_by_dlpack(make_mapping, packed, random_bytes):
     sources = [random_bytes(4096, i).view(np.float32) for i in range(2)]
     targets = [np.zeros_like(source) for source in sources]
     for way, arrays in ((kernels.copy_in, sources), (kernels.copy_out, targets)):
-        way([mapping], slots, 4096, [OnlyDlpack(array) for array in arrays], 1, False)
+        tensors = [OnlyDlpack(array) for array in arrays]
+        way([mapping], slots, kernels.Buffers(tensors, 0, 2, 4096, way is kernels.copy_out))
     for source, target in zip(sources, targets, strict=True):
         assert source.tobytes() == target.tobytes()
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.copy_in([mapping], slots[:24], 4096, [OnlyDlpack(np.zeros((64, 128), "u1").T[::2])])
+        kernels.Buffers([OnlyDlpack(np.zeros((64, 128), "u1").T[::2])], 0, 1, 4096)
     frozen = np.zeros(4096, np.uint8)
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="target 0"):
-        kernels.copy_out([mapping], slots[:24], 4096, [OnlyDlpack(frozen)])
+        kernels.Buffers([OnlyDlpack(frozen)], 0, 1, 4096, writable=True)
 
 
 def test_copies_take_torch_tensors(make_mapping, packed):
@@ -154,8 +178,9 @@ def test_copies_take_torch_tensors(make_mapping, packed):
     mapping, slots = make_mapping(8192), packed((0, 4096))
     source = torch.randn(2048).to(torch.bfloat16)
     target = torch.zeros_like(source)
-    digest = kernels.copy_in([mapping], slots, 4096, [source], 1, True)
-    assert kernels.copy_out([mapping], slots, 4096, [target], 1, True) == digest
+    digest = kernels.copy_in([mapping], slots, kernels.Buffers([source], 0, 1, 4096), 1, True)
+    targets = kernels.Buffers([target], 0, 1, 4096, writable=True)
+    assert kernels.copy_out([mapping], slots, targets, 1, True) == digest
     assert torch.equal(source, target)
     pieces = kernels.Pieces([target.view(2, 4, 256).transpose(0, 1)], [0], [4096], [4096])
     assert kernels.gather(pieces, [0], [mapping], slots, 1, True) == digest
@@ -165,28 +190,48 @@ def test_copies_check_everything_before_a_byte_moves(make_mapping, packed):
     mapping, frozen = make_mapping(8192), make_mapping(4096, writable=False)
     maps, block = [mapping, None, frozen], b"x" * 4096
 
-    def refuse(error, match, slots, sources, nbytes=4096, way=kernels.copy_in):
+    def refuse(error, match, slots, count=1, nbytes=4096, kept=block):
+        sources = kernels.Buffers([kept] * count, 0, count, nbytes)
         with pytest.raises(error, match=match):
-            way(maps, slots, nbytes, sources)
+            kernels.copy_in(maps, slots, sources)
 
     good = packed((0, 0))
-    refuse(IndexError, "extent 3 of 3", good + packed((3, 0)), [block, block])
-    refuse(IndexError, "not mapped", good + packed((1, 0)), [block, block])
-    refuse(IndexError, "4096 bytes at 4097", good + packed((0, 4097)), [block, block])
-    refuse(IndexError, "bytes at", good + packed((0, 2**64 - 1)), [block, block])
-    refuse(IndexError, "bytes at", packed((0, 8192)), [b"x"], 1)
-    refuse(IndexError, "bytes at", good, [b""], 2**64 - 1)
-    refuse(ValueError, "read-only", good + packed((2, 0)), [block, block])
-    refuse(ValueError, "24 bytes", good[:-1], [block])
-    refuse(ValueError, "reserved", b"\0\0\0\0\1" + good[5:], [block])
-    refuse(ValueError, "2 for 1", good, [block, block])
-    refuse(ValueError, "source 1: 4095", good + good, [block, block[1:]])
-    refuse(ValueError, "source 0: 4095", good, block[1:])
-    refuse(ValueError, "target 0", good, [block], way=kernels.copy_out)
-    refuse(TypeError, "source 0", good, [7])
+    refuse(IndexError, "extent 3 of 3", good + packed((3, 0)), 2)
+    refuse(IndexError, "not mapped", good + packed((1, 0)), 2)
+    refuse(IndexError, "4096 bytes at 4097", good + packed((0, 4097)), 2)
+    refuse(IndexError, "bytes at", good + packed((0, 2**64 - 1)), 2)
+    refuse(IndexError, "bytes at", packed((0, 8192)), 1, 1, b"x")
+    refuse(ValueError, "read-only", good + packed((2, 0)), 2)
+    refuse(ValueError, "24 bytes", good[:-1])
+    refuse(ValueError, "reserved", b"\0\0\0\0\1" + good[5:])
+    refuse(ValueError, "2 buffers for 1", good, 2)
+    sources = kernels.Buffers([block], 0, 1, 4096)
+    with pytest.raises(ValueError, match="for reading only"):
+        kernels.copy_out([mapping], good, sources)
     with pytest.raises(TypeError, match="mappings"):
-        kernels.copy_in([b"not a mapping"], good, 4096, [block])
+        kernels.copy_in([b"not a mapping"], good, sources)
     assert bytes(mapping) == bytes(8192)
+
+
+def test_buffers_of_the_wrong_size_or_kind_are_refused():
+    block = b"x" * 4096
+
+    def refuse(error, match, memory, count=1, nbytes=4096, **options):
+        with pytest.raises(error, match=match):
+            kernels.Buffers(memory, 0, count, nbytes, **options)
+
+    refuse(ValueError, "sources: 1 buffers, not 2", [block], 2)
+    refuse(ValueError, "sources: 3 buffers, not 2", [block] * 3, 2)
+    refuse(ValueError, "source 1: 4095 bytes, not 4096", [block, block[1:]], 2)
+    refuse(ValueError, "sources: 4095 bytes, not 4096", block[1:])
+    refuse(ValueError, "sources: 4096 bytes, not 0", block, 0)
+    refuse(ValueError, "more bytes than there can be", block, 2, 2**64 - 1)
+    refuse(ValueError, "target 0", [block], writable=True)
+    refuse(
+        ValueError, "targets: 4096 bytes, not 8192", bytearray(4096), 2, writable=True, exact=False
+    )
+    refuse(TypeError, "source 0", [7])
+    assert len(kernels.Buffers([], 0, 0, 4096)) == 0
 
 
 PIECES = {  # name: (piece sizes, array sizes follow from 7 blocks and a gap)

@@ -1,0 +1,128 @@
+"""Leases, and loads under them: views of slots that stay what they are, or are known not to have."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvtier import wire
+from kvtier.errors import StaleLease, Unavailable
+from kvtier_kernels import Buffers, copy_out, fresh, release_views, views
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.key import Keys
+    from kvtier.link import Link, Mappings
+    from kvtier.space import Space
+
+
+class Lease:
+    """Blocks that stay where they are until `release` or the deadline. `token` lets others join."""
+
+    __slots__ = (
+        "_extents", "_id", "_link", "_tables", "coming", "eta_ms", "parts", "ready", "refused", "token",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        link: Link,
+        mappings: tuple[Mappings, Mappings],
+        loaded: wire.Loaded,
+        refused: str = "",
+    ) -> None:
+        self._link = link
+        # Of its own: the mappings outlive a client that is closed under a lease.
+        self._extents, self._tables = mappings
+        self._id = loaded.lease
+        self.refused = refused
+        self.ready = loaded.ready
+        self.coming = loaded.coming
+        self.eta_ms = loaded.eta_ms
+        self.token = loaded.token
+        self.parts: list[wire.Part] = loaded.parts
+
+    def part(self, group: int, shard: int) -> wire.Part:
+        """The slots of one group and shard; KeyError if they were not asked for."""
+        for part in self.parts:
+            if part.group == group and part.shard == shard:
+                return part
+        raise KeyError(f"the lease tells nothing of group {group}, shard {shard}")
+
+    def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
+        """Read-only views of a part's slots."""
+        return views(self._extents, part.slots, nbytes, False)
+
+    def copy_out(self, part: wire.Part, targets: Buffers, threads: int) -> int:
+        """Copy a part's slots; how many leading ones still were what they were after it."""
+        copy_out(self._extents, part.slots, targets, threads)
+        return self.fresh(part)
+
+    def fresh(self, part: wire.Part) -> int:
+        """How many leading blocks of a part still are what they were. Ask after reading them."""
+        return fresh(self._tables, part.slots)
+
+    def release(self) -> None:
+        """Let go. Does not wait for the daemon; a second call does nothing. A daemon that is gone has
+        forgotten the lease already; the next request will say so."""
+        if self._id:
+            lease, self._id = self._id, 0
+            with contextlib.suppress(Unavailable):
+                self._link.tell(wire.Release(0, lease))
+
+
+class Blocks(list["memoryview | None"]):
+    """The ready prefix: a read-only view a block, valid until the `with` block ends; None for the blocks
+    before `first`, which this group can do without."""
+
+    first: int = 0
+    coming: int = 0
+    eta_ms: float = 0.0
+
+
+class Loading:
+    """A load as a context; see Space.load."""
+
+    __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_views")
+
+    def __init__(
+        self, space: Space, keys: Keys | Sequence[bytes], deadline_ms: int, group: int, shard: int
+    ) -> None:
+        self._space = space
+        self._args = (keys, deadline_ms, group, shard)
+        self._lease: Lease | None = None
+        self._part: wire.Part | None = None
+        self._views: list[memoryview] = []
+        self._blocks = Blocks()
+
+    def __enter__(self) -> Blocks:
+        keys, deadline_ms, group, shard = self._args
+        lease = self._lease = self._space.lease(keys, deadline_ms, [shard])
+        if lease.ready:
+            try:
+                part = self._part = lease.part(group, shard)
+                self._views = lease.views(part, self._space.block_bytes(group))
+            except BaseException:
+                lease.release()
+                raise
+            self._blocks = Blocks([*[None] * part.first, *self._views])
+            self._blocks.first = part.first
+        self._blocks.coming = lease.coming
+        self._blocks.eta_ms = lease.eta_ms
+        return self._blocks
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        assert self._lease is not None
+        stale, kept = False, 0
+        if self._part is not None:
+            stale = self._lease.fresh(self._part) * wire.SLOT_BYTES < len(self._part.slots)
+            kept = release_views(self._views)
+        self._lease.release()
+        if stale and kind is None:
+            raise StaleLease("the lease ran out while its blocks were read: use nothing of them")
+        if kept and kind is None:
+            text = "are still shown by something made from their views (an array, a slice): copy instead"
+            raise BufferError(f"{kept} blocks {text}; they may be another's at any time")

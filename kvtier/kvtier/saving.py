@@ -1,0 +1,174 @@
+"""Saves: slots to write into, committed when they are written, given back when not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kvtier import wire
+from kvtier.errors import KvtierError, ProtocolError
+from kvtier.key import KEY_BYTES, Key, Keys
+from kvtier_kernels import Buffers, copy_in, release_views, views
+
+if TYPE_CHECKING:
+    from kvtier.link import Mappings
+    from kvtier.space import Space
+
+MARK_BYTES = 16
+
+
+class Saving(Mapping[Key, memoryview]):
+    """A save as a context: key -> writable slot, in order; see Space.reserve."""
+
+    def __init__(self, space: Space, keys: Keys, group: int, shard: int) -> None:
+        self._space = space
+        self._keys = keys
+        self._group = group
+        self._shard = shard
+        self._lease = 0
+        self._extents: Mappings = ()
+        self._committed = 0
+        self._mark = os.urandom(MARK_BYTES)
+        self._buffers: dict[Key, memoryview] | None = None
+        self.checksums = b""
+        self.slots = b""
+        self.outcomes = b""
+
+    @property
+    def granted(self) -> list[int]:
+        """Which of the keys, by place, have a slot."""
+        return [at for at, outcome in enumerate(self.outcomes) if outcome == wire.GRANTED]
+
+    @property
+    def refused(self) -> dict[Key, str]:
+        """Why each of the other keys has none: present, in_progress, leaving, no_room."""
+        return {
+            key: wire.OUTCOMES[outcome]
+            for key, outcome in zip(self._keys, self.outcomes, strict=False)
+            if outcome != wire.GRANTED
+        }
+
+    def commit(self, count: int) -> None:
+        """The next `count` granted blocks are written: others may read them from now on."""
+        if not 0 <= count <= len(self) - self._committed:
+            raise ValueError(
+                f"{count} of {len(self) - self._committed} blocks that are not committed"
+            )
+        if not count:
+            return
+        if self._buffers is not None and self._written() < count:
+            raise ValueError(
+                f"block {self._written()} of these {count} was handed out and never written"
+            )
+        at, sums = self._committed, self.checksums
+        digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
+        link = self._space.link
+        link.ask(wire.Commit(link.new_id(), self._lease, at, count, digests), wire.Done)
+        self._committed += count
+
+    def copy(self, sources: Buffers, threads: int, checksum: bool) -> None:
+        """Copy a source for each key into the slots that were granted, and commit them."""
+        at = None if len(self) == len(sources) else self.granted
+        self.checksums = copy_in(self._extents, self.slots, sources, threads, checksum, at)
+        self.commit(len(self))
+
+    def _slot_views(self) -> dict[Key, memoryview]:
+        if self._buffers is None:
+            buffers = views(self._extents, self.slots, self._space.block_bytes(self._group), True)
+            for buffer in buffers[self._committed :]:
+                # Tells a slot that was never written, and still holds what was evicted from it.
+                buffer[:MARK_BYTES] = self._mark[: len(buffer)]
+            keys = [self._keys[at] for at in self.granted]
+            self._buffers = dict(zip(keys, buffers, strict=True))
+        return self._buffers
+
+    def _written(self) -> int:
+        """How many leading blocks after the committed ones have been written to."""
+        count = 0
+        for buffer in list((self._buffers or {}).values())[self._committed :]:
+            if buffer[:MARK_BYTES] == self._mark[: len(buffer)]:
+                break
+            count += 1
+        return count
+
+    def __getitem__(self, key: Key) -> memoryview:
+        return self._slot_views()[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._slot_views())
+
+    def __len__(self) -> int:
+        return len(self.slots) // wire.SLOT_BYTES
+
+    def __enter__(self) -> Saving:
+        keys, space, link = self._keys, self._space, self._space.link
+        request = wire.Reserve(
+            link.new_id(), space.index, self._group, self._shard, keys.parent, keys.packed
+        )
+        self._extents, _ = link.mappings
+        link.begin_writing()
+        try:
+            reserved = link.ask(request, wire.Reserved)
+            if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
+                raise ProtocolError("a reserve was answered for another number of keys")
+        except BaseException:
+            link.end_writing()
+            raise
+        self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        link = self._space.link
+        try:
+            if kind is None and self._buffers is not None:
+                self.commit(self._written())
+            if self._buffers:
+                release_views(list(self._buffers.values()))
+            if self._committed < len(self):
+                # What went wrong first is what the caller wants to hear.
+                hushed = () if kind is None else (KvtierError,)
+                with contextlib.suppress(*hushed):
+                    link.ask(wire.Abort(link.new_id(), self._lease), wire.Done)
+        finally:
+            link.end_writing()
+
+
+class Saved(Sequence[Key]):
+    """The keys that are in the cache after a save: `stored` by it, or `present` before; and the `refused`."""
+
+    def __init__(self, keys: Keys, outcomes: bytes) -> None:
+        self._keys = keys
+        self._outcomes = outcomes
+        self.stored = outcomes.count(wire.GRANTED)
+        self.present = outcomes.count(wire.PRESENT)
+
+    @cached_property
+    def _kept(self) -> Sequence[Key]:
+        if len(self) == len(self._keys):
+            return self._keys
+        kept = (wire.GRANTED, wire.PRESENT)
+        return [key for key, outcome in self._pairs() if outcome in kept]
+
+    @property
+    def refused(self) -> dict[Key, str]:
+        """Why each of the others is not kept: in_progress, leaving, no_room."""
+        kept = (wire.GRANTED, wire.PRESENT)
+        return {
+            key: wire.OUTCOMES[outcome] for key, outcome in self._pairs() if outcome not in kept
+        }
+
+    def _pairs(self) -> Iterator[tuple[Key, int]]:
+        return zip(self._keys, self._outcomes, strict=True)
+
+    def __len__(self) -> int:
+        return self.stored + self.present
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._kept[index]
+
+    def __repr__(self) -> str:
+        refused = len(self._keys) - len(self)
+        return f"<{self.stored} blocks stored, {self.present} present, {refused} refused>"

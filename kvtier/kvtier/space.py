@@ -1,0 +1,227 @@
+"""A space as its client sees it: look blocks up, load them, save them, say what matters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvtier import wire
+from kvtier.key import Keys, hash_keys, token_keys
+from kvtier.layout import KvSpec
+from kvtier.loading import Lease, Loading
+from kvtier.saving import Saved, Saving
+from kvtier_kernels import Buffers
+
+if TYPE_CHECKING:
+    from kvtier.key import TokenIds
+    from kvtier.link import Link
+
+# One core copies at about half of what memory gives: a large copy takes two where there are two.
+COPY_THREADS = 2
+LARGE_COPY_BYTES = 32 << 20
+
+
+class Match(msgspec.Struct, frozen=True):
+    """How many leading blocks are `ready` in memory, and how many after them are `coming`, in `eta_ms`.
+    `refused` says why, where the daemon would not look."""
+
+    ready: int
+    coming: int
+    eta_ms: float
+    refused: str = ""
+
+
+class Space:
+    """What shares keys: blocks of one model configuration of this tenant."""
+
+    def __init__(self, link: Link, spec: KvSpec, opened: wire.Opened) -> None:
+        self.link = link
+        self.spec = spec
+        self.index = opened.space
+        self.identity = opened.identity
+        self._secret = opened.secret
+        self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
+
+    def block_bytes(self, group: int = 0) -> int:
+        """What one shard's part of a block takes."""
+        return self._block_bytes[group]
+
+    def keys(self, token_ids: TokenIds, salt: bytes = b"", extras: bytes = b"") -> Keys:
+        """One key per whole block of these tokens: a list, or a buffer of integers. Another `salt` (a user,
+        a session) or other `extras` (an adapter's digest, an image's) share no key."""
+        return token_keys(self._secret, token_ids, self.spec.block_tokens, salt, extras)
+
+    def keys_of_hashes(
+        self, hashes: Sequence[bytes], salt: bytes = b"", extras: bytes = b""
+    ) -> Keys:
+        """One key per block hash of an engine, in place of tokens. Only for hashes nobody can forge:
+        SHA-256 and its like."""
+        return hash_keys(self._secret, hashes, salt, extras)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def match(self, keys: Keys | Sequence[bytes]) -> Match:
+        """How much of this prefix is here; starts the promotion of what is on its way."""
+        packed = Keys.of(keys).packed
+        reply = self.link.ask(wire.Match(self.link.new_id(), self.index, packed), wire.Matched)
+        return Match(reply.ready, reply.coming, reply.eta_ms)
+
+    def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
+        """Match for its effect: these blocks will be wanted soon."""
+        packed = Keys.of(keys).packed
+        reply = self.link.ask(wire.Prefetch(self.link.new_id(), self.index, packed), wire.Matched)
+        return Match(reply.ready, reply.coming, reply.eta_ms)
+
+    def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
+        """Send a match and return its ticket at once; `client.poll()` has the answer later."""
+        return self.link.tell(wire.Match(self.link.new_id(), self.index, Keys.of(keys).packed))
+
+    # --- loading -----------------------------------------------------------------------------
+
+    def load(
+        self, keys: Keys | Sequence[bytes], deadline_ms: int = 500, group: int = 0, shard: int = 0
+    ) -> Loading:
+        """`with space.load(keys) as blocks:` read-only views of the ready prefix, held for `deadline_ms`.
+
+        `blocks[i]` is block i of the prefix: None where this group can do without it (a sliding window needs
+        only its trailing blocks). If the `with` takes longer than the deadline and a slot was given away
+        meanwhile, leaving it raises StaleLease: what was read is not to be used.
+        """
+        self._check_place(group, shard)
+        return Loading(self, keys, deadline_ms, group, shard)
+
+    def load_into(
+        self,
+        keys: Keys | Sequence[bytes],
+        targets: Sequence[Any] | Any,
+        deadline_ms: int = 500,
+        group: int = 0,
+        shard: int = 0,
+        threads: int | None = None,
+    ) -> int:
+        """Copy the ready prefix into `targets` (a buffer per block of the prefix, or one for all); how many
+        blocks of the prefix can be used.
+
+        Block i goes to `targets[i]`; those that this group can do without are left alone, and so is what lies
+        beyond. `threads`: None leaves it to the size.
+        """
+        self._check_place(group, shard)
+        lease = self.lease(keys, deadline_ms, [shard])
+        if not lease.ready:
+            return 0
+        try:
+            part, nbytes = lease.part(group, shard), self.block_bytes(group)
+            count = len(part.slots) // wire.SLOT_BYTES
+            wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
+            good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
+        finally:
+            lease.release()
+        if good == count:
+            return lease.ready
+        # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
+        return good if self.spec.cache_groups[group].kind == "full" else 0
+
+    def _check_place(self, group: int, shard: int) -> None:
+        groups = self.spec.cache_groups
+        if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
+            raise ValueError(f"the space has no group {group}, shard {shard}")
+
+    def lease(
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int = 500,
+        shards: Sequence[int] = (0,),
+    ) -> Lease:
+        """Match, and hold the ready prefix in all its groups and shards; tells the slots of `shards`."""
+        request = self._lease_request(keys, deadline_ms, shards)
+        mappings = self.link.mappings
+        return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
+
+    def begin_lease(
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int = 500,
+        shards: Sequence[int] = (0,),
+    ) -> int:
+        """Send a lease request and return its ticket at once; `client.poll()` has the Lease later."""
+        request = self._lease_request(keys, deadline_ms, shards)
+        self.link.lease_tickets.add(request.id)
+        return self.link.tell(request)
+
+    def _lease_request(
+        self, keys: Keys | Sequence[bytes], deadline_ms: int, shards: Sequence[int]
+    ) -> wire.Load:
+        packed, most = Keys.of(keys).packed, max(group.shards for group in self.spec.cache_groups)
+        for shard in shards:
+            if not 0 <= shard < most:
+                raise ValueError(f"the space has no shard {shard}: its groups have up to {most}")
+        return wire.Load(self.link.new_id(), self.index, packed, deadline_ms, list(shards))
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def reserve(self, keys: Keys | Sequence[bytes], group: int = 0, shard: int = 0) -> Saving:
+        """`with space.reserve(keys) as saving:` writable slots for the keys that are new and admitted.
+
+        On leaving, the leading slots that were written are committed; the first that was handed out but never
+        written, and all after it, are given back, and so are all on an exception. Whoever fills slots
+        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`. Waits for no
+        disk.
+        """
+        self._check_place(group, shard)
+        return Saving(self, Keys.of(keys), group, shard)
+
+    def save(
+        self,
+        keys: Keys | Sequence[bytes],
+        arrays: Sequence[Any] | Any,
+        group: int = 0,
+        shard: int = 0,
+        checksum: bool = True,
+        threads: int | None = None,
+    ) -> Saved:
+        """Copy blocks in: a buffer per key, or one for all. What was kept comes back.
+
+        Only blocks that are not here yet are copied. Streams past the cache, summing on the way.
+        `threads`: None leaves it to the size.
+        """
+        keys = Keys.of(keys)
+        saving = self.reserve(keys, group, shard)
+        nbytes = self.block_bytes(group)
+        sources = Buffers(arrays, 0, len(keys), nbytes)
+        with saving:
+            if saving.slots:
+                saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
+        return Saved(keys, saving.outcomes)
+
+    # --- wishes ------------------------------------------------------------------------------
+
+    def pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
+        """Ask that the ready prefix stay for `ttl_s`; how many blocks will."""
+        packed = Keys.of(keys).packed
+        ttl_ms = int(ttl_s * 1000)
+        return self.link.ask(
+            wire.Pin(self.link.new_id(), self.index, packed, ttl_ms), wire.Counted
+        ).blocks
+
+    def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
+        """Say how much these blocks matter, 0 (may go first) to 1; how many of them are here."""
+        packed = Keys.of(keys).packed
+        request = wire.Hint(self.link.new_id(), self.index, packed, importance)
+        return self.link.ask(request, wire.Counted).blocks
+
+    def forget(self, keys: Keys | Sequence[bytes]) -> int:
+        """These blocks are not to be found from now on; how many there were."""
+        packed = Keys.of(keys).packed
+        return self.link.ask(
+            wire.Forget(self.link.new_id(), self.index, packed), wire.Counted
+        ).blocks
+
+
+def _copy_threads(nbytes: int) -> int:
+    """How many threads copy so much, unless the caller says."""
+    if nbytes < LARGE_COPY_BYTES:
+        return 1
+    return min(COPY_THREADS, len(os.sched_getaffinity(0)))
