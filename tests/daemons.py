@@ -54,6 +54,11 @@ class Daemon:
         # The last extent is announced a moment after its last byte is allocated.
         time.sleep(0.02)
 
+    def process_bytes(self) -> int:
+        """Memory of its own, the arena not counted."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
     def open_files(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
@@ -71,8 +76,8 @@ class Daemon:
         return self.process.wait(10)
 
 
-def start_daemon(folder: Path, warm: str = "64MiB", config: str = "") -> Daemon:
-    """Start a daemon and wait until it takes clients and its arena is there."""
+def start_daemon(folder: Path, warm: str = "64MiB", config: str = "", wait: bool = True) -> Daemon:
+    """Start a daemon and wait until it takes clients and, if asked to, until its arena is there."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
@@ -94,5 +99,6 @@ def start_daemon(folder: Path, warm: str = "64MiB", config: str = "") -> Daemon:
         except Unavailable:
             assert time.monotonic() < deadline, f"no daemon after {START_S} s: {log.read_text()}"
             time.sleep(0.02)
-    daemon.wait_for_arena()
+    if wait:
+        daemon.wait_for_arena()
     return daemon

@@ -120,12 +120,10 @@ class App:
         return self.tenants[name] if name is not None else None
 
     def _extents_ready(self) -> None:
-        assert self._server is not None
         for extent in self.warm.ready():
             self.tenants[extent.tenant].add(extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
-        self._server.announce()
         if self.warm.complete:
             log.info(
                 "warm tier is there: %s, of it %s in huge pages",

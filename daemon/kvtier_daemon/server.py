@@ -25,10 +25,13 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
 HELLO_S = 10.0
-TAKE_S = 10.0
+TAKE_S = (
+    10.0  # how long a client that sends nothing may leave its descriptors, or its answers, unread
+)
 ACCEPTS_AT_ONCE = 16
 PAUSE_S = 0.5
 LIMIT_GHOSTS = 16
+LIMIT_STRANGERS = 64  # of one tenant, who have not said hello
 
 Report = dict[str, msgspec.Raw]
 
@@ -86,26 +89,34 @@ class Server:
                 self._turn_away(sock, "too_many", "the daemon has no descriptors left")
                 continue
             peer.tenant = self._tenant_of(peer.uid)
-            refusal = self._refusal(peer)
-            if refusal:
+            strangers = sum(
+                not other.greeted and other.tenant is peer.tenant for other in self.sessions
+            )
+            if peer.tenant is None and not peer.privileged:
                 peer.close()
-                self._turn_away(sock, *refusal)
+                self._turn_away(sock, "no_tenant", f"no tenant is configured for uid {peer.uid}")
+            elif strangers >= max(LIMIT_STRANGERS, self._clients_each):
+                peer.close()
+                self._turn_away(sock, "too_many", f"{strangers} clients have yet to say hello")
             else:
                 self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
 
-    def _refusal(self, peer: Peer) -> tuple[str, str] | None:
-        """Why this client may not come in. A ghost counts as the client that it was."""
-        if peer.tenant is None and not peer.privileged:
-            return "no_tenant", f"no tenant is configured for uid {peer.uid}"
-        everybody = [*self.sessions, *self.ghosts]
+    def refusal(self, peer: Peer) -> str:
+        """Why this client, which has said hello, may not stay. A ghost counts as the client that it was."""
+        everybody = [*(each for each in self.sessions if each.greeted), *self.ghosts]
         if len(everybody) >= self._max_clients:
-            return "too_many", f"{len(everybody)} clients are connected: raise max_clients"
-        if sum(other.tenant is peer.tenant for other in everybody) >= self._clients_each:
-            return "too_many", f"{self._clients_each} clients of this tenant are connected already"
-        if sum(ghost.peer.pid == peer.pid for ghost in self.ghosts) >= LIMIT_GHOSTS:
-            text = f"{LIMIT_GHOSTS} connections of this process ended without a goodbye; slots wait for it"
-            return "too_many", text
-        return None
+            return f"{len(everybody)} clients are connected: raise max_clients"
+        theirs = [other for other in everybody if other.tenant is peer.tenant]
+        if len(theirs) >= self._clients_each:
+            return f"{self._clients_each} clients of this tenant are connected already"
+        # In another pid namespace every process is number 0.
+        if (
+            peer.pid
+            and sum(other in self.ghosts and other.peer.pid == peer.pid for other in theirs)
+            >= LIMIT_GHOSTS
+        ):
+            return f"{LIMIT_GHOSTS} connections of this process ended without a goodbye; slots wait for it"
+        return ""
 
     def _turn_away(self, sock: socket.socket, code: str, text: str) -> None:
         self.failures[code] += 1
@@ -145,13 +156,8 @@ class Server:
                 session.unpark()
             if not session.greeted and now - session.opened_at > HELLO_S:
                 session.end("said nothing")
-            elif session.parked and now - session.parked_since > TAKE_S:
-                session.end("took no extents")
-
-    def announce(self) -> None:
-        """Hand new extents to whom they belong."""
-        for session in list(self.sessions):
-            session.announce()
+            elif session.waits_for_its_client and now - session.alive_at > TAKE_S:
+                session.end("takes nothing")
 
     def close(self, reason: str) -> None:
         """Say goodbye to everybody. The listener stays its owner's to close."""

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LIMIT_UNSENT_BYTES = 16 << 20
+LIMIT_UNSENT_BYTES = 1 << 20  # of answers, beyond which no more requests are read
 LIMIT_NAME = 64
 NO_LOOKUP = (-1, 0, b"")
 LIMIT_SESSION_SPACES = 256
 TOKEN_BYTES = 16
 TURN_S = 0.001  # how long one client is served before the others have their turn
 PARKED_PAUSE_S = 0.002
+EXTENT_FDS = 2
 
 
 class Session:
@@ -57,13 +58,19 @@ class Session:
         self._read_only = False
         self._farewell = False
         self._closing = False
+        self._reading = True
+        self._scheduled = False
         self._framer = wire.Framer()
         self._inbox: deque[bytes] = deque()
-        self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        # An extent is queued as such: descriptors are made when they can go.
+        self._unsent: deque[tuple[memoryview, Extent | None]] = deque()
         self._unsent_bytes = 0
+        self._sent_bytes = 0
         self._announced = 0
+        self._blocked = False
         self.parked = 0
-        self.parked_since = 0.0
+        self._parked_at = 0  # of the bytes that were sent
+        self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._spaces: set[bytes] = set()
         self._counted = NO_LOOKUP
         server.loop.add_reader(sock.fileno(), self._readable)
@@ -83,6 +90,7 @@ class Session:
         if count == 0:
             self.end("hung up")
             return
+        self.alive_at = self._server.clock()
         try:
             self._inbox.extend(self._framer.feed(buffer[:count]))
         except ProtocolError as error:
@@ -92,27 +100,44 @@ class Session:
         self._work()
 
     def _work(self) -> None:
-        """Serve what has come, for one turn; the rest waits for the next, and reads no more meanwhile."""
+        """Serve what has come, for one turn and as long as answers are taken; reads no more while something
+        is left."""
         until = self._server.clock() + TURN_S
-        while self._inbox and not self._closing:
+        while self._inbox and not self._closing and self._unsent_bytes <= LIMIT_UNSENT_BYTES:
             try:
-                self._serve(wire.decode_request(self._inbox.popleft()))
+                request = wire.decode_request(self._inbox.popleft())
             except ProtocolError as error:
                 self._fail(0, "bad_frame", str(error), fatal=True)
+                return
+            try:
+                self._serve(request)
             except Exception:
                 log.exception("client %r: a request could not be served", self.name)
                 self._fail(0, "internal", "the daemon failed; its log says how", fatal=True)
-            if self._inbox and not self._closing and self._server.clock() >= until:
-                self._server.loop.remove_reader(self._sock.fileno())
-                self._server.loop.call_soon(self._go_on)
                 return
+            if self._inbox and self._server.clock() >= until:
+                self._schedule()
+                break
+        self._read(not self._inbox and self._unsent_bytes <= LIMIT_UNSENT_BYTES)
+
+    def _read(self, wanted: bool) -> None:
+        if self._closing or wanted == self._reading:
+            return
+        self._reading = wanted
+        if wanted:
+            self._server.loop.add_reader(self._sock.fileno(), self._readable)
+        else:
+            self._server.loop.remove_reader(self._sock.fileno())
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._server.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        if self._closing:
-            return
-        self._work()
-        if not self._inbox and not self._closing:
-            self._server.loop.add_reader(self._sock.fileno(), self._readable)
+        self._scheduled = False
+        if not self._closing:
+            self._work()
 
     def _serve(self, request: wire.Request) -> None:
         answer = ANSWERS.get(type(request))
@@ -122,6 +147,7 @@ class Session:
         if not self.greeted:
             self._fail(request.id, "bad_request", "Hello comes first", fatal=True)
             return
+        self._announce()
         try:
             reply = answer(self, self._tenant_for(request), request)
         except Refused as error:
@@ -146,12 +172,16 @@ class Session:
             text = f"the daemon is kvtier {version} and speaks another schema: use that version"
             self._fail(request.id, "wrong_schema", text, fatal=True)
         else:
-            self.greeted = True
             self.name = request.client[:LIMIT_NAME] or self.name
-            self._read_only = request.read_only
             for token in request.ended[: wire.LIMIT_ENDED]:
                 self._server.forsworn(self.tenant, token)
-            self.announce()
+            # Not before: what it has forsworn may have been in its own way.
+            if refusal := self._server.refusal(self.peer):
+                self._fail(request.id, "too_many", refusal, fatal=True)
+                return
+            self.greeted = True
+            self._read_only = request.read_only
+            self._announce()
             name = self.tenant.name if self.tenant else ""
             self.send(wire.Welcome(request.id, kvtier.__version__, name, self.token))
 
@@ -256,24 +286,17 @@ class Session:
 
     # --- out ---------------------------------------------------------------------------------
 
-    def announce(self) -> None:
-        """Hand over the tenant's extents that this client has not got yet."""
-        if self.tenant is None or not self.greeted or self._closing:
-            return
-        extents: list[Extent] = self.tenant.extents
-        while self._announced < len(extents) and not self._closing:
-            index = self._announced
-            try:
-                fds = extents[index].handles(self._read_only)
-            except OSError as error:
-                log.error("client %r gets no extent: %s", self.name, error.strerror)
-                self.end("no descriptors left")
-                return
-            self._announced += 1
-            self._queue(wire.encode(wire.ExtentAdded(0, index, extents[index].nbytes)), fds)
+    def _announce(self) -> None:
+        """Hand over the tenant's extents that this client has not got yet: before an answer, since who asks
+        nothing reads nothing."""
+        extents = self.tenant.extents if self.tenant else []
+        for index in range(self._announced, len(extents)):
+            added = wire.ExtentAdded(0, index, extents[index].nbytes)
+            self._queue(wire.encode(added), extents[index])
+        self._announced = len(extents)
 
     def send(self, message: wire.Message) -> None:
-        self._queue(wire.encode(message), ())
+        self._queue(wire.encode(message))
 
     def _fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None:
         assert code in wire.CODES, code
@@ -283,55 +306,70 @@ class Session:
             log.warning("client %r (uid %d): %s: %s", self.name, self.peer.uid, code, text)
             self.end(code)
 
-    def _queue(self, frame: bytes, fds: tuple[int, ...]) -> None:
+    def _queue(self, frame: bytes, extent: Extent | None = None) -> None:
         if self._closing:
-            for fd in fds:
-                os.close(fd)
             return
-        self._unsent.append((memoryview(frame), fds))
+        self._unsent.append((memoryview(frame), extent))
         self._unsent_bytes += len(frame)
         if len(self._unsent) == 1:
             self._writable()
-        if self._unsent_bytes > LIMIT_UNSENT_BYTES and not self._closing:
-            self.end(f"{self._unsent_bytes} bytes of answers were not read")
 
     def _writable(self) -> None:
         """Send what can be sent now; ask the loop to say when the rest can."""
-        loop = self._server.loop
         while self._unsent:
-            data, fds = self._unsent[0]
-            if fds and not self._server.may_park(self, len(fds)):
-                loop.remove_writer(self._sock.fileno())
-                loop.call_later(PARKED_PAUSE_S, self._try_again)
-                return
-            control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
+            data, extent = self._unsent[0]
             try:
-                sent = self._sock.sendmsg([data], control if fds else [])
-            except (BlockingIOError, InterruptedError):
-                loop.add_writer(self._sock.fileno(), self._writable)
-                return
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    loop.remove_writer(self._sock.fileno())
-                    loop.call_later(PARKED_PAUSE_S, self._try_again)
+                if extent is None:
+                    sent = self._sock.send(data)
+                elif not self._server.may_park(self, EXTENT_FDS):
+                    return self._pause()
                 else:
-                    self.end("hung up")
-                return
-            for fd in fds:
-                os.close(fd)
-            if fds:
-                self.parked_since = self.parked_since if self.parked else self._server.clock()
-                self.parked += len(fds)
+                    sent = self._send_with_descriptors(data, extent)
+            except (BlockingIOError, InterruptedError):
+                self._blocked = True
+                self._server.loop.add_writer(self._sock.fileno(), self._writable)
+                return None
+            except OSError as error:
+                if error.errno in (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE):
+                    return self._pause()
+                return self.end("hung up")
+            self.alive_at = self._server.clock()
+            self._blocked = False
+            self._sent_bytes += sent
             self._unsent_bytes -= sent
+            if extent is not None:
+                self.parked += EXTENT_FDS
+                self._parked_at = self._sent_bytes
             if sent < len(data):
-                self._unsent[0] = (data[sent:], ())
+                self._unsent[0] = (data[sent:], None)
             else:
                 self._unsent.popleft()
-        loop.remove_writer(self._sock.fileno())
+            if not self._reading and self._unsent_bytes <= LIMIT_UNSENT_BYTES:
+                self._schedule()
+        self._server.loop.remove_writer(self._sock.fileno())
+
+    def _send_with_descriptors(self, data: memoryview, extent: Extent) -> int:
+        fds = extent.handles(self._read_only)
+        try:
+            control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", *fds))]
+            return self._sock.sendmsg([data], control)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _pause(self) -> None:
+        """No descriptors can go now: try again soon."""
+        self._server.loop.remove_writer(self._sock.fileno())
+        self._server.loop.call_later(PARKED_PAUSE_S, self._try_again)
 
     def _try_again(self) -> None:
         if not self._closing:
             self._writable()
+
+    @property
+    def waits_for_its_client(self) -> bool:
+        """Whether something was sent that the client has yet to take."""
+        return self._blocked or self.parked > 0
 
     def unpark(self) -> None:
         """See whether the client has taken the descriptors that were sent to it."""
@@ -340,7 +378,9 @@ class Session:
             fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, waiting)
         except OSError:
             return
-        if not waiting[0]:
+        # What the kernel counts is at least what was not read: if that is no more than what was sent after
+        # the descriptors, they have been read.
+        if waiting[0] <= self._sent_bytes - self._parked_at:
             self.parked = 0
 
     # --- the end -----------------------------------------------------------------------------
@@ -356,9 +396,6 @@ class Session:
         loop.remove_reader(self._sock.fileno())
         loop.remove_writer(self._sock.fileno())
         self._sock.close()
-        for _, fds in self._unsent:
-            for fd in fds:
-                os.close(fd)
         self._unsent.clear()
         self._inbox.clear()
         self.parked = 0

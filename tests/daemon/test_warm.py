@@ -71,14 +71,15 @@ def test_read_only_descriptors_can_not_be_mapped_for_writing() -> None:
     import mmap
 
     with warm_tier({"t": MIB}, MIB) as (_, extents):
-        fd = extents[0].read_only_fd()
+        handles = extents[0].handles(read_only=True)
         try:
-            for each in (fd, extents[0].table_fd):
+            for each in handles:
                 mmap.mmap(each, 0, prot=mmap.PROT_READ).close()
                 with pytest.raises(PermissionError):
                     mmap.mmap(each, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
-            os.close(fd)
+            for each in handles:
+                os.close(each)
 
 
 @contextlib.contextmanager

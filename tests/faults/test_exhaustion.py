@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import select
 import socket
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from daemons import Daemon
 from faults.raw import Raw
 from kvtier import Group, KvSpec, Refused, Unavailable, wire
+from kvtier.catalog import Catalog
+from kvtier.policy.base import make
 from kvtier_daemon.peer import Peer
-from kvtier_daemon.server import LIMIT_GHOSTS
+from kvtier_daemon.server import LIMIT_GHOSTS, Server
+from kvtier_daemon.tenant import Tenant
+from kvtier_kernels import Store
 from specs import pattern, spec_of
 
 
@@ -56,6 +65,122 @@ def test_connections_lost_with_slots_are_counted_as_the_clients_they_were(
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0, "another process has its own"
+
+
+def test_a_uid_may_be_any_there_is() -> None:
+    class HighUid(socket.socket):
+        def getsockopt(self, level: int, option: int, size: int = 0) -> bytes:  # type: ignore[override]
+            if option == socket.SO_PEERCRED:
+                return struct.pack("iII", os.getpid(), 4_294_967_290, 0)
+            return super().getsockopt(level, option, size)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs, HighUid(fileno=os.dup(ours.fileno())) as high:
+        peer = Peer.of(high)
+        assert peer.uid == 4_294_967_290
+        peer.close()
+
+
+def test_who_ends_before_hello_is_noticed_whoever_has_its_socket(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of(warm="16MiB")
+    files = daemon.open_files()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(daemon.socket)
+        os.close(write)
+        if os.fork() == 0:
+            os.read(read, 1)  # keeps the socket until the test is over
+        os._exit(0)
+    os.waitpid(child, 0)
+    daemon.wait_for_open_files(files, 5)
+    os.close(write)
+    os.close(read)
+
+
+def broken(daemon: Daemon) -> bytes:
+    """The token of a client that is gone with a slot it was writing to."""
+    raw = Raw(daemon, hello=False)
+    raw.send(wire.Hello(1, wire.SCHEMA, "broken"))
+    welcome = raw.answer()
+    assert isinstance(welcome, wire.Welcome), welcome
+    opened = raw.ask(wire.Open(2, spec_of("broken")))
+    assert isinstance(opened, wire.Opened)
+    granted = raw.ask(wire.Reserve(3, opened.space, 0, 0, b"", os.urandom(32)))
+    assert isinstance(granted, wire.Reserved) and granted.slots
+    raw.sock.close()
+    return welcome.token
+
+
+@pytest.mark.parametrize("clients, config", [(2, "max_clients = 2\n"), (LIMIT_GHOSTS, "")])
+def test_a_full_house_lets_in_who_makes_room_for_itself(
+    daemon_of: Callable[..., Daemon], clients: int, config: str
+) -> None:
+    daemon = daemon_of(config=config + '[warm]\nsize = "16MiB"')
+    tokens = [broken(daemon) for _ in range(clients)]
+    for ended, welcome in (([], False), ([b"guess" * 3], False), (tokens, True)):
+        raw = Raw(daemon, hello=False)
+        raw.send(wire.Hello(1, wire.SCHEMA, "again", False, ended))
+        assert isinstance(raw.answer(), wire.Welcome) == welcome
+        raw.sock.close()
+    assert daemon.stats()["tiers"]["warm"]["states"]["quarantined"] == 0
+
+
+def test_processes_of_another_pid_namespace_are_not_taken_for_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
+        server = Server(
+            asyncio.get_running_loop(), listener, lambda uid: tenant, 1, lambda tenant: {}, 64
+        )
+        for pid, refused in ((0, False), (7, True)):
+            ghosts = [
+                SimpleNamespace(peer=Peer(pid, 0, -1), tenant=tenant) for _ in range(LIMIT_GHOSTS)
+            ]
+            server.ghosts = ghosts  # type: ignore[assignment]
+            assert bool(server.refusal(Peer(pid, 0, -1, tenant))) == refused
+        server.ghosts = set()
+        server.close("done")
+        listener.close()
+
+    asyncio.run(run())
+
+
+def test_clients_that_read_nothing_cost_no_descriptors(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(config='[warm]\nsize = "64MiB"\nextent = "256KiB"')
+    before = daemon.open_files()
+    lazy = []
+    for _ in range(24):
+        raw = Raw(daemon, hello=False)
+        raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        raw.send(wire.Hello(1, wire.SCHEMA, "lazy"))
+        lazy.append(raw)
+    time.sleep(0.2)
+    assert daemon.open_files() <= before + 2 * 24 + 4, "a socket and a pidfd each"
+    works(daemon)
+    for raw in lazy:
+        raw.sock.close()
+
+
+def test_an_idle_client_is_sent_nothing_while_the_arena_grows(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    """It would not read it, and must not be taken for hung."""
+    daemon = daemon_of(config='[warm]\nsize = "1GiB"\nextent = "16MiB"', wait=False)
+    with daemon.connect() as client:
+        mapped = client.link.arena.nbytes
+        assert mapped < 1 << 30
+        while select.select([client.fileno()], [], [], 0)[0]:
+            client.poll()
+        daemon.wait_for_arena()
+        assert not select.select([client.fileno()], [], [], 0.1)[0]
+        client.ping()
+        assert client.link.arena.nbytes == 1 << 30
 
 
 def test_a_peer_that_can_not_be_watched_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

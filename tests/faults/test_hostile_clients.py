@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,9 @@ import pytest
 
 from daemons import Daemon
 from faults.raw import Raw
-from kvtier import wire
+from kvtier import KvSpec, wire
+from kvtier.units import MIB
+from kvtier_daemon.server import TAKE_S
 from specs import pattern, spec_of
 
 FRAMES = 1_000_000 if os.environ.get("KVTIER_FAULTS") else 100_000
@@ -149,17 +152,64 @@ def test_somebody_elses_lease_can_not_be_touched(shared_daemon: Daemon) -> None:
         assert space.match(keys).ready == 4
 
 
-def test_a_client_that_never_reads_is_hung_up_on(shared_daemon: Daemon) -> None:
-    raw = Raw(shared_daemon)
-    raw.sock.settimeout(5)
-    deadline = time.monotonic() + 60
-    with contextlib.suppress(ConnectionError):
-        while time.monotonic() < deadline:
-            try:
-                raw.sock.sendall(wire.encode(wire.Stats(4)) * 64)
-            except TimeoutError:
-                pytest.fail("the daemon stopped reading instead of hanging up")
-        pytest.fail("still connected")
+def test_who_never_reads_is_hung_up_on_and_who_is_merely_busy_is_not(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of(config='[warm]\nsize = "64MiB"\nextent = "1MiB"')
+    lazy, busy = Raw(daemon), Raw(daemon)
+    lazy.sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            lazy.sock.send(wire.encode(wire.Stats(4)) * 64)
+    busy.send(*(wire.Ping(number) for number in range(100, 164)))
+    answered, started = 0, time.monotonic()
+    while time.monotonic() < started + TAKE_S + 2:
+        # Always with 64 requests in flight: nobody ever sees its socket empty.
+        assert busy.answer() is not None, f"hung up on after {time.monotonic() - started} s"
+        answered += 1
+        busy.send(wire.Ping(200 + answered))
+    assert answered > 64
+    with pytest.raises(ConnectionError):
+        lazy.sock.send(b"x")
+    busy.sock.close()
+    lazy.sock.close()
+
+
+def test_answers_that_are_not_read_wait_and_so_do_requests(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of(warm="64MiB")
+    spec = KvSpec.dense(
+        model="small",
+        layers=1,
+        kv_heads=1,
+        head_dim=64,
+        dtype="bfloat16",
+        block_tokens=16,
+        weights="r",
+    )
+    keys = os.urandom(32 * 8192)
+    raw = Raw(daemon)
+    opened = raw.ask(wire.Open(2, spec))
+    assert isinstance(opened, wire.Opened)
+    granted = raw.ask(wire.Reserve(3, opened.space, 0, 0, b"", keys))
+    assert isinstance(granted, wire.Reserved)
+    raw.ask(wire.Commit(4, granted.lease, 0, 8192))
+    before = daemon.process_bytes()
+    sender = threading.Thread(
+        target=lambda: raw.send(
+            *(wire.Load(number, opened.space, keys, 60_000, [0]) for number in range(10, 210))
+        )
+    )
+    sender.start()
+    time.sleep(0.5)
+    with daemon.connect() as other:
+        other.ping()
+    assert daemon.process_bytes() < before + 32 * MIB, "answers of 40 MiB are not made in advance"
+    for number in range(10, 210):
+        loaded = raw.answer()
+        assert isinstance(loaded, wire.Loaded) and loaded.id == number and loaded.ready == 8192
+    sender.join()
     raw.sock.close()
 
 

@@ -54,13 +54,11 @@ class Extent:
     table_fd: int
     table: Mapping
 
-    def read_only_fd(self) -> int:
-        """A new descriptor that can't be mapped for writing; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-
     def handles(self, read_only: bool) -> tuple[int, int]:
-        """New descriptors of the extent and of its table, for a client; the caller closes both."""
-        fd = self.read_only_fd() if read_only else os.dup(self.fd)
+        """New descriptors of the extent and of its table, for a client; the caller closes both. A reader's
+        can't be mapped for writing."""
+        path = f"/proc/self/fd/{self.fd}"
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if read_only else os.dup(self.fd)
         try:
             return fd, os.dup(self.table_fd)
         except OSError:
