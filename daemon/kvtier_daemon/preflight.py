@@ -14,7 +14,8 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
-from kvtier_daemon.config import PAGE_BYTES, Config, Loaded, Warm
+from kvtier_daemon.config import Config, Loaded, Warm
+from kvtier_daemon.values import PAGE_BYTES
 
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
 SOCKET_PATH_MAX: Final = 107  # sockaddr_un.sun_path less its zero byte

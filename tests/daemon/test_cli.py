@@ -241,7 +241,7 @@ def test_status_finds_the_systems_daemon_where_the_user_has_none(
 ):
     asked = answer(STATS)
     own, systems = tmp_path / "own.sock", tmp_path / "system.sock"
-    monkeypatch.setattr("kvtier_daemon.config.default_socket", lambda: own)
+    monkeypatch.setattr("kvtier_daemon.config.default_socket", lambda *_: own)
     monkeypatch.setattr("kvtier_daemon.config.SYSTEM_SOCKET", systems)
     run("status")
     systems.touch()

@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.units import GIB, MIB, TIB
 from kvtier_daemon.config import (
-    LOG_LEVELS,
-    PAGE_BYTES,
-    POLICIES,
     default_extent,
     default_socket,
     default_state,
@@ -21,6 +18,7 @@ from kvtier_daemon.config import (
     load,
     tenant_of,
 )
+from kvtier_daemon.values import LOG_LEVELS, PAGE_BYTES, POLICIES
 
 
 @pytest.fixture
@@ -187,7 +185,7 @@ def test_a_typo_in_the_environment_is_an_error(read):
         ("[warm]\nsize = '64G'", "warm.size: '64G' is ambiguous"),
         ("[warm]\npolicy = 'arc'", "warm.policy: expected a policy that is there: lru, got 'arc'"),
         ("[warm]\nlock = 1", "warm.lock: expected true or false, got 1"),
-        ("[warm]\nextent = 12", "warm.extent: 12 B is less than a page"),
+        ("[warm]\nextent = 12", "warm.extent: 12 B is less than 4 KiB"),
         ("socket = 'here.sock'", "socket: expected an absolute path, got 'here.sock'"),
         ("socket = ''", "socket: expected an absolute path, got ''"),
         ("state = '~no-such-user-here/x'", "state: whose home is that?"),
@@ -381,7 +379,7 @@ def test_the_process_itself_is_the_source_when_nothing_else_is_handed_in(tmp_pat
     monkeypatch.setenv("KVTIER_WARM__SIZE", "8MiB")
     loaded = load(None)
     assert loaded.config.warm.size_bytes == 8 * MIB
-    assert loaded.config.socket == default_socket()
+    assert loaded.config.socket == default_socket(os.environ, os.geteuid())
 
 
 # --- the document ---------------------------------------------------------------------------------

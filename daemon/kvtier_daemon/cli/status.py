@@ -45,7 +45,7 @@ def _place(socket: Path | None) -> Path:
         return socket
     if said := os.environ.get("KVTIER_SOCKET"):
         return Path(said)
-    own = default_socket()
+    own = default_socket(os.environ, os.geteuid())
     return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
 
 
