@@ -18,6 +18,7 @@ import msgspec
 from kvtier.errors import ConfigError
 from kvtier.units import GIB, MIB, format_bytes, parse_share
 from kvtier_daemon import sources, values
+from kvtier_daemon.problems import Problems
 from kvtier_daemon.sources import KeyPath, Leaf, Section, dotted, unfit
 from kvtier_daemon.values import EVERYONE, PAGE_BYTES, whole_pages
 
@@ -135,8 +136,8 @@ def load(
 ) -> Loaded:
     """Return the configuration that the sources add up to; `flags` has dotted keys, None is unset.
 
-    Never returns one with a key or a value it does not understand: ConfigError says which, where
-    it was written and what was expected, in one line.
+    Never returns one with a key or a value it does not understand: ConfigError says of each which
+    it is, where it was written and what was expected, all in one line.
     """
     environ = os.environ if environ is None else environ
     uid = os.geteuid() if uid is None else uid
@@ -144,14 +145,21 @@ def load(
         ("socket",): Leaf(str(default_socket(environ, uid)), "default"),
         ("state",): Leaf(str(default_state(environ, uid)), "default"),
     }
-    if file is not None:
-        leaves |= sources.of_file(file)
-        for piece in sorted((file.parent / "conf.d").glob("*.toml")):
-            leaves |= sources.of_file(piece)
+    problems = Problems("things are wrong with the configuration")
+    files = [] if file is None else [file, *sorted((file.parent / "conf.d").glob("*.toml"))]
+    for each in files:
+        with problems.noted():
+            leaves |= sources.of_file(each)
     leaves |= sources.of_environment(environ)
     leaves |= sources.of_flags(flags or {})
-    parsed = {path: (sources.parse(_SCHEMA, path, leaf), leaf) for path, leaf in leaves.items()}
-    return _settle(parsed, f"{file}: " if file is not None else "")
+    parsed = {}
+    for path, leaf in leaves.items():
+        with problems.noted():
+            parsed[path] = (sources.parse(_SCHEMA, path, leaf), leaf)
+    # What depends on other values is looked at only when those are right: a misspelt size is no
+    # missing one.
+    problems.refuse()
+    return _settle(parsed, f"{file}: " if file is not None else "", problems)
 
 
 # --- settling: what depends on other values ------------------------------------------------------
@@ -159,20 +167,19 @@ def load(
 _Parsed = Mapping[KeyPath, tuple[Any, Leaf]]
 
 
-def _settle(parsed: _Parsed, place: str) -> Loaded:
+def _settle(parsed: _Parsed, place: str, problems: Problems) -> Loaded:
     origins = {dotted(path): leaf.origin for path, (_, leaf) in parsed.items()}
     if ("warm", "size") not in parsed:
-        raise ConfigError(
+        problems.note(
             f"{place}warm.size: is not set, and without it there is nothing to serve from;"
             ' write size = "64GiB" under [warm], or pass --warm-size 64GiB'
         )
+    shares = _shares(parsed, problems)
+    problems.refuse()
     size_bytes = parsed[("warm", "size")][0]
-    shares = _shares(parsed)
     quotas = _quotas(shares, size_bytes, place)
     extent_bytes = _settled_extent(parsed, size_bytes, quotas)
     tenants = {name: Tenant(uids=uids, quota_bytes=quotas[name]) for name, uids, _ in shares}
-    origin_of = {name: origins.get(f"tenants.{name}.uids", "default") for name in tenants}
-    _refuse_double_claims(tenants, origin_of)
 
     warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
     top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
@@ -192,19 +199,29 @@ def _settle(parsed: _Parsed, place: str) -> Loaded:
 _TenantShare = tuple[str, tuple[int | str, ...], str | int]
 
 
-def _shares(parsed: _Parsed) -> list[_TenantShare]:
+def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
     """Return each tenant's name, users and share; without any there is `default`, for everyone."""
     names = dict.fromkeys(path[1] for path in parsed if path[0] == "tenants" and len(path) > 1)
     if not names:
         return [("default", (EVERYONE,), "100%")]
     shares = []
+    claimed: dict[int | str, str] = {}
     for name in names:
-        if ("tenants", name, "uids") not in parsed:
+        path = ("tenants", name, "uids")
+        if path not in parsed:
             origin = next(leaf.origin for path, (_, leaf) in parsed.items() if name in path[1:2])
             got = f'is not set; expected {values.UIDS.expects}, such as ["*"]'
-            raise unfit(("tenants", name, "uids"), origin, got)
+            problems.note(unfit(path, origin, got))
+            continue
+        uids, leaf = parsed[path]
+        for uid in uids:
+            other = claimed.setdefault(uid, name)
+            if other != name:
+                who = 'everyone ("*")' if uid == EVERYONE else f"uid {uid}"
+                what = f"{who} is of tenant {other} already; a user has one tenant"
+                problems.note(unfit(path, leaf.origin, what))
         quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
-        shares.append((name, parsed[("tenants", name, "uids")][0], quota))
+        shares.append((name, uids, quota))
     return shares
 
 
@@ -252,14 +269,3 @@ def _settled_extent(parsed: _Parsed, size_bytes: int, quotas: Mapping[str, int])
         what = f"{format_bytes(extent_bytes)} is less than a huge page"
         raise unfit(path, leaf.origin, what)
     return whole_pages(extent_bytes, page)
-
-
-def _refuse_double_claims(tenants: Mapping[str, Tenant], origins: Mapping[str, str]) -> None:
-    claimed: dict[int | str, str] = {}
-    for name, tenant in tenants.items():
-        for uid in tenant.uids:
-            other = claimed.setdefault(uid, name)
-            if other != name:
-                who = 'everyone ("*")' if uid == EVERYONE else f"uid {uid}"
-                what = f"{who} is of tenant {other} already; a user has one tenant"
-                raise unfit(("tenants", name, "uids"), origins[name], what)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
 from kvtier_daemon.config import Config, Loaded, Warm
+from kvtier_daemon.problems import Problems
 from kvtier_daemon.values import PAGE_BYTES
 
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
@@ -60,12 +60,11 @@ def look(loaded: Loaded) -> list[Finding]:
 def require(loaded: Loaded) -> list[Finding]:
     """Return the findings if all is well; else ConfigError has every one that is not, in a line."""
     findings = look(loaded)
-    failed = [str(finding) for finding in findings if not finding.ok]
-    if len(failed) == 1:
-        raise ConfigError(failed[0])
-    if failed:
-        numbered = (f"({number}) {text}" for number, text in enumerate(failed, 1))
-        raise ConfigError(f"{len(failed)} things stand in the way of a start: {' '.join(numbered)}")
+    problems = Problems("things stand in the way of a start")
+    for finding in findings:
+        if not finding.ok:
+            problems.note(finding)
+    problems.refuse()
     return findings
 
 

@@ -32,10 +32,15 @@ _SERVICE_LINK = re.compile(r"KVTIER_(SERVICE_|PORT$|PORT_)")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value as it was written, and where."""
+    """A value as it was written, and where; `variable` is its name in the environment."""
 
     value: object
     origin: str
+    variable: str = ""
+
+    def spelled(self, key: str) -> str:
+        """Return a dotted key as this source would write it."""
+        return _variable(key) if self.variable else key
 
 
 Leaves = dict[KeyPath, Leaf]
@@ -45,7 +50,7 @@ Leaves = dict[KeyPath, Leaf]
 
 
 def of_file(file: Path) -> Leaves:
-    """Return what a TOML file says; ConfigError if it can't be read or is none."""
+    """Return what a TOML file says; ConfigError if it can't be read or is no TOML."""
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -70,8 +75,12 @@ def of_environment(environ: Mapping[str, str]) -> Leaves:
         if not name.startswith(_PREFIX) or name in _ELSEWHERE or _SERVICE_LINK.match(name):
             continue
         path = tuple(name.removeprefix(_PREFIX).lower().split("__"))
-        leaves[path] = Leaf(value, f"environment {name}")
+        leaves[path] = Leaf(value, f"environment {name}", variable=name)
     return leaves
+
+
+def _variable(key: str) -> str:
+    return _PREFIX + key.replace(".", "__").upper()
 
 
 def of_flags(flags: Mapping[str, object]) -> Leaves:
@@ -128,7 +137,9 @@ def parse(schema: Section, path: KeyPath, leaf: Leaf) -> object:
     at: Key | Section = schema
     for depth, name in enumerate(path):
         if isinstance(at, Key):
-            raise unfit(path[:depth], leaf.origin, f"expected {at.expects}, got a section")
+            hint = _nearest_variable(schema, leaf)
+            what = f"expected {at.expects}, got a section{hint}"
+            raise unfit(path[:depth], leaf.origin, what)
         below = at.get(name)
         if below is None:
             raise _unknown(schema, path, depth, at, leaf)
@@ -139,7 +150,8 @@ def parse(schema: Section, path: KeyPath, leaf: Leaf) -> object:
     if isinstance(at, Section):
         if leaf.value == {}:
             return None
-        raise unfit(path, leaf.origin, f"expected a section, got {_shown(leaf.value)}")
+        hint = _nearest_variable(schema, leaf)
+        raise unfit(path, leaf.origin, f"expected a section, got {_shown(leaf.value)}{hint}")
     try:
         if isinstance(leaf.value, dict):
             raise ValueError
@@ -157,13 +169,25 @@ def _unknown(schema: Section, path: KeyPath, depth: int, at: Section, leaf: Leaf
     here = {key: dotted((*above, key)) for key in at.keys}
     anywhere = {key.rpartition(".")[2]: key for key in schema.dotted_keys()} if is_value else {}
     what = "unknown key" if is_value else "unknown section"
+    if hint := _nearest_variable(schema, leaf):
+        return unfit(path[: depth + 1], leaf.origin, what + hint)
     # The right key in the wrong section comes first: `lock` is nearer to warm.lock than to socket.
     for known, cutoff in ((anywhere, 1.0), (here, 0.6), (anywhere, 0.6)):
         for match in difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff):
-            return unfit(path[: depth + 1], leaf.origin, f"{what}; did you mean {known[match]}?")
+            meant = leaf.spelled(known[match])
+            return unfit(path[: depth + 1], leaf.origin, f"{what}; did you mean {meant}?")
     inner = [key for key, below in at.keys.items() if is_value or isinstance(below, Section)]
     there = f"known here: {', '.join(sorted(inner))}" if inner else "there are none here"
     return unfit(path[: depth + 1], leaf.origin, f"{what}; {there}")
+
+
+def _nearest_variable(schema: Section, leaf: Leaf) -> str:
+    """Return a hint at the variable that is nearly this one: most often an underscore is missing."""
+    if not leaf.variable:
+        return ""
+    known = {_variable(key).removeprefix(_PREFIX) for key in schema.dotted_keys()}
+    near = difflib.get_close_matches(leaf.variable.removeprefix(_PREFIX), known, n=1, cutoff=0.75)
+    return f"; did you mean {_PREFIX}{near[0]}?" if near else ""
 
 
 def unfit(path: KeyPath, origin: str, what: str) -> ConfigError:
