@@ -121,6 +121,7 @@ def test_help_lists_every_command(run):
         assert code == 0
         assert "serve " in out
         assert "status " in out
+        assert "..." not in out.partition("Commands:")[2]  # each has a line that fits
 
 
 def test_a_misspelt_command_is_an_error(run):
