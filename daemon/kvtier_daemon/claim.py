@@ -178,6 +178,6 @@ def _open_to(path: Path, mode: int, group: int | None) -> None:
         except PermissionError as error:
             raise ConfigError(
                 f"socket_group: uid {os.geteuid()} may not give {path} to group {group};"
-                " make it a member, or leave socket_group out"
+                " make that user a member of the group, or leave socket_group out"
             ) from error
     path.chmod(mode)
