@@ -83,8 +83,8 @@ def _closed(path: Path) -> str:
         found = path.stat()
     except OSError:
         return (
-            f"uid {uid} may not enter the directory of {path}; for other users the daemon has to"
-            " listen in one that they can enter: its key is socket"
+            f"uid {uid} may not enter the directory of {path}; set socket in the daemon's"
+            " configuration to a path in one that its users can enter"
         )
     group = _group_name(found.st_gid)
     join = (
@@ -92,7 +92,8 @@ def _closed(path: Path) -> str:
     )
     return (
         f"uid {uid} may not connect to {path}, of uid {found.st_uid} and group {group} with mode"
-        f" {found.st_mode & 0o777:04o}; {join}let the daemon set socket_group or socket_mode"
+        f" {found.st_mode & 0o777:04o}; {join}set socket_group or socket_mode in"
+        " the daemon's configuration"
     )
 
 
