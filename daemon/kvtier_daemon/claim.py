@@ -66,7 +66,7 @@ def release_socket(listener: socket.socket) -> None:
     """Close `listener` and remove its path, unless that belongs to somebody else by now."""
     path = Path(os.fsdecode(listener.getsockname()))
     with contextlib.suppress(OSError, ConfigError), _locked(path, time.monotonic, time.sleep):
-        if _owner(path) == os.getpid():
+        if owner_of(path) == os.getpid():
             path.unlink()
     listener.close()
 
@@ -119,18 +119,20 @@ def _clear(path: Path) -> None:
         raise ConfigError(
             f"socket {path}: there is a file and not a socket; move it away or choose another path"
         )
-    owner = _owner(path)
+    owner = owner_of(path)
     if owner is None:
         path.unlink(missing_ok=True)
         return
-    who = f"process {owner}{_name_of(owner)}" if owner else "a live process"
     raise ConfigError(
-        f"socket {path}: taken by {who}; stop it, or choose another path with --socket"
+        f"socket {path}: taken by {named(owner)}; stop it, or choose another path with --socket"
     )
 
 
-def _owner(path: Path) -> int | None:
-    """Return the pid that listens at `path`, 0 if it can't be told, None if nobody does."""
+def owner_of(path: Path) -> int | None:
+    """Return the pid that listens at `path`, 0 if it can't be told, None if nobody does.
+
+    Never waits. ConfigError says why not even that can be told.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)  # a hung daemon with a full backlog is alive all the same
         try:
@@ -150,11 +152,23 @@ def _owner(path: Path) -> int | None:
     return int(pid)  # 0 for a process outside this pid namespace
 
 
-def _name_of(pid: int) -> str:
+def named(owner: int) -> str:
+    """Return how to call the process that `owner_of` found."""
+    if not owner:
+        return "a live process"
     try:
-        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+        return f"process {owner} ({Path(f'/proc/{owner}/comm').read_text().strip()})"
     except OSError:
-        return ""
+        return f"process {owner}"
+
+
+def is_stopped(owner: int) -> bool:
+    """Return whether the process was stopped by a signal or a debugger."""
+    try:
+        _, _, fields = Path(f"/proc/{owner}/stat").read_text().rpartition(")")
+    except OSError:
+        return False
+    return fields.split()[0] in ("T", "t")
 
 
 def _open_to(path: Path, mode: int, group: int | None) -> None:
@@ -164,6 +178,6 @@ def _open_to(path: Path, mode: int, group: int | None) -> None:
         except PermissionError as error:
             raise ConfigError(
                 f"socket_group: uid {os.geteuid()} may not give {path} to group {group};"
-                " make it a member, or leave socket_group out"
+                " make that user a member of the group, or leave socket_group out"
             ) from error
     path.chmod(mode)

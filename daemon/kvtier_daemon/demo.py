@@ -16,13 +16,15 @@ from statistics import quantiles
 from typing import Any
 
 from kvtier import Client, ConfigError, KvtierError, Unavailable
-from kvtier.units import format_bytes, parse_bytes
+from kvtier.units import MIB, format_bytes, parse_bytes
 from kvtier_daemon.workload import SPEC, Step
 
 ENGINES = 2
 START_S = 20.0
 REDRAW_S = 0.25
 BAR = 28
+SECONDS_MIN, SECONDS_MAX = 1, 24 * 3600
+WARM_MIN_BYTES = 256 * MIB  # the longest prompt has 112 blocks of 2 MiB
 
 
 @dataclass(slots=True)
@@ -45,10 +47,17 @@ class Totals:
 
 def run(seconds: float, warm: str, as_json: bool) -> bool:
     """Start a daemon and engines, show what happens, sum it up; False if anything was wrong."""
+    if not SECONDS_MIN <= seconds <= SECONDS_MAX:  # nan is neither
+        raise ConfigError(f"--seconds: expected {SECONDS_MIN} to {SECONDS_MAX}, got {seconds:g}")
     try:
         warm_bytes = parse_bytes(warm)
     except ValueError as error:
-        raise ConfigError(f"--warm {warm}: {error}") from error
+        raise ConfigError(f"--warm: {error}") from error
+    if warm_bytes < WARM_MIN_BYTES:
+        raise ConfigError(
+            f"--warm: {format_bytes(warm_bytes)} is less than {format_bytes(WARM_MIN_BYTES)},"
+            " and one conversation would not fit"
+        )
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
         path = str(Path(folder) / "kvtier.sock")
         daemon = _start_daemon(path, folder, warm_bytes)

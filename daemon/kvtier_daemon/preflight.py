@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
-from kvtier.units import format_bytes
-from kvtier_daemon.config import PAGE_BYTES, Config, Loaded, Warm
+from kvtier.units import MIB, format_bytes
+from kvtier_daemon.config import Config, Loaded, Warm
+from kvtier_daemon.problems import Problems
+from kvtier_daemon.values import PAGE_BYTES
 
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
 SOCKET_PATH_MAX: Final = 107  # sockaddr_un.sun_path less its zero byte
@@ -24,6 +25,7 @@ FDS_RESERVED: Final = 64  # the loop, logs, the catalog of small things
 
 _CAP_IPC_LOCK = 14
 _IDENTITY = ["0", "0", "4294967295"]
+_GIVE = "chown it to the daemon's user, or "
 _UNLIMITED = 1 << 62  # what cgroup v1 writes where there is no limit is near 2**63
 
 Limits = Callable[[int], tuple[int, int]]
@@ -59,12 +61,11 @@ def look(loaded: Loaded) -> list[Finding]:
 def require(loaded: Loaded) -> list[Finding]:
     """Return the findings if all is well; else ConfigError has every one that is not, in a line."""
     findings = look(loaded)
-    failed = [str(finding) for finding in findings if not finding.ok]
-    if len(failed) == 1:
-        raise ConfigError(failed[0])
-    if failed:
-        numbered = (f"({number}) {text}" for number, text in enumerate(failed, 1))
-        raise ConfigError(f"{len(failed)} things stand in the way of a start: {' '.join(numbered)}")
+    problems = Problems("things stand in the way of a start")
+    for finding in findings:
+        if not finding.ok:
+            problems.note(finding)
+    problems.refuse()
     return findings
 
 
@@ -84,10 +85,12 @@ def memory(
     need = arena_bytes(warm)
     available, source = min(_available(proc, cgroup), default=(None, ""))
     if available is None:
-        return Finding(True, what, f"{format_bytes(need)} wanted, what there is can't be told")
+        return Finding(True, what, f"{format_bytes(need)} wanted; how much there is can't be told")
     value = f"{format_bytes(need)} wanted, {format_bytes(available)} available ({source})"
     fitting = available * PAGE_BYTES // (PAGE_BYTES + GENERATION_BYTES)
-    fix = f"set warm.size to less than {format_bytes(fitting)}, or free some"
+    fix = "free some" if source == "MemAvailable" else "raise the limit"
+    if fitting >= MIB:
+        fix = f"set warm.size to less than {format_bytes(fitting)}, or {fix}"
     return Finding(need <= available, what, value, fix)
 
 
@@ -102,7 +105,10 @@ def _available(proc: Path, cgroup: Path) -> Iterator[tuple[int, str]]:
             continue
         # Cached file pages that nobody used lately count as used, but go when memory is wanted.
         cache = _table(directory / "memory.stat").get(names[2], 0)
-        yield max(0, min(limit, limit - usage + cache)), f"limit of {directory}"
+        yield (
+            max(0, min(limit, limit - usage + cache)),
+            f"memory limit of the control group {directory}",
+        )
 
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -146,8 +152,8 @@ def locked_memory(
     soft, hard = _raised(resource.RLIMIT_MEMLOCK, need, getrlimit, setrlimit)
     value = f"{format_bytes(need)} wanted, the limit is {_amount(soft)} (hard {_amount(hard)})"
     fix = (
-        f"run `ulimit -l {-(-need // 1024)}` or write LimitMEMLOCK=infinity into the unit,"
-        " give CAP_IPC_LOCK, or set warm.lock = false"
+        f"as root run `ulimit -l {-(-need // 1024)}` before, or write LimitMEMLOCK=infinity into the"
+        " unit, or give the daemon CAP_IPC_LOCK; or set warm.lock = false"
     )
     return Finding(_reaches(soft, need), what, value, fix)
 
@@ -188,7 +194,7 @@ def open_files(
         f" the limit is {soft} (hard {hard})"
     )
     fix = (
-        f"run `ulimit -n {need}` or write LimitNOFILE={need} into the unit;"
+        f"as root run `ulimit -n {need}` before, or write LimitNOFILE={need} into the unit;"
         " or lower max_clients, or raise warm.extent"
     )
     return Finding(_reaches(soft, need), "open files", value, fix)
@@ -216,14 +222,15 @@ def _reaches(limit: int, need: int) -> bool:
 def socket_path(path: Path) -> Finding:
     """Find whether the kernel can hold the socket's path."""
     length = len(os.fsencode(path))
-    value = f"{length} bytes, at most {SOCKET_PATH_MAX}"
-    fix = f"choose a shorter path than {path} for socket"
+    value = f"{length} bytes, and the kernel takes {SOCKET_PATH_MAX}"
+    fix = f"name a shorter one than {path} with --socket"
     return Finding(length <= SOCKET_PATH_MAX, "length of the socket's path", value, fix)
 
 
 def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:
     """Find whether a socket can be made there that nobody can swap; makes the default directory."""
     what = "socket directory"
+    elsewhere = "name another with --socket"
     uid = os.geteuid()
     if is_default:
         try:
@@ -233,24 +240,22 @@ def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:
         except FileExistsError:
             pass
         except OSError as error:
-            fix = "make it, or name another with --socket"
-            return Finding(False, what, f"{directory} can't be made: {error.strerror}", fix)
+            value = f"{directory} can't be made: {error.strerror}"
+            return Finding(False, what, value, f"make it, or {elsewhere}")
     try:
         # The default is ours to make: a link there was put by somebody else.
         found = directory.lstat() if is_default else directory.stat()
     except OSError as error:
-        fix = f"run `mkdir -p {directory}`, or name another with --socket"
-        return Finding(False, what, f"{directory}: {error.strerror}", fix)
+        make = f"run `mkdir -p {directory}`, or " if isinstance(error, FileNotFoundError) else ""
+        return Finding(False, what, f"{directory}: {error.strerror}", make + elsewhere)
     mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode):
-        return Finding(False, what, f"{directory} is no directory", "name another with --socket")
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
-        fix = "chown it to the daemon's user, or name another with --socket"
-        return Finding(False, what, f"{directory} is not writable for uid {uid}", fix)
+    wrong, remedy = _unusable(directory, found.st_mode)
+    if wrong:
+        return Finding(False, what, wrong, remedy + elsewhere)
     # A default in the directory for temporary files could have been made by anybody.
     if is_default and uid != 0 and (found.st_uid != uid or mode & 0o077):
         value = f"{directory} has uid {found.st_uid} and mode {mode:04o}, not {uid} and 0700"
-        return Finding(False, what, value, "remove it, or name another with --socket")
+        return Finding(False, what, value, f"remove it, or {elsewhere}")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         value = f"{directory} has mode {mode:04o}, so that anybody can swap the socket"
         return Finding(False, what, value, f"run `chmod o-w {directory}`")
@@ -261,22 +266,30 @@ def state_directory(directory: Path) -> Finding:
     """Find whether the state directory can be written, or be made where it is missing."""
     what = "state directory"
     uid = os.geteuid()
-    fix = "chown it to the daemon's user, or set state to a directory of its own"
+    elsewhere = "set state to a directory of its own"
     there = next(place for place in (directory, *directory.parents) if not _missing(place))
     try:
         found = there.stat()
     except OSError as error:
-        return Finding(False, what, f"{there}: {error.strerror}", fix)
-    if not stat.S_ISDIR(found.st_mode):
-        return Finding(False, what, f"{there} is no directory", fix)
+        return Finding(False, what, f"{there}: {error.strerror}", elsewhere)
     # Whoever owns a directory can put another one in its place, with secrets of their own in it.
-    if uid != 0 and found.st_uid not in (0, uid):
-        return Finding(False, what, f"{there} belongs to uid {found.st_uid}", fix)
-    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+    if stat.S_ISDIR(found.st_mode) and uid != 0 and found.st_uid not in (0, uid):
+        return Finding(False, what, f"{there} belongs to uid {found.st_uid}", _GIVE + elsewhere)
+    wrong, remedy = _unusable(there, found.st_mode)
+    if wrong:
         missing = "" if there == directory else f", so {directory} can't be made"
-        return Finding(False, what, f"{there} is not writable for uid {uid}{missing}", fix)
+        return Finding(False, what, wrong + missing, remedy + elsewhere)
     will_be = "is writable" if there == directory else "will be made"
     return Finding(True, what, f"{directory} {will_be}")
+
+
+def _unusable(place: Path, mode: int) -> tuple[str, str]:
+    """Return why nothing can be made in a place that is there, and how to begin the remedy."""
+    if not stat.S_ISDIR(mode):
+        return f"{place} is no directory", ""
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        return f"{place} is not writable for uid {os.geteuid()}", _GIVE
+    return "", ""
 
 
 def _missing(place: Path) -> bool:

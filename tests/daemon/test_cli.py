@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -119,6 +121,7 @@ def test_help_lists_every_command(run):
         assert code == 0
         assert "serve " in out
         assert "status " in out
+        assert "..." not in out.partition("Commands:")[2]  # each has a line that fits
 
 
 def test_a_misspelt_command_is_an_error(run):
@@ -198,10 +201,41 @@ def test_flags_come_before_the_file(run, daemon, tmp_path):
     assert loaded.config.state == tmp_path / "s"
 
 
-def test_a_socket_may_be_named_from_where_one_is(run, daemon, tmp_path, monkeypatch):
+@pytest.mark.parametrize("said", ["here.sock", "./here.sock", "~/here.sock"])
+def test_a_flag_may_name_a_socket_from_where_one_is(
+    run, daemon, answer, tmp_path, monkeypatch, said
+):
     monkeypatch.chdir(tmp_path)
-    run("serve", "--warm-size", "8MiB", "--socket", "here.sock")
+    run("serve", "--warm-size", "8MiB", "--socket", said)
     assert daemon[0].config.socket == tmp_path / "here.sock"
+    asked = answer(STATS)
+    run("status", "--socket", said)
+    assert asked[0] == str(tmp_path / "here.sock")
+
+
+@pytest.mark.parametrize("said", ["", "~no-such-user-here/k.sock"])
+@pytest.mark.parametrize("command", [["serve", "--warm-size", "8MiB"], ["status"]])
+def test_a_flag_that_names_no_path_is_refused(run, daemon, command, said):
+    code, _, err = run(*command, "--socket", said)
+    assert (code, daemon) == (2, [])
+    assert "Invalid value for '--socket'" in err
+
+
+def test_a_file_and_the_environment_name_a_socket_absolutely(run, daemon, tmp_path, monkeypatch):
+    (tmp_path / "k.toml").write_text("socket = 'here.sock'\n[warm]\nsize = '8MiB'\n")
+    code, _, err = run("serve", "--config", str(tmp_path / "k.toml"))
+    assert (code, daemon) == (2, [])
+    assert "k.toml: socket: expected an absolute path, got 'here.sock'" in err
+    monkeypatch.setenv("KVTIER_SOCKET", "here.sock")
+    code, _, err = run("serve", "--warm-size", "8MiB")
+    assert (code, daemon) == (2, [])
+    assert "environment KVTIER_SOCKET: socket: expected an absolute path" in err
+
+
+def test_the_clients_variable_is_the_daemons_too(run, daemon, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_SOCKET", str(tmp_path / "k.sock"))
+    run("serve", "--warm-size", "8MiB")
+    assert daemon[0].config.socket == tmp_path / "k.sock"
 
 
 def test_a_bad_configuration_starts_nothing(run, daemon, tmp_path):
@@ -236,29 +270,62 @@ def test_status_looks_where_the_environment_says(run, answer, monkeypatch):
     assert asked[0] == "/tmp/elsewhere"
 
 
-def test_status_finds_the_systems_daemon_where_the_user_has_none(
-    run, answer, monkeypatch, tmp_path
-):
+def test_status_looks_where_clients_do(run, answer, monkeypatch, tmp_path):
     asked = answer(STATS)
-    own, systems = tmp_path / "own.sock", tmp_path / "system.sock"
-    monkeypatch.setattr("kvtier_daemon.config.default_socket", lambda: own)
-    monkeypatch.setattr("kvtier_daemon.config.SYSTEM_SOCKET", systems)
+    monkeypatch.setattr("kvtier.client.DEFAULT_SOCKET", str(tmp_path / "system.sock"))
     run("status")
-    systems.touch()
-    run("status")
+    own = tmp_path / "kvtier" / "kvtier.sock"
+    own.parent.mkdir()
     own.touch()
     run("status")
-    assert [place for place in asked if place != "closed"] == [str(own), str(systems), str(own)]
+    assert [place for place in asked if place != "closed"] == [
+        str(tmp_path / "system.sock"),
+        str(own),
+    ]
 
 
-def test_no_daemon_is_one_line_that_says_what_to_do(run, answer):
-    answer(Unavailable("connection refused"))
-    code, out, err = run("status", "--socket", "/tmp/there")
+def test_no_daemon_is_one_line_that_says_what_to_do(run, tmp_path):
+    there = tmp_path / "there"
+    code, out, err = run("status", "--socket", str(there))
     assert (code, out) == (3, "")
     assert err == (
-        "kvtier: no daemon answers at /tmp/there (connection refused); start one with"
+        f"kvtier: no daemon answers at {there}: No such file or directory; start one with"
         " `kvtier serve --warm-size 8GiB`, or say where it is with --socket\n"
     )
+
+
+def test_a_path_that_is_too_long_is_said_once(run, tmp_path):
+    there = tmp_path / ("x" * 120)
+    _, _, err = run("status", "--socket", str(there))
+    assert err.startswith(f"kvtier: no daemon answers at {there}: AF_UNIX path too long; ")
+    assert err.count(str(there)) == 1
+
+
+def test_a_daemon_that_hangs_is_told_from_one_that_is_not_there(run, answer, tmp_path):
+    answer(Unavailable("no answer for 5.0 s"))
+    there = tmp_path / "k.sock"
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(there))
+        hung.listen(1)
+        code, _, err = run("status", "--socket", str(there))
+    assert code == 3
+    assert err.startswith(f"kvtier: process {os.getpid()} (")
+    assert err.endswith(
+        f") listens at {there} and does not serve: no answer for 5.0 s; look into its log, and"
+        " restart it if it stays so\n"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may connect everywhere")
+def test_a_socket_that_is_closed_to_this_user_is_told(run, tmp_path):
+    there = tmp_path / "k.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(there))
+        listener.listen(1)
+        there.chmod(0o020)
+        code, _, err = run("status", "--socket", str(there))
+    assert code == 3
+    assert "may not connect to" in err and "mode 0020; become a member of group" in err
 
 
 def drawn(stats, width=80, encoding="utf-8"):

@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.units import GIB, MIB, TIB
 from kvtier_daemon.config import (
-    LOG_LEVELS,
-    PAGE_BYTES,
-    POLICIES,
     default_extent,
     default_socket,
     default_state,
@@ -21,6 +18,7 @@ from kvtier_daemon.config import (
     load,
     tenant_of,
 )
+from kvtier_daemon.values import LOG_LEVELS, PAGE_BYTES, POLICIES
 
 
 @pytest.fixture
@@ -157,9 +155,30 @@ def test_variables_of_other_parts_and_of_kubernetes_are_no_keys(read):
 
 def test_a_typo_in_the_environment_is_an_error(read):
     with pytest.raises(
-        ConfigError, match=r"^environment KVTIER_WARM__SISE: warm\.sise: unknown key.*warm\.size\?$"
+        ConfigError,
+        match=r"^environment KVTIER_WARM__SISE: warm\.sise: unknown key; did you mean KVTIER_WARM__SIZE\?$",
     ):
         read(WARM, environ={"KVTIER_WARM__SISE": "1GiB"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("KVTIER_WARM_SIZE", "unknown key; did you mean KVTIER_WARM__SIZE?"),
+        ("KVTIER_WARM_HUGE_PAGES", "unknown key; did you mean KVTIER_WARM__HUGE_PAGES?"),
+        ("KVTIER_WARM___SIZE", "unknown key; did you mean KVTIER_WARM__SIZE?"),
+        ("KVTIER_SOCKET__MODE", "got a section; did you mean KVTIER_SOCKET_MODE?"),
+        ("KVTIER_SOKET", "unknown key; did you mean KVTIER_SOCKET?"),
+        ("KVTIER_LOCK", "unknown key; did you mean KVTIER_WARM__LOCK?"),
+        ("KVTIER_TENANTS_A_UIDS", "unknown key; did you mean KVTIER_TENANTS__NAME__UIDS?"),
+        ("KVTIER_TENANTS__A_UIDS", "got '1'; did you mean KVTIER_TENANTS__NAME__UIDS?"),
+    ],
+)
+def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(read, variable, hint):
+    with pytest.raises(ConfigError) as caught:
+        read(WARM, environ={variable: "1"})
+    assert str(caught.value).startswith(f"environment {variable}: ")
+    assert str(caught.value).endswith(hint)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -187,7 +206,7 @@ def test_a_typo_in_the_environment_is_an_error(read):
         ("[warm]\nsize = '64G'", "warm.size: '64G' is ambiguous"),
         ("[warm]\npolicy = 'arc'", "warm.policy: expected a policy that is there: lru, got 'arc'"),
         ("[warm]\nlock = 1", "warm.lock: expected true or false, got 1"),
-        ("[warm]\nextent = 12", "warm.extent: 12 B is less than a page"),
+        ("[warm]\nextent = 12", "warm.extent: 12 B is less than 4 KiB"),
         ("socket = 'here.sock'", "socket: expected an absolute path, got 'here.sock'"),
         ("socket = ''", "socket: expected an absolute path, got ''"),
         ("state = '~no-such-user-here/x'", "state: whose home is that?"),
@@ -212,6 +231,44 @@ def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, t
         read(text)
     assert str(caught.value).startswith(f"{tmp_path / 'kvtier.toml'}: {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        read(
+            "max_client = 3\nlog_level = 'loud'\n[warm]\nsise = '1GiB'\n[http]\na = 1\nb = 2\n",
+            pieces={"1.toml": "=", "2.toml": "[warm]\nlok = true"},
+            environ={"KVTIER_WARM_EXTENT": "1GiB"},
+            flags={"warm.size": "64G"},
+        )
+    file, pieces = tmp_path / "kvtier.toml", tmp_path / "conf.d"
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith("8 things are wrong with the configuration: (1) ")
+    for one in (
+        f"{pieces}/1.toml: is no TOML: ",
+        f"{file}: max_client: unknown key; did you mean max_clients?",
+        f"{file}: log_level: expected one of",
+        f"{file}: warm.sise: unknown key; did you mean warm.size?",
+        f"{file}: http: unknown section; known here: tenants, warm",
+        f"{pieces}/2.toml: warm.lok: unknown key; did you mean warm.lock?",
+        "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
+        "--warm-size: warm.size: '64G' is ambiguous",
+    ):
+        assert text.count(f") {one}") == 1, one
+
+
+def test_a_misspelt_size_is_not_said_to_be_missing_too(read):
+    with pytest.raises(ConfigError, match=r"toml: warm\.sise: [^:]*$"):
+        read("[warm]\nsise = '1GiB'")
+
+
+def test_all_that_does_not_fit_together_is_said_at_once(read):
+    tenants = "[tenants.a]\n[tenants.b]\nuids = [1]\n[tenants.c]\nuids = [1]\n"
+    with pytest.raises(ConfigError) as caught:
+        read(tenants)
+    for one in ("warm.size: is not set", "tenants.a.uids: is not set", "tenants.c.uids: uid 1 is"):
+        assert one in str(caught.value)
 
 
 def test_a_missing_file_and_one_that_is_no_text_are_errors(tmp_path):
@@ -381,7 +438,7 @@ def test_the_process_itself_is_the_source_when_nothing_else_is_handed_in(tmp_pat
     monkeypatch.setenv("KVTIER_WARM__SIZE", "8MiB")
     loaded = load(None)
     assert loaded.config.warm.size_bytes == 8 * MIB
-    assert loaded.config.socket == default_socket()
+    assert loaded.config.socket == default_socket(os.environ, os.geteuid())
 
 
 # --- the document ---------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def test_a_control_group_leaves_less_than_the_machine(make, machine):
     machine.write("system.slice/kvtier.service", memory__max=8 * GIB, memory__current=GIB)
     finding = machine.look(make("8GiB").config.warm)
     assert not finding.ok
-    assert "7 GiB available (limit of" in finding.value
+    assert "7 GiB available (memory limit of the control group" in finding.value
+    assert finding.fix == "set warm.size to less than 6.99 GiB, or raise the limit"
     assert machine.look(make("6GiB").config.warm).ok
 
 
@@ -130,7 +131,9 @@ def test_a_group_without_a_limit_does_not_limit(make, machine):
 def test_a_group_that_uses_more_than_its_limit_leaves_nothing(make, machine):
     machine.has(100 * GIB, V2)
     machine.write("system.slice", memory__max=GIB, memory__current=2 * GIB)
-    assert "0 B available" in machine.look(make("8GiB").config.warm).value
+    finding = machine.look(make("8GiB").config.warm)
+    assert "0 B available" in finding.value
+    assert finding.fix == "raise the limit"  # no size would fit
 
 
 def test_a_machine_that_tells_nothing_is_not_refused(make, tmp_path):
@@ -301,9 +304,15 @@ def test_a_directory_in_which_anybody_can_swap_the_socket_is_refused(tmp_path):
 
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "file").touch()
-    assert not preflight.socket_directory(tmp_path / "file").ok
-    assert not preflight.state_directory(tmp_path / "file").ok
-    assert not preflight.state_directory(tmp_path / "file" / "below").ok
+    for finding in (
+        preflight.socket_directory(tmp_path / "file"),
+        preflight.socket_directory(tmp_path / "file" / "below"),
+        preflight.state_directory(tmp_path / "file"),
+        preflight.state_directory(tmp_path / "file" / "below"),
+    ):
+        assert not finding.ok
+        # Neither would help where a file is in the way.
+        assert "chown" not in finding.fix and "mkdir" not in finding.fix
 
 
 @as_user

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from daemons import Daemon
 from specs import pattern, spec_of
+
+NOBODY = 65_534
 
 
 def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +66,84 @@ def test_status_without_a_daemon_exits_with_three(tmp_path: Path) -> None:
     done = kvtier("status", "--socket", str(tmp_path / "none.sock"))
     assert done.returncode == 3
     assert "kvtier serve" in done.stderr
+
+
+def test_a_stopped_daemon_is_told_with_what_lets_it_go_on(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of()
+    pid = daemon.process.pid
+    daemon.process.send_signal(signal.SIGSTOP)
+    done = kvtier("status", "--socket", daemon.socket)
+    assert done.returncode == 3
+    assert f"process {pid} " in done.stderr and f"`kill -CONT {pid}`" in done.stderr
+    assert done.stderr.count(daemon.socket) == 1
+    assert "kvtier serve" not in done.stderr
+
+
+# A command runs once before: where its imports are installed need not be open to everybody.
+BE_NOBODY = f"""
+import contextlib, grp, io, os
+from kvtier import Client
+from kvtier_daemon.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+    main(["status", "--socket", "/no/such/socket"])
+os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
+"""
+
+
+@pytest.fixture
+def as_nobody() -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a line of Python as a user who owns nothing here."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be somebody else")
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", BE_NOBODY + line]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter, unlike tmp_path."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_a_socket_that_is_closed_to_this_user_is_told_with_the_remedy(
+    open_folder: Path,
+    daemon_of: Callable[..., Daemon],
+    as_nobody: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    daemon = daemon_of(folder=open_folder)
+    ask = f"main(['status', '--socket', {daemon.socket!r}])"
+    done = as_nobody(ask)
+    assert done.returncode == 3, done.stderr
+    assert f"uid {NOBODY} may not connect to {daemon.socket}, of uid 0" in done.stderr
+    assert "mode 0660" in done.stderr and "socket_group or socket_mode" in done.stderr
+    assert "kvtier serve" not in done.stderr
+    open_folder.chmod(0o700)
+    done = as_nobody(ask)
+    assert done.returncode == 3, done.stderr
+    assert f"uid {NOBODY} may not enter the directory of {daemon.socket}" in done.stderr
+
+
+def test_the_documents_two_tenants_can_both_connect(
+    open_folder: Path,
+    daemon_of: Callable[..., Daemon],
+    as_nobody: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    config = re.sub(r'(?m)^socket = ".*$', "", example).replace("64GiB", "64MiB")
+    daemon = daemon_of(folder=open_folder, config=config.replace('"vllm"', "0"))
+    with daemon.connect() as client:
+        assert client.tenant == "serving"
+    done = as_nobody(f"print(Client.connect({daemon.socket!r}).tenant)")
+    assert done.stdout == "default\n", done.stderr
 
 
 def test_a_socket_of_a_living_daemon_is_refused_with_its_pid(

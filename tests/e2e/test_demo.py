@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [
@@ -42,3 +44,22 @@ def test_the_demos_summary_is_consistent() -> None:
     assert summary["loaded_bytes"] == summary["hit_tokens"] // 16 * (2 << 20)
     assert summary["warm_used_bytes"] <= summary["warm_capacity_bytes"] == 256 << 20
     assert summary["saved_blocks"] * 16 + summary["hit_tokens"] <= summary["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--seconds", "0", "--seconds: expected 1 to 86400, got 0"),
+        ("--seconds", "-5", "--seconds: expected 1 to 86400, got -5"),
+        ("--seconds", "nan", "--seconds: expected 1 to 86400, got nan"),
+        ("--seconds", "inf", "--seconds: expected 1 to 86400, got inf"),
+        ("--warm", "64G", "--warm: '64G' is ambiguous: "),
+        ("--warm", "0", "--warm: 0 B is less than 256 MiB"),
+        ("--warm", "255MiB", "--warm: 255 MiB is less than 256 MiB"),
+    ],
+)
+def test_a_demo_that_could_show_nothing_is_refused(flag: str, value: str, message: str) -> None:
+    done = run_demo(flag, value)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvtier: {message}")
+    assert done.stderr.count("\n") == 1

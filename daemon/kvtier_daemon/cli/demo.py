@@ -6,11 +6,16 @@ import typer
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(help="How long the workload runs.")] = 15.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long the workload runs.")
+    ] = 15.0,
     warm: Annotated[str, typer.Option(metavar="SIZE", help="Size of the warm tier.")] = "512MiB",
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON only.")] = False,
 ) -> None:
-    """Run a made-up chat service through a small daemon and show what it saves. No GPU, no root."""
+    """Watch a made-up chat service gain by a small daemon.
+
+    Needs no GPU and no root, and leaves nothing behind.
+    """
     from kvtier_daemon.demo import run
 
     if not run(seconds, warm, json):

@@ -5,14 +5,17 @@ from typing import Annotated
 
 import typer
 
+from kvtier_daemon.cli.flags import Socket
+
 
 def serve(
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML; conf.d/*.toml beside it is read too.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", readable=False, help="TOML; conf.d/*.toml beside it is read too."
+        ),
     ] = None,
-    socket: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where clients connect.")
-    ] = None,
+    socket: Socket = None,
     warm_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for the arena, such as 64GiB.")
     ] = None,
@@ -28,7 +31,7 @@ def serve(
     from kvtier_daemon.config import load
 
     flags = {
-        "socket": None if socket is None else str(socket.absolute()),
+        "socket": None if socket is None else str(socket),
         "warm.size": warm_size,
         "log_level": log_level,
     }

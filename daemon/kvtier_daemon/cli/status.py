@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
+from kvtier_daemon.cli.flags import Socket
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
@@ -21,12 +23,12 @@ def status(
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of a table.")
     ] = False,
-    socket: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where the daemon listens.")
-    ] = None,
+    socket: Socket = None,
 ) -> None:
     """Show what the daemon holds and how well it does. Exits with 3 if none answers."""
-    stats = _ask(_place(socket))
+    from kvtier.client import default_socket
+
+    stats = _ask(Path(socket or default_socket()))
     if json:
         from json import dumps
 
@@ -37,30 +39,71 @@ def status(
     draw(stats, Console(highlight=False))
 
 
-def _place(socket: Path | None) -> Path:
-    """Return where to look: what was said, else the first usual place that has a socket."""
-    from kvtier_daemon.config import SYSTEM_SOCKET, default_socket
-
-    if socket is not None:
-        return socket
-    if said := os.environ.get("KVTIER_SOCKET"):
-        return Path(said)
-    own = default_socket()
-    return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
-
-
-def _ask(socket: Path) -> Mapping[str, Any]:
+def _ask(path: Path) -> Mapping[str, Any]:
     from kvtier import Client
     from kvtier.errors import Unavailable
 
     try:
-        with Client.connect(str(socket), populate=False, name="status") as client:
+        with Client.connect(str(path), populate=False, name="status") as client:
             return client.stats()
     except Unavailable as error:
-        raise Unavailable(
-            f"no daemon answers at {socket} ({error}); start one with"
-            " `kvtier serve --warm-size 8GiB`, or say where it is with --socket"
-        ) from error
+        raise Unavailable(_why(path, error)) from error
+
+
+def _why(path: Path, error: Exception) -> str:
+    """Return why nobody answers at `path`, and what to do about it."""
+    from kvtier.errors import ConfigError
+    from kvtier_daemon.claim import is_stopped, named, owner_of
+
+    cause = error.__cause__
+    if isinstance(cause, PermissionError):
+        return _closed(path)
+    try:
+        owner = owner_of(path)
+    except ConfigError:  # it can't be told; then what the client found has to do
+        owner = None
+    if owner is not None:
+        advice = (
+            f"it is stopped; `kill -CONT {owner}` lets it go on"
+            if is_stopped(owner)
+            else "look into its log, and restart it if it stays so"
+        )
+        return f"{named(owner)} listens at {path} and does not serve: {error}; {advice}"
+    reason = (cause.strerror or cause) if isinstance(cause, OSError) else error
+    return (
+        f"no daemon answers at {path}: {reason}; start one with"
+        " `kvtier serve --warm-size 8GiB`, or say where it is with --socket"
+    )
+
+
+def _closed(path: Path) -> str:
+    """Return what keeps this user from the socket, and what to do about it."""
+    uid = os.geteuid()
+    try:
+        found = path.stat()
+    except OSError:
+        return (
+            f"uid {uid} may not enter the directory of {path}; set socket in the daemon's"
+            " configuration to a path in one that its users can enter"
+        )
+    group = _group_name(found.st_gid)
+    join = (
+        f"become a member of group {group}, or " if found.st_mode & 0o020 and found.st_gid else ""
+    )
+    return (
+        f"uid {uid} may not connect to {path}, of uid {found.st_uid} and group {group} with mode"
+        f" {found.st_mode & 0o777:04o}; {join}set socket_group or socket_mode in"
+        " the daemon's configuration"
+    )
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -1,0 +1,209 @@
+"""Where values are written: files, the environment, flags; and what they mean by the schema.
+
+A source is flattened into leaves, one per key. Each leaf remembers where it was written, so that an
+error can say so. What the schema does not have is an unknown key, and is told with the nearest one.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier_daemon.values import Key
+
+KeyPath = tuple[str, ...]
+
+_TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}", re.ASCII)  # names a file and a label
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+
+_PREFIX = "KVTIER_"
+# Read by other parts of kvtier, and so no keys of the daemon's.
+_ELSEWHERE = frozenset({"KVTIER_CPU", "KVTIER_FAULTS"})
+# Kubernetes puts these into every pod beside a service called kvtier (KVTIER_PORT=tcp://...).
+_SERVICE_LINK = re.compile(r"KVTIER_(SERVICE_|PORT$|PORT_)")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value as it was written, and where; `variable` is its name in the environment."""
+
+    value: object
+    origin: str
+    variable: str = ""
+
+    def spelled(self, key: str) -> str:
+        """Return a dotted key as this source would write it."""
+        return _variable(key) if self.variable else key
+
+
+Leaves = dict[KeyPath, Leaf]
+
+
+# --- reading them --------------------------------------------------------------------------------
+
+
+def of_file(file: Path) -> Leaves:
+    """Return what a TOML file says; ConfigError if it can't be read or is no TOML."""
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # bad TOML, or bytes that are no UTF-8
+        raise ConfigError(f"{file}: is no TOML: {' '.join(str(error).split())}") from error
+    return {path: Leaf(value, str(file)) for path, value in _flatten(tree)}
+
+
+def _flatten(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, (*above, name))
+        else:  # an empty section stays, so that a tenant without a key is not lost
+            yield (*above, name), value
+
+
+def of_environment(environ: Mapping[str, str]) -> Leaves:
+    """Return what the variables say that begin with KVTIER_ and are for the daemon."""
+    leaves = {}
+    for name, value in sorted(environ.items()):
+        if not name.startswith(_PREFIX) or name in _ELSEWHERE or _SERVICE_LINK.match(name):
+            continue
+        path = tuple(name.removeprefix(_PREFIX).lower().split("__"))
+        leaves[path] = Leaf(value, f"environment {name}", variable=name)
+    return leaves
+
+
+def _variable(key: str) -> str:
+    return _PREFIX + key.replace(".", "__").upper()
+
+
+def of_flags(flags: Mapping[str, object]) -> Leaves:
+    """Return what the flags say; theirs are dotted keys, and None is one that was not given."""
+    return {
+        tuple(key.split(".")): Leaf(value, f"--{key.replace('.', '-').replace('_', '-')}")
+        for key, value in flags.items()
+        if value is not None
+    }
+
+
+# --- the schema ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The keys of a struct; `each` is what lies under any name where users choose the names."""
+
+    keys: Mapping[str, "Key | Section"]
+    each: "Section | None" = None
+
+    def get(self, name: str) -> "Key | Section | None":
+        return self.keys.get(name, self.each)
+
+    def dotted_keys(self, above: str = "") -> Iterator[str]:
+        """Yield every dotted key there is; NAME stands for a name that users choose."""
+        inner = dict(self.keys) if self.each is None else {"NAME": self.each}
+        for name, below in inner.items():
+            if isinstance(below, Section):
+                yield from below.dotted_keys(f"{above}{name}.")
+            else:
+                yield above + name
+
+
+def section_of(struct: type[msgspec.Struct]) -> Section:
+    """Return the keys of `struct`: each field's type is a struct or says its Key beside it."""
+    keys: dict[str, Key | Section] = {}
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            keys[field.encode_name] = section_of(field.type)
+        else:
+            last = get_args(field.type)[-1]  # Annotated[type, Key] or dict[str, Struct]
+            keys[field.encode_name] = (
+                last if isinstance(last, Key) else Section({}, each=section_of(last))
+            )
+    return Section(keys)
+
+
+# --- understanding them --------------------------------------------------------------------------
+
+
+def parse(schema: Section, path: KeyPath, leaf: Leaf) -> object:
+    """Return what the leaf means; the value of an empty section is None."""
+    at: Key | Section = schema
+    for depth, name in enumerate(path):
+        if isinstance(at, Key):
+            hint = _nearest_variable(schema, leaf)
+            what = f"expected {at.expects}, got a section{hint}"
+            raise unfit(path[:depth], leaf.origin, what)
+        below = at.get(name)
+        if below is None:
+            raise _unknown(schema, path, depth, at, leaf)
+        if at.each is not None and not _TENANT_NAME.fullmatch(name):
+            expects = "a name of up to 32 lowercase letters, digits, - and _"
+            raise unfit(path[: depth + 1], leaf.origin, f"expected {expects}")
+        at = below
+    if isinstance(at, Section):
+        if leaf.value == {}:
+            return None
+        hint = _nearest_variable(schema, leaf)
+        raise unfit(path, leaf.origin, f"expected a section, got {_shown(leaf.value)}{hint}")
+    try:
+        if isinstance(leaf.value, dict):
+            raise ValueError
+        return at.parse(leaf.value)
+    except ValueError as error:
+        if str(error):
+            raise unfit(path, leaf.origin, f"{error}; expected {at.expects}") from None
+        got = f"expected {at.expects}, got {_shown(leaf.value)}"
+        raise unfit(path, leaf.origin, got) from None
+
+
+def _unknown(schema: Section, path: KeyPath, depth: int, at: Section, leaf: Leaf) -> ConfigError:
+    above, name = path[:depth], path[depth]
+    is_value = depth == len(path) - 1 and leaf.value != {}
+    here = {key: dotted((*above, key)) for key in at.keys}
+    anywhere = {key.rpartition(".")[2]: key for key in schema.dotted_keys()} if is_value else {}
+    what = "unknown key" if is_value else "unknown section"
+    if hint := _nearest_variable(schema, leaf):
+        return unfit(path[: depth + 1], leaf.origin, what + hint)
+    # The right key in the wrong section comes first: `lock` is nearer to warm.lock than to socket.
+    for known, cutoff in ((anywhere, 1.0), (here, 0.6), (anywhere, 0.6)):
+        for match in difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff):
+            meant = leaf.spelled(known[match])
+            return unfit(path[: depth + 1], leaf.origin, f"{what}; did you mean {meant}?")
+    inner = [key for key, below in at.keys.items() if is_value or isinstance(below, Section)]
+    there = f"known here: {', '.join(sorted(inner))}" if inner else "there are none here"
+    return unfit(path[: depth + 1], leaf.origin, f"{what}; {there}")
+
+
+def _nearest_variable(schema: Section, leaf: Leaf) -> str:
+    """Return a hint at the variable that is nearly this one: most often an underscore is missing."""
+    if not leaf.variable:
+        return ""
+    known = {_variable(key).removeprefix(_PREFIX) for key in schema.dotted_keys()}
+    near = difflib.get_close_matches(leaf.variable.removeprefix(_PREFIX), known, n=1, cutoff=0.75)
+    return f"; did you mean {_PREFIX}{near[0]}?" if near else ""
+
+
+def unfit(path: KeyPath, origin: str, what: str) -> ConfigError:
+    """Return the error for one key: where it was written, which it is, what is wrong with it."""
+    return ConfigError(f"{origin}: {dotted(path)}: {what}")
+
+
+def dotted(path: KeyPath) -> str:
+    """Return the path as TOML writes it."""
+    return ".".join(part if _BARE_KEY.fullmatch(part) else json.dumps(part) for part in path)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value == {}:
+        return "a section"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,154 @@
+"""What may be written as a value and what it means: one `Key` for each kind.
+
+A parser takes what a file's TOML, the environment or a flag said, so numbers and lists may come as
+text. It raises ValueError where that means nothing, with a message where `expects` is not enough.
+"""
+
+import grp
+import pwd
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.units import GIB, MIB, format_bytes, parse_bytes, parse_share
+
+PAGE_BYTES: Final = 4096
+POLICIES: Final = ("lru",)
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+EVERYONE: Final = "*"
+
+_CLIENTS_MAX = 65_536
+_ID_MAX = (1 << 32) - 2  # the last one is (uid_t)-1, "no change"
+_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """How one key is read: the parser, and what it expects in words."""
+
+    parse: Callable[[Any], object]
+    expects: str
+
+
+def whole_pages(amount: int, page: int = PAGE_BYTES) -> int:
+    """Return `amount` without what is over the last whole page."""
+    return amount - amount % page
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _one_of(names: Sequence[str]) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in names:
+            raise ValueError
+        return str(value)
+
+    return parse
+
+
+def _path(value: object) -> Path:
+    if "\0" in _text(value):
+        raise ValueError
+    try:
+        path = Path(_text(value)).expanduser()
+    except RuntimeError:
+        raise ValueError("whose home is that?") from None
+    if not path.is_absolute():
+        raise ValueError
+    return path
+
+
+def _mode(value: object) -> int:
+    # An integer is refused: 660 and 0o660 look alike in a file and mean different things.
+    if not re.fullmatch(r"0?[0-7]{3}", _text(value)):
+        raise ValueError
+    mode = int(_text(value), 8)
+    if mode & 0o600 != 0o600:
+        raise ValueError("the owner needs rw to connect")
+    return mode
+
+
+def _number(value: object, low: int, high: int) -> int:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,12}", value, re.ASCII):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError
+    return value
+
+
+def _clients(value: object) -> int:
+    return _number(value, 1, _CLIENTS_MAX)
+
+
+def _switch(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _SWITCH:
+        return _SWITCH[value.lower()]
+    raise ValueError
+
+
+def _id(value: object, what: str, number_of: Callable[[str], int]) -> int:
+    """Return the number of a user or a group, which may be said by its name."""
+    if isinstance(value, str) and not value.isdecimal():
+        try:
+            return number_of(_text(value))
+        except KeyError:
+            raise ValueError(f"there is no {what} {value!r}") from None
+    return _number(value, 0, _ID_MAX)
+
+
+def _group(value: object) -> int:
+    return _id(value, "group", lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _uid(value: object) -> int | str:
+    if value == EVERYONE:
+        return EVERYONE
+    return _id(value, "user", lambda name: pwd.getpwnam(name).pw_uid)
+
+
+def _uids(value: object) -> tuple[int | str, ...]:
+    if isinstance(value, str):  # from the environment or a flag
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError
+    return tuple(_uid(item) for item in value)
+
+
+def _bytes_from(low: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise ValueError
+        amount = parse_bytes(value)
+        if amount < low:
+            raise ValueError(f"{format_bytes(amount)} is less than {format_bytes(low)}")
+        return whole_pages(amount)
+
+    return parse
+
+
+def _share(value: object) -> str | int:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError
+    parse_share(value, GIB)  # it can be resolved only when the size is known
+    return value
+
+
+SIZE: Final = Key(_bytes_from(MIB), "a size such as 64GiB, at least 1 MiB")
+EXTENT: Final = Key(_bytes_from(PAGE_BYTES), "a size such as 1GiB")
+SHARE: Final = Key(_share, 'a share such as "40%" or a size such as 16GiB')
+UIDS: Final = Key(_uids, 'a list of "*", numbers and user names')
+PATH: Final = Key(_path, "an absolute path")
+MODE: Final = Key(_mode, 'octal digits in quotes, such as "0660"')
+GROUP: Final = Key(_group, "the name or the number of a group")
+LEVEL: Final = Key(_one_of(LOG_LEVELS), f"one of {', '.join(LOG_LEVELS)}")
+POLICY: Final = Key(_one_of(POLICIES), f"a policy that is there: {', '.join(POLICIES)}")
+SWITCH: Final = Key(_switch, "true or false")
+CLIENTS: Final = Key(_clients, f"a number from 1 to {_CLIENTS_MAX}")
