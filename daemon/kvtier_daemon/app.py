@@ -138,7 +138,9 @@ class App:
         assert self._server is not None
         tenants = list(self.tenants.values()) if tenant is None else [tenant]
         sessions = Counter(
-            session.tenant.name for session in self._server.sessions if session.tenant is not None
+            session.tenant.name
+            for session in self._server.sessions
+            if session.tenant and session.in_use
         )
         counts = [each.catalog.counts() for each in tenants]
         catalogs = [each.catalog for each in tenants]

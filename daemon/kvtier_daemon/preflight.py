@@ -20,7 +20,9 @@ from kvtier_daemon.values import PAGE_BYTES
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
 SOCKET_PATH_MAX: Final = 107  # sockaddr_un.sun_path less its zero byte
 FDS_PER_EXTENT: Final = 4  # its memory and its table, both twice while they are allocated
-FDS_PER_CLIENT: Final = 4  # its socket, its pidfd, and an extent with its table on their way
+FDS_PER_CLIENT: Final = (
+    4  # its socket and its pidfd, and those of another that has yet to say hello
+)
 FDS_RESERVED: Final = 64  # the loop, logs, the catalog of small things
 
 _CAP_IPC_LOCK = 14

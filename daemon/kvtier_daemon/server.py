@@ -31,7 +31,7 @@ TAKE_S = (
 ACCEPTS_AT_ONCE = 16
 PAUSE_S = 0.5
 LIMIT_GHOSTS = 16
-LIMIT_STRANGERS = 64  # of one tenant, who have not said hello
+LIMIT_STRANGERS = 16  # of one tenant, who have not said hello; or its share of clients
 
 Report = dict[str, msgspec.Raw]
 

@@ -318,21 +318,16 @@ class Session:
         """Send what can be sent now; ask the loop to say when the rest can."""
         while self._unsent:
             data, extent = self._unsent[0]
+            if extent and not self._server.may_park(self, EXTENT_FDS):
+                self._pause()
+                return
             try:
-                if extent is None:
-                    sent = self._sock.send(data)
-                elif not self._server.may_park(self, EXTENT_FDS):
-                    return self._pause()
-                else:
-                    sent = self._send_with_descriptors(data, extent)
-            except (BlockingIOError, InterruptedError):
-                self._blocked = True
-                self._server.loop.add_writer(self._sock.fileno(), self._writable)
-                return None
+                sent = (
+                    self._send_with_descriptors(data, extent) if extent else self._sock.send(data)
+                )
             except OSError as error:
-                if error.errno in (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE):
-                    return self._pause()
-                return self.end("hung up")
+                self._stopped(error)
+                return
             self.alive_at = self._server.clock()
             self._blocked = False
             self._sent_bytes += sent
@@ -347,6 +342,16 @@ class Session:
             if not self._reading and self._unsent_bytes <= LIMIT_UNSENT_BYTES:
                 self._schedule()
         self._server.loop.remove_writer(self._sock.fileno())
+
+    def _stopped(self, error: OSError) -> None:
+        """What stands in the way of sending more now."""
+        if isinstance(error, (BlockingIOError, InterruptedError)):
+            self._blocked = True
+            self._server.loop.add_writer(self._sock.fileno(), self._writable)
+        elif error.errno in (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE):
+            self._pause()
+        else:
+            self.end("hung up")
 
     def _send_with_descriptors(self, data: memoryview, extent: Extent) -> int:
         fds = extent.handles(self._read_only)
@@ -365,6 +370,11 @@ class Session:
     def _try_again(self) -> None:
         if not self._closing:
             self._writable()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this is an engine's: somebody who only asks how things are has no space open."""
+        return bool(self._spaces)
 
     @property
     def waits_for_its_client(self) -> bool:

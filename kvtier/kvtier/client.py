@@ -11,6 +11,7 @@ import os
 import socket as sockets
 import time
 from collections.abc import Sequence
+from tempfile import gettempdir
 from typing import Any
 
 import msgspec
@@ -143,8 +144,14 @@ def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
                 time.sleep(CONNECT_PAUSE_S)
     except OSError as error:
         sock.close()
-        reason = error.strerror or str(error)
-        raise Unavailable(f"no daemon at {path}: {reason}; is `kvtier serve` running?") from error
+        if isinstance(error, PermissionError):
+            text = (
+                f"uid {os.geteuid()} may not connect to {path}: `kvtier status` says what to change"
+            )
+        else:
+            reason = error.strerror or str(error)
+            text = f"no daemon at {path}: {reason}; is `kvtier serve` running?"
+        raise Unavailable(text) from error
 
 
 def default_socket() -> str:
@@ -152,5 +159,14 @@ def default_socket() -> str:
     if named := os.environ.get("KVTIER_SOCKET"):
         return named
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = f"{runtime}/kvtier/kvtier.sock"
-    return own if runtime.startswith("/") and os.access(own, os.F_OK) else DEFAULT_SOCKET
+    if runtime.startswith("/"):
+        folder = f"{runtime}/kvtier"
+    else:
+        folder = f"{gettempdir()}/kvtier-{os.geteuid()}"
+    own = f"{folder}/kvtier.sock"
+    try:
+        # Anybody may make a folder of that name among the temporary ones.
+        ours = os.lstat(folder).st_uid == os.geteuid() and os.access(own, os.F_OK)
+    except OSError:
+        ours = False
+    return own if ours else DEFAULT_SOCKET
