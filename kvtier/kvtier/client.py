@@ -159,10 +159,8 @@ def default_socket() -> str:
     if named := os.environ.get("KVTIER_SOCKET"):
         return named
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/"):
-        folder = f"{runtime}/kvtier"
-    else:
-        folder = f"{gettempdir()}/kvtier-{os.geteuid()}"
+    temporary = f"{gettempdir()}/kvtier-{os.geteuid()}"
+    folder = f"{runtime}/kvtier" if runtime.startswith("/") else temporary
     own = f"{folder}/kvtier.sock"
     try:
         # Anybody may make a folder of that name among the temporary ones.
