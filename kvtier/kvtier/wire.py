@@ -297,10 +297,6 @@ class Framer:
         finally:
             del pending[:at]
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._pending)
-
 
 def schema_digest() -> bytes:
     """What both ends must agree on: every message's tag, fields and types, and the limits."""
