@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from kvtier.client import Blocks, Client, Lease, Match, Saved, Saving, Space
     from kvtier.errors import (
         ConfigError,
+        FrameError,
         KvtierError,
         ProtocolError,
         Refused,
@@ -23,6 +24,7 @@ __all__ = [
     "Blocks",
     "Client",
     "ConfigError",
+    "FrameError",
     "Group",
     "Key",
     "Keys",

@@ -6,6 +6,7 @@
     ├── ProtocolError     the peer broke the wire's rules
     ├── Refused           the daemon understood and said no, with a code
     ├── StaleLease        the lease has ended; the bytes may be somebody else's by now
+    ├── FrameError        stored bytes are not what they claim to be
     └── SpecError         a description of the KV layout that contradicts itself
 
 A message is one line that says what, where and what to do. Three are
@@ -43,6 +44,10 @@ class Refused(KvtierError):  # noqa: N818
 
 class StaleLease(KvtierError):  # noqa: N818
     """The lease has ended; what was read under it must not be used."""
+
+
+class FrameError(KvtierError):
+    """What was stored is damaged, or is something else: a miss, counted by reason."""
 
 
 class SpecError(KvtierError):

@@ -1,0 +1,184 @@
+"""The frame: a block as it lies in a segment or in a remote store, sure of what it is.
+
+     ┌───────┬───┬───┬───────┬───────┬───────────────┬───────────────┐
+   0 │  KVTf │ver│cod│ header│ flags │ payload bytes │   raw bytes   │
+     ├───────┴───┴───┼───────┴───────┼───────────────┴───────────────┤
+  32 │     epoch     │    sequence   │           space ...           │
+     ├───────────────┴───────────────┼───────────────────────────────┤
+  64 │           ... space           │            key ...            │
+     ├───────────────────────────────┼───────────────────────────────┤
+  96 │            ... key            │           parent ...          │
+     ├───────────────────────────────┼───┬───┬───────┬───────────────┤
+ 128 │           ... parent          │grp│shd│entries│ raw digest ...│
+     ├───────────────┬───────────────┴───┴───┴───────┼───────────────┤
+ 160 │ ... raw digest│         payload digest        │   nonce ...   │
+     ├───────┬───────┴───────────────────────┬───────┴───────────────┤
+ 192 │ nonce │              tag              │       zeros ...       │
+     ├───────┴───────────────────────┬───────┴───────────────────────┤
+ 224 │           ... zeros           │             digest            │
+     ├───┬─┬─┬───────┬───────┬───────┼───────────────────────────────┤
+ 256 │lay│p│c│ offset│ bytes │  raw  │             digest            │
+     └───┴─┴─┴───────┴───────┴───────┴───────────────────────────────┘  and so on, an entry after the other
+
+Numbers are little-endian. Header and entries fill whole pages; the payload begins on the next one, and what
+is left of its last page means nothing. The digest at 240 is the XXH3-128 of all header pages with that field
+zero, so identity, epoch, lengths and the entries' digests are all under it. Each entry's digest is that of its
+piece of the payload, the payload digest that of the whole, the raw digest that of the block as it lay in
+memory. `raw` frames have equal raw and payload digests. Nonce and tag are for encryption: zero without.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import FrameError
+from kvtier_kernels import xxh3_128
+
+PAGE = 4096
+MAGIC = b"KVTf"
+VERSION = 1
+HAS_PARENT = 1
+FLAGS = HAS_PARENT
+HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16s28x16s")
+ENTRY = struct.Struct("<HBBIII16s")
+DIGEST_AT = 240
+DIGEST_BYTES = 16
+NONCE_BYTES = 12
+ZERO_DIGEST = bytes(DIGEST_BYTES)
+LIMIT_ENTRIES = 1 << 16
+LIMIT_PAYLOAD_BYTES = (1 << 32) - PAGE
+
+assert HEADER.size == DIGEST_AT + DIGEST_BYTES
+assert ENTRY.size == 32
+
+
+def pages(nbytes: int) -> int:
+    """So many bytes, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a block is: nothing that differs in any of this may ever be returned for it."""
+
+    space: bytes
+    group: int
+    shard: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One part of one layer: where its bytes lie in the payload, and what they decode to."""
+
+    layer: int
+    part: int
+    codec: int
+    offset: int
+    nbytes: int
+    raw_bytes: int
+    digest: bytes = ZERO_DIGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a frame's header says."""
+
+    identity: Identity
+    parent: bytes
+    codec: int
+    payload_bytes: int
+    raw_bytes: int
+    epoch: int
+    sequence: int
+    raw_digest: bytes
+    payload_digest: bytes
+    entries: tuple[Entry, ...]
+    nonce: bytes = bytes(NONCE_BYTES)
+    tag: bytes = ZERO_DIGEST
+
+    @property
+    def header_bytes(self) -> int:
+        return header_bytes(len(self.entries))
+
+    @property
+    def total_bytes(self) -> int:
+        """What it takes in a segment."""
+        return self.header_bytes + pages(self.payload_bytes)
+
+    def encode(self) -> bytes:
+        """The header pages."""
+        one = self.identity
+        size = self.header_bytes
+        header = HEADER.pack(
+            MAGIC, VERSION, self.codec, size, HAS_PARENT if self.parent else 0, self.payload_bytes,
+            self.raw_bytes, self.epoch, self.sequence, one.space, one.key, self.parent, one.group, one.shard,
+            len(self.entries), self.raw_digest, self.payload_digest, self.nonce, self.tag, ZERO_DIGEST,
+        )  # fmt: skip
+        body = b"".join(
+            ENTRY.pack(e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest)
+            for e in self.entries
+        )
+        text = bytearray((header + body).ljust(size, b"\0"))
+        text[DIGEST_AT : HEADER.size] = xxh3_128(text)
+        return bytes(text)
+
+
+def header_bytes(entries: int) -> int:
+    """Size of a header with so many entries, in whole pages."""
+    return pages(HEADER.size + entries * ENTRY.size)
+
+
+def peek(page: bytes) -> int:
+    """How long the header is that begins with this page, if it is one at all; believes nothing yet."""
+    if len(page) < HEADER.size or page[:4] != MAGIC:
+        raise FrameError("no frame begins here")
+    fields = HEADER.unpack_from(page)
+    version, size, entries = fields[1], fields[3], fields[14]
+    if version != VERSION:
+        raise FrameError(f"a frame of version {version}: this is {VERSION}")
+    if entries > LIMIT_ENTRIES or size != header_bytes(entries):
+        raise FrameError(f"a header of {size} bytes for {entries} entries")
+    return int(size)
+
+
+def decode(text: bytes, epoch: int | None = None) -> Frame:
+    """The frame of these header pages, and of this segment's epoch. Raises FrameError if a bit is wrong."""
+    size = peek(text)
+    if len(text) < size:
+        raise FrameError(f"{len(text)} of a header's {size} bytes")
+    copy = bytearray(text[:size])
+    copy[DIGEST_AT : HEADER.size] = ZERO_DIGEST
+    if xxh3_128(copy) != text[DIGEST_AT : HEADER.size]:
+        raise FrameError("the header's digest is not that of its bytes")
+    (
+        _, _, codec, _, flags, payload_bytes, raw_bytes, found_epoch, sequence, space, key, parent, group,
+        shard, count, raw_digest, payload_digest, nonce, tag, _,
+    ) = HEADER.unpack_from(text)  # fmt: skip
+    if epoch is not None and found_epoch != epoch:
+        raise FrameError("a frame of another epoch: the segment was used again")
+    if flags & ~FLAGS or payload_bytes > LIMIT_PAYLOAD_BYTES:
+        raise FrameError(f"flags {flags:#x}, a payload of {payload_bytes} bytes: not of this version")
+    entries = tuple(
+        Entry(*ENTRY.unpack_from(text, HEADER.size + number * ENTRY.size))
+        for number in range(count)
+    )
+    frame = Frame(
+        Identity(space, group, shard, key), parent if flags & HAS_PARENT else b"", codec, payload_bytes,
+        raw_bytes, found_epoch, sequence, raw_digest, payload_digest, entries, nonce, tag,
+    )  # fmt: skip
+    check_entries(entries, payload_bytes, raw_bytes)
+    return frame
+
+
+def check_entries(entries: Sequence[Entry], payload_bytes: int, raw_bytes: int) -> None:
+    """Raises FrameError unless the pieces lie in order within the payload and make up the block."""
+    at = 0
+    for number, entry in enumerate(entries):
+        if entry.offset < at or entry.offset + entry.nbytes > payload_bytes:
+            raise FrameError(f"entry {number} lies outside its payload, or over the one before")
+        at = entry.offset + entry.nbytes
+    if sum(entry.raw_bytes for entry in entries) != raw_bytes:
+        raise FrameError("the entries make up another block")

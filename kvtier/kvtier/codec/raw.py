@@ -1,0 +1,24 @@
+"""No encoding: the payload is the block as it lay in memory."""
+
+from __future__ import annotations
+
+from kvtier.codec.frame import Entry
+from kvtier.layout import KvSpec
+
+NUMBER = 0
+
+
+def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:
+    """One entry for each part of each layer; digests are still to come. What is opaque to us, and what can't
+    be divided evenly, is one piece."""
+    kind = spec.cache_groups[group]
+    total = spec.group_block_bytes(group)
+    parts = kind.parts if kind.kind != "state" else 1
+    pieces = kind.layers * parts
+    if kind.opaque_bytes or total % pieces:
+        return (Entry(0, 0, NUMBER, 0, total, total),)
+    size = total // pieces
+    return tuple(
+        Entry(number // parts, number % parts, NUMBER, number * size, size, size)
+        for number in range(pieces)
+    )
