@@ -20,11 +20,11 @@
  256 │lay│p│c│ offset│ bytes │  raw  │             digest            │
      └───┴─┴─┴───────┴───────┴───────┴───────────────────────────────┘  and so on, an entry after the other
 
-Numbers are little-endian. Header and entries fill whole pages; the payload begins on the next one, and what
-is left of its last page means nothing. The digest at 240 is the XXH3-128 of all header pages with that field
-zero, so identity, epoch, lengths and the entries' digests are all under it. Each entry's digest is that of its
-piece of the payload, the payload digest that of the whole, the raw digest that of the block as it lay in
-memory. `raw` frames have equal raw and payload digests. Nonce and tag are for encryption: zero without.
+Numbers are little-endian. Header and entries fill whole pages; the payload begins on the next one, and
+what is left of its last page means nothing. The digest at 240 is the XXH3-128 of all header pages with that
+field zero, so identity, epoch, lengths and the entries' digests are all under it. Each entry's digest is that
+of its piece of the payload, the payload digest that of the whole, the raw digest that of the block as it lay
+in memory. `raw` frames have equal raw and payload digests. Nonce and tag are for encryption: zero without.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def decode(text: bytes, epoch: int | None = None) -> Frame:
     if epoch is not None and found_epoch != epoch:
         raise FrameError("a frame of another epoch: the segment was used again")
     if flags & ~FLAGS or payload_bytes > LIMIT_PAYLOAD_BYTES:
-        raise FrameError(f"flags {flags:#x}, a payload of {payload_bytes} bytes: not of this version")
+        raise FrameError(
+            f"flags {flags:#x}, a payload of {payload_bytes} bytes: not of this version"
+        )
     entries = tuple(
         Entry(*ENTRY.unpack_from(text, HEADER.size + number * ENTRY.size))
         for number in range(count)

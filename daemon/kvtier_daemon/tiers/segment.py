@@ -1,0 +1,212 @@
+"""A segment file: its first page, its frames one after the other, and its footer once it is full.
+
+     0        4096                                       table            last page
+     ┌────────┬────────┬────────┬─────┬────────┬────────┬────────────────┬─────────┐
+     │ head   │ frame  │ frame  │ ... │ frame  │ free   │ spaces, entries│ trailer │
+     └────────┴────────┴────────┴─────┴────────┴────────┴────────────────┴─────────┘
+
+A segment is used again and again, each time with a new epoch, which is in the head, in every frame and in
+the trailer: what an earlier use left behind is of another epoch, and so is nothing. The head is on disk
+before the first frame is written; the frames are before the trailer. A segment with a good trailer of its
+head's epoch is sealed, and the table says all that is in it; without one it is open, and its frames are found
+by walking from the first page until one is none.
+
+Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ tenant 32 │ digest 16
+Trailer, "KVTe":  version u16 │ zero u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
+                  │ table digest 16 │ digest 16
+
+Both fill a page with zeros, and their digest, the last field, is the XXH3-128 of that page with it zero.
+The table is the identities and descriptions of the spaces (a length u32, then msgpack of [identity, KvSpec]
+pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the order in which they lie:
+
+     key 32 │ parent 32 │ space u32 │ group u16 │ shard u16 │ page u32 │ pages u32 │ header pages u16
+     │ codec u16 │ payload bytes u64 │ raw bytes u64 │ sequence u64 │ payload digest 16 │ flags u32
+
+`space` counts the spaces of this table, `page` is where the frame begins, in pages of 4096 bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvtier.codec.frame import DIGEST_BYTES, HAS_PARENT, PAGE, ZERO_DIGEST, Frame, Identity, pages
+from kvtier.errors import FrameError
+from kvtier.layout import KvSpec
+from kvtier_kernels import xxh3_128
+
+VERSION = 1
+HEAD = struct.Struct("<4sHHIQQ32s")
+TRAILER = struct.Struct("<4sHHIQQQ16s")
+ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
+HEAD_MAGIC, TRAILER_MAGIC = b"KVTs", b"KVTe"
+SPACES_LENGTH = struct.Struct("<I")
+FIRST_FRAME = PAGE
+
+assert ENTRY.size == 128
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the first page says."""
+
+    number: int
+    nbytes: int
+    epoch: int
+    tenant: bytes
+
+    def encode(self) -> bytes:
+        return _page(
+            HEAD.pack(HEAD_MAGIC, VERSION, 0, self.number, self.nbytes, self.epoch, self.tenant)
+        )
+
+    @classmethod
+    def decode(cls, page: bytes) -> Head:
+        """Raises FrameError if this is no segment's first page, or damaged."""
+        magic, version, _, number, nbytes, epoch, tenant = HEAD.unpack_from(
+            _checked(page, HEAD.size)
+        )
+        _expect(magic, HEAD_MAGIC, version)
+        return cls(number, nbytes, epoch, tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A frame as the table lists it."""
+
+    identity: Identity
+    parent: bytes
+    page: int
+    pages: int
+    header_pages: int
+    codec: int
+    payload_bytes: int
+    raw_bytes: int
+    sequence: int
+    payload_digest: bytes
+
+    @classmethod
+    def of(cls, frame: Frame, page: int) -> Listed:
+        return cls(
+            frame.identity, frame.parent, page, frame.total_bytes // PAGE, frame.header_bytes // PAGE,
+            frame.codec, frame.payload_bytes, frame.raw_bytes, frame.sequence, frame.payload_digest,
+        )  # fmt: skip
+
+
+def footer_bytes(spaces: Sequence[tuple[bytes, KvSpec]], frames: int) -> int:
+    """What table and trailer take of a segment with so many frames, in whole pages."""
+    return pages(len(_described(spaces)) + frames * ENTRY.size) + PAGE
+
+
+def encode_footer(
+    head: Head, spaces: Sequence[tuple[bytes, KvSpec]], listed: Sequence[Listed]
+) -> tuple[int, bytes]:
+    """Where the table goes, and the bytes from there to the segment's end."""
+    number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
+    rows = [
+        ENTRY.pack(
+            one.identity.key, one.parent, number_of[one.identity.space], one.identity.group,
+            one.identity.shard, one.page, one.pages, one.header_pages, one.codec, one.payload_bytes,
+            one.raw_bytes, one.sequence, one.payload_digest, HAS_PARENT if one.parent else 0,
+        )
+        for one in listed
+    ]  # fmt: skip
+    table = _described(spaces) + b"".join(rows)
+    at = head.nbytes - PAGE - pages(len(table))
+    end = max((one.page + one.pages for one in listed), default=1) * PAGE
+    assert end <= at, "no room was left for the footer"
+    trailer = TRAILER.pack(
+        TRAILER_MAGIC, VERSION, 0, len(rows), at, len(table), head.epoch, xxh3_128(table)
+    )
+    return at, table.ljust(pages(len(table)), b"\0") + _page(trailer)
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What the last page says: how long the table is and where."""
+
+    entries: int
+    table_at: int
+    table_bytes: int
+    epoch: int
+    table_digest: bytes
+
+    @classmethod
+    def decode(cls, page: bytes, head: Head) -> Trailer:
+        """Raises FrameError unless this seals the segment that has this head."""
+        fields = TRAILER.unpack_from(_checked(page, TRAILER.size))
+        magic, version, _, entries, at, nbytes, epoch, digest = fields
+        _expect(magic, TRAILER_MAGIC, version)
+        if epoch != head.epoch:
+            raise FrameError("a trailer of another epoch: the segment was used again")
+        if at % PAGE or at < FIRST_FRAME or at + pages(nbytes) != head.nbytes - PAGE:
+            raise FrameError(f"a table of {nbytes} bytes at {at}, in a segment of {head.nbytes}")
+        return cls(entries, at, nbytes, epoch, digest)
+
+    def split(self, table: bytes) -> tuple[list[tuple[bytes, KvSpec]], bytes]:
+        """The spaces of the table, and its entries as they are. Raises FrameError if a bit is wrong."""
+        table = table[: self.table_bytes]
+        if len(table) != self.table_bytes or xxh3_128(table) != self.table_digest:
+            raise FrameError("the table's digest is not that of its bytes")
+        rows = self.entries * ENTRY.size
+        described = table[: self.table_bytes - rows]
+        try:
+            (length,) = SPACES_LENGTH.unpack_from(described)
+            text = described[SPACES_LENGTH.size : SPACES_LENGTH.size + length]
+            spaces = msgspec.msgpack.decode(text, type=list[tuple[bytes, KvSpec]])
+        except (struct.error, msgspec.MsgspecError) as error:
+            raise FrameError(f"the spaces of a table can't be read: {error}") from error
+        return spaces, table[self.table_bytes - rows :]
+
+
+def decode_entries(spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes) -> list[Listed]:
+    """What a table lists, one by one."""
+    listed = []
+    for fields in ENTRY.iter_unpack(rows):
+        (
+            key, parent, space, group, shard, page, count, header_pages, codec, payload_bytes, raw_bytes,
+            sequence, digest, flags,
+        ) = fields  # fmt: skip
+        if space >= len(spaces):
+            raise FrameError(f"an entry of space {space} of {len(spaces)}")
+        identity = Identity(spaces[space][0], group, shard, key)
+        has_parent = flags & HAS_PARENT
+        listed.append(
+            Listed(
+                identity, parent if has_parent else b"", page, count, header_pages, codec,
+                payload_bytes, raw_bytes, sequence, digest,
+            )
+        )  # fmt: skip
+    return listed
+
+
+def _described(spaces: Sequence[tuple[bytes, KvSpec]]) -> bytes:
+    text = msgspec.msgpack.encode(spaces)
+    text = SPACES_LENGTH.pack(len(text)) + text
+    return text.ljust(-(-len(text) // 8) * 8, b"\0")
+
+
+def _page(fields: bytes) -> bytes:
+    """A page of these fields, its digest after them."""
+    page = fields.ljust(PAGE, b"\0")
+    digest = xxh3_128(page)
+    return page[: len(fields)] + digest + page[len(fields) + DIGEST_BYTES :]
+
+
+def _checked(page: bytes, size: int) -> bytes:
+    if len(page) != PAGE:
+        raise FrameError(f"{len(page)} bytes of a page")
+    digest = page[size : size + DIGEST_BYTES]
+    if xxh3_128(page[:size] + ZERO_DIGEST + page[size + DIGEST_BYTES :]) != digest:
+        raise FrameError("a page's digest is not that of its bytes")
+    return page
+
+
+def _expect(magic: bytes, expected: bytes, version: int) -> None:
+    if magic != expected:
+        raise FrameError(f"{magic!r} where {expected!r} is wanted")
+    if version != VERSION:
+        raise FrameError(f"a segment of version {version}: this is {VERSION}")
