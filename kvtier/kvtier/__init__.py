@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Refused,
         SpecError,
         StaleLease,
+        TierError,
         Unavailable,
     )
     from kvtier.key import Key, Keys
@@ -39,6 +40,7 @@ __all__ = [
     "Space",
     "SpecError",
     "StaleLease",
+    "TierError",
     "Unavailable",
 ]
 

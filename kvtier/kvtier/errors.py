@@ -7,6 +7,7 @@
     ├── Refused           the daemon understood and said no, with a code
     ├── StaleLease        the lease has ended; the bytes may be somebody else's by now
     ├── FrameError        stored bytes are not what they claim to be
+    ├── TierError         a place that holds blocks can't be used, or failed
     └── SpecError         a description of the KV layout that contradicts itself
 
 A message is one line that says what, where and what to do. Three are
@@ -48,6 +49,10 @@ class StaleLease(KvtierError):  # noqa: N818
 
 class FrameError(KvtierError):
     """What was stored is damaged, or is something else: a miss, counted by reason."""
+
+
+class TierError(KvtierError):
+    """A tier can't be opened, or a read or write of it failed; the message says where and why."""
 
 
 class SpecError(KvtierError):
