@@ -181,8 +181,8 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
 
 
 def _open(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, object]]:
-    # Without `metasync` a power cut loses the last commit at most; without `sync` a file opens cleanly after one
-    # and has wrong values.
+    # Without `metasync` a power cut loses the last commit at most; without `sync` a file opens cleanly
+    # after one and has wrong values.
     env = lmdb.open(
         str(folder), map_size=map_bytes, max_dbs=len(TABLES), metasync=False, sync=True, mode=0o600,
         max_readers=4, readahead=False,
