@@ -2,6 +2,7 @@
 #include "store.h"
 
 #include <algorithm>
+#include <functional>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -10,6 +11,19 @@ namespace {
 
 void need(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
+}
+
+constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // to a probe, by state
+
+// Whether no id is named twice. The blocks of a chain were mostly made one after another, so that
+// most batches only go up, or only down.
+bool distinct(Ids ids) {
+    auto up = std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>());
+    if (up == ids.end()) return true;
+    if (std::adjacent_find(ids.begin(), ids.end(), std::less_equal<>()) == ids.end()) return true;
+    IdList sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
 }  // namespace
@@ -35,6 +49,7 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
         bool full = group.kind == Kind::full;
         for (std::uint32_t shard = 0; shard < group.shards; ++shard)
             places_.push_back({number, g, shard, size_class, group.block_bytes, full});
+        space.places += group.shards;
         if (full) space.full_places += group.shards;
     }
     space.plain = groups.size() == 1 && groups[0].kind == Kind::full && groups[0].shards == 1;
@@ -130,23 +145,35 @@ Id Store::ready_at(Id node, std::uint32_t place) const {
     return id != none && records_[id].is() == State::ready ? id : none;
 }
 
-std::uint32_t Store::match(std::uint32_t in, Keys keys) const {
+// One walk: a record is looked at once, however many groups and shards there are.
+std::pair<std::size_t, std::vector<Part>> Store::match(std::uint32_t in, Keys keys) const {
     const Space& found = space(in);
     std::size_t best = 0;
+    std::vector<Part> parts;
     if (found.plain) {
-        each_node(in, keys, [&](std::size_t i, Id node) {
+        Part all{0, 0, 0, {}};
+        all.ids.reserve(keys.n);
+        each_node(in, keys, [&](std::size_t, Id node) {
             if (node == none || records_[node].is() != State::ready) return false;
-            best = i + 1;
+            all.ids.push_back(node);
             return true;
         });
-        return static_cast<std::uint32_t>(best);
+        best = all.ids.size();
+        if (best) parts.push_back(std::move(all));
+        return {best, std::move(parts)};
     }
+    IdList ids;  // a row of places for each key
     std::vector<std::uint32_t> ready(found.groups.size());
     std::vector<std::size_t> run(found.groups.size(), 0);  // READY blocks in a row, up to this one
     each_node(in, keys, [&](std::size_t i, Id node) {
         std::fill(ready.begin(), ready.end(), 0);
-        for (Id id = node; id != none; id = records_[id].more)
-            if (records_[id].is() == State::ready) ++ready[places_[records_[id].place].group];
+        ids.resize((i + 1) * found.places, none);
+        for (Id id = node; id != none; id = records_[id].more) {
+            if (records_[id].is() != State::ready) continue;
+            std::uint32_t place = records_[id].place;
+            ids[i * found.places + place - found.first_place[0]] = id;
+            ++ready[places_[place].group];
+        }
         bool restorable = true;
         for (std::size_t g = 0; g < found.groups.size(); ++g) {
             const GroupSpec& group = found.groups[g];
@@ -165,22 +192,49 @@ std::uint32_t Store::match(std::uint32_t in, Keys keys) const {
         if (restorable) best = i + 1;
         return true;
     });
-    return static_cast<std::uint32_t>(best);
+    if (best == 0) return {0, {}};
+    for (std::uint32_t p = 0; p < found.places; ++p) {
+        const Place& place = places_[found.first_place[0] + p];
+        const GroupSpec& group = found.groups[place.group];
+        std::size_t needed = group.kind == Kind::full     ? best
+                             : group.kind == Kind::window ? group.window_blocks
+                                                          : 1;
+        Part part{place.group, place.shard, best - std::min(best, needed), {}};
+        part.ids.reserve(best - part.first);
+        for (std::size_t i = part.first; i < best; ++i)
+            part.ids.push_back(ids[i * found.places + p]);
+        parts.push_back(std::move(part));
+    }
+    return {best, std::move(parts)};
 }
 
-bool Store::collect(std::uint32_t place, Keys keys, IdList& ids) const {
-    ids.reserve(keys.n);
-    each_node(places_[place].space, keys, [&](std::size_t, Id node) {
-        Id id = ready_at(node, place);
-        if (id == none) return false;
-        ids.push_back(id);
+// What every place has of these keys, and nothing twice.
+IdList Store::resident(std::uint32_t in, Keys keys) const {
+    space(in);
+    IdList nodes, ids;
+    each_node(in, keys, [&](std::size_t, Id node) {
+        if (node != none) nodes.push_back(node);
         return true;
     });
-    return ids.size() == keys.n;
+    if (!distinct(nodes)) {
+        std::unordered_set<Id> seen;
+        std::erase_if(nodes, [&](Id node) { return !seen.insert(node).second; });
+    }
+    for (Id node : nodes)
+        for (Id id = node; id != none; id = records_[id].more)
+            if (records_[id].is() == State::ready) ids.push_back(id);
+    return ids;
+}
+
+void Store::states(std::uint32_t in, Key key, char* answers) const {
+    const Space& found = space(in);
+    std::fill_n(answers, found.places, answer[0]);
+    for (Id id = find(in, key); id != none; id = records_[id].more)
+        if (records_[id].is() != State::absent)
+            answers[records_[id].place - found.first_place[0]] = answer[records_[id].state];
 }
 
 void Store::probe(std::uint32_t place, Keys keys, char* answers) const {
-    constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // by state
     each_node(places_[place].space, keys, [&](std::size_t i, Id node) {
         Id id = residency(node, place);
         answers[i] = id == none ? 0 : answer[records_[id].state];
@@ -200,7 +254,7 @@ IdList Store::present(std::uint32_t place, Keys keys) const {
 
 IdList Store::ancestors(std::uint32_t place, Key key, std::size_t limit) const {
     IdList ids;
-    for (Id node = find(places_[place].space, key); node != none && ids.size() < limit;
+    for (Id node = find(places_[place].space, key); node != none && limit-- > 0;
          node = records_[node].parent) {
         Id id = ready_at(node, place);
         if (id != none) ids.push_back(id);
@@ -344,8 +398,9 @@ Id Store::attach(Id node, std::uint32_t place) {
     if (records_[node].is() != State::absent) {
         id = records_.make();
         records_[id].further = 1;
-        records_[id].parent = node;
+        records_[id].parent = records_[id].prev_sibling = node;
         records_[id].more = records_[node].more;
+        if (records_[id].more != none) records_[records_[id].more].prev_sibling = id;
         records_[node].more = id;
     }
     records_[id].place = place;
@@ -361,9 +416,8 @@ void Store::detach(Id id) {
     record.slab = none;
     record.summed = 0;
     if (record.further) {
-        Id before = node;
-        while (records_[before].more != id) before = records_[before].more;
-        records_[before].more = record.more;
+        records_[record.prev_sibling].more = record.more;
+        if (record.more != none) records_[record.more].prev_sibling = record.prev_sibling;
         records_.drop(id);
     }
     if (!records_[node].ghost()) return;
@@ -424,12 +478,9 @@ IdList Store::evict(Ids ids) {
 
 std::pair<IdList, IdList> Store::forget(Ids ids) {
     // Leased or not, they leave READY together; the claim's state is theirs only for a moment.
-    IdList once, freed, orphans;
-    std::unordered_set<Id> seen;
-    for (Id id : ids)
-        if (seen.insert(id).second) once.push_back(id);
-    claim(once, Event::forget_leased);
-    for (Id id : once) {
+    IdList freed, orphans;
+    claim(ids, Event::forget_leased);
+    for (Id id : ids) {
         Record& record = records_[id];
         if (record.leases) {
             tally(id, State::ready, State::doomed);
@@ -444,6 +495,7 @@ std::pair<IdList, IdList> Store::forget(Ids ids) {
 }
 
 void Store::lease(Ids ids) {
+    need(distinct(ids), "an id is given twice");
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
         Id id = ids[i];

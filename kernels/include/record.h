@@ -41,8 +41,8 @@ struct alignas(64) Record {
                 // next
     Id first_child;
     Id next_sibling;
-    Id prev_sibling;
-    Id more;  // the next residency of the same key
+    Id prev_sibling;  // of a further residency: the residency before it
+    Id more;          // the next residency of the same key
     std::uint32_t slab;
     std::uint16_t slot;
     std::uint16_t leases;

@@ -36,8 +36,16 @@ struct Place {
 struct Space {
     std::vector<GroupSpec> groups;
     std::vector<std::uint32_t> first_place;  // of each group
-    std::uint32_t full_places = 0;
+    std::uint32_t places = 0, full_places = 0;
     bool plain = false;  // one full group of one shard: a match looks at one record a key
+};
+
+// The blocks of one group and shard that a prefix is restored from, `first` being their place in
+// it.
+struct Part {
+    std::uint32_t group, shard;
+    std::size_t first;
+    std::vector<Id> ids;
 };
 
 struct Counts {
@@ -65,8 +73,9 @@ class Store {
     std::uint32_t add_space(std::vector<GroupSpec> groups);
 
     // What is here.
-    std::uint32_t match(std::uint32_t space, Keys keys) const;
-    bool collect(std::uint32_t place, Keys keys, IdList& ids) const;
+    std::pair<std::size_t, std::vector<Part>> match(std::uint32_t space, Keys keys) const;
+    IdList resident(std::uint32_t space, Keys keys) const;
+    void states(std::uint32_t space, Key key, char* answers) const;
     void probe(std::uint32_t place, Keys keys, char* answers) const;
     IdList present(std::uint32_t place, Keys keys) const;
     IdList ancestors(std::uint32_t place, Key key, std::size_t limit) const;
@@ -85,14 +94,13 @@ class Store {
     void quarantine(Ids ids);
     void gone(Ids ids);
     IdList evict(Ids ids);
-    std::pair<IdList, IdList> forget(Ids ids);  // an id given twice counts once
+    std::pair<IdList, IdList> forget(Ids ids);
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 
     // About single blocks.
     const Record& block(Id id) const;
     const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }
-    const Place& place_of(Id id) const { return places_[records_[id].place]; }
     SlotAddress slot(Id id) const;
     const Checksum& checksum(Id id) const { return records_.checksum(id); }
     void prefetch(Id id) const {

@@ -13,7 +13,7 @@ import heapq
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
@@ -64,15 +64,12 @@ class Space:
     spec: KvSpec
     places: int
     users: Counter[SessionId]
-    plain: bool  # one full group in one shard, as most models have: what is READY can be restored
     index: int = -1
 
-    def needed(self, prefix_blocks: int) -> Iterable[tuple[int, int, range]]:
-        """(group, shard, blocks) that a prefix of this length can't be restored without."""
-        for index, group in enumerate(self.spec.cache_groups):
-            blocks = group.needed_blocks(self.spec.block_tokens, prefix_blocks)
-            for shard in range(group.shards):
-                yield index, shard, blocks
+    @property
+    def reach(self) -> int:
+        """How far up a chain one look may go."""
+        return min(LIMIT_KEYS, LIMIT_LOOKS // self.places)
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,11 +103,9 @@ class WriteLease:
 
     id: LeaseId
     session: SessionId
-    space: int
+    space: Space
     group: int
     shard: int
-    block_tokens: int
-    block_bytes: int
     ids: bytes
     pending: bytearray
 
@@ -171,9 +166,7 @@ class Catalog:
         if space is None:
             if len(self._spaces) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
-            first = spec.cache_groups[0]
-            plain = len(spec.cache_groups) == 1 and first.kind == "full" and first.shards == 1
-            space = Space(self._next_space, identity, spec, spec.places, Counter(), plain)
+            space = Space(self._next_space, identity, spec, spec.places, Counter())
             self._next_space += 1
             self._spaces[space.number] = space
             self._space_of[identity] = space
@@ -208,12 +201,12 @@ class Catalog:
     def match(self, space: Space, keys: bytes, count: bool = True) -> Found:
         """The longest prefix that every group can restore; it counts as used from now."""
         self._check_keys(space, keys)
-        ready, coming, parts = self._find(space, keys)
+        ready, parts = self._find(space, keys)
         for held in parts:
             self._policy.touched(_reversed(held.ids))
         if count:
             self._count_lookup(space, keys, ready)
-        return Found(ready, coming)
+        return Found(ready, 0)
 
     def load(
         self,
@@ -227,16 +220,16 @@ class Catalog:
     ) -> Found:
         """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
         self._check_keys(space, keys)
-        ready, coming, parts = self._find(space, keys)
+        ready, parts = self._find(space, keys)
         told = sum(len(held.ids) // ID_BYTES for held in parts if held.shard in shards)
         if told > LIMIT_TOLD_SLOTS:
             raise Refused("bad_request", f"{told} slots in one reply: ask for fewer shards at once")
         if count:
             self._count_lookup(space, keys, ready)
         if ready == 0:
-            return Found(0, coming)
+            return Found(0, 0)
         lease = self._hold(session, space, parts, ready, now + min(deadline_s, LIMIT_LEASE_S))
-        return Found(ready, coming, lease.id, lease.token, self._tell(lease, shards))
+        return Found(ready, 0, lease.id, lease.token, self._tell(lease, shards))
 
     def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
         """Join the lease with this token. The lease lasts until all who joined it let go."""
@@ -273,18 +266,8 @@ class Catalog:
         ids_held = sum(len(held.ids) for held in parts) // ID_BYTES
         if self._held_ids + ids_held > LIMIT_HELD_IDS:
             raise Refused("too_many", f"this tenant's leases hold {self._held_ids} blocks already")
-        taken: list[bytes] = []
-        try:
-            for held in parts:
-                self._store.lease(held.ids)
-                taken.append(held.ids)
-        except OverflowError as error:
-            for ids in taken:
-                self._unlease(ids)
-            raise Refused("too_many", "a block is held by too many leases") from error
+        self._lease([held.ids for held in parts])
         self._held_ids += ids_held
-        for ids in taken:
-            self._policy.removed(ids)
         lease = ReadLease(
             self._new_lease_id(), secrets.token_bytes(TOKEN_BYTES), deadline, Counter({session: 1}), space,
             parts, prefix_blocks,
@@ -317,27 +300,32 @@ class Catalog:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._reading]
             heapq.heapify(self._deadlines)
 
+    def _lease(self, batches: list[bytes]) -> None:
+        """Hold the blocks of every batch, or of none. One batch names no block twice."""
+        taken: list[bytes] = []
+        try:
+            for ids in batches:
+                self._store.lease(ids)
+                taken.append(ids)
+        except (OverflowError, ValueError) as error:
+            for ids in taken:
+                self._unlease(ids)
+            if isinstance(error, ValueError):
+                raise Refused("bad_request", "a key is given twice") from error
+            raise Refused("too_many", "a block is held by too many leases") from error
+        for ids in taken:
+            self._policy.removed(ids)
+
     def _unlease(self, ids: bytes) -> None:
         evictable, _freed = self._store.unlease(ids)
         self._policy.added(_reversed(evictable))
 
-    def _find(self, space: Space, keys: bytes) -> tuple[int, int, list[Held]]:
-        """How much of the prefix is ready and how much coming, and the blocks that the ready part needs."""
+    def _find(self, space: Space, keys: bytes) -> tuple[int, list[Held]]:
+        """How much of the prefix is ready, and the blocks that it is restored from."""
         if space.index < 0:
-            return 0, 0, []
-        if space.plain:
-            ids = self._store.leading(space.index, keys, 0, 0)
-            ready = len(ids) // ID_BYTES
-            return ready, 0, [Held(0, 0, 0, ids)] if ready else []
-        ready, coming = self._store.match(space.index, keys)
-        return ready, coming, list(self._collect(space, keys, ready))
-
-    def _collect(self, space: Space, keys: bytes, prefix_blocks: int) -> Iterable[Held]:
-        for group, shard, blocks in space.needed(prefix_blocks):
-            if blocks:
-                wanted = keys[blocks.start * KEY_BYTES : blocks.stop * KEY_BYTES]
-                ids = self._store.collect(space.index, wanted, group, shard)
-                yield Held(group, shard, blocks.start, ids)
+            return 0, []
+        ready, parts = self._store.match(space.index, keys)
+        return ready, [Held(*part) for part in parts]
 
     def _tell(self, lease: ReadLease, shards: Sequence[int]) -> tuple[Part, ...]:
         parts = []
@@ -372,14 +360,9 @@ class Catalog:
         wanted = outcomes.count(GRANTED)
         # What is here of the chain is in use by this save: hold it while victims are chosen, and let it
         # go last-block-first, so that a tail always leaves before its head.
-        chain = store.present(index, group, shard, keys)
-        if parent:
-            chain = _reversed(store.ancestors(index, group, shard, parent, LIMIT_KEYS)) + chain
-        try:
-            store.lease(chain)
-        except OverflowError as error:
-            raise Refused("too_many", "a block is held by too many leases") from error
-        self._policy.removed(chain)
+        here = store.present(index, group, shard, keys)
+        above = store.ancestors(index, group, shard, parent, space.reach) if parent else b""
+        self._lease([above, here])
         try:
             if wanted:
                 self._make_room(index, group, wanted)
@@ -387,17 +370,13 @@ class Catalog:
         except ValueError as error:
             raise Refused("bad_request", str(error)) from error
         finally:
-            self._unlease(chain)
+            self._unlease(_reversed(above) + here)
         _refuse_beyond(outcomes, len(ids) // ID_BYTES)
         self._count_refused(space, outcomes)
         if not ids:
             return Granted(LeaseId(0), bytes(outcomes), b"")
         pending = bytearray(b"\1") * (len(ids) // ID_BYTES)
-        spec = space.spec
-        lease = WriteLease(
-            self._new_lease_id(), session, index, group, shard, spec.block_tokens,
-            spec.group_block_bytes(group), ids, pending,
-        )  # fmt: skip
+        lease = WriteLease(self._new_lease_id(), session, space, group, shard, ids, pending)
         self._writing[lease.id] = lease
         self._of_session.setdefault(session, set()).add(lease.id)
         return Granted(lease.id, bytes(outcomes), slots)
@@ -420,12 +399,13 @@ class Catalog:
         # A block that is new makes all before it recent, nearest first: a head outlives its tail, also
         # where a chain is saved block by block as it grows.
         last = self._store.keys_of(ids[-ID_BYTES:])
+        space, spec = lease.space, lease.space.spec
         self._policy.touched(
-            self._store.ancestors(lease.space, lease.group, lease.shard, last, LIMIT_KEYS)
+            self._store.ancestors(space.index, lease.group, lease.shard, last, space.reach)
         )
         lease.pending[first : first + count] = bytes(count)
-        self.saved_tokens += count * lease.block_tokens
-        self.saved_bytes += count * lease.block_bytes
+        self.saved_tokens += count * spec.block_tokens
+        self.saved_bytes += count * spec.group_block_bytes(lease.group)
         if not any(lease.pending):
             self._forget_writing(lease)
 
@@ -465,31 +445,28 @@ class Catalog:
     def pin(self, space: Space, keys: bytes, ttl_s: float, now: float) -> int:
         """Keep the ready prefix for `ttl_s`, as far as pins may go; how many blocks that is."""
         self._check_keys(space, keys)
-        if space.index < 0:
-            return 0
-        ready, _ = self._store.match(space.index, keys)
-        self._end_pins_within(space, keys, ready)
+        ready, parts = self._find(space, keys)
+        self._end_pins_within(parts)
         budget = self._store.counts()["capacity_bytes"] * PIN_SHARE - self._pinned_bytes
         per_block = sum(
             space.spec.group_block_bytes(index) * group.shards
             for index, group in enumerate(space.spec.cache_groups)
         )
         blocks = max(0, min(ready, int(budget // per_block)))
-        # A shorter prefix may need blocks that the longer one did without: what of it is restorable?
-        blocks, _ = self._store.match(space.index, keys[: blocks * KEY_BYTES])
+        if blocks < ready:
+            # A shorter prefix may need blocks that the longer one did without: what of it is restorable?
+            blocks, parts = self._find(space, keys[: blocks * KEY_BYTES])
         if not blocks:
             return 0
-        parts = list(self._collect(space, keys, blocks))
         lease = self._hold(NOBODY, space, parts, blocks, now + min(ttl_s, LIMIT_PIN_S))
         lease.bytes = per_block * blocks
         self._pinned_bytes += lease.bytes
         self._pins.add(lease.id)
         return blocks
 
-    def _end_pins_within(self, space: Space, keys: bytes, prefix_blocks: int) -> None:
-        """End the pins that hold nothing but blocks of this prefix: a new one takes their place."""
-        ids = b"".join(held.ids for held in self._collect(space, keys, prefix_blocks))
-        blocks = set(array("I", ids))
+    def _end_pins_within(self, parts: list[Held]) -> None:
+        """End the pins that hold nothing but these blocks: a new one takes their place."""
+        blocks = set(array("I", b"".join(held.ids for held in parts)))
         for lease_id in list(self._pins):
             lease = self._reading[lease_id]
             if all(blocks.issuperset(array("I", held.ids)) for held in lease.parts):
@@ -497,36 +474,27 @@ class Catalog:
 
     def hint(self, space: Space, keys: bytes, importance: float) -> int:
         """Tell the policy how much these blocks matter, 0 (gone first) to 1."""
-        blocks = 0
-        for ids in self._everywhere(space, keys):
-            if importance > 0:
-                self._policy.hinted(ids, importance)
-            else:
-                self._policy.demoted(_reversed(ids))
-            blocks += len(ids) // ID_BYTES
-        return blocks
+        ids = self._resident(space, keys)
+        if importance > 0:
+            self._policy.hinted(ids, importance)
+        else:
+            self._policy.demoted(_reversed(ids))
+        return len(ids) // ID_BYTES
 
     def forget(self, space: Space, keys: bytes) -> int:
         """These blocks match no more from now on; those being read go when their readers do."""
-        blocks = 0
-        for ids in self._everywhere(space, keys):
-            self._unpin(ids)
-            freed, orphans = self._store.forget(ids)
-            self._policy.removed(ids)
-            self._policy.demoted(orphans)
-            blocks += len(ids) // ID_BYTES
-            self.evicted_blocks["forgotten"] += len(freed) // ID_BYTES
-        return blocks
+        ids = self._resident(space, keys)
+        self._unpin(ids)
+        freed, orphans = self._store.forget(ids)
+        self._policy.removed(ids)
+        self._policy.demoted(orphans)
+        self.evicted_blocks["forgotten"] += len(freed) // ID_BYTES
+        return len(ids) // ID_BYTES
 
-    def _everywhere(self, space: Space, keys: bytes) -> Iterable[bytes]:
-        """The ids of these keys' READY blocks, each once, a group and shard at a time."""
+    def _resident(self, space: Space, keys: bytes) -> bytes:
+        """The ids of these keys' READY blocks in every group and shard, each once."""
         self._check_keys(space, keys)
-        if space.index < 0:
-            return
-        for index, group in enumerate(space.spec.cache_groups):
-            for shard in range(group.shards):
-                ids = array("I", self._store.present(space.index, index, shard, keys))
-                yield array("I", dict.fromkeys(ids)).tobytes()
+        return self._store.resident(space.index, keys) if space.index >= 0 else b""
 
     def _unpin(self, ids: bytes) -> None:
         """End the pins that hold one of these blocks: forgetting outweighs keeping."""
@@ -631,10 +599,7 @@ class Catalog:
         if space.index < 0:
             return "absent"
         key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-        states = {
-            self._store.probe(space.index, group, shard, key)[0]
-            for group, shard, _ in space.needed(at + 1)
-        }
+        states = self._store.states(space.index, key)
         if IN_PROGRESS in states:
             return "in_progress"
         return "absent" if GRANTED in states else "incomplete"

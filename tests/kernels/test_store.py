@@ -54,13 +54,17 @@ def save(store, space, names, group=0, shard=0, parent=None):
     return ids
 
 
+def matched(store, space, keys):
+    return store.match(space, keys)[0]
+
+
 def test_a_block_is_matched_once_it_is_committed(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids, _ = store.reserve(space, 0, 0, None, keys(1, 2, 3), bytes(3))
-    assert store.match(space, keys(1, 2, 3)) == (0, 0)
+    assert matched(store, space, keys(1, 2, 3)) == 0
     store.commit(ids[:8], b"")
-    assert store.match(space, keys(1, 2, 3)) == (2, 0)
+    assert matched(store, space, keys(1, 2, 3)) == 2
     assert store.probe(space, 0, 0, keys(1, 2, 3, 4)) == bytes([1, 1, 2, 0])
     assert store.counts()["blocks"] == {"writing": 1, "ready": 2, "doomed": 0, "quarantined": 0}
 
@@ -69,35 +73,56 @@ def test_spaces_share_no_keys(store):
     open_arena(store)
     one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
     save(store, one, [1, 2])
-    assert store.match(one, keys(1, 2)) == (2, 0)
-    assert store.match(other, keys(1, 2)) == (0, 0)
+    assert matched(store, one, keys(1, 2)) == 2
+    assert matched(store, other, keys(1, 2)) == 0
 
 
 def test_a_block_is_ready_when_all_its_shards_are(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [2])
     save(store, space, [1, 2], shard=0)
-    assert store.match(space, keys(1, 2)) == (0, 0)
+    assert matched(store, space, keys(1, 2)) == 0
     save(store, space, [1], shard=1)
-    assert store.match(space, keys(1, 2)) == (1, 0)
+    assert matched(store, space, keys(1, 2)) == 1
 
 
 def test_a_window_needs_only_its_trailing_blocks(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE), (WINDOW, 2, PAGE)], [1, 1])
     save(store, space, [1, 2, 3, 4], group=0)
-    assert store.match(space, keys(1, 2, 3, 4)) == (0, 0)
+    assert matched(store, space, keys(1, 2, 3, 4)) == 0
     save(store, space, [3, 4], group=1, parent=2)
-    assert store.match(space, keys(1, 2, 3, 4)) == (4, 0)
-    assert store.match(space, keys(1, 2, 3)) == (0, 0)
+    assert matched(store, space, keys(1, 2, 3, 4)) == 4
+    assert matched(store, space, keys(1, 2, 3)) == 0
+
+
+def test_a_match_names_the_blocks_that_it_needs(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE), (WINDOW, 2, PAGE), (STATE, 0, PAGE)], [2, 1, 1])
+    ids = [save(store, space, [1, 2, 3, 4], group, shard) for group, shard in
+           [(0, 1), (2, 0), (0, 0), (1, 0)]]  # fmt: skip
+    parts = [(0, 0, 0, ids[2]), (0, 1, 0, ids[0]), (1, 0, 2, ids[3][8:]), (2, 0, 3, ids[1][12:])]
+    assert store.match(space, keys(1, 2, 3, 4, 5)) == (4, parts)
+    assert store.match(space, keys(5)) == (0, [])
+
+
+def test_what_a_key_has_everywhere_is_named_once(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE), (STATE, 0, PAGE)], [2, 1])
+    first, second = save(store, space, [1, 2]), save(store, space, [2, 3], group=1)
+    store.reserve(space, 0, 1, None, key(2), bytes(1))
+    everywhere = store.resident(space, keys(2, 9, 1, 2, 3))
+    assert everywhere == first[4:] + second[:4] + first[:4] + second[4:]
+    assert store.states(space, key(2)) == bytes([1, 2, 1])
+    assert store.states(space, key(9)) == bytes(3)
 
 
 def test_a_window_longer_than_the_prefix_needs_all_of_it(store):
     open_arena(store)
     space = store.add_space([(WINDOW, 3, PAGE)], [1])
     save(store, space, [1, 2])
-    assert store.match(space, keys(1, 2)) == (2, 0)
-    assert store.match(space, keys(9, 1, 2)) == (0, 0)
+    assert matched(store, space, keys(1, 2)) == 2
+    assert matched(store, space, keys(9, 1, 2)) == 0
 
 
 def test_a_state_is_restored_from_the_last_block_that_has_one(store):
@@ -106,7 +131,7 @@ def test_a_state_is_restored_from_the_last_block_that_has_one(store):
     save(store, space, [1, 2, 3], group=0)
     assert store.make_room(space, 1, 1, b"") == (b"", b"")  # slots that stand vacant change class
     save(store, space, [2], group=1, parent=1)
-    assert store.match(space, keys(1, 2, 3)) == (2, 0)
+    assert matched(store, space, keys(1, 2, 3)) == 2
 
 
 def test_reserve_serves_the_leading_keys_where_room_is_short(store):
@@ -165,7 +190,7 @@ def test_evict_refuses_leased_blocks(store):
     store.lease(ids[4:])
     with pytest.raises(ValueError):
         store.evict(ids)
-    assert store.match(space, keys(1, 2)) == (2, 0)
+    assert matched(store, space, keys(1, 2)) == 2
     assert store.unlease(ids[4:]) == (ids[4:], b"")
     store.evict(ids)
     assert store.counts()["nodes"] == 0
@@ -185,9 +210,10 @@ def test_a_forgotten_block_goes_with_its_last_lease(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids = save(store, space, [1, 2])
-    store.lease(ids[:4] + ids[:4])
+    for _ in range(2):
+        store.lease(ids[:4])
     assert store.forget(ids) == (ids[4:], b"")
-    assert store.match(space, keys(1)) == (0, 0)
+    assert matched(store, space, keys(1)) == 0
     assert store.probe(space, 0, 0, keys(1)) == bytes([3])
     assert store.unlease(ids[:4]) == (b"", b"")
     assert store.unlease(ids[:4]) == (b"", ids[:4])
@@ -198,7 +224,8 @@ def test_leases_saturate_instead_of_wrapping(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids = save(store, space, [1, 2])
-    store.lease(ids[:4] * 65534)
+    for _ in range(65534):
+        store.lease(ids[:4])
     with pytest.raises(OverflowError):
         store.lease(ids[4:] + ids[:4])
     store.unlease(ids[:4] * 65534)
@@ -215,7 +242,7 @@ def test_blocks_below_a_gap_are_orphans_and_live_again_when_it_is_filled(store):
     assert store.evict(ids[4:8]) == b""  # what is below it was cut already
     assert store.counts()["ghosts"] == 2
     save(store, space, [1, 2])
-    assert store.match(space, keys(1, 2, 3)) == (3, 0)
+    assert matched(store, space, keys(1, 2, 3)) == 3
     assert store.evict(store.present(space, 0, 0, key(2))) == ids[8:]
 
 
@@ -259,7 +286,7 @@ def test_a_chain_of_a_hundred_thousand_needs_no_recursion():
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids, _ = store.reserve(space, 0, 0, None, keys(*range(100_000)), bytes(100_000))
     store.commit(ids, b"")
-    assert store.match(space, keys(*range(100_000))) == (100_000, 0)
+    assert matched(store, space, keys(*range(100_000))) == 100_000
     orphans = store.evict(ids[:4])
     assert len(orphans) // 4 == 65536  # a walk is bounded
     store.evict(ids[4:])
@@ -271,15 +298,15 @@ def test_a_match_ends_where_a_long_chain_was_cut_off(store):
     one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
     chain = keys(*range(30))
     ids = save(store, one, range(30))
-    assert store.match(other, chain) == (0, 0)
+    assert matched(store, other, chain) == 0
     save(store, other, range(12))
     store.evict(ids[4 * 20 :])
-    assert store.match(one, chain) == (20, 0)
-    assert store.match(other, chain) == (12, 0)
-    assert store.match(one, chain[: 32 * 15] + chain[: 32 * 15]) == (30, 0)
+    assert matched(store, one, chain) == 20
+    assert matched(store, other, chain) == 12
+    assert matched(store, one, chain[: 32 * 15] + chain[: 32 * 15]) == 30
     save(store, other, range(12, 20), parent=11)  # in the records that the chain left
-    assert store.match(one, chain) == (20, 0)
-    assert store.match(other, chain) == (20, 0)
+    assert matched(store, one, chain) == 20
+    assert matched(store, other, chain) == 20
 
 
 def test_checksums_are_kept_and_a_reused_block_has_none(store):
@@ -346,8 +373,6 @@ def test_bad_arguments_raise_and_change_nothing(store):
         store.room(space, 1, 1)
     with pytest.raises(IndexError):
         store.probe(space, 0, 1, key(1))
-    with pytest.raises(KeyError):
-        store.collect(space, keys(1, 2), 0, 0)
     with pytest.raises(ValueError):
         store.reserve(space, 0, 0, None, keys(2), b"")
     with pytest.raises(ValueError):
@@ -381,16 +406,16 @@ def test_the_native_state_table_is_the_one_in_lifecycle():
     assert lifecycle() == {(s.value, event): to.value for (s, event), to in NEXT.items()}
 
 
-def test_an_id_forgotten_twice_in_a_batch_counts_once(store):
+@pytest.mark.parametrize("call", ["forget", "lease"])
+def test_a_batch_that_names_an_id_twice_is_refused(store, call):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
-    ids = save(store, space, [1, 2])
-    store.lease(ids[4:])
-    assert store.forget(ids + ids) == (ids[:4], b"")
-    assert store.counts()["blocks"]["doomed"] == 1
-    with pytest.raises(ValueError):
-        store.forget(ids[4:] * 2)
-    store.check()
+    ids = save(store, space, [1, 2, 3])
+    for batch in (ids[:4] * 2, ids + ids, ids[8:] + ids[:8] + ids[8:]):
+        with pytest.raises(ValueError):
+            getattr(store, call)(batch)
+    assert matched(store, space, keys(1, 2, 3)) == 3
+    store.evict(ids)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
@@ -489,3 +490,48 @@ def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
         catalog.load(ME, space, keys, 1.0, [0], now=0.0)
     assert catalog.leases == 0
     assert catalog.load(ME, space, keys, 1.0, [], now=0.0).ready == 4
+
+
+def wide(groups: int, shards: int) -> KvSpec:
+    return KvSpec.groups(
+        [Group(layers=1, opaque_bytes=4096, shards=shards)] * groups,
+        model="wide", dtype="int8", block_tokens=16, weights="rev:1",
+    )  # fmt: skip
+
+
+def save_everywhere(catalog: Catalog, space: Space, keys: bytes) -> None:
+    for index, group in enumerate(space.spec.cache_groups):
+        for shard in range(group.shards):
+            granted = catalog.reserve(ME, space, index, shard, b"", keys)
+            catalog.commit(ME, granted.lease, 0, len(keys) // 32)
+
+
+def test_a_look_costs_no_more_than_its_blocks() -> None:
+    if Store is TwinStore:
+        return
+    catalog = catalog_of(40 * 1024, 4096)
+    space, keys = space_of(catalog, wide(64, 16)), chain(40)
+    save_everywhere(catalog, space, keys)
+    looks = (
+        lambda: catalog.match(space, keys),
+        lambda: catalog.load(ME, space, keys, 60.0, [], now=0.0),
+        lambda: catalog.hint(space, keys, 1.0),
+        lambda: catalog.forget(space, keys),
+    )
+    for look in looks:
+        start = time.perf_counter()
+        look()
+        # 41 k blocks: some ms. A walk for each group and shard would be 42 million steps.
+        assert time.perf_counter() - start < 0.06
+
+
+def test_a_load_that_names_a_key_twice_is_refused() -> None:
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(2)
+    save(catalog, space, keys)
+    for twice in (keys[:32] * 2, keys + keys[:32]):
+        with pytest.raises(Refused, match="twice") as refusal:
+            catalog.load(ME, space, twice, 60.0, [0], now=0.0)
+        assert refusal.value.code == "bad_request"
+    assert catalog.leases == 0
+    assert save(catalog, space, chain(4)).outcomes == bytes([GRANTED] * 4)

@@ -21,7 +21,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["slots", "checksums", "keys_of", "where", "block_bytes"]
+CALLS_WITH_IDS += ["slots", "checksums", "keys_of"]
 # Two scales: slots in one slab of small pages; and slabs that must share an arena of a few MiB.
 MIB = 1 << 20
 SMALL = [100, 4096, 6000, 12288, 40000], st.integers(8 * 4096, 200 * 4096)
@@ -249,7 +249,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def lease(self, picks):
         ready = self.of("ready", "doomed")
-        ids = [ready[pick % len(ready)] for pick in picks] if ready else []  # twice counts twice
+        ids = [ready[pick % len(ready)] for pick in picks] if ready else []
+        if len(set(ids)) < len(ids):
+            assert self.both("lease", pack(ids)) is ValueError
+            ids = self.choose(ids, range(len(ids)))
         assert self.both("lease", pack(ids)) is None
         for i in ids:
             self.leases[i] = self.leases.get(i, 0) + 1
@@ -306,8 +309,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.states[i] == "ready"
             assert self.names[i][:3] == (space, group, shard) and self.names[i][3] in path
         self.lru.touched(ids)
-        self.both("collect", space, path, group, shard)
-        self.both("leading", space, path, group, shard)
+        self.both("states", space, path[-32:])
+        self.both("states", space, path[1:32])
         self.both("ancestors", space, group, shard, path[-32:], limit)
         self.both("ancestors", space, group, shard, path[-32:], 1000)
         self.both("match", space + 4, path)
@@ -321,8 +324,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     def match_path(self, path):
         for space, (specs, shards) in enumerate(self.spaces):
-            ready, coming = self.both("match", space, b"".join(path))
-            assert (ready, coming) == (self.restorable(space, specs, shards, path), 0)
+            ready, parts = self.both("match", space, b"".join(path))
+            assert ready == self.restorable(space, specs, shards, path)
+            for group, shard, first, ids in parts:
+                names = [(space, group, shard, key) for key in path[first:ready]]
+                assert [self.names[i] for i in unpack(ids)] == names
+            here = unpack(self.both("resident", space, b"".join(path + path[:1])))
+            assert sorted(here) == [
+                i
+                for i in self.of("ready")
+                if self.names[i][0] == space and self.names[i][3] in path
+            ]
 
     def restorable(self, space, specs, shards, path):
         """By definition, from what was committed and did not leave: no index, no tree."""
@@ -353,8 +365,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert slots == [(e, 0, o, g) for e, o, g, _ in (self.places[i] for i in ids)]
         self.both("checksums", pack(ids))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)
-        assert self.both("where", pack(ids)) == [self.names[i][:3] for i in ids]
-        assert self.both("block_bytes", pack(ids)) == [self.places[i][3] for i in ids]
         assert all(native == twin for native, twin in self.tables)
 
     @invariant()

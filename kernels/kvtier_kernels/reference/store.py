@@ -133,52 +133,54 @@ class Store:
 
     # What is here.
 
-    def match(self, space: int, keys: bytes) -> tuple[int, int]:
-        """The longest prefix that every group can restore, all shards READY; and 0 that come."""
+    def match(self, space: int, keys: bytes) -> tuple[int, list[tuple[int, int, int, bytes]]]:
+        """The longest prefix that every group can restore, all shards READY, and the blocks that it
+        is restored from: (group, shard, place of the first one in the prefix, ids)."""
         found = self._space(space)
+        named = split(keys, 32)
         best = 0
         runs = [0] * len(found.groups)
-        for i, key in enumerate(split(keys, 32)):
-            node = self._index.get((space, key))
+        for i, key in enumerate(named):
             restorable = True
             for group, (kind, window, _) in enumerate(found.groups):
-                ready = [
-                    block
-                    for block in (node.blocks if node else ())
-                    if block.place.group == group and block.state == READY
-                ]
-                runs[group] = runs[group] + 1 if len(ready) == found.shards[group] else 0
-                if kind == FULL and not runs[group]:
-                    return best, 0
-                if kind == WINDOW and runs[group] < min(window, i + 1):
-                    restorable = False
-                if kind == STATE and not runs[group]:
-                    restorable = False
+                places = [found.places[group, shard] for shard in range(found.shards[group])]
+                ready = all(self._ready(place, key) for place in places)
+                runs[group] = runs[group] + 1 if ready else 0
+                needed = min(window, i + 1) if kind == WINDOW else 1
+                restorable = restorable and runs[group] >= needed
+            if any(kind == FULL and not runs[g] for g, (kind, _, _) in enumerate(found.groups)):
+                break
             if restorable:
                 best = i + 1
-        return best, 0
+        parts: list[tuple[int, int, int, bytes]] = []
+        for (group, shard), place in found.places.items() if best else ():
+            kind, window, _ = found.groups[group]
+            first = {FULL: 0, WINDOW: max(0, best - window), STATE: best - 1}[kind]
+            blocks = [self._ready(place, key) for key in named[first:best]]
+            parts.append((group, shard, first, join(block.id for block in blocks if block)))
+        return best, parts
 
     def _find(self, place: Place, key: bytes) -> Block | None:
         node = self._index.get((place.space, key))
         return next((b for b in node.blocks if b.place == place), None) if node else None
 
-    def leading(self, space: int, keys: bytes, group: int, shard: int) -> bytes:
-        """The ids of the leading keys' READY blocks, up to the first key that has none."""
-        place = self._place(space, group, shard)
-        ids: list[int] = []
-        for key in split(keys, 32):
-            block = self._find(place, key)
-            if block is None or block.state != READY:
-                break
-            ids.append(block.id)
-        return join(ids)
+    def _ready(self, place: Place, key: bytes) -> Block | None:
+        block = self._find(place, key)
+        return block if block and block.state == READY else None
 
-    def collect(self, space: int, keys: bytes, group: int, shard: int) -> bytes:
-        """The ids of the keys' READY blocks. Raises KeyError where one has none."""
-        ids = self.present(space, group, shard, keys)
-        if len(ids) // 4 != len(keys) // 32:
-            raise KeyError("a key has no READY block")
-        return ids
+    def resident(self, space: int, keys: bytes) -> bytes:
+        """The ids of these keys' READY blocks in every group and shard, each once, by key."""
+        self._space(space)
+        nodes = (self._index.get((space, key)) for key in dict.fromkeys(split(keys, 32)))
+        return join(b.id for node in nodes if node for b in node.blocks if b.state == READY)
+
+    def states(self, space: int, key: bytes) -> bytes:
+        """What `probe` says of this key, for each shard of each group."""
+        places = self._space(space).places.values()
+        if len(key) != 32:
+            raise ValueError("a key is 32 bytes")
+        found = (self._find(place, key) for place in places)
+        return bytes(ANSWERS[block.state if block else ABSENT] for block in found)
 
     def probe(self, space: int, group: int, shard: int, keys: bytes) -> bytes:
         """A byte a key: 0 new, 1 READY, 2 WRITING or QUARANTINED, 3 DOOMED."""
@@ -193,13 +195,14 @@ class Store:
         return join(block.id for block in found if block and block.state == READY)
 
     def ancestors(self, space: int, group: int, shard: int, key: bytes, limit: int) -> bytes:
-        """At most `limit` READY blocks on the path from the key, included, to its root."""
+        """The READY blocks among the first `limit` nodes from the key, included, to its root."""
         place = self._place(space, group, shard)
         if len(key) != 32:
             raise ValueError("a key is 32 bytes")
         ids: list[int] = []
         node = self._index.get((space, key))
-        while node is not None and len(ids) < limit:
+        while node is not None and limit > 0:
+            limit -= 1
             ids += [b.id for b in node.blocks if b.place == place and b.state == READY]
             node = node.parent
         return join(ids)
@@ -356,8 +359,7 @@ class Store:
         """READY blocks match no more, and go with their last lease: (gone now, orphans)."""
         freed: list[int] = []
         orphans: list[Block] = []
-        once = join(dict.fromkeys(unpack(ids)))  # an id given twice counts once
-        for block in self._claim(once, READY, DOOMED):
+        for block in self._claim(ids, READY, DOOMED):
             if block.leases:
                 if block.place.kind == FULL:
                     self._cut_below(block.node, orphans)
@@ -368,8 +370,11 @@ class Store:
         return join(freed), evictable_ids(orphans)
 
     def lease(self, ids: bytes) -> None:
-        """One more lease on each block; OverflowError where that makes more than 65534."""
+        """One more lease on each block; OverflowError where that makes more than 65534, ValueError
+        where a block is named twice."""
         blocks = [self._blocks.get(number) for number in unpack(ids)]
+        if len(set(unpack(ids))) < len(blocks):
+            raise ValueError("an id is given twice")
         for i, block in enumerate(blocks):
             there = block is not None and block.state in (READY, DOOMED)
             if block is not None and there and block.leases < MAX_LEASES:
@@ -424,16 +429,8 @@ class Store:
         found = [block.checksum for block in self._known(ids)]
         return b"".join(c or bytes(16) for c in found), bytes(c is not None for c in found)
 
-    def block_bytes(self, ids: bytes) -> list[int]:
-        return [block.place.block_bytes for block in self._known(ids)]
-
     def keys_of(self, ids: bytes) -> bytes:
         return b"".join(block.node.key for block in self._known(ids))
-
-    def where(self, ids: bytes) -> list[tuple[int, int, int]]:
-        """(space, group, shard) of each."""
-        places = [block.place for block in self._known(ids)]
-        return [(place.space, place.group, place.shard) for place in places]
 
     def counts(self) -> Counts:
         """Blocks and bytes by state, nodes, ghosts, and the arena's bytes."""
