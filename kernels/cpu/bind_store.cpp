@@ -67,6 +67,8 @@ TwoLists two(const std::pair<IdList, IdList>& lists) {
 // The store with the buffers it writes to, and its arguments checked.
 class PyStore {
  public:
+    explicit PyStore(std::size_t ghosts) : store_(ghosts) {}
+
     std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
         HeldBuffer held(generations);
         const Py_buffer& view = held.view();
@@ -257,7 +259,7 @@ nb::dict lifecycle() {
 void bind_store(nb::module_& m) {
     m.def("lifecycle", &lifecycle, "The state table: (state, event) -> state.");
     nb::class_<PyStore>(m, "Store", "One tenant's blocks: the prefix tree, their states and slots.")
-        .def(nb::init<>())
+        .def(nb::init<std::size_t>(), "ghosts"_a = 65536)
         .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
         .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)

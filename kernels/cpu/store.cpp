@@ -273,7 +273,7 @@ std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t gr
     std::uint32_t wanted = places_[place(space, group, 0)].size_class;
     for (Id id : victims) need(records_.known(id), "no block has this id");
     IdList evicted, orphans, in_the_way;
-    walked_ = 0;
+    begin();
     auto evict_one = [&](Id id) {
         records_[id].become(State::absent);
         leave(id, State::ready, &orphans);
@@ -324,18 +324,24 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
                       const char* statuses) {
     std::uint32_t space = places_[place].space, size_class = places_[place].size_class;
     IdList ids;
+    begin();
     Id last = none;  // the node of the key before, once known
-    auto parent_node = [&](std::size_t i) {
+    auto is_root = [&](std::size_t i) { return i == 0 && !parent; };
+    auto parent_node = [&](std::size_t i, bool make) {
         if (last != none) return last;
-        if (i == 0 && !parent) return none;
+        if (is_root(i)) return none;
         Key key = i == 0 ? *parent : keys[i - 1];
         std::uint64_t hash = index_.hash(space, key);
         Id node = find(space, key, hash);
-        return node != none ? node : make_node(space, key, hash);
+        return node == none && make ? make_node(space, key, hash) : node;
     };
     bool twice = false;
     each_node(space, keys, [&](std::size_t i, Id node) {
         if (statuses[i]) {
+            if (node != none && records_[node].loose) {
+                Id above = parent_node(i, false);
+                if (above != none || is_root(i)) hang(node, above);
+            }
             last = node;
             return true;
         }
@@ -344,15 +350,15 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
             return false;
         }
         if (slabs_.room(size_class) == 0) return false;
-        Id above = parent_node(i);
+        Id above = parent_node(i, true);
         Key key = keys[i];
         std::uint64_t hash = index_.hash(space, key);
         node = find(space, key, hash);
         if (node == none) node = make_node(space, key, hash);
-        if (above != none) adopt(node, above);
+        hang(node, above);
         Id id = attach(node, place);
         slabs_.take(size_class, id, records_[id].slab, records_[id].slot);
-        if (above != none) drop_if_idle(above);
+        if (above != none) tidy(above);
         ids.push_back(id);
         last = node;
         return true;
@@ -381,7 +387,7 @@ void Store::claim(Ids ids, Event event) {
         throw std::invalid_argument(
             "a block is not in the state for this, or no block has this id");
     }
-    walked_ = 0;
+    begin();
 }
 
 void Store::tally(Id id, State from, State to) {
@@ -422,7 +428,7 @@ void Store::detach(Id id) {
     }
     if (!records_[node].ghost()) return;
     ++counts_.ghosts;
-    drop_if_idle(node);
+    tidy(node);
 }
 
 // A block, already ABSENT, gives back its slot and record.
@@ -523,6 +529,7 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
         while (i-- > 0) ++records_[ids[i]].leases;
         throw std::invalid_argument("a block has no lease to end, or no block has this id");
     }
+    begin();
     for (Id id : ended) {
         if (records_[id].is() == State::ready) {
             evictable.push_back(id);

@@ -65,7 +65,8 @@ using IdList = std::vector<Id>;
 
 class Store {
  public:
-    Store() : index_(records_), slabs_(records_) {}
+    // Of the ghosts beyond `ghosts`, those stay that several others hang on.
+    explicit Store(std::size_t ghosts) : index_(records_), slabs_(records_), ghost_limit_(ghosts) {}
 
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations) {
         return slabs_.add_extent(bytes, generations);
@@ -115,7 +116,7 @@ class Store {
     void check() const;
 
  private:
-    static constexpr std::size_t walk_limit = 65536;  // nodes that one call may cut or join
+    static constexpr std::size_t walk_limit = 65536;  // nodes that one call may cut, join or climb
 
     // The index.
     std::uint64_t hash_of(Id node) const {
@@ -139,8 +140,9 @@ class Store {
 
     // The tree (tree.cpp).
     Id make_node(std::uint32_t space, const Key& key, std::uint64_t hash);
-    void drop_if_idle(Id node);
-    void adopt(Id node, Id parent);
+    void begin();
+    void tidy(Id node);
+    void hang(Id node, Id parent);
     bool complete(Id node) const;
     void cut_below(Id node, IdList* orphans);
     void join_below(Id node);
@@ -162,7 +164,9 @@ class Store {
     std::vector<Place> places_;
     Counts counts_;
     IdList stack_;  // of the tree's walks, kept for its memory
-    std::size_t walked_ = 0;
+    IdList late_;   // ghosts that the next call looks at
+    std::size_t ghost_limit_;
+    std::size_t walked_ = 0, climbed_ = 0;
     bool cut_short_ = false;  // a walk met its limit: some `cut` flags may be old
 };
 

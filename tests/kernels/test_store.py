@@ -259,6 +259,87 @@ def test_a_ghost_goes_with_its_last_child(store):
     assert (store.counts()["nodes"], store.counts()["ghosts"]) == (0, 0)
 
 
+@pytest.fixture(params=[Store, Twin], ids=["native", "twin"])
+def frugal(request):
+    """It keeps no ghost that a single child hangs on."""
+    return request.param(0)
+
+
+def test_ghosts_are_no_more_than_blocks(frugal):
+    open_arena(frugal)
+    space = frugal.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(frugal, space, range(40))
+    save(frugal, space, [100], parent=19)
+    frugal.forget(ids[:-4])
+    frugal.check()
+    assert frugal.counts()["nodes"] - frugal.counts()["ghosts"] == 2
+    assert frugal.counts()["ghosts"] <= 2
+    frugal.forget(frugal.present(space, 0, 0, key(100)))
+    assert (frugal.counts()["nodes"], frugal.counts()["ghosts"]) == (1, 0)
+
+
+def test_a_block_whose_parent_went_is_linked_again_when_that_is_saved(frugal):
+    open_arena(frugal)
+    space = frugal.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(frugal, space, [1, 2, 3, 4])
+    frugal.forget(ids[4:8])
+    assert unpack(frugal.ancestors(space, 0, 0, key(4), 9)) == unpack(ids)[:1:-1]
+    for parent, names, statuses in ((1, [2, 3], [0, 1]), (1, [2, 3], [1, 1])):
+        new, _ = frugal.reserve(space, 0, 0, key(parent), keys(*names), bytes(statuses))
+        frugal.commit(new, b"")
+        frugal.check()
+    assert len(frugal.ancestors(space, 0, 0, key(4), 9)) == 4 * 4
+    assert matched(frugal, space, keys(1, 2, 3, 4)) == 4
+    # Linked again means cut again, and told of again.
+    assert set(unpack(frugal.evict(frugal.present(space, 0, 0, key(2))))) == set(unpack(ids)[2:])
+
+
+def test_a_parent_that_is_not_here_makes_no_ghost_beyond_the_limit(frugal):
+    open_arena(frugal)
+    space = frugal.add_space([(FULL, 0, PAGE)], [1])
+    save(frugal, space, [2, 3], parent=1)
+    assert frugal.counts()["ghosts"] == 0
+    save(frugal, space, [1])
+    frugal.reserve(space, 0, 0, key(1), keys(2), bytes([1]))
+    frugal.check()
+    assert len(frugal.ancestors(space, 0, 0, key(3), 9)) == 3 * 4
+    frugal.reserve(space, 0, 0, None, keys(2), bytes([1]))  # a linked one stays where it is
+    assert len(frugal.ancestors(space, 0, 0, key(3), 9)) == 3 * 4
+
+
+def test_what_is_left_of_long_chains_costs_no_more_than_it_holds():
+    store = Store()
+    open_arena(store, 20_001 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    lasts = b""
+    for turn in range(10):
+        names = [f"{turn} {i}" for i in range(20_000)]
+        ids, _ = store.reserve(space, 0, 0, None, keys(*names), bytes(20_000))
+        store.commit(ids, b"")
+        store.forget(ids[:-4])
+        lasts += ids[-4:]
+    assert store.counts()["ghosts"] <= 65536 + 10
+    store.forget(lasts)
+    assert store.counts()["nodes"] == 0
+
+
+def test_one_call_climbs_no_further_than_its_limit():
+    """A spine of ghosts with a leaf each: one leaf's end would take all of them down."""
+    store, n = Store(0), 100_000
+    open_arena(store, 3 * n * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    spine, _ = store.reserve(space, 0, 0, None, keys(*range(n)), bytes(n))
+    store.commit(spine, b"")
+    leaves = [store.reserve(space, 0, 0, key(i), key(f"leaf {i}"), bytes(1))[0] for i in range(n)]
+    store.commit(b"".join(leaves), b"")
+    store.forget(spine)  # the last one has a leaf only, so it goes, and then the one above, ...
+    assert store.counts()["ghosts"] == n - 65537
+    store.forget(leaves[n - 1])
+    assert store.counts()["ghosts"] == 0
+    store.forget(b"".join(leaves[: n - 1]))
+    assert store.counts()["nodes"] == 0
+
+
 def test_parents_that_lie_never_close_a_circle(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])
@@ -290,6 +371,7 @@ def test_a_chain_of_a_hundred_thousand_needs_no_recursion():
     orphans = store.evict(ids[:4])
     assert len(orphans) // 4 == 65536  # a walk is bounded
     store.evict(ids[4:])
+    store.evict(b"")  # the next call does what this one left
     assert store.counts()["nodes"] == 0
 
 

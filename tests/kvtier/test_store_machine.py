@@ -61,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.native, self.twin, self.lru = Store(), Twin(), Lru()
+        self.ghosts = 65536
         self.tables = []  # generation tables, native's and twin's
         self.spaces = []  # of each: groups, shards
         self.states = {}  # id -> state
@@ -97,8 +98,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.spaces[space][0][group][0] == FULL
         self.lru.demoted(orphans)
 
-    @initialize(large=st.booleans(), data=st.data())
-    def open(self, large, data):
+    @initialize(large=st.booleans(), ghosts=st.sampled_from([0, 2, 65536]), data=st.data())
+    def open(self, large, ghosts, data):
+        self.native, self.twin, self.ghosts = Store(ghosts), Twin(ghosts), ghosts
         self.sizes, self.lengths = LARGE if large else SMALL
         self.add_extent(data.draw(self.lengths))
         self.add_space(data.draw(st.lists(groups, min_size=1, max_size=3)), data)
@@ -360,6 +362,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.twin.check()
         counts = self.both("counts")
         assert sum(counts["blocks"].values()) == len(self.states)
+        assert counts["ghosts"] <= len(self.states) + self.ghosts
         ids = sorted(self.states)
         slots = list(struct.iter_unpack("<IIQQ", self.both("slots", pack(ids))))
         assert slots == [(e, 0, o, g) for e, o, g, _ in (self.places[i] for i in ids)]

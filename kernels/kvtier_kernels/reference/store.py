@@ -71,13 +71,18 @@ class Node:
     children: list[Node] = field(default_factory=list)  # the latest first
     blocks: list[Block] = field(default_factory=list)
     cut: bool = False  # a node above lacks a block of a full group
+    loose: bool = False  # its parent went; it is linked again when that is saved
 
 
 class Store:
     """One tenant's blocks. It has no clock, no I/O and no policy; it evicts what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, ghosts: int = 65536) -> None:
+        """Of the ghosts beyond `ghosts`, those stay that several others hang on."""
         self._slabs = Slabs()
+        self._ghost_limit = ghosts
+        self._late: list[int] = []  # ghosts that the next call looks at
+        self._climbed = 0
         self._spaces: list[Space] = []
         self._index: dict[tuple[int, bytes], Node] = {}
         self._blocks: dict[int, Block] = {}
@@ -227,7 +232,7 @@ class Store:
             raise ValueError("no block has this id")
         evicted: list[Block] = []
         orphans: list[Block] = []
-        self._walked = 0
+        self._begin()
 
         def leave(block: Block) -> None:
             block.state = ABSENT
@@ -286,10 +291,15 @@ class Store:
         named = split(keys, 32)
         if len(statuses) != len(named):
             raise ValueError("a status for each key")
+        self._begin()
         made: list[Block] = []
         above_keys = [parent, *named]
         for key, above_key, status in zip(named, above_keys, statuses, strict=False):
             if status:
+                loose = self._index.get((space, key))
+                above = self._index.get((space, above_key)) if above_key is not None else None
+                if loose and loose.loose and (above or above_key is None):
+                    self._hang(loose, above)
                 continue
             if self._find(place, key) is not None:
                 self.abort(join(block.id for block in made))
@@ -300,11 +310,10 @@ class Store:
             if above_key is not None:
                 above = self._index.get((space, above_key)) or self._make_node(space, above_key)
             node = self._index.get((space, key)) or self._make_node(space, key)
-            if above is not None:
-                self._adopt(node, above)
+            self._hang(node, above)
             block = self._attach(node, place)
             if above is not None:
-                self._drop_if_idle(above)
+                self._tidy(above)
             block.slab, block.slot = self._slabs.take(place.size_class, block)
             made.append(block)
         ids = join(block.id for block in made)
@@ -322,7 +331,7 @@ class Store:
                 raise ValueError("a block is not in the state for this, or no block has this id")
             block.state = after
             blocks.append(block)
-        self._walked = 0
+        self._begin()
         return blocks
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
@@ -402,6 +411,7 @@ class Store:
                 ended.append(block)
         evictable = join(block.id for block in ended if block.state == READY)
         doomed = [block for block in ended if block.state == DOOMED]
+        self._begin()
         for block in doomed:
             block.state = ABSENT
             self._leave(block, DOOMED, [])
@@ -446,10 +456,13 @@ class Store:
             "blocks": blocks,
             "bytes": sizes,
             "nodes": len(self._index),
-            "ghosts": sum(not node.blocks for node in self._index.values()),
+            "ghosts": self._ghosts(),
             "capacity_bytes": capacity,
             "free_bytes": free,
         }
+
+    def _ghosts(self) -> int:
+        return sum(not node.blocks for node in self._index.values())
 
     def memory_bytes(self) -> int:
         """A guess: this one is not made to be small."""
@@ -472,29 +485,57 @@ class Store:
         node = self._index[space, key] = Node(self._make_id(), space, key)
         return node
 
-    def _drop_if_idle(self, node: Node | None) -> None:
-        while node is not None and not node.blocks and not node.children:
+    def _begin(self) -> None:
+        """At the start of each call that may drop nodes."""
+        self._walked = self._climbed = 0
+        while self._late and self._climbed < WALK_LIMIT:
+            number = self._late.pop()
+            self._tidy(next((node for node in self._index.values() if node.id == number), None))
+
+    def _tidy(self, node: Node | None) -> None:
+        """Frees a ghost that nobody hangs on, and then its parent if that is now one.
+
+        With too many ghosts one with a single child goes too, and the child is loose.
+        """
+        while node is not None and not node.blocks:
+            if node.children:
+                if len(node.children) > 1 or self._ghosts() <= self._ghost_limit:
+                    return
+                node.children[0].parent = None
+                node.children[0].loose = True
             if node.parent is not None:
                 node.parent.children.remove(node)
             self._index.pop((node.space, node.key), None)
             if node.id in self._ids:
                 self._drop_id(node.id)
             node = node.parent
-
-    def _adopt(self, node: Node, parent: Node) -> None:
-        """Hangs a parentless ghost under its parent, unless that closes a circle."""
-        if node.blocks or node.parent is not None:
-            return
-        above: Node | None = parent
-        steps = 0
-        while above is not None and (node.children or above is parent):
-            steps += 1
-            if above is node or (node.children and steps > WALK_LIMIT):
+            self._climbed += node is not None
+            if node is not None and self._climbed > WALK_LIMIT:
+                self._late.append(node.id)
                 return
-            above = above.parent
-        node.parent = parent
-        parent.children.insert(0, node)
-        node.cut = parent.cut or not self._complete(parent)
+
+    def _hang(self, node: Node, parent: Node | None) -> None:
+        """Hangs a parentless ghost, or a loose node, under its parent, unless that closes a circle
+        or the proof takes too long. None makes it a root."""
+        if node.parent is not None or (node.blocks and not node.loose):
+            return
+        if parent is not None:
+            if node is parent:
+                return
+            above = parent if node.children else None
+            while above is not None:
+                if above is node:
+                    return
+                self._climbed += 1
+                if self._climbed > WALK_LIMIT:
+                    return
+                above = above.parent
+            node.parent = parent
+            parent.children.insert(0, node)
+        was_cut, node.loose = node.cut, False
+        node.cut = parent is not None and (parent.cut or not self._complete(parent))
+        if was_cut and not node.cut and self._complete(node):
+            self._join_below(node)
 
     def _attach(self, node: Node, place: Place) -> Block:
         vacant = all(block.id != node.id for block in node.blocks)
@@ -514,7 +555,7 @@ class Store:
         del self._blocks[block.id]
         if block.id != node.id:
             self._drop_id(block.id)
-        self._drop_if_idle(node)
+        self._tidy(node)
 
     def _complete(self, node: Node) -> bool:
         ready = sum(b.state == READY and b.place.kind == FULL for b in node.blocks)
@@ -560,7 +601,9 @@ class Store:
             assert placed[id(block)] == (block.slab, block.slot), "a block is not in its slot"
             assert block in block.node.blocks, "a block is lost"
         for node in self._index.values():
-            assert node.blocks or node.children, "a ghost without children is kept"
+            late = node.id in self._late
+            assert node.blocks or node.children or late, "a ghost without children is kept"
+            assert not node.loose or node.parent is None, "a loose node has a parent"
             assert node.parent is None or node in node.parent.children, "a child is lost"
             for child in node.children:
                 assert child.cut == (node.cut or not self._complete(node)), "a cut flag is wrong"
