@@ -101,6 +101,12 @@ class PyStore {
         return store_.add_space(std::move(specs));
     }
 
+    bool drop_space(std::uint32_t space) { return store_.drop_space(space); }
+
+    std::uint64_t slot_bytes(std::uint32_t space, std::uint32_t group) const {
+        return store_.slot_bytes(space, group);
+    }
+
     nb::tuple match(std::uint32_t space, nb::bytes keys) const {
         auto [ready, parts] = store_.match(space, keys_in(keys));
         nb::list found;
@@ -262,6 +268,8 @@ void bind_store(nb::module_& m) {
         .def(nb::init<std::size_t>(), "ghosts"_a = 65536)
         .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
         .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a)
+        .def("drop_space", &PyStore::drop_space, "space"_a)
+        .def("slot_bytes", &PyStore::slot_bytes, "space"_a, "group"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
         .def("resident", &PyStore::resident, "space"_a, "keys"_a)
         .def("states", &PyStore::states, "space"_a, "key"_a)

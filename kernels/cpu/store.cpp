@@ -2,6 +2,7 @@
 #include "store.h"
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <stdexcept>
 #include <unordered_set>
@@ -13,11 +14,12 @@ void need(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
 }
 
+constexpr std::uint64_t max_places = 1U << 24;        // a record has 24 bits for its place
 constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // to a probe, by state
 
 // Whether no id is named twice. The blocks of a chain were mostly made one after another, so that
 // most batches only go up, or only down.
-bool distinct(Ids ids) {
+bool apart(Ids ids) {
     auto up = std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>());
     if (up == ids.end()) return true;
     if (std::adjacent_find(ids.begin(), ids.end(), std::less_equal<>()) == ids.end()) return true;
@@ -30,7 +32,8 @@ bool distinct(Ids ids) {
 
 std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     need(!groups.empty(), "a space needs a group");
-    std::uint64_t count = places_.size();
+    Space space;
+    std::uint64_t count = 0;
     for (const GroupSpec& group : groups) {
         need(group.kind <= Kind::state, "a group's kind is 0, 1 or 2");
         need(group.kind != Kind::window || group.window_blocks > 0, "a window needs a length");
@@ -39,27 +42,59 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
         need(group.shards > 0, "a group needs a shard");
         count += group.shards;
     }
-    need(count <= 1U << 24, "too many spaces, groups and shards");
-    Space space;
+    need(count <= max_places, "too many spaces, groups and shards");
+    space.places = static_cast<std::uint32_t>(count);
+    std::uint32_t at = make_places(space.places);
     auto number = static_cast<std::uint32_t>(spaces_.size());
+    if (spare_spaces_.empty()) {
+        spaces_.emplace_back();
+    } else {
+        number = spare_spaces_.back();
+        spare_spaces_.pop_back();
+    }
     for (std::uint32_t g = 0; g < groups.size(); ++g) {
         const GroupSpec& group = groups[g];
-        space.first_place.push_back(static_cast<std::uint32_t>(places_.size()));
-        std::uint32_t size_class = slabs_.class_for(group.block_bytes);
+        space.first_place.push_back(at);
+        std::uint32_t size_class = slabs_.join_class(group.block_bytes);
         bool full = group.kind == Kind::full;
         for (std::uint32_t shard = 0; shard < group.shards; ++shard)
-            places_.push_back({number, g, shard, size_class, group.block_bytes, full});
-        space.places += group.shards;
+            places_[at++] = {number, g, shard, size_class, group.block_bytes, full};
         if (full) space.full_places += group.shards;
     }
     space.plain = groups.size() == 1 && groups[0].kind == Kind::full && groups[0].shards == 1;
     space.groups = std::move(groups);
-    spaces_.push_back(std::move(space));
+    spaces_[number] = std::move(space);
     return number;
 }
 
+// A run of places, rounded up to a power of two so that spaces that come and go share runs.
+std::uint32_t Store::make_places(std::uint32_t n) {
+    std::vector<std::uint32_t>& spare = spare_places_[order_of(n)];
+    if (!spare.empty()) {
+        std::uint32_t at = spare.back();
+        spare.pop_back();
+        return at;
+    }
+    std::size_t at = places_.size(), end = at + (std::size_t{1} << order_of(n));
+    need(end <= max_places, "too many spaces, groups and shards");
+    places_.resize(end);
+    return static_cast<std::uint32_t>(at);
+}
+
+bool Store::drop_space(std::uint32_t number) {
+    begin();
+    const Space& gone = space(number);
+    if (gone.nodes) return false;
+    for (std::uint32_t first : gone.first_place) slabs_.leave_class(places_[first].size_class);
+    spare_places_[order_of(gone.places)].push_back(gone.first_place[0]);
+    spaces_[number] = Space{};
+    spare_spaces_.push_back(number);
+    return true;
+}
+
 const Space& Store::space(std::uint32_t space) const {
-    if (space >= spaces_.size()) throw std::out_of_range("no such space");
+    if (space >= spaces_.size() || spaces_[space].groups.empty())
+        throw std::out_of_range("no such space");
     return spaces_[space];
 }
 
@@ -216,7 +251,7 @@ IdList Store::resident(std::uint32_t in, Keys keys) const {
         if (node != none) nodes.push_back(node);
         return true;
     });
-    if (!distinct(nodes)) {
+    if (!apart(nodes)) {
         std::unordered_set<Id> seen;
         std::erase_if(nodes, [&](Id node) { return !seen.insert(node).second; });
     }
@@ -234,7 +269,22 @@ void Store::states(std::uint32_t in, Key key, char* answers) const {
             answers[records_[id].place - found.first_place[0]] = answer[records_[id].state];
 }
 
+// Whether no key is given twice. By hash, as new keys have no order.
+bool Store::distinct(std::uint32_t space, Keys keys) const {
+    std::size_t mask = std::bit_ceil(2 * keys.n + 1) - 1;
+    std::vector<std::uint32_t> seen(mask + 1, none);
+    for (std::uint32_t i = 0; i < keys.n; ++i) {
+        Key key = keys[i];
+        std::size_t at = index_.hash(space, key) & mask;
+        for (; seen[at] != none; at = (at + 1) & mask)
+            if (keys[seen[at]] == key) return false;
+        seen[at] = i;
+    }
+    return true;
+}
+
 void Store::probe(std::uint32_t place, Keys keys, char* answers) const {
+    need(distinct(places_[place].space, keys), "a key is given twice");
     each_node(places_[place].space, keys, [&](std::size_t i, Id node) {
         Id id = residency(node, place);
         answers[i] = id == none ? 0 : answer[records_[id].state];
@@ -501,7 +551,7 @@ std::pair<IdList, IdList> Store::forget(Ids ids) {
 }
 
 void Store::lease(Ids ids) {
-    need(distinct(ids), "an id is given twice");
+    need(apart(ids), "an id is given twice");
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
         Id id = ids[i];
@@ -544,7 +594,7 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
 
 std::size_t Store::memory_bytes() const {
     return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
-           places_.capacity() * sizeof(Place);
+           places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space);
 }
 
 }  // namespace kvtier

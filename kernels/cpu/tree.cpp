@@ -16,6 +16,7 @@ Id Store::make_node(std::uint32_t space, const Key& key, std::uint64_t hash) {
     record.key = key;
     record.place = spaces_[space].first_place[0];
     index_.insert(hash, node, [this](Id id) { return hash_of(id); });
+    ++spaces_[space].nodes;
     ++counts_.nodes;
     ++counts_.ghosts;
     return node;
@@ -53,6 +54,7 @@ void Store::tidy(Id node) {
                 records_[record.next_sibling].prev_sibling = record.prev_sibling;
         }
         index_.erase(hash_of(node), node);
+        --spaces_[places_[record.place].space].nodes;
         records_.drop(node);
         --counts_.nodes;
         --counts_.ghosts;

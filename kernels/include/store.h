@@ -36,7 +36,7 @@ struct Place {
 struct Space {
     std::vector<GroupSpec> groups;
     std::vector<std::uint32_t> first_place;  // of each group
-    std::uint32_t places = 0, full_places = 0;
+    std::uint32_t places = 0, full_places = 0, nodes = 0;
     bool plain = false;  // one full group of one shard: a match looks at one record a key
 };
 
@@ -72,6 +72,7 @@ class Store {
         return slabs_.add_extent(bytes, generations);
     }
     std::uint32_t add_space(std::vector<GroupSpec> groups);
+    bool drop_space(std::uint32_t space);  // false where it holds something
 
     // What is here.
     std::pair<std::size_t, std::vector<Part>> match(std::uint32_t space, Keys keys) const;
@@ -110,6 +111,9 @@ class Store {
 
     std::uint32_t place(std::uint32_t space, std::uint32_t group, std::uint32_t shard) const;
     const Space& space(std::uint32_t space) const;
+    std::uint64_t slot_bytes(std::uint32_t space, std::uint32_t group) const {
+        return slabs_.pitch_of(places_[place(space, group, 0)].size_class);
+    }
     const Counts& counts() const { return counts_; }
     const Slabs& slabs() const { return slabs_; }
     std::size_t memory_bytes() const;
@@ -133,6 +137,9 @@ class Store {
     Id find(std::uint32_t space, const Key& key) const {
         return find(space, key, index_.hash(space, key));
     }
+    static unsigned order_of(std::uint32_t places) { return std::bit_width(places - 1); }
+    std::uint32_t make_places(std::uint32_t n);
+    bool distinct(std::uint32_t space, Keys keys) const;
     template <class Visit>
     void each_node(std::uint32_t space, Keys keys, Visit visit) const;
     Id residency(Id node, std::uint32_t place) const;
@@ -160,8 +167,10 @@ class Store {
     Records records_;
     Index index_;
     Slabs slabs_;
-    std::vector<Space> spaces_;
+    std::vector<Space> spaces_;  // without groups where none has this number
     std::vector<Place> places_;
+    std::vector<std::uint32_t> spare_spaces_;
+    std::array<std::vector<std::uint32_t>, 25> spare_places_;  // runs of 2^n of them
     Counts counts_;
     IdList stack_;  // of the tree's walks, kept for its memory
     IdList late_;   // ghosts that the next call looks at

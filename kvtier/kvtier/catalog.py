@@ -56,14 +56,14 @@ NOBODY = SessionId(0)
 
 @dataclass(slots=True)
 class Space:
-    """One model configuration of this tenant. `number` is its name on the wire; `index` the store's, from its
-    first save on: a space that nobody saved to costs nothing once those who opened it are gone."""
+    """One model configuration of this tenant. `number` is its name on the wire and never another's; `index` the
+    store's, while something is kept there."""
 
     number: int
     identity: bytes
     spec: KvSpec
     places: int
-    users: Counter[SessionId]
+    users: set[SessionId]
     index: int = -1
 
     @property
@@ -165,18 +165,20 @@ class Catalog:
         space = self._space_of.get(identity)
         if space is None:
             if len(self._spaces) >= LIMIT_SPACES:
+                self._retire(list(self._spaces.values()))
+            if len(self._spaces) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
-            space = Space(self._next_space, identity, spec, spec.places, Counter())
+            space = Space(self._next_space, identity, spec, spec.places, set())
             self._next_space += 1
             self._spaces[space.number] = space
             self._space_of[identity] = space
-        space.users[session] = 1
+        space.users.add(session)
         return space
 
     def space(self, number: int) -> Space:
         space = self._spaces.get(number)
         if space is None:
-            raise Refused("unknown_space", f"space {number} was never opened")
+            raise Refused("unknown_space", f"space {number} was never opened, or nobody used it")
         return space
 
     def _settle(self, space: Space) -> None:
@@ -187,13 +189,30 @@ class Catalog:
             (KINDS.index(group.kind), group.window_blocks(spec.block_tokens), nbytes)
             for group, nbytes in zip(spec.cache_groups, sizes, strict=True)
         ]
-        space.index = self._store.add_space(groups, [group.shards for group in spec.cache_groups])
+        try:
+            space.index = self._store.add_space(
+                groups, [group.shards for group in spec.cache_groups]
+            )
+        except ValueError as error:
+            raise Refused("too_many", f"this tenant's spaces: {error}") from error
+
+    def _unsettle(self, space: Space) -> bool:
+        """The store knows the space no more, if it holds nothing there."""
+        if space.index >= 0 and self._store.drop_space(space.index):
+            space.index = -1
+        return space.index < 0
 
     def _leave(self, session: SessionId) -> None:
-        """The session uses its spaces no more; those that hold nothing and have no other user go."""
-        for space in [space for space in self._spaces.values() if session in space.users]:
-            del space.users[session]
-            if not space.users and space.index < 0:
+        """The session uses its spaces no more."""
+        left = [space for space in self._spaces.values() if session in space.users]
+        for space in left:
+            space.users.discard(session)
+        self._retire(left)
+
+    def _retire(self, spaces: list[Space]) -> None:
+        """Those go that nobody uses and that hold nothing."""
+        for space in spaces:
+            if not space.users and self._unsettle(space):
                 del self._spaces[space.number], self._space_of[space.identity]
 
     # --- looking and reading -----------------------------------------------------------------
@@ -353,24 +372,17 @@ class Catalog:
         if len(self._writing) >= LIMIT_LEASES:
             raise Refused("too_many", f"this tenant has {LIMIT_LEASES} leases already")
         self._check_share(session)
+        if not keys:
+            return Granted(LeaseId(0), b"", b"")
         if space.index < 0:
             self._settle(space)
-        store, index = self._store, space.index
-        outcomes = bytearray(store.probe(index, group, shard, keys))
-        wanted = outcomes.count(GRANTED)
-        # What is here of the chain is in use by this save: hold it while victims are chosen, and let it
-        # go last-block-first, so that a tail always leaves before its head.
-        here = store.present(index, group, shard, keys)
-        above = store.ancestors(index, group, shard, parent, space.reach) if parent else b""
-        self._lease([above, here])
         try:
-            if wanted:
-                self._make_room(index, group, wanted)
-            ids, slots = store.reserve(index, group, shard, parent or None, keys, bytes(outcomes))
+            outcomes = bytearray(self._store.probe(space.index, group, shard, keys))
+            ids, slots = self._plan(space, group, shard, parent, keys, outcomes)
         except ValueError as error:
             raise Refused("bad_request", str(error)) from error
         finally:
-            self._unlease(_reversed(above) + here)
+            self._unsettle(space)
         _refuse_beyond(outcomes, len(ids) // ID_BYTES)
         self._count_refused(space, outcomes)
         if not ids:
@@ -380,6 +392,24 @@ class Catalog:
         self._writing[lease.id] = lease
         self._of_session.setdefault(session, set()).add(lease.id)
         return Granted(lease.id, bytes(outcomes), slots)
+
+    def _plan(
+        self, space: Space, group: int, shard: int, parent: bytes, keys: bytes, outcomes: bytearray
+    ) -> tuple[bytes, bytes]:
+        """Slots for the keys that are new, as far as there is room."""
+        store, index = self._store, space.index
+        # What is here of the chain is in use by this save: hold it while victims are chosen, and let it
+        # go last-block-first, so that a tail always leaves before its head.
+        here = store.present(index, group, shard, keys)
+        above = store.ancestors(index, group, shard, parent, space.reach) if parent else b""
+        self._lease([above, here])
+        try:
+            wanted = outcomes.count(GRANTED)
+            if wanted:
+                self._make_room(index, group, wanted)
+            return store.reserve(index, group, shard, parent or None, keys, bytes(outcomes))
+        finally:
+            self._unlease(_reversed(above) + here)
 
     def commit(
         self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes = b""

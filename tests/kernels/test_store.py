@@ -77,6 +77,41 @@ def test_spaces_share_no_keys(store):
     assert matched(store, other, keys(1, 2)) == 0
 
 
+def test_a_space_that_holds_nothing_gives_its_number_away(store):
+    open_arena(store)
+    one, other = (store.add_space([(FULL, 0, PAGE)], [1]) for _ in range(2))
+    ids = save(store, one, [1, 2])
+    save(store, other, [1, 2])
+    assert not store.drop_space(one)
+    store.forget(ids)
+    assert store.drop_space(one)
+    for call in (store.match, store.resident, store.states):
+        with pytest.raises(IndexError):
+            call(one, key(1))
+    with pytest.raises(IndexError):
+        store.drop_space(one)
+    assert store.add_space([(FULL, 0, 5000), (STATE, 0, 300)], [2, 1]) == one
+    store.check()
+    assert matched(store, one, keys(1, 2)) == 0
+    assert matched(store, other, keys(1, 2)) == 2
+    assert [store.slot_bytes(one, group) for group in (0, 1)] == [5056, PAGE]
+
+
+def test_spaces_that_come_and_go_leave_nothing_behind():
+    store = Store()
+    open_arena(store, 2 * MIB)
+    for turn in range(2000):
+        groups = [(FULL, 0, PAGE + 64 * (turn * 8 + group)) for group in range(8)]
+        space = store.add_space(groups, [turn % 50 + 1] * 8)
+        save(store, space, [turn])
+        assert not store.drop_space(space)
+        store.forget(store.resident(space, key(turn)))
+        assert store.drop_space(space)
+        if turn == 100:
+            before = store.memory_bytes()
+    assert store.memory_bytes() < before + 10_000
+
+
 def test_a_block_is_ready_when_all_its_shards_are(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [2])
@@ -141,6 +176,16 @@ def test_reserve_serves_the_leading_keys_where_room_is_short(store):
     ids, slots = store.reserve(space, 0, 0, None, keys(*range(6)), bytes(6))
     assert (len(ids), len(slots)) == (4 * 4, 4 * 24)
     assert store.room(space, 0, 100) == 0
+
+
+def test_a_probe_refuses_a_key_that_is_given_twice(store):
+    open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    save(store, space, [1])
+    for names in ([1, 1], [2, 3, 2], [*range(1000), 999]):
+        with pytest.raises(ValueError):
+            store.probe(space, 0, 0, keys(*names))
+    assert store.probe(space, 0, 0, b"") == b""
 
 
 def test_neighbours_of_a_chain_get_adjacent_slots(store):

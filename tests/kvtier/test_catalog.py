@@ -400,6 +400,17 @@ def test_a_chain_with_a_key_twice_is_refused_and_leaves_nothing() -> None:
     assert catalog.leases == 0
 
 
+def test_a_request_that_is_refused_evicts_nothing() -> None:
+    catalog = catalog_of(8)
+    space, old, new = space_of(catalog), chain(8), chain(4)
+    save(catalog, space, old)
+    for keys in (new + new[:32], new + new, old[:32] + new + old[:32]):
+        with pytest.raises(Refused, match="twice") as refusal:
+            catalog.reserve(ME, space, 0, 0, b"", keys)
+        assert refusal.value.code == "bad_request"
+    assert ready(catalog, space, old) == 8
+
+
 def test_room_that_comes_later_is_used() -> None:
     catalog = Catalog(Store(), make("lru"))
     space, keys = space_of(catalog), chain(4)
@@ -535,3 +546,43 @@ def test_a_load_that_names_a_key_twice_is_refused() -> None:
         assert refusal.value.code == "bad_request"
     assert catalog.leases == 0
     assert save(catalog, space, chain(4)).outcomes == bytes([GRANTED] * 4)
+
+
+def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.catalog.LIMIT_SPACES", 2)
+    catalog = catalog_of(8)
+    first = catalog.open(b"1" * 32, spec_of("first"), ME)
+    second = catalog.open(b"2" * 32, spec_of("second"), ME)
+    keys = chain(4)
+    save(catalog, first, keys)
+    save(catalog, second, keys)
+    assert catalog.forget(first, keys) == 4
+    with pytest.raises(Refused, match="2 spaces"):
+        catalog.open(b"3" * 32, spec_of("third"), YOU)  # first is empty, but in use
+    catalog.end_session(ME, gone=True)
+    assert catalog.spaces == 1
+    third = catalog.open(b"3" * 32, spec_of("third"), YOU)
+    assert save(catalog, third, chain(2)).lease
+    assert third.number not in (first.number, second.number)
+    with pytest.raises(Refused) as refusal:
+        catalog.space(first.number)
+    assert refusal.value.code == "unknown_space"
+    assert ready(catalog, second, keys) == 4
+    # One that became empty later goes when there is no number left.
+    assert catalog.forget(second, keys) == 4
+    assert catalog.open(b"4" * 32, spec_of("fourth"), YOU).number > third.number
+    assert catalog.spaces == 2
+
+
+def test_a_save_that_gets_nothing_leaves_no_space_behind() -> None:
+    catalog = Catalog(Store(), make("lru"))
+    space, keys = catalog.open(b"1" * 32, SPEC, ME), chain(2)
+    assert catalog.reserve(ME, space, 0, 0, b"", b"") == Granted(LeaseId(0), b"", b"")
+    assert catalog.reserve(ME, space, 0, 0, b"", keys).outcomes == bytes([NO_ROOM] * 2)
+    with pytest.raises(Refused):
+        catalog.reserve(ME, space, 0, 0, b"", keys[:32] * 2)
+    assert space.index < 0
+    catalog.end_session(ME, gone=True)
+    assert catalog.spaces == 0

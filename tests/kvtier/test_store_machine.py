@@ -63,7 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.native, self.twin, self.lru = Store(), Twin(), Lru()
         self.ghosts = 65536
         self.tables = []  # generation tables, native's and twin's
-        self.spaces = []  # of each: groups, shards
+        self.spaces = {}  # of each: groups, shards
         self.states = {}  # id -> state
         self.names = {}  # id -> (space, group, shard, key)
         self.places = {}  # id -> (extent, offset, generation, length)
@@ -115,8 +115,11 @@ class StoreMachine(RuleBasedStateMachine):
         sizes = st.sampled_from(self.sizes)
         specs = [(kind, window, data.draw(sizes)) for kind, window in kinds]
         shards = [data.draw(st.sampled_from([1, 1, 2])) for _ in kinds]
-        assert self.both("add_space", specs, shards) == len(self.spaces)
-        self.spaces.append((specs, shards))
+        number = self.both("add_space", specs, shards)
+        assert number not in self.spaces and number <= 4
+        self.spaces[number] = specs, shards
+        for group, (_, _, size) in enumerate(specs):
+            assert size <= self.both("slot_bytes", number, group) < size * 1.04 + 4096
 
     @precondition(lambda self: len(self.tables) < 3)
     @rule(data=st.data())
@@ -128,8 +131,18 @@ class StoreMachine(RuleBasedStateMachine):
     def another_space(self, kinds, data):
         self.add_space(kinds, data)
 
+    @precondition(lambda self: len(self.spaces) > 1)
+    @rule(pick=numbers)
+    def drop_a_space(self, pick):
+        space, _, _ = self.place(pick)
+        dropped = self.both("drop_space", space)
+        assert dropped == all(name[0] != space for name in self.names.values())
+        if dropped:
+            del self.spaces[space]
+            assert self.both("match", space, KEYS[0]) is IndexError
+
     def place(self, pick):
-        space = pick % len(self.spaces)
+        space = sorted(self.spaces)[pick % len(self.spaces)]
         specs, shards = self.spaces[space]
         group = pick // 7 % len(specs)
         return space, group, pick // 31 % shards[group]
@@ -318,6 +331,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.both("match", space + 4, path)
         self.both("probe", space, group + 4, shard, path)
         self.both("probe", space, group, shard, path[1:])
+        self.both("probe", space, group, shard, path + path[-32:])
 
     @rule(some_leaves=st.lists(leaves, min_size=2, max_size=6))
     def match(self, some_leaves):
@@ -325,7 +339,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.match_path(path_to(leaf))
 
     def match_path(self, path):
-        for space, (specs, shards) in enumerate(self.spaces):
+        for space, (specs, shards) in self.spaces.items():
             ready, parts = self.both("match", space, b"".join(path))
             assert ready == self.restorable(space, specs, shards, path)
             for group, shard, first, ids in parts:
@@ -392,7 +406,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         size, space, group = min(
             (size, space, group)
-            for space, (specs, _) in enumerate(self.spaces)
+            for space, (specs, _) in self.spaces.items()
             for group, (_, _, size) in enumerate(specs)
         )
         plan = space, group, 10**6, pack(self.states)  # a held block among the victims is skipped

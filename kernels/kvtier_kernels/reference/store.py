@@ -83,7 +83,8 @@ class Store:
         self._ghost_limit = ghosts
         self._late: list[int] = []  # ghosts that the next call looks at
         self._climbed = 0
-        self._spaces: list[Space] = []
+        self._spaces: list[Space | None] = []
+        self._spare_spaces: list[int] = []
         self._index: dict[tuple[int, bytes], Node] = {}
         self._blocks: dict[int, Block] = {}
         self._ids: set[int] = set()  # of nodes and blocks
@@ -113,22 +114,43 @@ class Store:
                 raise ValueError("a group is (kind 0..2, window_blocks, block_bytes)")
             if not 0 < size <= 1 << 40 or (kind == WINDOW and window == 0):
                 raise ValueError("a block has between 1 byte and 1 TiB, a window a length")
-        if sum(len(space.places) for space in self._spaces) + sum(shards) > 1 << 24:
+        if sum(len(space.places) for space in self._spaces if space) + sum(shards) > 1 << 24:
             raise ValueError("too many spaces, groups and shards")
-        number = len(self._spaces)
+        if not self._spare_spaces:
+            self._spare_spaces.append(len(self._spaces))
+            self._spaces.append(None)
+        number = self._spare_spaces.pop()
+        classes = [self._slabs.join_class(size) for _, _, size in groups]
         places = {
-            (group, shard): Place(number, group, shard, kind, size, self._slabs.class_for(size))
+            (group, shard): Place(number, group, shard, kind, size, classes[group])
             for group, (kind, _, size) in enumerate(groups)
             for shard in range(shards[group])
         }
         full = sum(place.kind == FULL for place in places.values())
-        self._spaces.append(Space(list(groups), list(shards), places, full))
+        self._spaces[number] = Space(list(groups), list(shards), places, full)
         return number
 
+    def drop_space(self, space: int) -> bool:
+        """Forgets a space that holds nothing, so that its number may be another's; or False."""
+        self._begin()
+        found = self._space(space)
+        if any(node.space == space for node in self._index.values()):
+            return False
+        for group in range(len(found.groups)):
+            found.places[group, 0].size_class.users -= 1
+        self._spaces[space] = None
+        self._spare_spaces.append(space)
+        return True
+
+    def slot_bytes(self, space: int, group: int) -> int:
+        """What a block of this group takes of the arena."""
+        return self._place(space, group, 0).size_class.pitch
+
     def _space(self, space: int) -> Space:
-        if not 0 <= space < len(self._spaces):
+        found = self._spaces[space] if 0 <= space < len(self._spaces) else None
+        if found is None:
             raise IndexError("no such space")
-        return self._spaces[space]
+        return found
 
     def _place(self, space: int, group: int, shard: int) -> Place:
         places = self._space(space).places
@@ -188,8 +210,11 @@ class Store:
         return bytes(ANSWERS[block.state if block else ABSENT] for block in found)
 
     def probe(self, space: int, group: int, shard: int, keys: bytes) -> bytes:
-        """A byte a key: 0 new, 1 READY, 2 WRITING or QUARANTINED, 3 DOOMED."""
+        """A byte a key: 0 new, 1 READY, 2 WRITING or QUARANTINED, 3 DOOMED. ValueError where a
+        key is given twice."""
         place = self._place(space, group, shard)
+        if len(set(split(keys, 32))) < len(split(keys, 32)):
+            raise ValueError("a key is given twice")
         found = (self._find(place, key) for key in split(keys, 32))
         return bytes(ANSWERS[block.state if block else ABSENT] for block in found)
 
@@ -559,7 +584,7 @@ class Store:
 
     def _complete(self, node: Node) -> bool:
         ready = sum(b.state == READY and b.place.kind == FULL for b in node.blocks)
-        return ready == self._spaces[node.space].full_places
+        return ready == self._space(node.space).full_places
 
     def _cut_below(self, node: Node, orphans: list[Block]) -> None:
         stack = [node]
