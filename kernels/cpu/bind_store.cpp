@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 
 #include "bytes.h"
@@ -180,6 +181,12 @@ class PyStore {
     TwoLists forget(nb::bytes ids) { return two(store_.forget(ids_in(ids))); }
     void lease(nb::bytes ids) { store_.lease(ids_in(ids)); }
     TwoLists unlease(nb::bytes ids) { return two(store_.unlease(ids_in(ids))); }
+    std::size_t ready(nb::bytes ids) const {
+        Ids list = ids_in(ids);
+        return static_cast<std::size_t>(std::count_if(list.begin(), list.end(), [&](Id id) {
+            return store_.block(id).is() == State::ready;
+        }));
+    }
     nb::bytes slots(nb::bytes ids) const { return slots_of(ids_in(ids)); }
 
     std::pair<nb::bytes, nb::bytes> checksums(nb::bytes ids) const {
@@ -288,6 +295,7 @@ void bind_store(nb::module_& m) {
         .def("forget", &PyStore::forget, "ids"_a)
         .def("lease", &PyStore::lease, "ids"_a)
         .def("unlease", &PyStore::unlease, "ids"_a)
+        .def("ready", &PyStore::ready, "ids"_a)
         .def("slots", &PyStore::slots, "ids"_a)
         .def("checksums", &PyStore::checksums, "ids"_a)
         .def("keys_of", &PyStore::keys_of, "ids"_a)

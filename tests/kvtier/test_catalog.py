@@ -8,12 +8,12 @@ import time
 import pytest
 
 from kvtier import Group, KvSpec, Refused
-from kvtier.catalog import LIMIT_KEYS, Catalog, Granted, LeaseId, SessionId, Space
+from kvtier.catalog import Catalog, Granted, LeaseId, SessionId, Space
 from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier.policy.lru import LruModel
-from kvtier.wire import GRANTED, IN_PROGRESS, NO_ROOM, PRESENT, SLOT_BYTES
+from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_KEYS, NO_ROOM, PRESENT, SLOT_BYTES
 from kvtier_kernels import Store
 from kvtier_kernels.reference.store import Store as TwinStore
 from specs import spec_of
@@ -479,7 +479,7 @@ def test_a_space_that_nobody_saved_to_is_gone_with_those_who_opened_it() -> None
 
 
 def test_one_session_can_not_take_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.catalog.LIMIT_SESSION_LEASES", 3)
+    monkeypatch.setattr("kvtier.catalog.leases.LIMIT_SESSION_LEASES", 3)
     catalog = catalog_of(4)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -493,7 +493,7 @@ def test_one_session_can_not_take_all_leases(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.catalog.LIMIT_TOLD_SLOTS", 3)
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_TOLD_SLOTS", 3)
     catalog = catalog_of(4)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -551,7 +551,7 @@ def test_a_load_that_names_a_key_twice_is_refused() -> None:
 def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.catalog.LIMIT_SPACES", 2)
+    monkeypatch.setattr("kvtier.catalog.spaces.LIMIT_SPACES", 2)
     catalog = catalog_of(8)
     first = catalog.open(b"1" * 32, spec_of("first"), ME)
     second = catalog.open(b"2" * 32, spec_of("second"), ME)
@@ -586,3 +586,106 @@ def test_a_save_that_gets_nothing_leaves_no_space_behind() -> None:
     assert space.index < 0
     catalog.end_session(ME, gone=True)
     assert catalog.spaces == 0
+
+
+def test_forgetting_what_nobody_holds_looks_at_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = catalog_of(16)
+    space, pinned, other = space_of(catalog), chain(2), chain(2)
+    save(catalog, space, pinned)
+    save(catalog, space, other)
+    assert catalog.pin(space, pinned, 10.0, now=0.0) == 2
+    monkeypatch.setattr(catalog._reading, "_pins_that", None)
+    assert catalog.forget(space, other) == 2
+    assert catalog.forget(space, chain(2)) == 0
+
+
+def test_a_pin_of_a_block_that_others_read_too_ends_when_it_is_forgotten() -> None:
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(2)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 2
+    found = catalog.load(ME, space, keys, 10.0, [0], now=0.0)
+    assert catalog.forget(space, keys) == 2
+    assert catalog.leases == 1
+    catalog.release(ME, found.lease)
+    assert catalog.counts()["blocks"]["doomed"] == 0
+    assert catalog.evicted_blocks["forgotten"] == 2
+
+
+def test_pins_are_bounded_in_number_and_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_PINS", 2)
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_PINNED_IDS", 5)
+    catalog = catalog_of(64)
+    space, keys = space_of(catalog), [chain(4) for _ in range(3)]
+    for one in keys:
+        save(catalog, space, one)
+    assert catalog.pin(space, keys[0], 10.0, now=0.0) == 4
+    assert catalog.pin(space, keys[1], 10.0, now=0.0) == 1
+    assert catalog.pin(space, keys[2], 10.0, now=0.0) == 0
+    assert catalog.pin(space, keys[0], 20.0, now=0.0) == 4
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_PINNED_IDS", 50)
+    with pytest.raises(Refused, match="2 pins"):
+        catalog.pin(space, keys[2], 10.0, now=0.0)
+    assert catalog.pin(space, keys[1], 10.0, now=0.0) == 4
+    assert catalog.leases == 2
+
+
+def test_a_pin_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys[:64], 10.0, now=0.0) == 2
+    monkeypatch.setattr("kvtier.catalog.leases.LIMIT_LEASES", 1)
+    with pytest.raises(Refused, match="leases already"):
+        catalog.pin(space, keys, 10.0, now=0.0)
+    assert catalog.leases == 1
+    monkeypatch.setattr("kvtier.catalog.leases.LIMIT_LEASES", 2)
+    save(catalog, space, chain(16))
+    assert ready(catalog, space, keys) == 2
+
+
+def test_a_pin_is_charged_what_its_slots_take() -> None:
+    catalog = catalog_of(16, 4096)
+    group = Group(layers=1, opaque_bytes=1)
+    spec = KvSpec.groups([group], model="b", dtype="int8", block_tokens=16, weights="rev:1")
+    space, keys = space_of(catalog, spec), chain(16)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 4
+
+
+def test_an_adopted_lease_that_fits_no_frame_is_refused_and_not_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 60.0, [], now=0.0)
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_TOLD_SLOTS", 3)
+    with pytest.raises(Refused, match="fewer shards"):
+        catalog.adopt(YOU, found.token, [0])
+    catalog.release(ME, found.lease)
+    assert catalog.leases == 0
+
+
+def test_one_call_lets_go_of_so_many_blocks_and_the_next_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_LET_GO_IDS", 4)
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    tokens = [catalog.load(ME, space, keys, 60.0, [], now=0.0).token for _ in range(4)]
+    catalog.reserve(ME, space, 0, 0, b"", chain(4))
+    catalog.adopt(YOU, tokens[1], [0])
+    assert not catalog.end_session(ME, gone=True)
+    assert catalog.counts()["blocks"]["writing"] == 0, "writes end at once"
+    assert catalog.leases == 3
+    catalog.expire(0.0)  # of these one is held by another, too, and ends none
+    assert catalog.leases == 2
+    catalog.expire(0.0)
+    assert catalog.leases == 1
+    for _ in range(3):
+        catalog.load(YOU, space, keys, 60.0, [], now=1.0)
+    assert [catalog.expire(100.0) for _ in range(5)] == [1, 1, 1, 1, 0]
+    assert catalog.leases == 0
+    assert save(catalog, space, chain(16)).outcomes == bytes([GRANTED] * 16)

@@ -21,7 +21,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["slots", "checksums", "keys_of"]
+CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of"]
 # Two scales: slots in one slab of small pages; and slabs that must share an arena of a few MiB.
 MIB = 1 << 20
 SMALL = [100, 4096, 6000, 12288, 40000], st.integers(8 * 4096, 200 * 4096)
@@ -381,6 +381,7 @@ class StoreMachine(RuleBasedStateMachine):
         slots = list(struct.iter_unpack("<IIQQ", self.both("slots", pack(ids))))
         assert slots == [(e, 0, o, g) for e, o, g, _ in (self.places[i] for i in ids)]
         self.both("checksums", pack(ids))
+        assert self.both("ready", pack(ids)) == len(self.of("ready"))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)
         assert all(native == twin for native, twin in self.tables)
 

@@ -450,6 +450,10 @@ class Store:
             raise ValueError("no block has this id")
         return [self._blocks[number] for number in numbers]
 
+    def ready(self, ids: bytes) -> int:
+        """How many of these blocks are READY."""
+        return sum(block.state == READY for block in self._known(ids))
+
     def slots(self, ids: bytes) -> bytes:
         """Where the blocks lie, with the generations as they are now."""
         out = b""
