@@ -14,7 +14,8 @@ void need(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
 }
 
-constexpr std::uint64_t max_places = 1U << 24;        // a record has 24 bits for its place
+constexpr std::uint64_t max_places = 1U << 24;  // a record has 24 bits for its place
+constexpr std::size_t max_sizes = 1024;         // each costs a little whenever a free run changes
 constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // to a probe, by state
 
 // Whether no id is named twice. The blocks of a chain were mostly made one after another, so that
@@ -45,6 +46,13 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     need(count <= max_places, "too many spaces, groups and shards");
     space.places = static_cast<std::uint32_t>(count);
     std::uint32_t at = make_places(space.places);
+    std::vector<std::uint32_t> classes;
+    for (const GroupSpec& group : groups) classes.push_back(slabs_.join_class(group.block_bytes));
+    if (slabs_.living_classes() > max_sizes) {
+        for (std::uint32_t joined : classes) slabs_.leave_class(joined);
+        spare_places_[order_of(space.places)].push_back(at);
+        throw std::invalid_argument("too many sizes of blocks");
+    }
     auto number = static_cast<std::uint32_t>(spaces_.size());
     if (spare_spaces_.empty()) {
         spaces_.emplace_back();
@@ -55,10 +63,9 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     for (std::uint32_t g = 0; g < groups.size(); ++g) {
         const GroupSpec& group = groups[g];
         space.first_place.push_back(at);
-        std::uint32_t size_class = slabs_.join_class(group.block_bytes);
         bool full = group.kind == Kind::full;
         for (std::uint32_t shard = 0; shard < group.shards; ++shard)
-            places_[at++] = {number, g, shard, size_class, group.block_bytes, full};
+            places_[at++] = {number, g, shard, classes[g], group.block_bytes, full};
         if (full) space.full_places += group.shards;
     }
     space.plain = groups.size() == 1 && groups[0].kind == Kind::full && groups[0].shards == 1;

@@ -7,6 +7,7 @@
 // free once no old block overlaps it; `clearable` names the old blocks in the way of the next one,
 // in address order, so that the seam between old and new stays narrower than one slot.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <set>
@@ -55,6 +56,10 @@ class Slabs {
     // The class of blocks of this size: it lasts until all who joined it left and no slab is of it.
     std::uint32_t join_class(std::uint64_t block_bytes);
     void leave_class(std::uint32_t size_class) { --classes_[size_class].users; }
+    std::size_t living_classes() const {
+        return static_cast<std::size_t>(
+            std::ranges::count_if(classes_, [](const Class& one) { return one.lives(); }));
+    }
     std::uint64_t pitch_of(std::uint32_t size_class) const { return classes_[size_class].pitch; }
     static std::uint64_t pitch_for(std::uint64_t block_bytes);
 

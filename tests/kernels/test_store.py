@@ -112,6 +112,18 @@ def test_spaces_that_come_and_go_leave_nothing_behind():
     assert store.memory_bytes() < before + 10_000
 
 
+def test_sizes_of_blocks_are_bounded(store):
+    open_arena(store)
+    for i in range(16):
+        store.add_space([(FULL, 0, PAGE * (64 * i + j + 1)) for j in range(64)], [1] * 64)
+    with pytest.raises(ValueError, match="sizes"):
+        store.add_space([(FULL, 0, PAGE), (FULL, 0, 1025 * PAGE)], [1, 2])
+    assert store.add_space([(FULL, 0, PAGE)], [1]) == 16
+    assert store.drop_space(3)
+    assert store.add_space([(FULL, 0, PAGE), (FULL, 0, 1025 * PAGE)], [1, 2]) == 3
+    store.check()
+
+
 def test_a_block_is_ready_when_all_its_shards_are(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [2])

@@ -576,6 +576,28 @@ def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
     assert catalog.spaces == 2
 
 
+def test_sizes_that_nobody_uses_make_way_for_new_ones() -> None:
+    catalog = catalog_of(64)
+
+    def sizes(at: int) -> KvSpec:
+        pages = [1, *range(64 * at + 2, 64 * at + 65)]
+        groups = [Group(layers=1, opaque_bytes=4096 * n) for n in pages]
+        return KvSpec.groups(groups, model="m", dtype="int8", block_tokens=16, weights="rev:1")
+
+    keys = chain(1)
+    for at in range(16):
+        save(catalog, catalog.open(bytes([at]) * 32, sizes(at), YOU if at else ME), keys)
+    last = catalog.open(bytes([16]) * 32, sizes(16), YOU)
+    for _ in range(2):
+        with pytest.raises(Refused, match="sizes") as refusal:
+            save(catalog, last, keys)
+        assert refusal.value.code == "too_many"
+        catalog.end_session(ME, gone=True)
+    assert catalog.forget(catalog.space(0), keys) == 1
+    assert save(catalog, last, keys).lease
+    assert catalog.spaces == 16
+
+
 def test_a_save_that_gets_nothing_leaves_no_space_behind() -> None:
     catalog = Catalog(Store(), make("lru"))
     space, keys = catalog.open(b"1" * 32, SPEC, ME), chain(2)

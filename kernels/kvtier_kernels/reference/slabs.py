@@ -114,8 +114,7 @@ class Slabs:
         A class that nobody uses and no slab is of gives its place to the next new one.
         """
         pitch = pitch_for(block_bytes)
-        used = [slab.size_class for slab in self.layouts()]
-        lives = [size_class.users > 0 or size_class in used for size_class in self.classes]
+        lives = self.living()
         for size_class, alive in zip(self.classes, lives, strict=True):
             if alive and size_class.pitch == pitch:
                 size_class.users += 1
@@ -123,6 +122,10 @@ class Slabs:
         at = lives.index(False) if False in lives else len(lives)
         self.classes[at : at + 1] = [SizeClass(pitch, users=1)]
         return self.classes[at]
+
+    def living(self) -> list[bool]:
+        used = [slab.size_class for slab in self.layouts()]
+        return [size_class.users > 0 or size_class in used for size_class in self.classes]
 
     def room(self, size_class: SizeClass) -> int:
         in_slabs = sum(len(slab.free) for slab in size_class.available)

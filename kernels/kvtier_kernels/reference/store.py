@@ -22,6 +22,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 ABSENT, WRITING, READY, DOOMED, QUARANTINED = "absent", "writing", "ready", "doomed", "quarantined"
 ANSWERS = {ABSENT: 0, READY: 1, WRITING: 2, QUARANTINED: 2, DOOMED: 3}
 MAX_LEASES = 65534
+MAX_SIZES = 1024
 WALK_LIMIT = 65536
 
 
@@ -116,11 +117,15 @@ class Store:
                 raise ValueError("a block has between 1 byte and 1 TiB, a window a length")
         if sum(len(space.places) for space in self._spaces if space) + sum(shards) > 1 << 24:
             raise ValueError("too many spaces, groups and shards")
+        classes = [self._slabs.join_class(size) for _, _, size in groups]
+        if sum(self._slabs.living()) > MAX_SIZES:
+            for size_class in classes:
+                size_class.users -= 1
+            raise ValueError("too many sizes of blocks")
         if not self._spare_spaces:
             self._spare_spaces.append(len(self._spaces))
             self._spaces.append(None)
         number = self._spare_spaces.pop()
-        classes = [self._slabs.join_class(size) for _, _, size in groups]
         places = {
             (group, shard): Place(number, group, shard, kind, size, classes[group])
             for group, (kind, _, size) in enumerate(groups)

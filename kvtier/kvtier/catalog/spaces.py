@@ -91,8 +91,12 @@ class Spaces:
         shards = [group.shards for group in spec.cache_groups]
         try:
             space.index = self._store.add_space(groups, shards)
-        except ValueError as error:
-            raise Refused("too_many", f"this tenant's spaces: {error}") from error
+        except ValueError:
+            self._retire([other for other in self._of.values() if other is not space])
+            try:
+                space.index = self._store.add_space(groups, shards)
+            except ValueError as error:
+                raise Refused("too_many", f"this tenant's spaces: {error}") from error
 
     def unsettle(self, space: Space) -> bool:
         """Take the space from the store, if it holds nothing there."""
