@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 
 #include "bytes.h"
@@ -67,6 +68,8 @@ TwoLists two(const std::pair<IdList, IdList>& lists) {
 // The store with the buffers it writes to, and its arguments checked.
 class PyStore {
  public:
+    explicit PyStore(std::size_t ghosts) : store_(ghosts) {}
+
     std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
         HeldBuffer held(generations);
         const Py_buffer& view = held.view();
@@ -99,23 +102,29 @@ class PyStore {
         return store_.add_space(std::move(specs));
     }
 
-    std::pair<std::uint32_t, std::uint32_t> match(std::uint32_t space, nb::bytes keys) const {
-        return {store_.match(space, keys_in(keys)), 0};
+    bool drop_space(std::uint32_t space) { return store_.drop_space(space); }
+
+    std::uint64_t slot_bytes(std::uint32_t space, std::uint32_t group) const {
+        return store_.slot_bytes(space, group);
     }
 
-    nb::bytes leading(std::uint32_t space, nb::bytes keys, std::uint32_t group,
-                      std::uint32_t shard) const {
-        IdList ids;
-        store_.collect(store_.place(space, group, shard), keys_in(keys), ids);
-        return ids_out(ids);
+    nb::tuple match(std::uint32_t space, nb::bytes keys) const {
+        auto [ready, parts] = store_.match(space, keys_in(keys));
+        nb::list found;
+        for (const Part& part : parts)
+            found.append(nb::make_tuple(part.group, part.shard, part.first, ids_out(part.ids)));
+        return nb::make_tuple(ready, found);
     }
 
-    nb::bytes collect(std::uint32_t space, nb::bytes keys, std::uint32_t group,
-                      std::uint32_t shard) const {
-        IdList ids;
-        if (!store_.collect(store_.place(space, group, shard), keys_in(keys), ids))
-            throw nb::key_error("a key has no READY block");
-        return ids_out(ids);
+    nb::bytes resident(std::uint32_t space, nb::bytes keys) const {
+        return ids_out(store_.resident(space, keys_in(keys)));
+    }
+
+    nb::bytes states(std::uint32_t space, nb::bytes key) const {
+        char* answers;
+        nb::bytes out = zeroed(store_.space(space).places, answers);
+        store_.states(space, key_in(key), answers);
+        return out;
     }
 
     nb::bytes probe(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
@@ -172,6 +181,12 @@ class PyStore {
     TwoLists forget(nb::bytes ids) { return two(store_.forget(ids_in(ids))); }
     void lease(nb::bytes ids) { store_.lease(ids_in(ids)); }
     TwoLists unlease(nb::bytes ids) { return two(store_.unlease(ids_in(ids))); }
+    std::size_t ready(nb::bytes ids) const {
+        Ids list = ids_in(ids);
+        return static_cast<std::size_t>(std::count_if(list.begin(), list.end(), [&](Id id) {
+            return store_.block(id).is() == State::ready;
+        }));
+    }
     nb::bytes slots(nb::bytes ids) const { return slots_of(ids_in(ids)); }
 
     std::pair<nb::bytes, nb::bytes> checksums(nb::bytes ids) const {
@@ -189,15 +204,6 @@ class PyStore {
         return {first, second};
     }
 
-    std::vector<std::uint64_t> block_bytes(nb::bytes ids) const {
-        std::vector<std::uint64_t> sizes;
-        for (Id id : ids_in(ids)) {
-            store_.block(id);
-            sizes.push_back(store_.place_of(id).block_bytes);
-        }
-        return sizes;
-    }
-
     nb::bytes keys_of(nb::bytes ids) const {
         Ids list = ids_in(ids);
         char* data;
@@ -205,17 +211,6 @@ class PyStore {
         for (std::size_t i = 0; i < list.size(); ++i) {
             store_.block(list[i]);
             std::memcpy(data + i * key_bytes, store_.key_of(list[i]).words.data(), key_bytes);
-        }
-        return out;
-    }
-
-    std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> where(
-        nb::bytes ids) const {
-        std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> out;
-        for (Id id : ids_in(ids)) {
-            store_.block(id);
-            const Place& place = store_.place_of(id);
-            out.emplace_back(place.space, place.group, place.shard);
         }
         return out;
     }
@@ -277,12 +272,14 @@ nb::dict lifecycle() {
 void bind_store(nb::module_& m) {
     m.def("lifecycle", &lifecycle, "The state table: (state, event) -> state.");
     nb::class_<PyStore>(m, "Store", "One tenant's blocks: the prefix tree, their states and slots.")
-        .def(nb::init<>())
+        .def(nb::init<std::size_t>(), "ghosts"_a = 65536)
         .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
         .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a)
+        .def("drop_space", &PyStore::drop_space, "space"_a)
+        .def("slot_bytes", &PyStore::slot_bytes, "space"_a, "group"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
-        .def("collect", &PyStore::collect, "space"_a, "keys"_a, "group"_a, "shard"_a)
-        .def("leading", &PyStore::leading, "space"_a, "keys"_a, "group"_a, "shard"_a)
+        .def("resident", &PyStore::resident, "space"_a, "keys"_a)
+        .def("states", &PyStore::states, "space"_a, "key"_a)
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
@@ -298,11 +295,10 @@ void bind_store(nb::module_& m) {
         .def("forget", &PyStore::forget, "ids"_a)
         .def("lease", &PyStore::lease, "ids"_a)
         .def("unlease", &PyStore::unlease, "ids"_a)
+        .def("ready", &PyStore::ready, "ids"_a)
         .def("slots", &PyStore::slots, "ids"_a)
         .def("checksums", &PyStore::checksums, "ids"_a)
-        .def("block_bytes", &PyStore::block_bytes, "ids"_a)
         .def("keys_of", &PyStore::keys_of, "ids"_a)
-        .def("where", &PyStore::where, "ids"_a)
         .def("counts", &PyStore::counts)
         .def("memory_bytes", &PyStore::memory_bytes)
         .def("check", &PyStore::check);

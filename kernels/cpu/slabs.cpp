@@ -24,19 +24,28 @@ std::uint64_t Slabs::pitch_for(std::uint64_t block_bytes) {
     return round_up(block_bytes, 64);
 }
 
-std::uint32_t Slabs::class_for(std::uint64_t block_bytes) {
+std::uint32_t Slabs::join_class(std::uint64_t block_bytes) {
     std::uint64_t pitch = pitch_for(block_bytes);
-    for (std::uint32_t i = 0; i < classes_.size(); ++i)
-        if (classes_[i].pitch == pitch) return i;
+    auto number = static_cast<std::uint32_t>(classes_.size());
+    for (std::uint32_t i = 0; i < classes_.size(); ++i) {
+        if (!classes_[i].lives()) {
+            number = std::min(number, i);
+        } else if (classes_[i].pitch == pitch) {
+            ++classes_[i].users;
+            return i;
+        }
+    }
     Class made{};
+    made.users = 1;
     made.pitch = pitch;
     // About 16 slots, within 4 to 64 MiB, and one at least.
     std::uint64_t bytes = std::clamp(few_slots * pitch, small_slab_bytes, large_slab_bytes);
     made.slab_slots = std::max<std::uint64_t>(1, bytes / pitch);
     made.slab_pages = pages_for(made.slab_slots * pitch);
     for (const auto& [pages, extent, start] : sizes_) made.carvable += carvable(made, pages);
-    classes_.push_back(std::move(made));
-    return static_cast<std::uint32_t>(classes_.size() - 1);
+    if (number == classes_.size()) classes_.emplace_back();
+    classes_[number] = std::move(made);
+    return number;
 }
 
 std::uint32_t Slabs::add_extent(std::uint64_t bytes, std::uint64_t* generations) {
@@ -61,13 +70,15 @@ std::uint64_t Slabs::carvable(const Class& size_class, std::uint64_t pages) cons
 void Slabs::put_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages) {
     extents_[extent].runs.emplace(start, pages);
     sizes_.emplace(pages, extent, start);
-    for (Class& size_class : classes_) size_class.carvable += carvable(size_class, pages);
+    for (Class& size_class : classes_)
+        if (size_class.lives()) size_class.carvable += carvable(size_class, pages);
 }
 
 void Slabs::cut_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages) {
     extents_[extent].runs.erase(start);
     sizes_.erase({pages, extent, start});
-    for (Class& size_class : classes_) size_class.carvable -= carvable(size_class, pages);
+    for (Class& size_class : classes_)
+        if (size_class.lives()) size_class.carvable -= carvable(size_class, pages);
 }
 
 void Slabs::add_run(std::uint32_t extent, std::uint64_t start, std::uint64_t pages) {
@@ -110,11 +121,13 @@ std::uint32_t Slabs::make_slab(std::uint32_t size_class, std::uint32_t extent, s
     slab.start = start;
     slab.pages = pages;
     slab.table.assign(slots, closed);
+    ++classes_[size_class].slabs;
     extents_[extent].slabs.emplace(start, number);
     return number;
 }
 
 void Slabs::drop_slab(std::uint32_t number) {
+    --classes_[slabs_[number]->size_class].slabs;
     slabs_[number].reset();
     spare_.push_back(number);
 }

@@ -2,6 +2,8 @@
 #include "store.h"
 
 #include <algorithm>
+#include <bit>
+#include <functional>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -12,11 +14,27 @@ void need(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
 }
 
+constexpr std::uint64_t max_places = 1U << 24;  // a record has 24 bits for its place
+constexpr std::size_t max_sizes = 1024;         // each costs a little whenever a free run changes
+constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // to a probe, by state
+
+// Whether no id is named twice. The blocks of a chain were mostly made one after another, so that
+// most batches only go up, or only down.
+bool apart(Ids ids) {
+    auto up = std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>());
+    if (up == ids.end()) return true;
+    if (std::adjacent_find(ids.begin(), ids.end(), std::less_equal<>()) == ids.end()) return true;
+    IdList sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+}
+
 }  // namespace
 
 std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     need(!groups.empty(), "a space needs a group");
-    std::uint64_t count = places_.size();
+    Space space;
+    std::uint64_t count = 0;
     for (const GroupSpec& group : groups) {
         need(group.kind <= Kind::state, "a group's kind is 0, 1 or 2");
         need(group.kind != Kind::window || group.window_blocks > 0, "a window needs a length");
@@ -25,26 +43,65 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
         need(group.shards > 0, "a group needs a shard");
         count += group.shards;
     }
-    need(count <= 1U << 24, "too many spaces, groups and shards");
-    Space space;
+    need(count <= max_places, "too many spaces, groups and shards");
+    space.places = static_cast<std::uint32_t>(count);
+    std::uint32_t at = make_places(space.places);
+    std::vector<std::uint32_t> classes;
+    for (const GroupSpec& group : groups) classes.push_back(slabs_.join_class(group.block_bytes));
+    if (slabs_.living_classes() > max_sizes) {
+        for (std::uint32_t joined : classes) slabs_.leave_class(joined);
+        spare_places_[order_of(space.places)].push_back(at);
+        throw std::invalid_argument("too many sizes of blocks");
+    }
     auto number = static_cast<std::uint32_t>(spaces_.size());
+    if (spare_spaces_.empty()) {
+        spaces_.emplace_back();
+    } else {
+        number = spare_spaces_.back();
+        spare_spaces_.pop_back();
+    }
     for (std::uint32_t g = 0; g < groups.size(); ++g) {
         const GroupSpec& group = groups[g];
-        space.first_place.push_back(static_cast<std::uint32_t>(places_.size()));
-        std::uint32_t size_class = slabs_.class_for(group.block_bytes);
+        space.first_place.push_back(at);
         bool full = group.kind == Kind::full;
         for (std::uint32_t shard = 0; shard < group.shards; ++shard)
-            places_.push_back({number, g, shard, size_class, group.block_bytes, full});
+            places_[at++] = {number, g, shard, classes[g], group.block_bytes, full};
         if (full) space.full_places += group.shards;
     }
     space.plain = groups.size() == 1 && groups[0].kind == Kind::full && groups[0].shards == 1;
     space.groups = std::move(groups);
-    spaces_.push_back(std::move(space));
+    spaces_[number] = std::move(space);
     return number;
 }
 
+// A run of places, rounded up to a power of two so that spaces that come and go share runs.
+std::uint32_t Store::make_places(std::uint32_t n) {
+    std::vector<std::uint32_t>& spare = spare_places_[order_of(n)];
+    if (!spare.empty()) {
+        std::uint32_t at = spare.back();
+        spare.pop_back();
+        return at;
+    }
+    std::size_t at = places_.size(), end = at + (std::size_t{1} << order_of(n));
+    need(end <= max_places, "too many spaces, groups and shards");
+    places_.resize(end);
+    return static_cast<std::uint32_t>(at);
+}
+
+bool Store::drop_space(std::uint32_t number) {
+    begin();
+    const Space& gone = space(number);
+    if (gone.nodes) return false;
+    for (std::uint32_t first : gone.first_place) slabs_.leave_class(places_[first].size_class);
+    spare_places_[order_of(gone.places)].push_back(gone.first_place[0]);
+    spaces_[number] = Space{};
+    spare_spaces_.push_back(number);
+    return true;
+}
+
 const Space& Store::space(std::uint32_t space) const {
-    if (space >= spaces_.size()) throw std::out_of_range("no such space");
+    if (space >= spaces_.size() || spaces_[space].groups.empty())
+        throw std::out_of_range("no such space");
     return spaces_[space];
 }
 
@@ -130,23 +187,35 @@ Id Store::ready_at(Id node, std::uint32_t place) const {
     return id != none && records_[id].is() == State::ready ? id : none;
 }
 
-std::uint32_t Store::match(std::uint32_t in, Keys keys) const {
+// One walk: a record is looked at once, however many groups and shards there are.
+std::pair<std::size_t, std::vector<Part>> Store::match(std::uint32_t in, Keys keys) const {
     const Space& found = space(in);
     std::size_t best = 0;
+    std::vector<Part> parts;
     if (found.plain) {
-        each_node(in, keys, [&](std::size_t i, Id node) {
+        Part all{0, 0, 0, {}};
+        all.ids.reserve(keys.n);
+        each_node(in, keys, [&](std::size_t, Id node) {
             if (node == none || records_[node].is() != State::ready) return false;
-            best = i + 1;
+            all.ids.push_back(node);
             return true;
         });
-        return static_cast<std::uint32_t>(best);
+        best = all.ids.size();
+        if (best) parts.push_back(std::move(all));
+        return {best, std::move(parts)};
     }
+    IdList ids;  // a row of places for each key
     std::vector<std::uint32_t> ready(found.groups.size());
     std::vector<std::size_t> run(found.groups.size(), 0);  // READY blocks in a row, up to this one
     each_node(in, keys, [&](std::size_t i, Id node) {
         std::fill(ready.begin(), ready.end(), 0);
-        for (Id id = node; id != none; id = records_[id].more)
-            if (records_[id].is() == State::ready) ++ready[places_[records_[id].place].group];
+        ids.resize((i + 1) * found.places, none);
+        for (Id id = node; id != none; id = records_[id].more) {
+            if (records_[id].is() != State::ready) continue;
+            std::uint32_t place = records_[id].place;
+            ids[i * found.places + place - found.first_place[0]] = id;
+            ++ready[places_[place].group];
+        }
         bool restorable = true;
         for (std::size_t g = 0; g < found.groups.size(); ++g) {
             const GroupSpec& group = found.groups[g];
@@ -165,22 +234,64 @@ std::uint32_t Store::match(std::uint32_t in, Keys keys) const {
         if (restorable) best = i + 1;
         return true;
     });
-    return static_cast<std::uint32_t>(best);
+    if (best == 0) return {0, {}};
+    for (std::uint32_t p = 0; p < found.places; ++p) {
+        const Place& place = places_[found.first_place[0] + p];
+        const GroupSpec& group = found.groups[place.group];
+        std::size_t needed = group.kind == Kind::full     ? best
+                             : group.kind == Kind::window ? group.window_blocks
+                                                          : 1;
+        Part part{place.group, place.shard, best - std::min(best, needed), {}};
+        part.ids.reserve(best - part.first);
+        for (std::size_t i = part.first; i < best; ++i)
+            part.ids.push_back(ids[i * found.places + p]);
+        parts.push_back(std::move(part));
+    }
+    return {best, std::move(parts)};
 }
 
-bool Store::collect(std::uint32_t place, Keys keys, IdList& ids) const {
-    ids.reserve(keys.n);
-    each_node(places_[place].space, keys, [&](std::size_t, Id node) {
-        Id id = ready_at(node, place);
-        if (id == none) return false;
-        ids.push_back(id);
+// What every place has of these keys, and nothing twice.
+IdList Store::resident(std::uint32_t in, Keys keys) const {
+    space(in);
+    IdList nodes, ids;
+    each_node(in, keys, [&](std::size_t, Id node) {
+        if (node != none) nodes.push_back(node);
         return true;
     });
-    return ids.size() == keys.n;
+    if (!apart(nodes)) {
+        std::unordered_set<Id> seen;
+        std::erase_if(nodes, [&](Id node) { return !seen.insert(node).second; });
+    }
+    for (Id node : nodes)
+        for (Id id = node; id != none; id = records_[id].more)
+            if (records_[id].is() == State::ready) ids.push_back(id);
+    return ids;
+}
+
+void Store::states(std::uint32_t in, Key key, char* answers) const {
+    const Space& found = space(in);
+    std::fill_n(answers, found.places, answer[0]);
+    for (Id id = find(in, key); id != none; id = records_[id].more)
+        if (records_[id].is() != State::absent)
+            answers[records_[id].place - found.first_place[0]] = answer[records_[id].state];
+}
+
+// Whether no key is given twice. By hash, as new keys have no order.
+bool Store::distinct(std::uint32_t space, Keys keys) const {
+    std::size_t mask = std::bit_ceil(2 * keys.n + 1) - 1;
+    std::vector<std::uint32_t> seen(mask + 1, none);
+    for (std::uint32_t i = 0; i < keys.n; ++i) {
+        Key key = keys[i];
+        std::size_t at = index_.hash(space, key) & mask;
+        for (; seen[at] != none; at = (at + 1) & mask)
+            if (keys[seen[at]] == key) return false;
+        seen[at] = i;
+    }
+    return true;
 }
 
 void Store::probe(std::uint32_t place, Keys keys, char* answers) const {
-    constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // by state
+    need(distinct(places_[place].space, keys), "a key is given twice");
     each_node(places_[place].space, keys, [&](std::size_t i, Id node) {
         Id id = residency(node, place);
         answers[i] = id == none ? 0 : answer[records_[id].state];
@@ -200,7 +311,7 @@ IdList Store::present(std::uint32_t place, Keys keys) const {
 
 IdList Store::ancestors(std::uint32_t place, Key key, std::size_t limit) const {
     IdList ids;
-    for (Id node = find(places_[place].space, key); node != none && ids.size() < limit;
+    for (Id node = find(places_[place].space, key); node != none && limit-- > 0;
          node = records_[node].parent) {
         Id id = ready_at(node, place);
         if (id != none) ids.push_back(id);
@@ -219,7 +330,7 @@ std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t gr
     std::uint32_t wanted = places_[place(space, group, 0)].size_class;
     for (Id id : victims) need(records_.known(id), "no block has this id");
     IdList evicted, orphans, in_the_way;
-    walked_ = 0;
+    begin();
     auto evict_one = [&](Id id) {
         records_[id].become(State::absent);
         leave(id, State::ready, &orphans);
@@ -270,18 +381,24 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
                       const char* statuses) {
     std::uint32_t space = places_[place].space, size_class = places_[place].size_class;
     IdList ids;
+    begin();
     Id last = none;  // the node of the key before, once known
-    auto parent_node = [&](std::size_t i) {
+    auto is_root = [&](std::size_t i) { return i == 0 && !parent; };
+    auto parent_node = [&](std::size_t i, bool make) {
         if (last != none) return last;
-        if (i == 0 && !parent) return none;
+        if (is_root(i)) return none;
         Key key = i == 0 ? *parent : keys[i - 1];
         std::uint64_t hash = index_.hash(space, key);
         Id node = find(space, key, hash);
-        return node != none ? node : make_node(space, key, hash);
+        return node == none && make ? make_node(space, key, hash) : node;
     };
     bool twice = false;
     each_node(space, keys, [&](std::size_t i, Id node) {
         if (statuses[i]) {
+            if (node != none && records_[node].loose) {
+                Id above = parent_node(i, false);
+                if (above != none || is_root(i)) hang(node, above);
+            }
             last = node;
             return true;
         }
@@ -290,15 +407,15 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
             return false;
         }
         if (slabs_.room(size_class) == 0) return false;
-        Id above = parent_node(i);
+        Id above = parent_node(i, true);
         Key key = keys[i];
         std::uint64_t hash = index_.hash(space, key);
         node = find(space, key, hash);
         if (node == none) node = make_node(space, key, hash);
-        if (above != none) adopt(node, above);
+        hang(node, above);
         Id id = attach(node, place);
         slabs_.take(size_class, id, records_[id].slab, records_[id].slot);
-        if (above != none) drop_if_idle(above);
+        if (above != none) tidy(above);
         ids.push_back(id);
         last = node;
         return true;
@@ -327,7 +444,7 @@ void Store::claim(Ids ids, Event event) {
         throw std::invalid_argument(
             "a block is not in the state for this, or no block has this id");
     }
-    walked_ = 0;
+    begin();
 }
 
 void Store::tally(Id id, State from, State to) {
@@ -344,8 +461,9 @@ Id Store::attach(Id node, std::uint32_t place) {
     if (records_[node].is() != State::absent) {
         id = records_.make();
         records_[id].further = 1;
-        records_[id].parent = node;
+        records_[id].parent = records_[id].prev_sibling = node;
         records_[id].more = records_[node].more;
+        if (records_[id].more != none) records_[records_[id].more].prev_sibling = id;
         records_[node].more = id;
     }
     records_[id].place = place;
@@ -361,14 +479,13 @@ void Store::detach(Id id) {
     record.slab = none;
     record.summed = 0;
     if (record.further) {
-        Id before = node;
-        while (records_[before].more != id) before = records_[before].more;
-        records_[before].more = record.more;
+        records_[record.prev_sibling].more = record.more;
+        if (record.more != none) records_[record.more].prev_sibling = record.prev_sibling;
         records_.drop(id);
     }
     if (!records_[node].ghost()) return;
     ++counts_.ghosts;
-    drop_if_idle(node);
+    tidy(node);
 }
 
 // A block, already ABSENT, gives back its slot and record.
@@ -424,12 +541,9 @@ IdList Store::evict(Ids ids) {
 
 std::pair<IdList, IdList> Store::forget(Ids ids) {
     // Leased or not, they leave READY together; the claim's state is theirs only for a moment.
-    IdList once, freed, orphans;
-    std::unordered_set<Id> seen;
-    for (Id id : ids)
-        if (seen.insert(id).second) once.push_back(id);
-    claim(once, Event::forget_leased);
-    for (Id id : once) {
+    IdList freed, orphans;
+    claim(ids, Event::forget_leased);
+    for (Id id : ids) {
         Record& record = records_[id];
         if (record.leases) {
             tally(id, State::ready, State::doomed);
@@ -444,6 +558,7 @@ std::pair<IdList, IdList> Store::forget(Ids ids) {
 }
 
 void Store::lease(Ids ids) {
+    need(apart(ids), "an id is given twice");
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
         Id id = ids[i];
@@ -471,6 +586,7 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
         while (i-- > 0) ++records_[ids[i]].leases;
         throw std::invalid_argument("a block has no lease to end, or no block has this id");
     }
+    begin();
     for (Id id : ended) {
         if (records_[id].is() == State::ready) {
             evictable.push_back(id);
@@ -485,7 +601,7 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
 
 std::size_t Store::memory_bytes() const {
     return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
-           places_.capacity() * sizeof(Place);
+           places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space);
 }
 
 }  // namespace kvtier

@@ -3,6 +3,7 @@
 // A node is *cut* when a node above it lacks a block of a full group: no match gets past that gap.
 // The children of a node therefore all have the same flag, and a walk stops where it finds it set
 // already.
+#include <algorithm>
 #include <stdexcept>
 
 #include "store.h"
@@ -15,17 +16,35 @@ Id Store::make_node(std::uint32_t space, const Key& key, std::uint64_t hash) {
     record.key = key;
     record.place = spaces_[space].first_place[0];
     index_.insert(hash, node, [this](Id id) { return hash_of(id); });
+    ++spaces_[space].nodes;
     ++counts_.nodes;
     ++counts_.ghosts;
     return node;
 }
 
-// Frees a ghost that nobody hangs on, and then its parent if that is now one.
-void Store::drop_if_idle(Id node) {
-    while (node != none) {
+// At the start of each call that may drop nodes.
+void Store::begin() {
+    walked_ = climbed_ = 0;
+    while (!late_.empty() && climbed_ < walk_limit) {
+        Id node = late_.back();
+        late_.pop_back();
+        if (records_.known(node) && !records_[node].further) tidy(node);
+    }
+}
+
+// Frees a ghost that nobody hangs on, and then its parent if that is now one. With too many ghosts
+// one with a single child goes too, and the child is loose. Those with several children are fewer
+// than blocks, so all ghosts are bounded, and so is what one call climbs.
+void Store::tidy(Id node) {
+    for (;;) {
         Record& record = records_[node];
-        if (!record.ghost() || record.first_child != none) return;
-        Id parent = record.parent;
+        if (!record.ghost()) return;
+        Id child = record.first_child, parent = record.parent;
+        if (child != none) {
+            if (counts_.ghosts <= ghost_limit_ || records_[child].next_sibling != none) return;
+            records_[child].parent = none;
+            records_[child].loose = 1;
+        }
         if (parent != none) {
             if (record.prev_sibling != none)
                 records_[record.prev_sibling].next_sibling = record.next_sibling;
@@ -35,32 +54,43 @@ void Store::drop_if_idle(Id node) {
                 records_[record.next_sibling].prev_sibling = record.prev_sibling;
         }
         index_.erase(hash_of(node), node);
+        --spaces_[places_[record.place].space].nodes;
         records_.drop(node);
         --counts_.nodes;
         --counts_.ghosts;
+        if (parent == none) return;
         node = parent;
+        if (++climbed_ > walk_limit) {
+            late_.push_back(node);
+            return;
+        }
     }
 }
 
-// Hangs a parentless ghost under its parent. A client may lie about parents: a link that would
-// close a circle is left out, as is one whose proof would take too long.
-void Store::adopt(Id node, Id parent) {
+// Hangs a parentless ghost, or a loose node, under its parent; `none` makes it a root. A client may
+// lie about parents: a link that would close a circle is left out, as is one whose proof would take
+// too long.
+void Store::hang(Id node, Id parent) {
     Record& record = records_[node];
-    if (!record.ghost() || record.parent != none) return;
-    if (record.first_child == none) {
+    if (record.parent != none || !(record.ghost() || record.loose)) return;
+    bool cut = false;
+    if (parent != none) {
         if (node == parent) return;
-    } else {
-        std::size_t steps = 0;
-        for (Id above = parent; above != none; above = records_[above].parent)
-            if (above == node || ++steps > walk_limit) return;
+        if (record.first_child != none)
+            for (Id above = parent; above != none; above = records_[above].parent)
+                if (above == node || ++climbed_ > walk_limit) return;
+        Record& over = records_[parent];
+        record.parent = parent;
+        record.next_sibling = over.first_child;
+        if (over.first_child != none) records_[over.first_child].prev_sibling = node;
+        over.first_child = node;
+        cut = over.cut || !complete(parent);
     }
-    Record& over = records_[parent];
-    record.parent = parent;
-    record.next_sibling = over.first_child;
-    if (over.first_child != none) records_[over.first_child].prev_sibling = node;
-    over.first_child = node;
-    // A ghost is not complete, so what hangs below it is cut already.
-    record.cut = over.cut || !complete(parent);
+    // What hangs below a ghost is cut already, and a loose node was cut before.
+    bool joined = record.cut && !cut;
+    record.loose = 0;
+    record.cut = cut;
+    if (joined && record.first_child != none && complete(node)) join_below(node);
 }
 
 // Whether every shard of every full group is READY here.
@@ -129,7 +159,9 @@ void Store::check_node(Id node, Counts& seen) const {
     hold(find(space, record.key) == node, "a node is not in the index");
     ++seen.nodes;
     seen.ghosts += record.ghost();
-    hold(!record.ghost() || record.first_child != none, "a ghost without children is kept");
+    hold(!record.ghost() || record.first_child != none || std::ranges::count(late_, node),
+         "a ghost without children is kept");
+    hold(!record.loose || record.parent == none, "a loose node has a parent");
     bool found = record.parent == none;
     if (!found)
         for (Id child = records_[record.parent].first_child; child != none && !found;
@@ -144,7 +176,7 @@ void Store::check_node(Id node, Counts& seen) const {
              "a node's cut flag is wrong");
         before = child;
     }
-    hold(record.parent != none || !record.cut, "a root is cut");
+    hold(record.parent != none || record.loose || !record.cut, "a root is cut");
     Id slow = node;
     for (Id fast = node; fast != none && records_[fast].parent != none;) {
         fast = records_[records_[fast].parent].parent;

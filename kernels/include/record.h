@@ -41,8 +41,8 @@ struct alignas(64) Record {
                 // next
     Id first_child;
     Id next_sibling;
-    Id prev_sibling;
-    Id more;  // the next residency of the same key
+    Id prev_sibling;  // of a further residency: the residency before it
+    Id more;          // the next residency of the same key
     std::uint32_t slab;
     std::uint16_t slot;
     std::uint16_t leases;
@@ -51,7 +51,8 @@ struct alignas(64) Record {
     std::uint32_t further : 1;  // a further residency, not the node of its key
     std::uint32_t cut : 1;      // a node below one that lacks a block of a full group
     std::uint32_t summed : 1;   // has a checksum
-    std::uint32_t spare : 2;
+    std::uint32_t loose : 1;    // a node whose parent went, to be linked again when that is saved
+    std::uint32_t spare : 1;
 
     State is() const { return static_cast<State>(state); }
     void become(State next) { state = static_cast<std::uint32_t>(next); }

@@ -7,6 +7,7 @@
 // free once no old block overlaps it; `clearable` names the old blocks in the way of the next one,
 // in address order, so that the seam between old and new stays narrower than one slot.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <set>
@@ -52,7 +53,14 @@ class Slabs {
     explicit Slabs(const Records& records) : records_(records) {}
 
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations);
-    std::uint32_t class_for(std::uint64_t block_bytes);
+    // The class of blocks of this size: it lasts until all who joined it left and no slab is of it.
+    std::uint32_t join_class(std::uint64_t block_bytes);
+    void leave_class(std::uint32_t size_class) { --classes_[size_class].users; }
+    std::size_t living_classes() const {
+        return static_cast<std::size_t>(
+            std::ranges::count_if(classes_, [](const Class& one) { return one.lives(); }));
+    }
+    std::uint64_t pitch_of(std::uint32_t size_class) const { return classes_[size_class].pitch; }
     static std::uint64_t pitch_for(std::uint64_t block_bytes);
 
     std::uint64_t room(std::uint32_t size_class) const {
@@ -99,10 +107,12 @@ class Slabs {
     struct Class {
         std::uint64_t pitch;
         std::uint64_t slab_slots, slab_pages;  // of a slab where there is space for it
-        std::uint64_t free = 0;                // slots in slabs
-        std::uint64_t carvable = 0;            // slots that the free runs would give
-        std::uint32_t available = none;        // slabs with free slots
-        std::vector<std::uint32_t> reshaped;   // slabs with old blocks under them, oldest first
+        std::uint32_t users = 0, slabs = 0;
+        std::uint64_t free = 0;               // slots in slabs
+        std::uint64_t carvable = 0;           // slots that the free runs would give
+        std::uint32_t available = none;       // slabs with free slots
+        std::vector<std::uint32_t> reshaped;  // slabs with old blocks under them, oldest first
+        bool lives() const { return users || slabs; }
     };
     struct Region {
         std::uint64_t start, end;

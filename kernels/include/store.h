@@ -36,8 +36,16 @@ struct Place {
 struct Space {
     std::vector<GroupSpec> groups;
     std::vector<std::uint32_t> first_place;  // of each group
-    std::uint32_t full_places = 0;
+    std::uint32_t places = 0, full_places = 0, nodes = 0;
     bool plain = false;  // one full group of one shard: a match looks at one record a key
+};
+
+// The blocks of one group and shard that a prefix is restored from, `first` being their place in
+// it.
+struct Part {
+    std::uint32_t group, shard;
+    std::size_t first;
+    std::vector<Id> ids;
 };
 
 struct Counts {
@@ -57,16 +65,19 @@ using IdList = std::vector<Id>;
 
 class Store {
  public:
-    Store() : index_(records_), slabs_(records_) {}
+    // Of the ghosts beyond `ghosts`, those stay that several others hang on.
+    explicit Store(std::size_t ghosts) : index_(records_), slabs_(records_), ghost_limit_(ghosts) {}
 
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations) {
         return slabs_.add_extent(bytes, generations);
     }
     std::uint32_t add_space(std::vector<GroupSpec> groups);
+    bool drop_space(std::uint32_t space);  // false where it holds something
 
     // What is here.
-    std::uint32_t match(std::uint32_t space, Keys keys) const;
-    bool collect(std::uint32_t place, Keys keys, IdList& ids) const;
+    std::pair<std::size_t, std::vector<Part>> match(std::uint32_t space, Keys keys) const;
+    IdList resident(std::uint32_t space, Keys keys) const;
+    void states(std::uint32_t space, Key key, char* answers) const;
     void probe(std::uint32_t place, Keys keys, char* answers) const;
     IdList present(std::uint32_t place, Keys keys) const;
     IdList ancestors(std::uint32_t place, Key key, std::size_t limit) const;
@@ -85,14 +96,13 @@ class Store {
     void quarantine(Ids ids);
     void gone(Ids ids);
     IdList evict(Ids ids);
-    std::pair<IdList, IdList> forget(Ids ids);  // an id given twice counts once
+    std::pair<IdList, IdList> forget(Ids ids);
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 
     // About single blocks.
     const Record& block(Id id) const;
     const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }
-    const Place& place_of(Id id) const { return places_[records_[id].place]; }
     SlotAddress slot(Id id) const;
     const Checksum& checksum(Id id) const { return records_.checksum(id); }
     void prefetch(Id id) const {
@@ -101,13 +111,16 @@ class Store {
 
     std::uint32_t place(std::uint32_t space, std::uint32_t group, std::uint32_t shard) const;
     const Space& space(std::uint32_t space) const;
+    std::uint64_t slot_bytes(std::uint32_t space, std::uint32_t group) const {
+        return slabs_.pitch_of(places_[place(space, group, 0)].size_class);
+    }
     const Counts& counts() const { return counts_; }
     const Slabs& slabs() const { return slabs_; }
     std::size_t memory_bytes() const;
     void check() const;
 
  private:
-    static constexpr std::size_t walk_limit = 65536;  // nodes that one call may cut or join
+    static constexpr std::size_t walk_limit = 65536;  // nodes that one call may cut, join or climb
 
     // The index.
     std::uint64_t hash_of(Id node) const {
@@ -124,6 +137,9 @@ class Store {
     Id find(std::uint32_t space, const Key& key) const {
         return find(space, key, index_.hash(space, key));
     }
+    static unsigned order_of(std::uint32_t places) { return std::bit_width(places - 1); }
+    std::uint32_t make_places(std::uint32_t n);
+    bool distinct(std::uint32_t space, Keys keys) const;
     template <class Visit>
     void each_node(std::uint32_t space, Keys keys, Visit visit) const;
     Id residency(Id node, std::uint32_t place) const;
@@ -131,8 +147,9 @@ class Store {
 
     // The tree (tree.cpp).
     Id make_node(std::uint32_t space, const Key& key, std::uint64_t hash);
-    void drop_if_idle(Id node);
-    void adopt(Id node, Id parent);
+    void begin();
+    void tidy(Id node);
+    void hang(Id node, Id parent);
     bool complete(Id node) const;
     void cut_below(Id node, IdList* orphans);
     void join_below(Id node);
@@ -150,11 +167,15 @@ class Store {
     Records records_;
     Index index_;
     Slabs slabs_;
-    std::vector<Space> spaces_;
+    std::vector<Space> spaces_;  // without groups where none has this number
     std::vector<Place> places_;
+    std::vector<std::uint32_t> spare_spaces_;
+    std::array<std::vector<std::uint32_t>, 25> spare_places_;  // runs of 2^n of them
     Counts counts_;
     IdList stack_;  // of the tree's walks, kept for its memory
-    std::size_t walked_ = 0;
+    IdList late_;   // ghosts that the next call looks at
+    std::size_t ghost_limit_;
+    std::size_t walked_ = 0, climbed_ = 0;
     bool cut_short_ = false;  // a walk met its limit: some `cut` flags may be old
 };
 

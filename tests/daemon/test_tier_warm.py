@@ -8,6 +8,7 @@ from pathlib import Path
 from conformance.tier_tests import Identity, TierTests
 from kvtier import Group, KvSpec
 from kvtier.catalog import Catalog, LeaseId, SessionId, Space
+from kvtier.catalog.reading import Held
 from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier_daemon.tenant import Tenant
@@ -50,8 +51,7 @@ class Warm:
             weights="r",
         )
         space = self._catalog.open(space_id(spec, "t"), spec)
-        if space.index < 0:
-            self._catalog._settle(space)
+        self._catalog._spaces.settle(space)
         return space
 
     def _lease(self, identity: Identity) -> tuple[LeaseId, bytes]:
@@ -61,10 +61,8 @@ class Warm:
         ids = store.present(space.index, identity.group, identity.shard, identity.key)
         if not ids:
             return LeaseId(0), b""
-        from kvtier.catalog import Held
-
         held = [Held(identity.group, identity.shard, 0, ids)]
-        lease = self._catalog._hold(ME, space, held, 1, deadline=1e9)
+        lease = self._catalog._reading.hold(ME, space, held, 1, deadline=1e9)
         return lease.id, store.slots(ids)
 
     def put(self, identity: Identity, data: bytes) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
 from kvtier import Group, KvSpec, Refused
-from kvtier.catalog import LIMIT_KEYS, Catalog, Granted, LeaseId, SessionId, Space
+from kvtier.catalog import Catalog, Granted, LeaseId, SessionId, Space
 from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier.policy.lru import LruModel
-from kvtier.wire import GRANTED, IN_PROGRESS, NO_ROOM, PRESENT, SLOT_BYTES
+from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_KEYS, NO_ROOM, PRESENT, SLOT_BYTES
 from kvtier_kernels import Store
 from kvtier_kernels.reference.store import Store as TwinStore
 from specs import spec_of
@@ -399,6 +400,17 @@ def test_a_chain_with_a_key_twice_is_refused_and_leaves_nothing() -> None:
     assert catalog.leases == 0
 
 
+def test_a_request_that_is_refused_evicts_nothing() -> None:
+    catalog = catalog_of(8)
+    space, old, new = space_of(catalog), chain(8), chain(4)
+    save(catalog, space, old)
+    for keys in (new + new[:32], new + new, old[:32] + new + old[:32]):
+        with pytest.raises(Refused, match="twice") as refusal:
+            catalog.reserve(ME, space, 0, 0, b"", keys)
+        assert refusal.value.code == "bad_request"
+    assert ready(catalog, space, old) == 8
+
+
 def test_room_that_comes_later_is_used() -> None:
     catalog = Catalog(Store(), make("lru"))
     space, keys = space_of(catalog), chain(4)
@@ -467,7 +479,7 @@ def test_a_space_that_nobody_saved_to_is_gone_with_those_who_opened_it() -> None
 
 
 def test_one_session_can_not_take_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.catalog.LIMIT_SESSION_LEASES", 3)
+    monkeypatch.setattr("kvtier.catalog.leases.LIMIT_SESSION_LEASES", 3)
     catalog = catalog_of(4)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -481,7 +493,7 @@ def test_one_session_can_not_take_all_leases(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.catalog.LIMIT_TOLD_SLOTS", 3)
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_TOLD_SLOTS", 3)
     catalog = catalog_of(4)
     space, keys = space_of(catalog), chain(4)
     save(catalog, space, keys)
@@ -489,3 +501,213 @@ def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
         catalog.load(ME, space, keys, 1.0, [0], now=0.0)
     assert catalog.leases == 0
     assert catalog.load(ME, space, keys, 1.0, [], now=0.0).ready == 4
+
+
+def wide(groups: int, shards: int) -> KvSpec:
+    return KvSpec.groups(
+        [Group(layers=1, opaque_bytes=4096, shards=shards)] * groups,
+        model="wide", dtype="int8", block_tokens=16, weights="rev:1",
+    )  # fmt: skip
+
+
+def save_everywhere(catalog: Catalog, space: Space, keys: bytes) -> None:
+    for index, group in enumerate(space.spec.cache_groups):
+        for shard in range(group.shards):
+            granted = catalog.reserve(ME, space, index, shard, b"", keys)
+            catalog.commit(ME, granted.lease, 0, len(keys) // 32)
+
+
+def test_a_look_costs_no_more_than_its_blocks() -> None:
+    if Store is TwinStore:
+        pytest.skip("the twin is not made to be fast")
+    catalog = catalog_of(40 * 1024, 4096)
+    space, keys = space_of(catalog, wide(64, 16)), chain(40)
+    save_everywhere(catalog, space, keys)
+    looks = (
+        lambda: catalog.match(space, keys),
+        lambda: catalog.load(ME, space, keys, 60.0, [], now=0.0),
+        lambda: catalog.hint(space, keys, 1.0),
+        lambda: catalog.forget(space, keys),
+    )
+    for look in looks:
+        start = time.perf_counter()
+        look()
+        # 41 k blocks: some ms. A walk for each group and shard would be 42 million steps.
+        assert time.perf_counter() - start < 0.06
+
+
+def test_a_load_that_names_a_key_twice_is_refused() -> None:
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(2)
+    save(catalog, space, keys)
+    for twice in (keys[:32] * 2, keys + keys[:32]):
+        with pytest.raises(Refused, match="twice") as refusal:
+            catalog.load(ME, space, twice, 60.0, [0], now=0.0)
+        assert refusal.value.code == "bad_request"
+    assert catalog.leases == 0
+    assert save(catalog, space, chain(4)).outcomes == bytes([GRANTED] * 4)
+
+
+def test_a_space_goes_when_it_holds_nothing_and_nobody_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.catalog.spaces.LIMIT_SPACES", 2)
+    catalog = catalog_of(8)
+    first = catalog.open(b"1" * 32, spec_of("first"), ME)
+    second = catalog.open(b"2" * 32, spec_of("second"), ME)
+    keys = chain(4)
+    save(catalog, first, keys)
+    save(catalog, second, keys)
+    assert catalog.forget(first, keys) == 4
+    with pytest.raises(Refused, match="2 spaces"):
+        catalog.open(b"3" * 32, spec_of("third"), YOU)  # first is empty, but in use
+    catalog.end_session(ME, gone=True)
+    assert catalog.spaces == 1
+    third = catalog.open(b"3" * 32, spec_of("third"), YOU)
+    assert save(catalog, third, chain(2)).lease
+    assert third.number not in (first.number, second.number)
+    with pytest.raises(Refused) as refusal:
+        catalog.space(first.number)
+    assert refusal.value.code == "unknown_space"
+    assert ready(catalog, second, keys) == 4
+    # One that became empty later goes when there is no number left.
+    assert catalog.forget(second, keys) == 4
+    assert catalog.open(b"4" * 32, spec_of("fourth"), YOU).number > third.number
+    assert catalog.spaces == 2
+
+
+def test_sizes_that_nobody_uses_make_way_for_new_ones() -> None:
+    catalog = catalog_of(64)
+
+    def sizes(at: int) -> KvSpec:
+        pages = [1, *range(64 * at + 2, 64 * at + 65)]
+        groups = [Group(layers=1, opaque_bytes=4096 * n) for n in pages]
+        return KvSpec.groups(groups, model="m", dtype="int8", block_tokens=16, weights="rev:1")
+
+    keys = chain(1)
+    for at in range(16):
+        save(catalog, catalog.open(bytes([at]) * 32, sizes(at), YOU if at else ME), keys)
+    last = catalog.open(bytes([16]) * 32, sizes(16), YOU)
+    for _ in range(2):
+        with pytest.raises(Refused, match="sizes") as refusal:
+            save(catalog, last, keys)
+        assert refusal.value.code == "too_many"
+        catalog.end_session(ME, gone=True)
+    assert catalog.forget(catalog.space(0), keys) == 1
+    assert save(catalog, last, keys).lease
+    assert catalog.spaces == 16
+
+
+def test_a_save_that_gets_nothing_leaves_no_space_behind() -> None:
+    catalog = Catalog(Store(), make("lru"))
+    space, keys = catalog.open(b"1" * 32, SPEC, ME), chain(2)
+    assert catalog.reserve(ME, space, 0, 0, b"", b"") == Granted(LeaseId(0), b"", b"")
+    assert catalog.reserve(ME, space, 0, 0, b"", keys).outcomes == bytes([NO_ROOM] * 2)
+    with pytest.raises(Refused):
+        catalog.reserve(ME, space, 0, 0, b"", keys[:32] * 2)
+    assert space.index < 0
+    catalog.end_session(ME, gone=True)
+    assert catalog.spaces == 0
+
+
+def test_forgetting_what_nobody_holds_looks_at_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = catalog_of(16)
+    space, pinned, other = space_of(catalog), chain(2), chain(2)
+    save(catalog, space, pinned)
+    save(catalog, space, other)
+    assert catalog.pin(space, pinned, 10.0, now=0.0) == 2
+    monkeypatch.setattr(catalog._reading, "_pins_that", None)
+    assert catalog.forget(space, other) == 2
+    assert catalog.forget(space, chain(2)) == 0
+
+
+def test_a_pin_of_a_block_that_others_read_too_ends_when_it_is_forgotten() -> None:
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(2)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 2
+    found = catalog.load(ME, space, keys, 10.0, [0], now=0.0)
+    assert catalog.forget(space, keys) == 2
+    assert catalog.leases == 1
+    catalog.release(ME, found.lease)
+    assert catalog.counts()["blocks"]["doomed"] == 0
+    assert catalog.evicted_blocks["forgotten"] == 2
+
+
+def test_pins_are_bounded_in_number_and_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_PINS", 2)
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_PINNED_IDS", 5)
+    catalog = catalog_of(64)
+    space, keys = space_of(catalog), [chain(4) for _ in range(3)]
+    for one in keys:
+        save(catalog, space, one)
+    assert catalog.pin(space, keys[0], 10.0, now=0.0) == 4
+    assert catalog.pin(space, keys[1], 10.0, now=0.0) == 1
+    assert catalog.pin(space, keys[2], 10.0, now=0.0) == 0
+    assert catalog.pin(space, keys[0], 20.0, now=0.0) == 4
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_PINNED_IDS", 50)
+    with pytest.raises(Refused, match="2 pins"):
+        catalog.pin(space, keys[2], 10.0, now=0.0)
+    assert catalog.pin(space, keys[1], 10.0, now=0.0) == 4
+    assert catalog.leases == 2
+
+
+def test_a_pin_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys[:64], 10.0, now=0.0) == 2
+    monkeypatch.setattr("kvtier.catalog.leases.LIMIT_LEASES", 1)
+    with pytest.raises(Refused, match="leases already"):
+        catalog.pin(space, keys, 10.0, now=0.0)
+    assert catalog.leases == 1
+    monkeypatch.setattr("kvtier.catalog.leases.LIMIT_LEASES", 2)
+    save(catalog, space, chain(16))
+    assert ready(catalog, space, keys) == 2
+
+
+def test_a_pin_is_charged_what_its_slots_take() -> None:
+    catalog = catalog_of(16, 4096)
+    group = Group(layers=1, opaque_bytes=1)
+    spec = KvSpec.groups([group], model="b", dtype="int8", block_tokens=16, weights="rev:1")
+    space, keys = space_of(catalog, spec), chain(16)
+    save(catalog, space, keys)
+    assert catalog.pin(space, keys, 10.0, now=0.0) == 4
+
+
+def test_an_adopted_lease_that_fits_no_frame_is_refused_and_not_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    catalog = catalog_of(4)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    found = catalog.load(ME, space, keys, 60.0, [], now=0.0)
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_TOLD_SLOTS", 3)
+    with pytest.raises(Refused, match="fewer shards"):
+        catalog.adopt(YOU, found.token, [0])
+    catalog.release(ME, found.lease)
+    assert catalog.leases == 0
+
+
+def test_one_call_lets_go_of_so_many_blocks_and_the_next_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.catalog.reading.LIMIT_LET_GO_IDS", 4)
+    catalog = catalog_of(16)
+    space, keys = space_of(catalog), chain(4)
+    save(catalog, space, keys)
+    tokens = [catalog.load(ME, space, keys, 60.0, [], now=0.0).token for _ in range(4)]
+    catalog.reserve(ME, space, 0, 0, b"", chain(4))
+    catalog.adopt(YOU, tokens[1], [0])
+    assert not catalog.end_session(ME, gone=True)
+    assert catalog.counts()["blocks"]["writing"] == 0, "writes end at once"
+    assert catalog.leases == 3
+    catalog.expire(0.0)  # of these one is held by another, too, and ends none
+    assert catalog.leases == 2
+    catalog.expire(0.0)
+    assert catalog.leases == 1
+    for _ in range(3):
+        catalog.load(YOU, space, keys, 60.0, [], now=1.0)
+    assert [catalog.expire(100.0) for _ in range(5)] == [1, 1, 1, 1, 0]
+    assert catalog.leases == 0
+    assert save(catalog, space, chain(16)).outcomes == bytes([GRANTED] * 16)

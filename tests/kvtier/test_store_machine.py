@@ -21,7 +21,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["slots", "checksums", "keys_of", "where", "block_bytes"]
+CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of"]
 # Two scales: slots in one slab of small pages; and slabs that must share an arena of a few MiB.
 MIB = 1 << 20
 SMALL = [100, 4096, 6000, 12288, 40000], st.integers(8 * 4096, 200 * 4096)
@@ -61,8 +61,9 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.native, self.twin, self.lru = Store(), Twin(), Lru()
+        self.ghosts = 65536
         self.tables = []  # generation tables, native's and twin's
-        self.spaces = []  # of each: groups, shards
+        self.spaces = {}  # of each: groups, shards
         self.states = {}  # id -> state
         self.names = {}  # id -> (space, group, shard, key)
         self.places = {}  # id -> (extent, offset, generation, length)
@@ -97,8 +98,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.spaces[space][0][group][0] == FULL
         self.lru.demoted(orphans)
 
-    @initialize(large=st.booleans(), data=st.data())
-    def open(self, large, data):
+    @initialize(large=st.booleans(), ghosts=st.sampled_from([0, 2, 65536]), data=st.data())
+    def open(self, large, ghosts, data):
+        self.native, self.twin, self.ghosts = Store(ghosts), Twin(ghosts), ghosts
         self.sizes, self.lengths = LARGE if large else SMALL
         self.add_extent(data.draw(self.lengths))
         self.add_space(data.draw(st.lists(groups, min_size=1, max_size=3)), data)
@@ -113,8 +115,11 @@ class StoreMachine(RuleBasedStateMachine):
         sizes = st.sampled_from(self.sizes)
         specs = [(kind, window, data.draw(sizes)) for kind, window in kinds]
         shards = [data.draw(st.sampled_from([1, 1, 2])) for _ in kinds]
-        assert self.both("add_space", specs, shards) == len(self.spaces)
-        self.spaces.append((specs, shards))
+        number = self.both("add_space", specs, shards)
+        assert number not in self.spaces and number <= 4
+        self.spaces[number] = specs, shards
+        for group, (_, _, size) in enumerate(specs):
+            assert size <= self.both("slot_bytes", number, group) < size * 1.04 + 4096
 
     @precondition(lambda self: len(self.tables) < 3)
     @rule(data=st.data())
@@ -126,8 +131,18 @@ class StoreMachine(RuleBasedStateMachine):
     def another_space(self, kinds, data):
         self.add_space(kinds, data)
 
+    @precondition(lambda self: len(self.spaces) > 1)
+    @rule(pick=numbers)
+    def drop_a_space(self, pick):
+        space, _, _ = self.place(pick)
+        dropped = self.both("drop_space", space)
+        assert dropped == all(name[0] != space for name in self.names.values())
+        if dropped:
+            del self.spaces[space]
+            assert self.both("match", space, KEYS[0]) is IndexError
+
     def place(self, pick):
-        space = pick % len(self.spaces)
+        space = sorted(self.spaces)[pick % len(self.spaces)]
         specs, shards = self.spaces[space]
         group = pick // 7 % len(specs)
         return space, group, pick // 31 % shards[group]
@@ -249,7 +264,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def lease(self, picks):
         ready = self.of("ready", "doomed")
-        ids = [ready[pick % len(ready)] for pick in picks] if ready else []  # twice counts twice
+        ids = [ready[pick % len(ready)] for pick in picks] if ready else []
+        if len(set(ids)) < len(ids):
+            assert self.both("lease", pack(ids)) is ValueError
+            ids = self.choose(ids, range(len(ids)))
         assert self.both("lease", pack(ids)) is None
         for i in ids:
             self.leases[i] = self.leases.get(i, 0) + 1
@@ -306,13 +324,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.states[i] == "ready"
             assert self.names[i][:3] == (space, group, shard) and self.names[i][3] in path
         self.lru.touched(ids)
-        self.both("collect", space, path, group, shard)
-        self.both("leading", space, path, group, shard)
+        self.both("states", space, path[-32:])
+        self.both("states", space, path[1:32])
         self.both("ancestors", space, group, shard, path[-32:], limit)
         self.both("ancestors", space, group, shard, path[-32:], 1000)
         self.both("match", space + 4, path)
         self.both("probe", space, group + 4, shard, path)
         self.both("probe", space, group, shard, path[1:])
+        self.both("probe", space, group, shard, path + path[-32:])
 
     @rule(some_leaves=st.lists(leaves, min_size=2, max_size=6))
     def match(self, some_leaves):
@@ -320,9 +339,18 @@ class StoreMachine(RuleBasedStateMachine):
             self.match_path(path_to(leaf))
 
     def match_path(self, path):
-        for space, (specs, shards) in enumerate(self.spaces):
-            ready, coming = self.both("match", space, b"".join(path))
-            assert (ready, coming) == (self.restorable(space, specs, shards, path), 0)
+        for space, (specs, shards) in self.spaces.items():
+            ready, parts = self.both("match", space, b"".join(path))
+            assert ready == self.restorable(space, specs, shards, path)
+            for group, shard, first, ids in parts:
+                names = [(space, group, shard, key) for key in path[first:ready]]
+                assert [self.names[i] for i in unpack(ids)] == names
+            here = unpack(self.both("resident", space, b"".join(path + path[:1])))
+            assert sorted(here) == [
+                i
+                for i in self.of("ready")
+                if self.names[i][0] == space and self.names[i][3] in path
+            ]
 
     def restorable(self, space, specs, shards, path):
         """By definition, from what was committed and did not leave: no index, no tree."""
@@ -348,13 +376,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.twin.check()
         counts = self.both("counts")
         assert sum(counts["blocks"].values()) == len(self.states)
+        assert counts["ghosts"] <= len(self.states) + self.ghosts
         ids = sorted(self.states)
         slots = list(struct.iter_unpack("<IIQQ", self.both("slots", pack(ids))))
         assert slots == [(e, 0, o, g) for e, o, g, _ in (self.places[i] for i in ids)]
         self.both("checksums", pack(ids))
+        assert self.both("ready", pack(ids)) == len(self.of("ready"))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)
-        assert self.both("where", pack(ids)) == [self.names[i][:3] for i in ids]
-        assert self.both("block_bytes", pack(ids)) == [self.places[i][3] for i in ids]
         assert all(native == twin for native, twin in self.tables)
 
     @invariant()
@@ -379,7 +407,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         size, space, group = min(
             (size, space, group)
-            for space, (specs, _) in enumerate(self.spaces)
+            for space, (specs, _) in self.spaces.items()
             for group, (_, _, size) in enumerate(specs)
         )
         plan = space, group, 10**6, pack(self.states)  # a held block among the victims is skipped

@@ -29,6 +29,7 @@ class Tenant(Protocol):
 @dataclass(eq=False)
 class SizeClass:
     pitch: int
+    users: int = 0
     available: list[Slab] = field(default_factory=list)  # with free slots, the latest first
     reshaped: list[Slab] = field(default_factory=list)  # with old blocks below, oldest first
 
@@ -107,13 +108,24 @@ class Slabs:
         self.add_run(len(self.extents) - 1, 0, pages)
         return len(self.extents) - 1
 
-    def class_for(self, block_bytes: int) -> SizeClass:
+    def join_class(self, block_bytes: int) -> SizeClass:
+        """The class of blocks of this size, with one more user.
+
+        A class that nobody uses and no slab is of gives its place to the next new one.
+        """
         pitch = pitch_for(block_bytes)
-        for size_class in self.classes:
-            if size_class.pitch == pitch:
+        lives = self.living()
+        for size_class, alive in zip(self.classes, lives, strict=True):
+            if alive and size_class.pitch == pitch:
+                size_class.users += 1
                 return size_class
-        self.classes.append(SizeClass(pitch))
-        return self.classes[-1]
+        at = lives.index(False) if False in lives else len(lives)
+        self.classes[at : at + 1] = [SizeClass(pitch, users=1)]
+        return self.classes[at]
+
+    def living(self) -> list[bool]:
+        used = [slab.size_class for slab in self.layouts()]
+        return [size_class.users > 0 or size_class in used for size_class in self.classes]
 
     def room(self, size_class: SizeClass) -> int:
         in_slabs = sum(len(slab.free) for slab in size_class.available)

@@ -22,6 +22,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 ABSENT, WRITING, READY, DOOMED, QUARANTINED = "absent", "writing", "ready", "doomed", "quarantined"
 ANSWERS = {ABSENT: 0, READY: 1, WRITING: 2, QUARANTINED: 2, DOOMED: 3}
 MAX_LEASES = 65534
+MAX_SIZES = 1024
 WALK_LIMIT = 65536
 
 
@@ -71,14 +72,20 @@ class Node:
     children: list[Node] = field(default_factory=list)  # the latest first
     blocks: list[Block] = field(default_factory=list)
     cut: bool = False  # a node above lacks a block of a full group
+    loose: bool = False  # its parent went; it is linked again when that is saved
 
 
 class Store:
     """One tenant's blocks. It has no clock, no I/O and no policy; it evicts what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, ghosts: int = 65536) -> None:
+        """Of the ghosts beyond `ghosts`, those stay that several others hang on."""
         self._slabs = Slabs()
-        self._spaces: list[Space] = []
+        self._ghost_limit = ghosts
+        self._late: list[int] = []  # ghosts that the next call looks at
+        self._climbed = 0
+        self._spaces: list[Space | None] = []
+        self._spare_spaces: list[int] = []
         self._index: dict[tuple[int, bytes], Node] = {}
         self._blocks: dict[int, Block] = {}
         self._ids: set[int] = set()  # of nodes and blocks
@@ -108,22 +115,47 @@ class Store:
                 raise ValueError("a group is (kind 0..2, window_blocks, block_bytes)")
             if not 0 < size <= 1 << 40 or (kind == WINDOW and window == 0):
                 raise ValueError("a block has between 1 byte and 1 TiB, a window a length")
-        if sum(len(space.places) for space in self._spaces) + sum(shards) > 1 << 24:
+        if sum(len(space.places) for space in self._spaces if space) + sum(shards) > 1 << 24:
             raise ValueError("too many spaces, groups and shards")
-        number = len(self._spaces)
+        classes = [self._slabs.join_class(size) for _, _, size in groups]
+        if sum(self._slabs.living()) > MAX_SIZES:
+            for size_class in classes:
+                size_class.users -= 1
+            raise ValueError("too many sizes of blocks")
+        if not self._spare_spaces:
+            self._spare_spaces.append(len(self._spaces))
+            self._spaces.append(None)
+        number = self._spare_spaces.pop()
         places = {
-            (group, shard): Place(number, group, shard, kind, size, self._slabs.class_for(size))
+            (group, shard): Place(number, group, shard, kind, size, classes[group])
             for group, (kind, _, size) in enumerate(groups)
             for shard in range(shards[group])
         }
         full = sum(place.kind == FULL for place in places.values())
-        self._spaces.append(Space(list(groups), list(shards), places, full))
+        self._spaces[number] = Space(list(groups), list(shards), places, full)
         return number
 
+    def drop_space(self, space: int) -> bool:
+        """Forgets a space that holds nothing, so that its number may be another's; or False."""
+        self._begin()
+        found = self._space(space)
+        if any(node.space == space for node in self._index.values()):
+            return False
+        for group in range(len(found.groups)):
+            found.places[group, 0].size_class.users -= 1
+        self._spaces[space] = None
+        self._spare_spaces.append(space)
+        return True
+
+    def slot_bytes(self, space: int, group: int) -> int:
+        """What a block of this group takes of the arena."""
+        return self._place(space, group, 0).size_class.pitch
+
     def _space(self, space: int) -> Space:
-        if not 0 <= space < len(self._spaces):
+        found = self._spaces[space] if 0 <= space < len(self._spaces) else None
+        if found is None:
             raise IndexError("no such space")
-        return self._spaces[space]
+        return found
 
     def _place(self, space: int, group: int, shard: int) -> Place:
         places = self._space(space).places
@@ -133,56 +165,61 @@ class Store:
 
     # What is here.
 
-    def match(self, space: int, keys: bytes) -> tuple[int, int]:
-        """The longest prefix that every group can restore, all shards READY; and 0 that come."""
+    def match(self, space: int, keys: bytes) -> tuple[int, list[tuple[int, int, int, bytes]]]:
+        """The longest prefix that every group can restore, all shards READY, and the blocks that it
+        is restored from: (group, shard, place of the first one in the prefix, ids)."""
         found = self._space(space)
+        named = split(keys, 32)
         best = 0
         runs = [0] * len(found.groups)
-        for i, key in enumerate(split(keys, 32)):
-            node = self._index.get((space, key))
+        for i, key in enumerate(named):
             restorable = True
             for group, (kind, window, _) in enumerate(found.groups):
-                ready = [
-                    block
-                    for block in (node.blocks if node else ())
-                    if block.place.group == group and block.state == READY
-                ]
-                runs[group] = runs[group] + 1 if len(ready) == found.shards[group] else 0
-                if kind == FULL and not runs[group]:
-                    return best, 0
-                if kind == WINDOW and runs[group] < min(window, i + 1):
-                    restorable = False
-                if kind == STATE and not runs[group]:
-                    restorable = False
+                places = [found.places[group, shard] for shard in range(found.shards[group])]
+                ready = all(self._ready(place, key) for place in places)
+                runs[group] = runs[group] + 1 if ready else 0
+                needed = min(window, i + 1) if kind == WINDOW else 1
+                restorable = restorable and runs[group] >= needed
+            if any(kind == FULL and not runs[g] for g, (kind, _, _) in enumerate(found.groups)):
+                break
             if restorable:
                 best = i + 1
-        return best, 0
+        parts: list[tuple[int, int, int, bytes]] = []
+        for (group, shard), place in found.places.items() if best else ():
+            kind, window, _ = found.groups[group]
+            first = {FULL: 0, WINDOW: max(0, best - window), STATE: best - 1}[kind]
+            blocks = [self._ready(place, key) for key in named[first:best]]
+            parts.append((group, shard, first, join(block.id for block in blocks if block)))
+        return best, parts
 
     def _find(self, place: Place, key: bytes) -> Block | None:
         node = self._index.get((place.space, key))
         return next((b for b in node.blocks if b.place == place), None) if node else None
 
-    def leading(self, space: int, keys: bytes, group: int, shard: int) -> bytes:
-        """The ids of the leading keys' READY blocks, up to the first key that has none."""
-        place = self._place(space, group, shard)
-        ids: list[int] = []
-        for key in split(keys, 32):
-            block = self._find(place, key)
-            if block is None or block.state != READY:
-                break
-            ids.append(block.id)
-        return join(ids)
+    def _ready(self, place: Place, key: bytes) -> Block | None:
+        block = self._find(place, key)
+        return block if block and block.state == READY else None
 
-    def collect(self, space: int, keys: bytes, group: int, shard: int) -> bytes:
-        """The ids of the keys' READY blocks. Raises KeyError where one has none."""
-        ids = self.present(space, group, shard, keys)
-        if len(ids) // 4 != len(keys) // 32:
-            raise KeyError("a key has no READY block")
-        return ids
+    def resident(self, space: int, keys: bytes) -> bytes:
+        """The ids of these keys' READY blocks in every group and shard, each once, by key."""
+        self._space(space)
+        nodes = (self._index.get((space, key)) for key in dict.fromkeys(split(keys, 32)))
+        return join(b.id for node in nodes if node for b in node.blocks if b.state == READY)
+
+    def states(self, space: int, key: bytes) -> bytes:
+        """What `probe` says of this key, for each shard of each group."""
+        places = self._space(space).places.values()
+        if len(key) != 32:
+            raise ValueError("a key is 32 bytes")
+        found = (self._find(place, key) for place in places)
+        return bytes(ANSWERS[block.state if block else ABSENT] for block in found)
 
     def probe(self, space: int, group: int, shard: int, keys: bytes) -> bytes:
-        """A byte a key: 0 new, 1 READY, 2 WRITING or QUARANTINED, 3 DOOMED."""
+        """A byte a key: 0 new, 1 READY, 2 WRITING or QUARANTINED, 3 DOOMED. ValueError where a
+        key is given twice."""
         place = self._place(space, group, shard)
+        if len(set(split(keys, 32))) < len(split(keys, 32)):
+            raise ValueError("a key is given twice")
         found = (self._find(place, key) for key in split(keys, 32))
         return bytes(ANSWERS[block.state if block else ABSENT] for block in found)
 
@@ -193,13 +230,14 @@ class Store:
         return join(block.id for block in found if block and block.state == READY)
 
     def ancestors(self, space: int, group: int, shard: int, key: bytes, limit: int) -> bytes:
-        """At most `limit` READY blocks on the path from the key, included, to its root."""
+        """The READY blocks among the first `limit` nodes from the key, included, to its root."""
         place = self._place(space, group, shard)
         if len(key) != 32:
             raise ValueError("a key is 32 bytes")
         ids: list[int] = []
         node = self._index.get((space, key))
-        while node is not None and len(ids) < limit:
+        while node is not None and limit > 0:
+            limit -= 1
             ids += [b.id for b in node.blocks if b.place == place and b.state == READY]
             node = node.parent
         return join(ids)
@@ -224,7 +262,7 @@ class Store:
             raise ValueError("no block has this id")
         evicted: list[Block] = []
         orphans: list[Block] = []
-        self._walked = 0
+        self._begin()
 
         def leave(block: Block) -> None:
             block.state = ABSENT
@@ -283,10 +321,15 @@ class Store:
         named = split(keys, 32)
         if len(statuses) != len(named):
             raise ValueError("a status for each key")
+        self._begin()
         made: list[Block] = []
         above_keys = [parent, *named]
         for key, above_key, status in zip(named, above_keys, statuses, strict=False):
             if status:
+                loose = self._index.get((space, key))
+                above = self._index.get((space, above_key)) if above_key is not None else None
+                if loose and loose.loose and (above or above_key is None):
+                    self._hang(loose, above)
                 continue
             if self._find(place, key) is not None:
                 self.abort(join(block.id for block in made))
@@ -297,11 +340,10 @@ class Store:
             if above_key is not None:
                 above = self._index.get((space, above_key)) or self._make_node(space, above_key)
             node = self._index.get((space, key)) or self._make_node(space, key)
-            if above is not None:
-                self._adopt(node, above)
+            self._hang(node, above)
             block = self._attach(node, place)
             if above is not None:
-                self._drop_if_idle(above)
+                self._tidy(above)
             block.slab, block.slot = self._slabs.take(place.size_class, block)
             made.append(block)
         ids = join(block.id for block in made)
@@ -319,7 +361,7 @@ class Store:
                 raise ValueError("a block is not in the state for this, or no block has this id")
             block.state = after
             blocks.append(block)
-        self._walked = 0
+        self._begin()
         return blocks
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
@@ -356,8 +398,7 @@ class Store:
         """READY blocks match no more, and go with their last lease: (gone now, orphans)."""
         freed: list[int] = []
         orphans: list[Block] = []
-        once = join(dict.fromkeys(unpack(ids)))  # an id given twice counts once
-        for block in self._claim(once, READY, DOOMED):
+        for block in self._claim(ids, READY, DOOMED):
             if block.leases:
                 if block.place.kind == FULL:
                     self._cut_below(block.node, orphans)
@@ -368,8 +409,11 @@ class Store:
         return join(freed), evictable_ids(orphans)
 
     def lease(self, ids: bytes) -> None:
-        """One more lease on each block; OverflowError where that makes more than 65534."""
+        """One more lease on each block; OverflowError where that makes more than 65534, ValueError
+        where a block is named twice."""
         blocks = [self._blocks.get(number) for number in unpack(ids)]
+        if len(set(unpack(ids))) < len(blocks):
+            raise ValueError("an id is given twice")
         for i, block in enumerate(blocks):
             there = block is not None and block.state in (READY, DOOMED)
             if block is not None and there and block.leases < MAX_LEASES:
@@ -397,6 +441,7 @@ class Store:
                 ended.append(block)
         evictable = join(block.id for block in ended if block.state == READY)
         doomed = [block for block in ended if block.state == DOOMED]
+        self._begin()
         for block in doomed:
             block.state = ABSENT
             self._leave(block, DOOMED, [])
@@ -409,6 +454,10 @@ class Store:
         if not all(number in self._blocks for number in numbers):
             raise ValueError("no block has this id")
         return [self._blocks[number] for number in numbers]
+
+    def ready(self, ids: bytes) -> int:
+        """How many of these blocks are READY."""
+        return sum(block.state == READY for block in self._known(ids))
 
     def slots(self, ids: bytes) -> bytes:
         """Where the blocks lie, with the generations as they are now."""
@@ -424,16 +473,8 @@ class Store:
         found = [block.checksum for block in self._known(ids)]
         return b"".join(c or bytes(16) for c in found), bytes(c is not None for c in found)
 
-    def block_bytes(self, ids: bytes) -> list[int]:
-        return [block.place.block_bytes for block in self._known(ids)]
-
     def keys_of(self, ids: bytes) -> bytes:
         return b"".join(block.node.key for block in self._known(ids))
-
-    def where(self, ids: bytes) -> list[tuple[int, int, int]]:
-        """(space, group, shard) of each."""
-        places = [block.place for block in self._known(ids)]
-        return [(place.space, place.group, place.shard) for place in places]
 
     def counts(self) -> Counts:
         """Blocks and bytes by state, nodes, ghosts, and the arena's bytes."""
@@ -449,10 +490,13 @@ class Store:
             "blocks": blocks,
             "bytes": sizes,
             "nodes": len(self._index),
-            "ghosts": sum(not node.blocks for node in self._index.values()),
+            "ghosts": self._ghosts(),
             "capacity_bytes": capacity,
             "free_bytes": free,
         }
+
+    def _ghosts(self) -> int:
+        return sum(not node.blocks for node in self._index.values())
 
     def memory_bytes(self) -> int:
         """A guess: this one is not made to be small."""
@@ -475,29 +519,57 @@ class Store:
         node = self._index[space, key] = Node(self._make_id(), space, key)
         return node
 
-    def _drop_if_idle(self, node: Node | None) -> None:
-        while node is not None and not node.blocks and not node.children:
+    def _begin(self) -> None:
+        """At the start of each call that may drop nodes."""
+        self._walked = self._climbed = 0
+        while self._late and self._climbed < WALK_LIMIT:
+            number = self._late.pop()
+            self._tidy(next((node for node in self._index.values() if node.id == number), None))
+
+    def _tidy(self, node: Node | None) -> None:
+        """Frees a ghost that nobody hangs on, and then its parent if that is now one.
+
+        With too many ghosts one with a single child goes too, and the child is loose.
+        """
+        while node is not None and not node.blocks:
+            if node.children:
+                if len(node.children) > 1 or self._ghosts() <= self._ghost_limit:
+                    return
+                node.children[0].parent = None
+                node.children[0].loose = True
             if node.parent is not None:
                 node.parent.children.remove(node)
             self._index.pop((node.space, node.key), None)
             if node.id in self._ids:
                 self._drop_id(node.id)
             node = node.parent
-
-    def _adopt(self, node: Node, parent: Node) -> None:
-        """Hangs a parentless ghost under its parent, unless that closes a circle."""
-        if node.blocks or node.parent is not None:
-            return
-        above: Node | None = parent
-        steps = 0
-        while above is not None and (node.children or above is parent):
-            steps += 1
-            if above is node or (node.children and steps > WALK_LIMIT):
+            self._climbed += node is not None
+            if node is not None and self._climbed > WALK_LIMIT:
+                self._late.append(node.id)
                 return
-            above = above.parent
-        node.parent = parent
-        parent.children.insert(0, node)
-        node.cut = parent.cut or not self._complete(parent)
+
+    def _hang(self, node: Node, parent: Node | None) -> None:
+        """Hangs a parentless ghost, or a loose node, under its parent, unless that closes a circle
+        or the proof takes too long. None makes it a root."""
+        if node.parent is not None or (node.blocks and not node.loose):
+            return
+        if parent is not None:
+            if node is parent:
+                return
+            above = parent if node.children else None
+            while above is not None:
+                if above is node:
+                    return
+                self._climbed += 1
+                if self._climbed > WALK_LIMIT:
+                    return
+                above = above.parent
+            node.parent = parent
+            parent.children.insert(0, node)
+        was_cut, node.loose = node.cut, False
+        node.cut = parent is not None and (parent.cut or not self._complete(parent))
+        if was_cut and not node.cut and self._complete(node):
+            self._join_below(node)
 
     def _attach(self, node: Node, place: Place) -> Block:
         vacant = all(block.id != node.id for block in node.blocks)
@@ -517,11 +589,11 @@ class Store:
         del self._blocks[block.id]
         if block.id != node.id:
             self._drop_id(block.id)
-        self._drop_if_idle(node)
+        self._tidy(node)
 
     def _complete(self, node: Node) -> bool:
         ready = sum(b.state == READY and b.place.kind == FULL for b in node.blocks)
-        return ready == self._spaces[node.space].full_places
+        return ready == self._space(node.space).full_places
 
     def _cut_below(self, node: Node, orphans: list[Block]) -> None:
         stack = [node]
@@ -563,7 +635,9 @@ class Store:
             assert placed[id(block)] == (block.slab, block.slot), "a block is not in its slot"
             assert block in block.node.blocks, "a block is lost"
         for node in self._index.values():
-            assert node.blocks or node.children, "a ghost without children is kept"
+            late = node.id in self._late
+            assert node.blocks or node.children or late, "a ghost without children is kept"
+            assert not node.loose or node.parent is None, "a loose node has a parent"
             assert node.parent is None or node in node.parent.children, "a child is lost"
             for child in node.children:
                 assert child.cut == (node.cut or not self._complete(node)), "a cut flag is wrong"

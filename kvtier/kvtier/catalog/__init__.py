@@ -1,0 +1,251 @@
+"""What one tenant has, where, and who may touch it. Synchronous and pure: it decides, others act.
+
+The store (native) knows blocks, slots and the prefix tree; the policy knows who goes first; the catalog
+puts them together and keeps the leases. No clock: every call that needs one is given `now`, in seconds
+of a monotonic clock. No call awaits, so decisions cannot interleave.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
+from kvtier.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
+from kvtier.catalog.reading import Reading
+from kvtier.catalog.spaces import Space, Spaces
+from kvtier.catalog.writing import Granted, Writing
+from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
+from kvtier.layout import KvSpec
+from kvtier.policy.base import Policy
+from kvtier.wire import GRANTED, IN_PROGRESS, OUTCOMES, SLOT_BYTES, Part
+from kvtier_kernels import Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvtier_kernels._native import Counts
+
+LIMIT_LEASE_S = 3600.0
+
+__all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space"]
+
+
+@dataclass(slots=True, frozen=True)
+class Found:
+    ready: int
+    coming: int
+    lease: LeaseId = NO_LEASE
+    token: bytes = b""
+    parts: tuple[Part, ...] = ()
+
+
+class Catalog:
+    """Everything of one tenant. Another tenant has another catalog, so nothing crosses."""
+
+    def __init__(self, store: Store, policy: Policy) -> None:
+        self._store = store
+        self._policy = policy
+        self._blocks = Blocks(store, policy)
+        self._spaces = Spaces(store)
+        self._leases = Leases()
+        self._reading = Reading(self._blocks, self._leases)
+        self._writing = Writing(self._blocks, self._spaces, self._leases)
+        self.lookup_tokens = 0
+        self.hit_tokens = 0
+        self.miss_tokens: Counter[str] = Counter()
+        self.saved_tokens = 0
+        self.saved_bytes = 0
+        self.loaded_bytes = 0
+        self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
+
+    # --- spaces and room ---------------------------------------------------------------------
+
+    def add_extent(self, nbytes: int, generations: Buffer) -> int:
+        """Room for more blocks, usable from this call on; `generations` is its table."""
+        return self._store.add_extent(nbytes, generations)
+
+    def open(self, identity: bytes, spec: KvSpec, session: SessionId = NOBODY) -> Space:
+        """The space of this identity, made on first sight."""
+        return self._spaces.open(identity, spec, session)
+
+    def space(self, number: int) -> Space:
+        """The space of this number, which is told once and never another's."""
+        return self._spaces.at(number)
+
+    # --- looking and reading -----------------------------------------------------------------
+
+    def match(self, space: Space, keys: bytes, count: bool = True) -> Found:
+        """The longest prefix that every group can restore; it counts as used from now."""
+        space.check_keys(keys)
+        ready, parts = self._reading.find(space, keys)
+        for held in parts:
+            self._policy.touched(last_first(held.ids))
+        if count:
+            self._count_lookup(space, keys, ready)
+        return Found(ready, 0)
+
+    def load(
+        self,
+        session: SessionId,
+        space: Space,
+        keys: bytes,
+        deadline_s: float,
+        shards: Sequence[int],
+        now: float,
+        count: bool = True,
+    ) -> Found:
+        """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
+        space.check_keys(keys)
+        ready, held = self._reading.find(space, keys)
+        parts = self._reading.tell(held, shards)
+        if count:
+            self._count_lookup(space, keys, ready)
+        if ready == 0:
+            return Found(0, 0)
+        deadline = now + min(deadline_s, LIMIT_LEASE_S)
+        lease = self._reading.hold(session, space, held, ready, deadline)
+        self._count_loaded(space, parts)
+        return Found(ready, 0, lease.id, lease.token, parts)
+
+    def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
+        """Join the lease with this token. The lease lasts until all who joined it let go."""
+        lease = self._reading.with_token(token)
+        parts = self._reading.tell(lease.parts, shards)
+        self._reading.join(session, lease)
+        self._count_loaded(lease.space, parts)
+        return Found(lease.prefix_blocks, 0, lease.id, lease.token, parts)
+
+    def release(self, session: SessionId, lease_id: LeaseId) -> None:
+        """The session reads no more under this lease. One that ran out is no error."""
+        if lease_id in self._writing:
+            raise Refused("unknown_lease", f"lease {lease_id} is one to write")
+        self._reading.release(session, lease_id)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def reserve(
+        self, session: SessionId, space: Space, group: int, shard: int, parent: bytes, keys: bytes
+    ) -> Granted:
+        """Plan a save: which keys are new, which slots they get, who goes for them.
+
+        Keeps the leading new keys if not all have room. Never evicts a block of this very chain.
+        """
+        space.check_keys(keys)
+        space.check_place(group, shard)
+        if len(parent) not in (0, KEY_BYTES):
+            raise Refused("bad_request", f"a parent of {len(parent)} bytes")
+        granted = self._writing.reserve(session, space, group, shard, parent, keys)
+        for code, reason in enumerate(OUTCOMES):
+            if code != GRANTED:
+                blocks = granted.outcomes.count(code)
+                self.refused_tokens[reason] += blocks * space.spec.block_tokens
+        return granted
+
+    def commit(
+        self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes = b""
+    ) -> None:
+        """Blocks [first, first + count) of the lease are READY from now on."""
+        lease = self._writing.commit(session, lease_id, first, count, checksums)
+        spec = lease.space.spec
+        self.saved_tokens += count * spec.block_tokens
+        self.saved_bytes += count * spec.group_block_bytes(lease.group)
+
+    def abort(self, session: SessionId, lease_id: LeaseId) -> None:
+        """What the lease has not committed is free again: its writer says that it writes no more."""
+        self._writing.abort(session, lease_id)
+
+    # --- the other wishes --------------------------------------------------------------------
+
+    def pin(self, space: Space, keys: bytes, ttl_s: float, now: float) -> int:
+        """Keep the ready prefix for `ttl_s`, as far as pins may go; how many blocks that is."""
+        space.check_keys(keys)
+        return self._reading.pin(space, keys, ttl_s, now)
+
+    def hint(self, space: Space, keys: bytes, importance: float) -> int:
+        """Tell the policy how much these blocks matter, 0 (gone first) to 1."""
+        ids = self._resident(space, keys)
+        if importance > 0:
+            self._policy.hinted(ids, importance)
+        else:
+            self._policy.demoted(last_first(ids))
+        return len(ids) // ID_BYTES
+
+    def forget(self, space: Space, keys: bytes) -> int:
+        """These blocks match no more from now on; those being read go when their readers do."""
+        ids = self._resident(space, keys)
+        if ids and self._blocks.forget(ids):
+            self._reading.unpin_forgotten()
+        return len(ids) // ID_BYTES
+
+    def _resident(self, space: Space, keys: bytes) -> bytes:
+        """The ids of these keys' READY blocks in every group and shard, each once."""
+        space.check_keys(keys)
+        return self._store.resident(space.index, keys) if space.index >= 0 else b""
+
+    # --- ends --------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> int:
+        """End the read leases whose deadline has passed, some at a time; how many there were. Whoever
+        still reads under one sees the slot's generation change if the slot is given away."""
+        return self._reading.expire(now)
+
+    def end_session(self, session: SessionId, gone: bool) -> bool:
+        """The session is over. Its reads end, now or at the next calls of `expire`; its unfinished writes
+        are free at once if its process is `gone` or has promised to touch nothing, else quarantined.
+        True if something stays so."""
+        leases = self._leases.of(session)
+        written = [lease_id for lease_id in leases if lease_id in self._writing]
+        quarantined = self._writing.end_session(session, written, gone)
+        self._reading.end_session(session, self._leases.of(session))
+        self._spaces.leave(session)
+        return quarantined
+
+    def process_gone(self, session: SessionId) -> None:
+        """The process behind an ended session exists no more: nothing can write its slots."""
+        self._writing.process_gone(session)
+
+    # --- saying how it is --------------------------------------------------------------------
+
+    def counts(self) -> Counts:
+        return self._store.counts()
+
+    @property
+    def spaces(self) -> int:
+        return len(self._spaces)
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def evicted_blocks(self) -> Counter[str]:
+        return self._blocks.evicted
+
+    def memory_bytes(self) -> int:
+        return self._store.memory_bytes() + self._policy.memory_bytes()
+
+    def _count_lookup(self, space: Space, keys: bytes, ready: int) -> None:
+        tokens = space.spec.block_tokens
+        blocks = len(keys) // KEY_BYTES
+        self.lookup_tokens += blocks * tokens
+        self.hit_tokens += ready * tokens
+        if ready < blocks:
+            self.miss_tokens[self._why_missing(space, keys, ready)] += (blocks - ready) * tokens
+
+    def _why_missing(self, space: Space, keys: bytes, at: int) -> str:
+        """Why the prefix ends at block `at`: the worst state that this block has in any part."""
+        if space.index < 0:
+            return "absent"
+        states = self._store.states(space.index, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        if IN_PROGRESS in states:
+            return "in_progress"
+        return "absent" if GRANTED in states else "incomplete"
+
+    def _count_loaded(self, space: Space, parts: Sequence[Part]) -> None:
+        for part in parts:
+            nbytes = space.spec.group_block_bytes(part.group)
+            self.loaded_bytes += len(part.slots) // SLOT_BYTES * nbytes

@@ -1,0 +1,80 @@
+"""The blocks of one tenant: the store, which knows them, and the policy, which says who goes first, in step.
+
+Which blocks the policy knows: exactly those that may be evicted, READY and held by no lease.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+from kvtier.errors import Refused
+from kvtier.policy.base import Policy
+from kvtier_kernels import Store
+
+ID_BYTES = 4
+
+
+class Blocks:
+    def __init__(self, store: Store, policy: Policy) -> None:
+        self.store = store
+        self.policy = policy
+        self.evicted: Counter[str] = Counter(capacity=0, forgotten=0)
+
+    def lease(self, batches: list[bytes]) -> None:
+        """Hold the blocks of every batch, or of none. One batch names no block twice."""
+        taken: list[bytes] = []
+        try:
+            for ids in batches:
+                self.store.lease(ids)
+                taken.append(ids)
+        except (OverflowError, ValueError) as error:
+            for ids in taken:
+                self.store.unlease(ids)
+            if isinstance(error, ValueError):
+                raise Refused("bad_request", "a key is given twice") from error
+            raise Refused("too_many", "a block is held by too many leases") from error
+        for ids in taken:
+            self.policy.removed(ids)
+
+    def unlease(self, ids: bytes) -> None:
+        evictable, freed = self.store.unlease(ids)
+        self.policy.added(last_first(evictable))
+        self.evicted["forgotten"] += len(freed) // ID_BYTES
+
+    def commit(self, ids: bytes, checksums: bytes) -> None:
+        self.store.commit(ids, checksums)
+        self.policy.added(ids)
+
+    def forget(self, ids: bytes) -> bool:
+        """They match no more; those that are leased go with their last lease: True if there are any."""
+        freed, orphans = self.store.forget(ids)
+        self.policy.removed(ids)
+        self.policy.demoted(orphans)
+        self.evicted["forgotten"] += len(freed) // ID_BYTES
+        return len(freed) < len(ids)
+
+    def make_room(self, space: int, group: int, wanted: int) -> None:
+        """Evict, coldest first, until `wanted` slots are free or nothing more may go."""
+        store, policy = self.store, self.policy
+        victims = b""  # at first: what other spaces left empty costs nobody anything
+        while (short := wanted - store.room(space, group, wanted)) > 0:
+            evicted, orphans = store.make_room(space, group, wanted, victims)
+            policy.removed(evicted)
+            policy.demoted(orphans)
+            self.evicted["capacity"] += len(evicted) // ID_BYTES
+            if victims and not evicted:
+                break
+            victims = policy.victims(short)
+            if not victims:
+                break
+
+
+def last_first(ids: bytes) -> bytes:
+    """The same ids, last first: a policy takes the later ones of a batch as the more recent, and the head
+    of a chain has to outlive its tail."""
+    if len(ids) <= ID_BYTES:
+        return ids
+    order = array("I", ids)
+    order.reverse()
+    return order.tobytes()
