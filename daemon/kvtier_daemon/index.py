@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import lmdb
 
@@ -31,6 +31,7 @@ PAGES_PER_ENTRY: Final = 4
 COALESCED: Final = 4096
 
 Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
+Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public type
 
 
 class Index:
@@ -165,7 +166,7 @@ class Index:
         self._env.set_mapsize(min(size, self._limit_bytes))
 
 
-def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, object]]:
+def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -180,7 +181,7 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
         raise TierError(f"the index {folder} can't be opened: {error}") from error
 
 
-def _open(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, object]]:
+def _open(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
     # Without `metasync` a power cut loses the last commit at most; without `sync` a file opens cleanly
     # after one and has wrong values.
     env = lmdb.open(
