@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.codec import frame, raw
-from kvtier.codec.frame import Entry, Frame, Identity
+from kvtier.codec.frame import Entry, Frame, Identity, Template
 from kvtier.errors import FrameError
 from kvtier.layout import Group, KvSpec
+from kvtier_kernels import xxh3_128
 from specs import spec_of
 
 DIGESTS = st.binary(min_size=16, max_size=16)
@@ -115,3 +118,22 @@ def test_a_raw_block_has_an_entry_for_each_layer_and_part() -> None:
     assert [(e.layer, e.part) for e in raw.entries(spec, 0)] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_sealed_template_is_the_frame(known: bool) -> None:
+    spec = spec_of("sealed")
+    payload = random.Random(4).randbytes(spec.block_bytes)
+    digest = xxh3_128(payload)
+    kind = Template(b"s" * 32, 0, 1, frame.RAW, raw.entries(spec, 0))
+    header = kind.header(b"k" * 32, b"p" * 32, 7, 8, digest if known else b"")
+    assert len(header) == kind.header_bytes
+    sealed = frame.decode(frame.seal(header, payload + b"what lies after it"), 7)
+    assert sealed.identity == Identity(b"s" * 32, 0, 1, b"k" * 32)
+    assert (sealed.parent, sealed.sequence) == (b"p" * 32, 8)
+    assert sealed.raw_digest == sealed.payload_digest == digest
+    assert sealed.total_bytes == kind.total_bytes
+    for entry in sealed.entries:
+        assert entry.digest == xxh3_128(payload[entry.offset : entry.offset + entry.nbytes])
+    root = frame.decode(frame.seal(kind.header(b"k" * 32, b"", 7, 8, b""), payload))
+    assert root.parent == b""

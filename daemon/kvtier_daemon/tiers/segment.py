@@ -11,7 +11,8 @@ before the first frame is written; the frames are before the trailer. A segment 
 head's epoch is sealed, and the table says all that is in it; without one it is open, and its frames are found
 by walking from the first page until one is none.
 
-Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ tenant 32 │ digest 16
+Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ tenant 32
+                  │ digest 16
 Trailer, "KVTe":  version u16 │ zero u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
                   │ table digest 16 │ digest 16
 
@@ -39,7 +40,7 @@ from kvtier.layout import KvSpec
 from kvtier_kernels import xxh3_128
 
 VERSION = 1
-HEAD = struct.Struct("<4sHHIQQ32s")
+HEAD = struct.Struct("<4sHHIQQQ32s")
 TRAILER = struct.Struct("<4sHHIQQQ16s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 HEAD_MAGIC, TRAILER_MAGIC = b"KVTs", b"KVTe"
@@ -51,26 +52,24 @@ assert ENTRY.size == 128
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the first page says."""
+    """What the first page says. `sequence` is its first frame's: segments follow each other by it."""
 
     number: int
     nbytes: int
     epoch: int
+    sequence: int
     tenant: bytes
 
     def encode(self) -> bytes:
-        return _page(
-            HEAD.pack(HEAD_MAGIC, VERSION, 0, self.number, self.nbytes, self.epoch, self.tenant)
-        )
+        fields = (self.number, self.nbytes, self.epoch, self.sequence, self.tenant)
+        return _page(HEAD.pack(HEAD_MAGIC, VERSION, 0, *fields))
 
     @classmethod
     def decode(cls, page: bytes) -> Head:
         """Raises FrameError if this is no segment's first page, or damaged."""
-        magic, version, _, number, nbytes, epoch, tenant = HEAD.unpack_from(
-            _checked(page, HEAD.size)
-        )
+        magic, version, _, *fields = HEAD.unpack_from(_checked(page, HEAD.size))
         _expect(magic, HEAD_MAGIC, version)
-        return cls(number, nbytes, epoch, tenant)
+        return cls(*fields)
 
 
 @dataclass(frozen=True, slots=True)

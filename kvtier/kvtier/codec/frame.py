@@ -43,6 +43,12 @@ HAS_PARENT = 1
 FLAGS = HAS_PARENT
 HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16s28x16s")
 ENTRY = struct.Struct("<HBBIII16s")
+RAW = 0
+FLAGS_AT, FLAGS_FIELD = 12, struct.Struct("<I")
+TIME_AT, TIME = 32, struct.Struct("<QQ")
+NAMES_AT, NAMES = 80, struct.Struct("<32s32s")
+RAW_DIGEST_AT = 152
+PAYLOAD_DIGEST_AT = 168
 DIGEST_AT = 240
 DIGEST_BYTES = 16
 NONCE_BYTES = 12
@@ -123,6 +129,61 @@ class Frame:
         )
         text = bytearray((header + body).ljust(size, b"\0"))
         text[DIGEST_AT : HEADER.size] = xxh3_128(text)
+        return bytes(text)
+
+
+def seal(header: bytes, payload: bytes | memoryview) -> bytes:
+    """The header of this payload, its digests filled in: the entries', the payload's and the header's own,
+    and the raw digest where the payload is the block and its digest was not known. What the disk worker does
+    on the way to the disk; this is its twin."""
+    text = bytearray(header)
+    fields = HEADER.unpack_from(text)
+    codec, payload_bytes, count, raw_digest = fields[2], fields[5], fields[14], fields[15]
+    body = memoryview(payload)[:payload_bytes]
+    for number in range(count):
+        at = HEADER.size + number * ENTRY.size
+        *_, offset, nbytes, _, _ = ENTRY.unpack_from(text, at)
+        text[at + ENTRY.size - DIGEST_BYTES : at + ENTRY.size] = xxh3_128(
+            body[offset : offset + nbytes]
+        )
+    if codec != RAW or raw_digest == ZERO_DIGEST:
+        digest = xxh3_128(body)
+        text[PAYLOAD_DIGEST_AT : PAYLOAD_DIGEST_AT + DIGEST_BYTES] = digest
+        if codec == RAW:
+            text[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = digest
+    else:
+        text[PAYLOAD_DIGEST_AT : PAYLOAD_DIGEST_AT + DIGEST_BYTES] = raw_digest
+    text[DIGEST_AT : HEADER.size] = ZERO_DIGEST
+    text[DIGEST_AT : HEADER.size] = xxh3_128(text)
+    return bytes(text)
+
+
+class Template:
+    """Headers of one kind of frame: everything is the same in them but identity, place in time and digests."""
+
+    def __init__(
+        self, space: bytes, group: int, shard: int, codec: int, entries: tuple[Entry, ...]
+    ) -> None:
+        size = sum(entry.nbytes for entry in entries)
+        raw_bytes = sum(entry.raw_bytes for entry in entries)
+        nothing = Frame(
+            Identity(space, group, shard, bytes(32)), b"", codec, size, raw_bytes, 0, 0, ZERO_DIGEST,
+            ZERO_DIGEST, entries,
+        )  # fmt: skip
+        self.payload_bytes = size
+        self._text = nothing.encode()
+        self.total_bytes = nothing.total_bytes
+        self.header_bytes = nothing.header_bytes
+
+    def header(
+        self, key: bytes, parent: bytes, epoch: int, sequence: int, raw_digest: bytes
+    ) -> bytes:
+        """A header that is still to be sealed; the raw digest is empty if it is not known."""
+        text = bytearray(self._text)
+        FLAGS_FIELD.pack_into(text, FLAGS_AT, HAS_PARENT if parent else 0)
+        TIME.pack_into(text, TIME_AT, epoch, sequence)
+        NAMES.pack_into(text, NAMES_AT, key, parent)
+        text[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = raw_digest or ZERO_DIGEST
         return bytes(text)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.codec.frame import Entry
+from kvtier.codec.frame import RAW, Entry
 from kvtier.layout import KvSpec
-
-NUMBER = 0
 
 
 def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:
@@ -16,9 +14,9 @@ def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:
     parts = kind.parts if kind.kind != "state" else 1
     pieces = kind.layers * parts
     if kind.opaque_bytes or total % pieces:
-        return (Entry(0, 0, NUMBER, 0, total, total),)
+        return (Entry(0, 0, RAW, 0, total, total),)
     size = total // pieces
     return tuple(
-        Entry(number // parts, number % parts, NUMBER, number * size, size, size)
+        Entry(number // parts, number % parts, RAW, number * size, size, size)
         for number in range(pieces)
     )

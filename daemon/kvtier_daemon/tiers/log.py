@@ -1,0 +1,143 @@
+"""One tenant's segments in one directory: which is written to, which comes next. No I/O, no clock.
+
+     FREE ──begin──▶ BEGINNING ──begun──▶ OPEN ──seal──▶ SEALING ──sealed──▶ SEALED
+      ▲                                                                        │
+      └────────────── freed, when nothing reads it any more ── LEAVING ◀──leave┘
+
+Segments are used again in the order in which they were begun: the oldest leaves first, and what of it was wanted
+since it was written is written again, elsewhere, before that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.codec.frame import PAGE, pages
+from kvtier_daemon.tiers.segment import ENTRY, FIRST_FRAME, Head
+
+
+class Stage(Enum):
+    """What a segment is being used for."""
+
+    FREE = "free"
+    BEGINNING = "beginning"
+    OPEN = "open"
+    SEALING = "sealing"
+    SEALED = "sealed"
+    LEAVING = "leaving"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A file of a log. `number` is its own among all that the daemon has."""
+
+    number: int
+    path: str
+    fd: int
+    nbytes: int
+    stage: Stage = Stage.FREE
+    head: Head | None = None
+    end: int = FIRST_FRAME  # where the next frame goes
+    rows: list[bytes] = field(default_factory=list)  # of its table to come
+    spaces: dict[bytes, int] = field(default_factory=dict)  # identity: its number in that table
+    spaces_bytes: int = 8  # what describing them takes
+    writing: int = 0
+    reading: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.writing and not self.reading
+
+    def has_room(self, frame_bytes: int, space_bytes: int) -> bool:
+        """Whether a frame fits before the footer; `space_bytes` if its space is a new one here."""
+        table = self.spaces_bytes + space_bytes + (len(self.rows) + 1) * ENTRY.size
+        return self.end + frame_bytes + pages(table) + PAGE <= self.nbytes
+
+
+class Log:
+    """The segments, by what they are for."""
+
+    def __init__(self) -> None:
+        self.free: deque[Segment] = deque()
+        self.open: Segment | None = None
+        self.sealed: deque[Segment] = deque()
+        self.others: set[Segment] = set()  # beginning, sealing, leaving
+
+    def __len__(self) -> int:
+        held = len(self.free) + len(self.sealed) + len(self.others)
+        return held + (self.open is not None)
+
+    def add(self, segment: Segment) -> None:
+        """One that holds nothing yet."""
+        segment.stage = Stage.FREE
+        self.free.append(segment)
+
+    def add_sealed(self, segment: Segment) -> None:
+        """One that a restart found full; to be added oldest first."""
+        segment.stage = Stage.SEALED
+        self.sealed.append(segment)
+
+    def begin(self, epoch: int, sequence: int, tenant: bytes) -> Segment:
+        """Take a free segment; its head is to be written, and `begun` to be said when that is on disk."""
+        segment = self.free.popleft()
+        _step(segment, Stage.FREE, Stage.BEGINNING)
+        assert segment.idle
+        file_number = segment.head.number if segment.head else segment.number
+        segment.head = Head(file_number, segment.nbytes, epoch, sequence, tenant)
+        segment.end, segment.rows, segment.spaces, segment.spaces_bytes = FIRST_FRAME, [], {}, 8
+        self.others.add(segment)
+        return segment
+
+    def begun(self, segment: Segment) -> None:
+        assert self.open is None
+        _step(segment, Stage.BEGINNING, Stage.OPEN)
+        self.others.discard(segment)
+        self.open = segment
+
+    def seal(self) -> Segment:
+        """The open segment takes no more; its footer is to be written when its frames are on disk."""
+        segment = self.open
+        assert segment is not None
+        _step(segment, Stage.OPEN, Stage.SEALING)
+        self.open = None
+        self.others.add(segment)
+        return segment
+
+    def now_sealed(self, segment: Segment) -> None:
+        """Its footer is on disk: what the table would need is not kept in memory any more."""
+        _step(segment, Stage.SEALING, Stage.SEALED)
+        segment.rows, segment.spaces = [], {}
+        self.others.discard(segment)
+        self.sealed.append(segment)
+
+    def leave(self) -> Segment | None:
+        """The oldest sealed segment, which is to be used again once what deserves it was brought away."""
+        if not self.sealed:
+            return None
+        segment = self.sealed.popleft()
+        _step(segment, Stage.SEALED, Stage.LEAVING)
+        self.others.add(segment)
+        return segment
+
+    def freed(self, segment: Segment) -> None:
+        """Nothing names it any more, and nothing reads it."""
+        assert segment.idle
+        _step(segment, Stage.LEAVING, Stage.FREE)
+        self.others.discard(segment)
+        self.free.append(segment)
+
+    def failed(self, segment: Segment) -> None:
+        """It could not be begun or sealed: what it holds may be read, and it leaves like a full one."""
+        self.others.discard(segment)
+        if self.open is segment:
+            self.open = None
+        segment.stage = Stage.SEALED
+        segment.rows, segment.spaces = [], {}
+        self.sealed.append(segment)
+
+
+def _step(segment: Segment, before: Stage, after: Stage) -> None:
+    assert segment.stage is before, (segment.path, segment.stage, after)
+    segment.stage = after
