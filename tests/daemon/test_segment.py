@@ -16,7 +16,9 @@ from kvtier_daemon.tiers.segment import (
     Listed,
     Trailer,
     decode_entries,
+    described_bytes,
     encode_footer,
+    encode_row,
     footer_bytes,
 )
 from specs import spec_of
@@ -36,6 +38,12 @@ def some_frames(count: int) -> list[Listed]:
     ]  # fmt: skip
 
 
+def footer(frames: list[Listed]) -> tuple[int, bytes]:
+    numbers = [identity for identity, _ in SPACES]
+    rows = [encode_row(one, numbers.index(one.identity.space)) for one in frames]
+    return encode_footer(HEAD, SPACES, rows, (1 + len(rows)) * PAGE)
+
+
 def test_a_head_comes_back_as_it_was() -> None:
     page = HEAD.encode()
     assert len(page) == PAGE
@@ -45,8 +53,10 @@ def test_a_head_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize("count", [0, 1, 31, 200])
 def test_a_footer_comes_back_as_it_was_and_ends_with_the_segment(count: int) -> None:
     frames = some_frames(count)
-    at, text = encode_footer(HEAD, SPACES, frames)
-    assert at + len(text) == HEAD.nbytes and len(text) == footer_bytes(SPACES, count)
+    at, text = footer(frames)
+    assert at + len(text) == HEAD.nbytes and len(text) == footer_bytes(
+        described_bytes(SPACES), count
+    )
     trailer = Trailer.decode(text[-PAGE:], HEAD)
     assert (trailer.table_at, trailer.entries) == (at, count)
     spaces, rows = trailer.split(text[:-PAGE])
@@ -56,7 +66,7 @@ def test_a_footer_comes_back_as_it_was_and_ends_with_the_segment(count: int) -> 
 
 def test_every_byte_of_head_and_footer_counts() -> None:
     head = HEAD.encode()
-    _, text = encode_footer(HEAD, SPACES, some_frames(40))
+    _, text = footer(some_frames(40))
     trailer = Trailer.decode(text[-PAGE:], HEAD)
     for at in range(PAGE):
         for page, decode in (
@@ -77,7 +87,7 @@ def test_every_byte_of_head_and_footer_counts() -> None:
 
 
 def test_a_trailer_of_an_earlier_use_seals_nothing() -> None:
-    _, text = encode_footer(HEAD, SPACES, some_frames(4))
+    _, text = footer(some_frames(4))
     with pytest.raises(FrameError, match="used again"):
         Trailer.decode(text[-PAGE:], replace(HEAD, epoch=HEAD.epoch + 1))
     with pytest.raises(FrameError, match="in a segment of"):

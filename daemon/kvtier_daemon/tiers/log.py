@@ -4,8 +4,8 @@
       ▲                                                                        │
       └────────────── freed, when nothing reads it any more ── LEAVING ◀──leave┘
 
-Segments are used again in the order in which they were begun: the oldest leaves first, and what of it was wanted
-since it was written is written again, elsewhere, before that.
+Segments are used again in the order in which they were begun: the oldest leaves first, and what of it was
+wanted since it was written is written again, elsewhere, before that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.codec.frame import PAGE, pages
-from kvtier_daemon.tiers.segment import ENTRY, FIRST_FRAME, Head
+from kvtier.codec.frame import PAGE
+from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.segment import FIRST_FRAME, Head, described_bytes, footer_bytes
 
 
 class Stage(Enum):
@@ -40,9 +41,11 @@ class Segment:
     stage: Stage = Stage.FREE
     head: Head | None = None
     end: int = FIRST_FRAME  # where the next frame goes
+    taken: int = 0  # how many frames it has room for so far
     rows: list[bytes] = field(default_factory=list)  # of its table to come
-    spaces: dict[bytes, int] = field(default_factory=dict)  # identity: its number in that table
-    spaces_bytes: int = 8  # what describing them takes
+    spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of that table
+    number_of: dict[bytes, int] = field(default_factory=dict)
+    described: int = 0  # bytes that describing them takes
     writing: int = 0
     reading: int = 0
 
@@ -50,10 +53,27 @@ class Segment:
     def idle(self) -> bool:
         return not self.writing and not self.reading
 
-    def has_room(self, frame_bytes: int, space_bytes: int) -> bool:
-        """Whether a frame fits before the footer; `space_bytes` if its space is a new one here."""
-        table = self.spaces_bytes + space_bytes + (len(self.rows) + 1) * ENTRY.size
-        return self.end + frame_bytes + pages(table) + PAGE <= self.nbytes
+    def take(self, frame_bytes: int, space: tuple[bytes, KvSpec]) -> tuple[int, int] | None:
+        """Where a frame goes, in pages, and the number of its space in the table; None if it does not fit
+        before the footer."""
+        assert self.stage is Stage.OPEN
+        new = space[0] not in self.number_of
+        described = described_bytes([*self.spaces, space]) if new else self.described
+        if self.end + frame_bytes + footer_bytes(described, self.taken + 1) > self.nbytes:
+            return None
+        if new:
+            self.number_of[space[0]] = len(self.spaces)
+            self.spaces.append(space)
+            self.described = described
+        page = self.end // PAGE
+        self.end += frame_bytes
+        self.taken += 1
+        return page, self.number_of[space[0]]
+
+    def empty(self) -> None:
+        """Forget what was written to it."""
+        self.end, self.taken, self.described = FIRST_FRAME, 0, 0
+        self.rows, self.spaces, self.number_of = [], [], {}
 
 
 class Log:
@@ -86,7 +106,7 @@ class Log:
         assert segment.idle
         file_number = segment.head.number if segment.head else segment.number
         segment.head = Head(file_number, segment.nbytes, epoch, sequence, tenant)
-        segment.end, segment.rows, segment.spaces, segment.spaces_bytes = FIRST_FRAME, [], {}, 8
+        segment.empty()
         self.others.add(segment)
         return segment
 
@@ -108,7 +128,7 @@ class Log:
     def now_sealed(self, segment: Segment) -> None:
         """Its footer is on disk: what the table would need is not kept in memory any more."""
         _step(segment, Stage.SEALING, Stage.SEALED)
-        segment.rows, segment.spaces = [], {}
+        segment.empty()
         self.others.discard(segment)
         self.sealed.append(segment)
 
@@ -134,7 +154,7 @@ class Log:
         if self.open is segment:
             self.open = None
         segment.stage = Stage.SEALED
-        segment.rows, segment.spaces = [], {}
+        segment.empty()
         self.sealed.append(segment)
 
 

@@ -95,27 +95,32 @@ class Listed:
         )  # fmt: skip
 
 
-def footer_bytes(spaces: Sequence[tuple[bytes, KvSpec]], frames: int) -> int:
+def described_bytes(spaces: Sequence[tuple[bytes, KvSpec]]) -> int:
+    """What these spaces take of a table."""
+    return len(_described(spaces))
+
+
+def footer_bytes(described: int, frames: int) -> int:
     """What table and trailer take of a segment with so many frames, in whole pages."""
-    return pages(len(_described(spaces)) + frames * ENTRY.size) + PAGE
+    return pages(described + frames * ENTRY.size) + PAGE
+
+
+def encode_row(one: Listed, space: int) -> bytes:
+    """An entry of the table; `space` is the number that its space has there."""
+    name = one.identity
+    return ENTRY.pack(
+        name.key, one.parent, space, name.group, name.shard, one.page, one.pages, one.header_pages,
+        one.codec, one.payload_bytes, one.raw_bytes, one.sequence, one.payload_digest,
+        HAS_PARENT if one.parent else 0,
+    )  # fmt: skip
 
 
 def encode_footer(
-    head: Head, spaces: Sequence[tuple[bytes, KvSpec]], listed: Sequence[Listed]
+    head: Head, spaces: Sequence[tuple[bytes, KvSpec]], rows: Sequence[bytes], end: int
 ) -> tuple[int, bytes]:
-    """Where the table goes, and the bytes from there to the segment's end."""
-    number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
-    rows = [
-        ENTRY.pack(
-            one.identity.key, one.parent, number_of[one.identity.space], one.identity.group,
-            one.identity.shard, one.page, one.pages, one.header_pages, one.codec, one.payload_bytes,
-            one.raw_bytes, one.sequence, one.payload_digest, HAS_PARENT if one.parent else 0,
-        )
-        for one in listed
-    ]  # fmt: skip
+    """Where the table goes, and the bytes from there to the segment's end; its frames go up to `end`."""
     table = _described(spaces) + b"".join(rows)
     at = head.nbytes - PAGE - pages(len(table))
-    end = max((one.page + one.pages for one in listed), default=1) * PAGE
     assert end <= at, "no room was left for the footer"
     trailer = TRAILER.pack(
         TRAILER_MAGIC, VERSION, 0, len(rows), at, len(table), head.epoch, xxh3_128(table)

@@ -159,7 +159,7 @@ def seal(header: bytes, payload: bytes | memoryview) -> bytes:
 
 
 class Template:
-    """Headers of one kind of frame: everything is the same in them but identity, place in time and digests."""
+    """Headers of one kind of frame: all is the same in them but identity, place in time and digests."""
 
     def __init__(
         self, space: bytes, group: int, shard: int, codec: int, entries: tuple[Entry, ...]

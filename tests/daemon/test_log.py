@@ -1,0 +1,90 @@
+"""A log of segments: which is written, which leaves, and that a footer always fits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtier.codec.frame import PAGE
+from kvtier_daemon.tiers.log import Log, Segment, Stage
+from kvtier_daemon.tiers.segment import ENTRY, encode_footer
+from specs import spec_of
+
+TENANT = b"t" * 32
+
+
+def a_log(count: int = 3, nbytes: int = 64 * PAGE) -> Log:
+    log = Log()
+    for number in range(count):
+        log.add(Segment(number, f"{number}.segment", -1, nbytes))
+    return log
+
+
+def opened(log: Log, sequence: int = 0) -> Segment:
+    segment = log.begin(epoch=7 + sequence, sequence=sequence, tenant=TENANT)
+    log.begun(segment)
+    return segment
+
+
+def test_segments_are_used_again_in_the_order_in_which_they_were_begun() -> None:
+    log = a_log()
+    begun = []
+    for turn in range(9):
+        if not log.free:
+            leaving = log.leave()
+            assert leaving is begun[turn - 3]
+            log.freed(leaving)
+        segment = opened(log, turn)
+        begun.append(segment)
+        assert log.seal() is segment
+        log.now_sealed(segment)
+        assert len(log) == 3
+    assert [segment.number for segment in begun] == [0, 1, 2] * 3
+    assert begun[8].head is not None and begun[8].head.sequence == 8
+
+
+def test_one_that_could_not_be_sealed_leaves_like_a_full_one() -> None:
+    log = a_log(1)
+    segment = opened(log)
+    segment.rows.append(bytes(ENTRY.size))
+    log.failed(segment)
+    assert log.open is None and segment.stage is Stage.SEALED
+    assert log.leave() is segment
+    assert log.leave() is None
+    log.freed(segment)
+    again = opened(log, 1)
+    assert again is segment and not again.rows
+
+
+def test_what_is_read_is_not_used_again() -> None:
+    log = a_log(1)
+    segment = opened(log)
+    log.now_sealed(log.seal())
+    log.leave()
+    segment.reading = 1
+    with pytest.raises(AssertionError):
+        log.freed(segment)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_are_placed_so_that_the_footer_fits(seed: int) -> None:
+    chance = random.Random(seed)
+    spaces = [(bytes([n]) * 32, spec_of(f"a space of some length {n}")) for n in range(12)]
+    log = a_log(1, chance.randrange(16, 200) * PAGE)
+    segment = opened(log)
+    last = 0
+    while True:
+        size = chance.randrange(1, 6) * PAGE
+        space = chance.choice(spaces)
+        place = segment.take(size, space)
+        if place is None:
+            break
+        page, number = place
+        assert page * PAGE >= last and segment.spaces[number] == space
+        last = page * PAGE + size
+        segment.rows.append(bytes(ENTRY.size))
+    assert segment.head is not None and segment.end == last
+    at, text = encode_footer(segment.head, segment.spaces, segment.rows, segment.end)
+    assert at >= last and at + len(text) == segment.nbytes
+    assert len(segment.rows) == segment.taken
