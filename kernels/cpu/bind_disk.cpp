@@ -33,7 +33,7 @@ constexpr size_t kThreadsMost = 16;
 constexpr size_t kPoolMost = 64;  // a pool's threads, and so its depth
 constexpr uint64_t kBytesMost = uint64_t{64} << 20;
 // What an object that goes without having been stopped waits for the kernel.
-constexpr double kGrace = 5;
+constexpr double kGrace = 1;
 constexpr int64_t kRuns = -1;
 
 [[noreturn]] void raise_os_error(int number, const std::string& why) {
@@ -309,15 +309,13 @@ class Disk {
         return left;
     }
 
-    // The threads go on by themselves, or are not this process's; the memory that the kernel may
-    // still write to stays for good.
+    // The threads go on by themselves, with what they share among them, or are not this process's;
+    // the memory that the kernel may still write to stays for good.
     void abandon() {
         for (Thread& thread : running_) {
             if (thread.thread.joinable()) thread.thread.detach();
         }
         for (nb::object& mapping : mappings_) mapping.release();
-        new std::shared_ptr<DiskQueue>(queue_);
-        for (const auto& ring : rings_) new std::shared_ptr<RingWorker>(ring);
     }
 
     template <typename Take>

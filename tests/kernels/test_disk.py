@@ -243,6 +243,30 @@ def run_python(code):
     return done.stdout
 
 
+# A disk that goes while an operation hangs: the process lives, and its memory is there.
+ABANDONED = """
+import os, select, sys
+sys.path[:0] = ["tests/kernels"]
+import pytest
+import test_disk, gc, pathlib, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    for engine in ["threads"] + ([] if test_disk.WHY_NO_RING else ["io_uring"]):
+        one = test_disk.Bench(pathlib.Path(folder), engine, depth=1)
+        try:
+            plug = test_disk.Plug(one)
+        except pytest.skip.Exception:
+            sys.exit(0)
+        plug.read(1, one.file(b"x" * 4096))
+        plug.bench = plug.mapping = one.mapping = None
+        del one.disk
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            assert "memfd:plug" in maps.read()
+        plug.pull()
+        assert select.select([one.bell], [], [], 60)[0]
+"""
+
+
 def test_auto_falls_back_to_threads_where_rings_are_refused():
     run_python(REFUSE_RINGS)
 
@@ -567,6 +591,43 @@ def test_a_disk_may_go_at_any_time(tmp_path, engine):
         del one, disk
         gc.collect()
         os.close(fd)
+
+
+def test_memory_that_the_kernel_has_outlives_the_disk():
+    run_python(ABANDONED)
+
+
+@pytest.mark.faults
+def test_what_takes_more_than_one_call_comes_whole(bench):
+    one = bench()
+    size = (1 << 30) + 3 * PAGE
+    memory = os.memfd_create("large")
+    os.ftruncate(memory, size)
+    mapping = kernels.Mapping(memory, size, True)
+    os.close(memory)
+    extent = one.disk.register(mapping, False)
+    view = memoryview(mapping)
+    fd = one.file()
+    os.ftruncate(fd, size)
+    marks = {0: b"first", (1 << 30) - 3: b"across", size - 4: b"last"}
+    with open(one.folder / "file0", "r+b") as file:
+        for at, mark in marks.items():
+            file.seek(at)
+            file.write(mark)
+    one.disk.read(reference.OPERATION.pack(1, fd, 0, 0, size, extent, 0, 0, b""))
+    assert one.wait(1) == [0]
+    for at, mark in marks.items():
+        assert view[at : at + len(mark)] == mark
+        view[at : at + len(mark)] = mark.upper()
+    one.disk.write(
+        reference.OPERATION.pack(2, fd, 0, 0, size, extent, 0, 0, header_at(0, 2)), b"hh"
+    )
+    assert one.wait(2) == [0]
+    with open(one.folder / "file0", "rb") as file:
+        assert file.read(3) == b"hh\0"
+        for at, mark in marks.items():
+            file.seek(PAGE + at)
+            assert file.read(len(mark)) == mark.upper()
 
 
 def test_the_disk_keeps_its_mappings(bench):
