@@ -111,8 +111,8 @@ class Disk:
 
     def stop(self, timeout_s: float = 5.0) -> int:
         """Ends what is queued with ECANCELED and joins the threads once the kernel has given back what it
-        has. Returns how many operations it still has when the time is up; their memory is then kept
-        for good if this object goes."""
+        has. Returns how many operations it still has when the time is up: it can be called again. An
+        object that goes with some of them left waits for a second and keeps their memory for good."""
 
     def overdue(self) -> int:
         """How many operations the kernel has that are past their deadline."""

@@ -237,7 +237,11 @@ else:
 
 def run_python(code):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=os.path.dirname(__file__),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -246,7 +250,7 @@ def run_python(code):
 # A disk that goes while an operation hangs: the process lives, and its memory is there.
 ABANDONED = """
 import os, select, sys
-sys.path[:0] = ["tests/kernels"]
+sys.path[:0] = [os.getcwd()]
 import pytest
 import test_disk, gc, pathlib, tempfile
 with tempfile.TemporaryDirectory() as folder:
