@@ -8,11 +8,12 @@ void bind_mapping(nb::module_& m);
 void bind_blocks(nb::module_& m);
 void bind_names(nb::module_& m);
 void bind_prefault(nb::module_& m);
+void bind_disk(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_store(nb::module_& m);
 
 NB_MODULE(_native, m) {
-    m.doc() = "kvtier's native parts: copies, names, mappings and the catalog's store.";
+    m.doc() = "kvtier's native parts: copies, names, mappings, disks and the catalog's store.";
     // A process that ends, or is ended, with a client open is no leak worth a warning on its
     // stderr.
     nb::set_leak_warnings(false);
@@ -21,6 +22,7 @@ NB_MODULE(_native, m) {
     bind_blocks(m);
     bind_names(m);
     bind_prefault(m);
+    bind_disk(m);
     bind_policy(m);
     bind_store(m);
 }

@@ -1,7 +1,8 @@
-"""Native kernels behind one import: copies, checksums, names, mappings, the catalog's store."""
+"""Native kernels behind one import: copies, checksums, names, mappings, disks, the catalog's store."""
 
 from kvtier_kernels._native import (
     Buffers,
+    Disk,
     Lru,
     Mapping,
     Pieces,
@@ -30,6 +31,7 @@ from kvtier_kernels._native import (
 
 __all__ = [
     "Buffers",
+    "Disk",
     "Lru",
     "Mapping",
     "Pieces",

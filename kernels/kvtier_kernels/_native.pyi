@@ -51,6 +51,98 @@ class Prefaulter:
     def stop(self) -> None:
         """Joins the thread within one step of 64 MiB. What is queued stays undone."""
 
+@final
+class Disk:
+    """Moves blocks between files and mappings in native threads, and writes to the eventfd when there is
+    something in `done()`: read the descriptor first, then ask. Never blocks but in `stop`. Keeps the
+    mappings; the caller keeps each descriptor open, and each slot, until its operations are over.
+
+    Operations are packed, 64 bytes each, little endian: token u64, fd i32, flags u32, file offset u64,
+    nbytes u64, extent u32, deadline in ms from now u32 (0 is none), memory offset u64, and then a
+    digest of 16 bytes (reads) or where in `headers` a header lies, u64, and its bytes, u64 (writes).
+    Offsets are whole pages of 4 KiB; nbytes is rounded up to whole pages on disk and in memory.
+
+    What is past its deadline while it is queued ends with ETIMEDOUT and touches nothing; what the kernel
+    has by then can't be called back, and `overdue()` counts it. There is no order between operations,
+    but for a sync and the writes before it."""
+
+    def __init__(
+        self, notify_fd: int, engine: str = "auto", depth: int = 8, threads: int = 1
+    ) -> None:
+        """`engine` is "io_uring", with a ring for each of `threads`; "threads", one for each operation of
+        the depth, 64 at most; or "auto": the first if the kernel allows it. OSError where it was asked
+        for and is refused. `depth` is how much the kernel has at most: all of it for urgent reads, an
+        eighth less for others, half for writes. One write goes after 16 reads, urgent ones aside."""
+
+    def register(self, mapping: Mapping, fixed: bool = True) -> int:
+        """Makes a mapping known and returns its index, `extent` in operations. A `fixed` one is
+        registered with the kernel, soon and piece by piece, and used without where that is refused."""
+
+    def read(self, ops: Buffer) -> None:
+        """Queues reads; all of them or, with an IndexError or a ValueError, none. Flag 1 is urgent: before
+        all others. Flag 2 verifies: EBADMSG unless the xxh3-128 of the bytes is the digest. ENODATA
+        where the file ends before. After an error the memory holds anything."""
+
+    def write(self, ops: Buffer, headers: Buffer = b"") -> None:
+        """Queues writes, as `read` does: the header, copied here and filled up with zeros to whole pages,
+        and after it the payload, as one record. With flag 2, `done` has the payload's xxh3-128."""
+
+    def sync(self, token: int, fd: int, deadline_ms: int = 0) -> None:
+        """Queues an fdatasync for when every write to `fd` so far is over. Ends with the error of the
+        first of those writes that did not succeed, if no sync has told of it yet."""
+
+    def read_bytes(
+        self,
+        token: int,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        urgent: bool = False,
+        deadline_ms: int = 0,
+    ) -> None:
+        """Queues a read of at most 64 MiB, aligned or not, that `done` has the bytes of."""
+
+    def done(self) -> list[tuple[int, int, bytes | None]]:
+        """What is over since the last call: token, errno or 0, and the bytes or the digest."""
+
+    def forget(self, fd: int) -> None:
+        """Forgets that writes to `fd` failed: for a descriptor that is closed without a sync. ValueError
+        while writes or syncs of it are under way."""
+
+    def stop(self, timeout_s: float = 5.0) -> int:
+        """Ends what is queued with ECANCELED and joins the threads once the kernel has given back what it
+        has. Returns how many operations it still has when the time is up: it can be called again. An
+        object that goes with some of them left waits for a second and keeps their memory for good."""
+
+    def overdue(self) -> int:
+        """How many operations the kernel has that are past their deadline."""
+
+    @property
+    def queued(self) -> tuple[int, int, int]:
+        """Urgent reads, reads, and writes and syncs that have not begun."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many operations the kernel has."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def why(self) -> str:
+        """Why it is this engine."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def registered_bytes(self) -> int:
+        """How much memory is registered with the kernel, of each ring."""
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the threads; the kernel's own workers are not among them."""
+
 def views(
     mappings: Sequence[Mapping | None], slots: Buffer, nbytes: int, writable: bool
 ) -> list[memoryview]:

@@ -14,11 +14,14 @@ from kvtier_kernels.reference.blocks import (
     gather,
     scatter,
 )
+from kvtier_kernels.reference.disk import OPERATION, Disk
 from kvtier_kernels.reference.names import chain_hashes, chain_keys
 from kvtier_kernels.reference.xxh3 import xxh3_128
 
 __all__ = [
+    "OPERATION",
     "SLOT",
+    "Disk",
     "Pieces",
     "blake3",
     "chain_hashes",

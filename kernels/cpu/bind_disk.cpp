@@ -1,0 +1,420 @@
+// Disk: what Python sees of the threads that move blocks between files and the arena.
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "disk.h"
+#include "python_bytes.h"
+
+namespace nb = nanobind;
+
+namespace kvtier {
+namespace {
+
+constexpr size_t kDepthMost = 1024;
+constexpr size_t kThreadsMost = 16;
+constexpr size_t kPoolMost = 64;  // a pool's threads, and so its depth
+constexpr uint64_t kBytesMost = uint64_t{64} << 20;
+// What an object that goes without having been stopped waits for the kernel.
+constexpr double kGrace = 1;
+constexpr int64_t kRuns = -1;
+
+[[noreturn]] void raise_os_error(int number, const std::string& why) {
+    const nb::object error = nb::borrow(PyExc_OSError)(number, why);
+    PyErr_SetObject(PyExc_OSError, error.ptr());
+    nb::raise_python_error();
+}
+
+int duplicate(int fd) {
+    const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) raise_os_error(errno, "notify_fd: " + std::string(std::strerror(errno)));
+    return copy;
+}
+
+Clock::time_point deadline(uint32_t ms) {
+    return ms == 0 ? Clock::time_point::max() : Clock::now() + std::chrono::milliseconds(ms);
+}
+
+int64_t nanoseconds(clockid_t clock) {
+    timespec now;
+    if (clock_gettime(clock, &now) != 0) return kRuns;
+    return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+// Moves blocks for as long as it lives. A forked child has the object but not the threads.
+class Disk {
+ public:
+    Disk(int notify_fd, const std::string& engine, size_t depth, size_t threads)
+        : depth_(depth), owner_(getpid()) {
+        if (engine != "auto" && engine != "io_uring" && engine != "threads") {
+            throw nb::value_error("engine: auto, io_uring or threads");
+        }
+        if (depth < 1 || depth > kDepthMost) throw nb::value_error("depth: 1 to 1024");
+        if (threads < 1 || threads > kThreadsMost) throw nb::value_error("threads: 1 to 16");
+        threads = std::min(threads, depth);
+        if (engine == "threads") {
+            why_ = "asked for";
+            depth_ = threads = std::min(depth, kPoolMost);
+        } else if (!probe(depth / threads + 1)) {
+            if (engine == "io_uring") raise_os_error(probe_error_, why_);
+            depth_ = threads = std::min(depth, kPoolMost);
+        } else {
+            engine_ = "io_uring";
+            why_ = engine == "auto" ? "the kernel offers it" : "asked for";
+        }
+        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_);
+        if (engine_ == "io_uring") {
+            for (size_t i = 0; i < threads; i++) {
+                auto ring = std::make_shared<RingWorker>(queue_, (depth + threads - 1) / threads);
+                if (ring->ring().error() != 0)
+                    raise_os_error(ring->ring().error(), ring->ring().why());
+                rings_.push_back(std::move(ring));
+            }
+        }
+        threads_ = threads;
+        try {
+            start();
+        } catch (...) {
+            end(kGrace);
+            throw;
+        }
+    }
+    Disk(const Disk&) = delete;
+    Disk& operator=(const Disk&) = delete;
+
+    ~Disk() {
+        if (getpid() != owner_) {
+            abandon();
+        } else if (end(kGrace) != 0) {
+            abandon();
+        }
+    }
+
+    uint32_t add_extent(nb::handle object, bool fixed) {
+        const auto* mapping = nb::cast<const Mapping*>(object);
+        queue();
+        mappings_.push_back(nb::borrow(object));
+        extents_.push_back(mapping);
+        return queue().add_extent({mapping->data(), mapping->size(), fixed});
+    }
+
+    void read(nb::handle packed) {
+        std::list<Operation> batch;
+        each(packed, [&](const PackedOperation& from, const std::string& name) {
+            Operation& to = batch.emplace_back();
+            place(from, name, true, to);
+            to.kind = Kind::kRead;
+            if ((from.flags & ~(kUrgent | kDigest)) != 0) unknown_flags(name);
+            to.urgent = (from.flags & kUrgent) != 0;
+            to.needed = from.nbytes;
+            std::memcpy(to.digest.data(), from.digest, kDigestBytes);
+        });
+        submit(std::move(batch));
+    }
+
+    void write(nb::handle packed, nb::handle headers) {
+        Held held;
+        held.take(headers, Access::kRead, Shape::kContiguous, "headers");
+        std::list<Operation> batch;
+        each(packed, [&](const PackedOperation& from, const std::string& name) {
+            Operation& to = batch.emplace_back();
+            place(from, name, false, to);
+            to.kind = Kind::kWrite;
+            if ((from.flags & ~kDigest) != 0) unknown_flags(name);
+            const uint64_t at = from.header.at, nbytes = from.header.nbytes;
+            if (at > held.size() || nbytes > held.size() - at) {
+                throw nb::index_error((name + ": its header is not in the headers").c_str());
+            }
+            if (nbytes == 0) return;
+            to.header_bytes = whole_pages(nbytes);
+            to.total += to.header_bytes;
+            to.own = Pages(nbytes);
+            std::memcpy(to.own.data(), held.data() + at, nbytes);
+        });
+        submit(std::move(batch));
+    }
+
+    void sync(uint64_t token, int fd, uint32_t deadline_ms) {
+        std::list<Operation> batch;
+        Operation& to = batch.emplace_back();
+        to.token = token;
+        to.fd = fd;
+        to.kind = Kind::kSync;
+        to.deadline = deadline(deadline_ms);
+        submit(std::move(batch));
+    }
+
+    void read_bytes(uint64_t token, int fd, uint64_t offset, uint64_t nbytes, bool urgent,
+                    uint32_t deadline_ms) {
+        if (nbytes < 1 || nbytes > kBytesMost) throw nb::value_error("nbytes: 1 byte to 64 MiB");
+        if (offset > kOffsetMost) throw nb::value_error("offset: beyond every file");
+        std::list<Operation> batch;
+        Operation& to = batch.emplace_back();
+        to.token = token;
+        to.fd = fd;
+        to.kind = Kind::kReadBytes;
+        to.urgent = urgent;
+        to.deadline = deadline(deadline_ms);
+        to.skip = offset % kPage;
+        to.file_offset = offset - to.skip;
+        to.nbytes = nbytes;
+        to.needed = to.skip + nbytes;
+        to.total = whole_pages(to.needed);
+        to.own = Pages(to.total);
+        to.payload = to.own.data();
+        submit(std::move(batch));
+    }
+
+    nb::list done() {
+        const std::vector<Completion> over = queue().done();
+        nb::list list;
+        for (const Completion& one : over) {
+            nb::object extra = nb::none();
+            if (one.error == 0 && one.kind == Kind::kReadBytes) {
+                extra = nb::bytes(one.own.data() + one.skip, one.nbytes);
+            } else if (one.error == 0 && one.kind == Kind::kWrite && one.with_digest) {
+                extra = nb::bytes(one.digest.data(), one.digest.size());
+            }
+            list.append(nb::make_tuple(one.token, one.error, extra));
+        }
+        return list;
+    }
+
+    void forget(int fd) {
+        if (!queue().forget(fd)) throw nb::value_error("writes or syncs of it are under way");
+    }
+
+    std::tuple<size_t, size_t, size_t> queued() {
+        const auto lengths = queue().lengths();
+        return {lengths.urgent, lengths.reads, lengths.writes};
+    }
+    size_t in_flight() { return queue().lengths().in_kernel; }
+    size_t overdue() { return queue().lengths().overdue; }
+
+    size_t stop(double timeout_s) {
+        // Infinity is no number of nanoseconds; a year is as good.
+        if (std::isnan(timeout_s)) throw nb::value_error("timeout_s: not a number");
+        queue();
+        return end(std::clamp(timeout_s, 0.0, 365 * 86400.0));
+    }
+
+    const std::string& engine() const { return engine_; }
+    const std::string& why() const { return why_; }
+    size_t depth() const { return depth_; }
+    size_t threads() const { return threads_; }
+
+    uint64_t registered_bytes() const {
+        uint64_t least = rings_.empty() ? 0 : std::numeric_limits<uint64_t>::max();
+        for (const auto& ring : rings_) least = std::min(least, ring->registered_bytes());
+        return least;
+    }
+
+    double cpu_s() {
+        queue();
+        int64_t sum = 0;
+        for (const Thread& thread : running_) {
+            const int64_t before = thread.took->load();
+            const int64_t now = before != kRuns ? before : nanoseconds(thread.clock);
+            // It may have ended in between: then it has said so before.
+            sum += std::max<int64_t>(now != kRuns ? now : thread.took->load(), 0);
+        }
+        return static_cast<double>(sum) * 1e-9;
+    }
+
+ private:
+    static constexpr uint64_t kOffsetMost = std::numeric_limits<int64_t>::max() / 2;
+
+    struct Thread {
+        std::thread thread;
+        clockid_t clock;
+        std::shared_ptr<std::atomic<int64_t>> took;  // CPU nanoseconds, once it has ended
+    };
+
+    bool probe(size_t entries) {
+        const Ring ring(static_cast<uint32_t>(entries));
+        probe_error_ = ring.error();
+        why_ = ring.why();
+        return probe_error_ == 0;
+    }
+
+    DiskQueue& queue() const {
+        if (getpid() != owner_) throw std::runtime_error("Disk: not for a forked child");
+        return *queue_;
+    }
+
+    template <typename Run>
+    void launch(Run run) {
+        auto took = std::make_shared<std::atomic<int64_t>>(kRuns);
+        queue_->thread_begins();
+        try {
+            std::thread thread([queue = queue_, took, run] {
+                run();
+                took->store(nanoseconds(CLOCK_THREAD_CPUTIME_ID));
+                queue->thread_ends();
+            });
+            clockid_t clock;
+            if (pthread_getcpuclockid(thread.native_handle(), &clock) != 0) clock = -1;
+            running_.push_back({std::move(thread), clock, std::move(took)});
+        } catch (...) {
+            queue_->thread_ends();
+            throw;
+        }
+    }
+
+    void start() {
+        // Signals are the main thread's business.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        running_.reserve(threads_ + 1);  // a thread once begun must not be lost
+        try {
+            launch([queue = queue_] { queue->run_clock(); });
+            for (const auto& ring : rings_) launch([ring] { ring->run(); });
+            for (size_t i = rings_.size(); i < threads_; i++) {
+                launch([queue = queue_] { run_pool_worker(*queue); });
+            }
+        } catch (...) {
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            throw;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    size_t end(double timeout_s) {
+        const nb::gil_scoped_release unlocked;
+        const std::lock_guard joining(joining_);
+        const size_t left = queue_->stop(timeout_s);
+        if (queue_->ended()) {
+            for (Thread& thread : running_) {
+                if (thread.thread.joinable()) thread.thread.join();
+            }
+        }
+        return left;
+    }
+
+    // The threads go on by themselves, with what they share among them, or are not this process's;
+    // the memory that the kernel may still write to stays for good.
+    void abandon() {
+        for (Thread& thread : running_) {
+            if (thread.thread.joinable()) thread.thread.detach();
+        }
+        for (nb::object& mapping : mappings_) mapping.release();
+    }
+
+    template <typename Take>
+    void each(nb::handle packed, const Take& take) {
+        Held held;
+        held.take(packed, Access::kRead, Shape::kContiguous, "ops");
+        if (held.size() % sizeof(PackedOperation) != 0) {
+            throw nb::value_error("ops: packed operations are 64 bytes each");
+        }
+        for (size_t i = 0; i < held.size() / sizeof(PackedOperation); i++) {
+            PackedOperation from;
+            std::memcpy(&from, held.data() + i * sizeof(from), sizeof(from));
+            take(from, "operation " + std::to_string(i));
+        }
+    }
+
+    [[noreturn]] static void unknown_flags(const std::string& name) {
+        throw nb::value_error((name + ": unknown flags").c_str());
+    }
+
+    // What reads and writes have in common, checked.
+    void place(const PackedOperation& from, const std::string& name, bool writes_memory,
+               Operation& to) {
+        if (from.extent >= extents_.size()) {
+            throw nb::index_error((name + ": extent " + std::to_string(from.extent) + " of " +
+                                   std::to_string(extents_.size()))
+                                      .c_str());
+        }
+        const Mapping& mapping = *extents_[from.extent];
+        if (from.nbytes == 0) throw nb::value_error((name + ": no bytes").c_str());
+        if (from.file_offset % kPage != 0 || from.memory_offset % kPage != 0) {
+            throw nb::value_error((name + ": its offsets are not whole pages").c_str());
+        }
+        if (from.file_offset > kOffsetMost) {
+            throw nb::value_error((name + ": beyond every file").c_str());
+        }
+        const uint64_t size = mapping.size() / kPage * kPage;
+        if (from.memory_offset > size || from.nbytes > size - from.memory_offset) {
+            throw nb::index_error((name + ": " + std::to_string(from.nbytes) + " bytes at " +
+                                   std::to_string(from.memory_offset) + " of an extent of " +
+                                   std::to_string(mapping.size()))
+                                      .c_str());
+        }
+        if (writes_memory && !mapping.writable()) {
+            throw nb::value_error((name + ": its extent is mapped read-only").c_str());
+        }
+        to.token = from.token;
+        to.fd = from.fd;
+        to.with_digest = (from.flags & kDigest) != 0;
+        to.extent = from.extent;
+        to.file_offset = from.file_offset;
+        to.nbytes = from.nbytes;
+        to.total = whole_pages(from.nbytes);
+        to.payload = mapping.data() + from.memory_offset;
+        to.deadline = deadline(from.deadline_ms);
+    }
+
+    void submit(std::list<Operation>&& batch) {
+        if (!queue().submit(std::move(batch))) {
+            throw nb::value_error("stopped: takes no more operations");
+        }
+    }
+
+    std::string engine_ = "threads", why_;
+    int probe_error_ = 0;
+    size_t depth_, threads_ = 0;
+    const pid_t owner_;
+    std::vector<nb::object> mappings_;
+    std::vector<const Mapping*> extents_;
+    std::shared_ptr<DiskQueue> queue_;
+    std::vector<std::shared_ptr<RingWorker>> rings_;
+    std::mutex joining_;
+    std::vector<Thread> running_;
+};
+
+}  // namespace
+}  // namespace kvtier
+
+void bind_disk(nb::module_& m) {
+    using kvtier::Disk;
+    nb::class_<Disk>(m, "Disk", nb::is_final())
+        .def(nb::init<int, const std::string&, size_t, size_t>(), nb::arg("notify_fd"),
+             nb::arg("engine") = "auto", nb::arg("depth") = 8, nb::arg("threads") = 1)
+        .def("register", &Disk::add_extent, nb::arg("mapping"), nb::arg("fixed") = true)
+        .def("read", &Disk::read, nb::arg("ops"))
+        .def("write", &Disk::write, nb::arg("ops"), nb::arg("headers") = nb::bytes("", 0))
+        .def("sync", &Disk::sync, nb::arg("token"), nb::arg("fd"), nb::arg("deadline_ms") = 0)
+        .def("read_bytes", &Disk::read_bytes, nb::arg("token"), nb::arg("fd"), nb::arg("offset"),
+             nb::arg("nbytes"), nb::arg("urgent") = false, nb::arg("deadline_ms") = 0)
+        .def("done", &Disk::done)
+        .def("forget", &Disk::forget, nb::arg("fd"))
+        .def("stop", &Disk::stop, nb::arg("timeout_s") = 5.0)
+        .def("overdue", &Disk::overdue)
+        .def_prop_ro("queued", &Disk::queued)
+        .def_prop_ro("in_flight", &Disk::in_flight)
+        .def_prop_ro("engine", &Disk::engine)
+        .def_prop_ro("why", &Disk::why)
+        .def_prop_ro("depth", &Disk::depth)
+        .def_prop_ro("threads", &Disk::threads)
+        .def_prop_ro("registered_bytes", &Disk::registered_bytes)
+        .def_prop_ro("cpu_s", &Disk::cpu_s);
+}

@@ -1,0 +1,349 @@
+// What disk workers share: queues by urgency, syncs after their writes, deadlines, completions.
+#include "disk.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <new>
+
+namespace kvtier {
+namespace {
+
+// EAGAIN or EINTR this often in a row is an error like any other.
+constexpr int kRetriesMost = 100;
+// Reads, the urgent ones aside, that may begin while a write waits.
+constexpr size_t kReadsInARow = 16;
+// How late an operation may be ended in the queue, so that many deadlines cost one look.
+constexpr std::chrono::milliseconds kClockStep{1};
+
+}  // namespace
+
+Pages::Pages(uint64_t nbytes) {
+    data_.reset(static_cast<uint8_t*>(std::aligned_alloc(kPage, whole_pages(nbytes))));
+    if (data_ == nullptr) throw std::bad_alloc();
+    std::memset(data_.get(), 0, whole_pages(nbytes));
+}
+
+int Operation::rest(uint64_t most) {
+    int count = 0;
+    uint64_t at = from(), left = most;
+    if (at < header_bytes) {
+        const uint64_t size = std::min(header_bytes - at, left);
+        parts[count++] = {own.data() + at, size};
+        at += size, left -= size;
+    }
+    const uint64_t size = std::min(total - at, left);
+    if (size != 0) parts[count++] = {payload + (at - header_bytes), size};
+    return count;
+}
+
+bool Operation::advance(int64_t result) {
+    if (result == -EINTR || result == -EAGAIN) {
+        if (++retries < kRetriesMost) return false;
+    }
+    if (result < 0) {
+        error = static_cast<int>(-result);
+        return true;
+    }
+    if (kind == Kind::kSync) return true;
+    const uint64_t reached = from() + static_cast<uint64_t>(result);
+    if (reached <= moved) {  // nothing more to be had: the file's end
+        error = reads() ? ENODATA : EIO;
+        return true;
+    }
+    moved = reached;
+    retries = 0;
+    return moved >= (reads() ? needed : total);
+}
+
+void Operation::finish() {
+    if (error != 0 || !with_digest) return;
+    Digest found;
+    xxh3_128(payload, nbytes, 0, found.data());
+    if (kind == Kind::kWrite) {
+        digest = found;
+    } else if (found != digest) {
+        error = EBADMSG;
+    }
+}
+
+DiskQueue::DiskQueue(int notify_fd, size_t depth)
+    : notify_fd_(notify_fd),
+      depth_(depth),
+      spare_(depth < 2 ? 0 : std::max<size_t>(1, depth / 8)),
+      writes_most_(std::max<size_t>(1, depth / 2)) {}
+
+DiskQueue::~DiskQueue() { close(notify_fd_); }
+
+uint32_t DiskQueue::add_extent(Extent extent) {
+    const std::lock_guard lock(mutex_);
+    extents_.push_back(extent);
+    wake(asleep_.size());
+    return static_cast<uint32_t>(extents_.size() - 1);
+}
+
+std::vector<DiskQueue::Extent> DiskQueue::extents_from(size_t first) {
+    const std::lock_guard lock(mutex_);
+    if (first >= extents_.size()) return {};
+    return {extents_.begin() + static_cast<ptrdiff_t>(first), extents_.end()};
+}
+
+bool DiskQueue::submit(Operations&& batch) {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return false;
+    const size_t count = batch.size();
+    Clock::time_point first = Clock::time_point::max();
+    while (!batch.empty()) {
+        const auto at = batch.begin();
+        at->self = at;
+        first = std::min(first, at->deadline);
+        if (at->reads()) {
+            Operations& list = at->urgent ? urgent_ : reads_;
+            list.splice(list.end(), batch, at);
+            continue;
+        }
+        File& file = files_[at->fd];
+        at->sequence = ++sequence_;
+        if (at->kind == Kind::kWrite) {
+            file.writes++;
+            writes_.splice(writes_.end(), batch, at);
+            continue;
+        }
+        at->waiting = file.writes;
+        at->failed = std::exchange(file.failed, 0);
+        file.syncs.push_back(&*at);
+        Operations& list = at->waiting == 0 ? syncs_ : waiting_;
+        list.splice(list.end(), batch, at);
+    }
+    wake(count);
+    if (first < alarm_) {
+        alarm_ = first;
+        clock_.notify_one();
+    }
+    return true;
+}
+
+std::vector<Completion> DiskQueue::done() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(done_, {});
+}
+
+bool DiskQueue::forget(int fd) {
+    const std::lock_guard lock(mutex_);
+    const auto found = files_.find(fd);
+    if (found == files_.end()) return true;
+    if (found->second.writes != 0 || !found->second.syncs.empty()) return false;
+    files_.erase(found);
+    return true;
+}
+
+DiskQueue::Lengths DiskQueue::lengths() {
+    const std::lock_guard lock(mutex_);
+    Lengths all = {urgent_.size(), reads_.size(), writes_.size() + syncs_.size() + waiting_.size(),
+                   in_kernel_.size(), 0};
+    const auto now = Clock::now();
+    for (const Operation& operation : in_kernel_) all.overdue += operation.deadline <= now;
+    return all;
+}
+
+size_t DiskQueue::stop(double timeout_s) {
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    const bool was_empty = done_.empty();
+    for (Operations* list : {&urgent_, &reads_, &writes_, &syncs_, &waiting_}) {
+        while (!list->empty()) end(*list, list->begin(), ECANCELED);
+    }
+    notify(was_empty);
+    wake(asleep_.size());
+    pool_.notify_all();
+    clock_.notify_all();
+    ended_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return alive_ == 0; });
+    return in_kernel_.size();
+}
+
+bool DiskQueue::ended() {
+    const std::lock_guard lock(mutex_);
+    return alive_ == 0;
+}
+
+void DiskQueue::thread_begins() {
+    const std::lock_guard lock(mutex_);
+    alive_++;
+}
+
+void DiskQueue::thread_ends() {
+    const std::lock_guard lock(mutex_);
+    alive_--;
+    ended_.notify_all();
+}
+
+// Urgent reads have the whole depth; a part of it is kept free for them. Of the rest, reads come
+// first, but for one write after so many of them: its memory is needed, too.
+DiskQueue::Operations* DiskQueue::next() {
+    if (in_kernel_.size() >= depth_) return nullptr;
+    if (!urgent_.empty()) return &urgent_;
+    if (in_kernel_.size() >= depth_ - spare_) return nullptr;
+    Operations* writes = !syncs_.empty() ? &syncs_ : !writes_.empty() ? &writes_ : nullptr;
+    if (writes_in_kernel_ >= writes_most_) writes = nullptr;
+    if (!reads_.empty() && (writes == nullptr || reads_in_a_row_ < kReadsInARow)) return &reads_;
+    return writes;
+}
+
+Operation* DiskQueue::begin() {
+    while (Operations* list = next()) {
+        const auto at = list->begin();
+        if (at->deadline != Clock::time_point::max() && at->deadline <= Clock::now()) {
+            const bool was_empty = done_.empty();
+            end(*list, at, ETIMEDOUT);
+            notify(was_empty);
+            continue;
+        }
+        in_kernel_.splice(in_kernel_.end(), *list, at);
+        if (!at->reads()) writes_in_kernel_++;
+        const bool passed_over = at->reads() && !(writes_.empty() && syncs_.empty());
+        if (list != &urgent_) reads_in_a_row_ = passed_over ? reads_in_a_row_ + 1 : 0;
+        return &*at;
+    }
+    return nullptr;
+}
+
+void DiskQueue::end(Operations& list, Operations::iterator at, int error) {
+    if (!at->reads()) {
+        const auto found = files_.find(at->fd);
+        File& file = found->second;
+        if (at->kind == Kind::kSync) {
+            // One that was never begun reports nothing: the next one does.
+            const bool reported = &list == &in_kernel_;
+            if (reported && at->failed != 0) error = at->failed;
+            forget_sync(file, *at, reported);
+        } else {
+            file.writes--;
+            bool told = error == 0;
+            for (Operation* sync : file.syncs) {
+                if (sync->sequence < at->sequence) continue;
+                if (!told) {
+                    if (sync->failed == 0) sync->failed = error;
+                    told = true;
+                }
+                if (--sync->waiting == 0) syncs_.splice(syncs_.end(), waiting_, sync->self);
+            }
+            if (!told && file.failed == 0) file.failed = error;
+        }
+        if (file.writes == 0 && file.syncs.empty() && file.failed == 0) files_.erase(found);
+    }
+    Completion& over = done_.emplace_back();
+    over.token = at->token;
+    over.error = error;
+    over.kind = at->kind;
+    over.with_digest = at->with_digest;
+    over.digest = at->digest;
+    over.skip = at->skip;
+    over.nbytes = at->nbytes;
+    if (at->kind == Kind::kReadBytes) over.own = std::move(at->own);
+    list.erase(at);
+}
+
+void DiskQueue::forget_sync(File& file, Operation& sync, bool reported) {
+    const auto at = std::find(file.syncs.begin(), file.syncs.end(), &sync);
+    if (!reported && sync.failed != 0) {
+        int& later = std::next(at) == file.syncs.end() ? file.failed : (*std::next(at))->failed;
+        later = sync.failed;
+    }
+    file.syncs.erase(at);
+}
+
+void DiskQueue::complete(const std::vector<Operation*>& over) {
+    if (over.empty()) return;
+    const std::lock_guard lock(mutex_);
+    const bool was_empty = done_.empty();
+    for (Operation* operation : over) {
+        if (!operation->reads()) writes_in_kernel_--;
+        end(in_kernel_, operation->self, operation->error);
+    }
+    notify(was_empty);
+}
+
+// The owner reads the descriptor before it asks for what is done: one write for all until then.
+void DiskQueue::notify(bool was_empty) {
+    if (!was_empty || done_.empty()) return;
+    const uint64_t one = 1;
+    // A full counter wakes as well.
+    [[maybe_unused]] const ssize_t written = write(notify_fd_, &one, sizeof(one));
+}
+
+void DiskQueue::wake(size_t count) {
+    for (; count != 0 && !asleep_.empty(); count--) {
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t written = write(asleep_.back(), &one, sizeof(one));
+        asleep_.pop_back();
+    }
+    for (size_t i = 0; i < std::min(count, pool_waiting_); i++) pool_.notify_one();
+}
+
+bool DiskQueue::take(std::vector<Operation*>& into, size_t most, bool has_some, int wake_fd) {
+    const std::lock_guard lock(mutex_);
+    std::erase(asleep_, wake_fd);
+    while (into.size() < most) {
+        Operation* const operation = begin();
+        if (operation == nullptr) break;
+        into.push_back(operation);
+    }
+    if (next() != nullptr) wake(1);  // more than this one's share
+    if (into.size() < most) asleep_.push_back(wake_fd);
+    return !stopping_ || has_some || !into.empty();
+}
+
+Operation* DiskQueue::wait_for_one() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+        if (Operation* const operation = begin()) {
+            if (next() != nullptr) wake(1);
+            return operation;
+        }
+        if (stopping_) return nullptr;
+        pool_waiting_++;
+        pool_.wait(lock);
+        pool_waiting_--;
+    }
+}
+
+void DiskQueue::end_overdue(Operations& list, Clock::time_point now) {
+    for (auto at = list.begin(); at != list.end();) {
+        const auto here = at++;
+        if (here->deadline <= now) {
+            end(list, here, ETIMEDOUT);
+        } else {
+            alarm_ = std::min(alarm_, here->deadline);
+        }
+    }
+}
+
+void DiskQueue::run_clock() {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+        const auto alarm = alarm_;
+        if (alarm == Clock::time_point::max()) {
+            clock_.wait(lock);
+            continue;
+        }
+        const auto now = Clock::now();
+        if (now < alarm) {
+            clock_.wait_until(lock, alarm);
+            continue;
+        }
+        alarm_ = Clock::time_point::max();
+        const bool was_empty = done_.empty();
+        // Writes first: a sync that waits for one of them may become ready, or be overdue itself.
+        for (Operations* list : {&urgent_, &reads_, &writes_, &waiting_, &syncs_}) {
+            end_overdue(*list, now);
+        }
+        notify(was_empty);
+        if (next() != nullptr) wake(1);
+        if (alarm_ != Clock::time_point::max()) alarm_ = std::max(alarm_, now + kClockStep);
+    }
+}
+
+}  // namespace kvtier

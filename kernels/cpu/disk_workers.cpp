@@ -1,0 +1,162 @@
+// The threads that have operations in the kernel: one with a ring for many, or one for each.
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "disk.h"
+
+namespace kvtier {
+namespace {
+
+// A piece of an extent that is registered at a time; nothing else goes on meanwhile.
+constexpr uint64_t kPiece = uint64_t{256} << 20;
+// What one call may move; the kernel's own limit is just below 2 GiB.
+constexpr uint64_t kCallMost = uint64_t{1} << 30;
+constexpr std::chrono::milliseconds kPatience{1};
+
+int new_eventfd() {
+    const int fd = eventfd(0, EFD_CLOEXEC);
+    if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    return fd;
+}
+
+}  // namespace
+
+RingWorker::RingWorker(std::shared_ptr<DiskQueue> queue, size_t depth)
+    : queue_(std::move(queue)),
+      depth_(depth),
+      ring_(static_cast<uint32_t>(depth + 1)),  // and the wait for wake_fd_
+      wake_fd_(new_eventfd()) {}
+
+RingWorker::~RingWorker() { close(wake_fd_); }
+
+bool RingWorker::register_one() {
+    if (extents_.empty() || extents_.back().buffers.size() * kPiece >= extents_.back().size) {
+        const auto more = queue_->extents_from(extents_.size());
+        if (more.empty()) return false;
+        const auto& next = more.front();
+        extents_.push_back({next.data, next.size, {}});
+        if (!next.fixed) extents_.back().buffers.assign((next.size + kPiece - 1) / kPiece, -1);
+        return true;
+    }
+    Registered& extent = extents_.back();
+    const uint64_t begin = extent.buffers.size() * kPiece;
+    const uint64_t size = std::min(kPiece, extent.size - begin);
+    const bool refused_before = !extent.buffers.empty() && extent.buffers.back() < 0;
+    if (refused_before || ring_.register_buffer(buffers_, extent.data + begin, size) != 0) {
+        extent.buffers.push_back(-1);
+        return true;
+    }
+    extent.buffers.push_back(buffers_++);
+    registered_.fetch_add(size, std::memory_order_relaxed);
+    return true;
+}
+
+int RingWorker::buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const {
+    if (operation.kind == Kind::kReadBytes || operation.extent >= extents_.size()) return -1;
+    const Registered& extent = extents_[operation.extent];
+    const auto begin = static_cast<uint64_t>(from - extent.data);
+    const uint64_t piece = begin / kPiece;
+    if (piece >= extent.buffers.size() || (begin + nbytes - 1) / kPiece != piece) return -1;
+    return extent.buffers[piece];
+}
+
+void RingWorker::prepare(Operation& operation) {
+    RingEntry& entry = ring_.add();
+    const auto set = [&](RingOp opcode) { entry.opcode = static_cast<uint8_t>(opcode); };
+    entry.fd = operation.fd;
+    entry.user_data = reinterpret_cast<uintptr_t>(&operation);
+    if (operation.kind == Kind::kSync) {
+        set(RingOp::kFsync);
+        entry.call_flags = kFdatasync;
+        return;
+    }
+    const int parts = operation.rest(kCallMost);
+    const iovec& first = operation.parts[0];
+    entry.file_offset = operation.file_offset + operation.from();
+    if (parts == 2) {
+        set(RingOp::kWritev);
+        entry.address = reinterpret_cast<uintptr_t>(operation.parts);
+        entry.length = 2;
+        return;
+    }
+    entry.address = reinterpret_cast<uintptr_t>(first.iov_base);
+    entry.length = static_cast<uint32_t>(first.iov_len);
+    const bool in_header = operation.from() < operation.header_bytes;
+    const int buffer = in_header ? -1
+                                 : buffer_of(operation, static_cast<const uint8_t*>(first.iov_base),
+                                             first.iov_len);
+    if (buffer >= 0) entry.buffer = static_cast<uint16_t>(buffer);
+    if (operation.reads()) {
+        set(buffer >= 0 ? RingOp::kReadFixed : RingOp::kRead);
+    } else {
+        set(buffer >= 0 ? RingOp::kWriteFixed : RingOp::kWrite);
+    }
+}
+
+void RingWorker::listen() {
+    RingEntry& entry = ring_.add();
+    entry.opcode = static_cast<uint8_t>(RingOp::kRead);
+    entry.fd = wake_fd_;
+    entry.address = reinterpret_cast<uintptr_t>(&wakes_);
+    entry.length = sizeof(wakes_);
+}
+
+void RingWorker::run() {
+    ring_.begin();
+    listen();
+    std::vector<Operation*> taken, over;
+    bool registering = true;
+    while (true) {
+        taken.clear();
+        if (!queue_->take(taken, depth_ - under_way_, under_way_ != 0, wake_fd_)) return;
+        for (Operation* operation : taken) prepare(*operation);
+        under_way_ += taken.size();
+        const int error = ring_.enter(!registering);
+        const size_t found = ring_.completions([&](uint64_t user_data, int32_t result) {
+            if (user_data == 0) {
+                listen();
+                return;
+            }
+            auto* const operation = reinterpret_cast<Operation*>(user_data);
+            if (operation->advance(result)) {
+                over.push_back(operation);
+            } else {
+                prepare(*operation);
+            }
+        });
+        // The kernel lacks memory, or a signal came.
+        if (error != 0 && error != EINTR && found == 0) std::this_thread::sleep_for(kPatience);
+        for (Operation* operation : over) operation->finish();
+        under_way_ -= over.size();
+        queue_->complete(over);
+        over.clear();
+        registering = register_one();
+    }
+}
+
+void run_pool_worker(DiskQueue& queue) {
+    while (Operation* const operation = queue.wait_for_one()) {
+        int64_t result;
+        do {
+            if (operation->kind == Kind::kSync) {
+                result = fdatasync(operation->fd);
+            } else {
+                const int parts = operation->rest(kCallMost);
+                const auto at = static_cast<off_t>(operation->file_offset + operation->from());
+                result = operation->reads() ? preadv(operation->fd, operation->parts, parts, at)
+                                            : pwritev(operation->fd, operation->parts, parts, at);
+            }
+        } while (!operation->advance(result < 0 ? -errno : result));
+        operation->finish();
+        queue.complete({operation});
+    }
+}
+
+}  // namespace kvtier

@@ -1,0 +1,251 @@
+// Blocks between files and the arena, moved by native threads: what is queued, what the kernel has,
+// and what is over.
+#pragma once
+
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "disk_ring.h"
+#include "mapping.h"
+#include "xxh3.h"
+
+namespace kvtier {
+
+using Clock = std::chrono::steady_clock;
+using Digest = std::array<uint8_t, kDigestBytes>;
+
+// +-------+-----+-------+--------+--------+--------+----------+--------+----------------------------+
+// | token | fd  | flags | file   | nbytes | extent | deadline | memory | read: digest, 16 bytes |
+// |       |     |       | offset |        |        | ms       | offset | write: header's at, nbytes
+// | | u64   | i32 | u32   | u64    | u64    | u32    | u32      | u64    | u64, u64 |
+// +-------+-----+-------+--------+--------+--------+----------+--------+----------------------------+
+struct PackedOperation {
+    uint64_t token;
+    int32_t fd;
+    uint32_t flags;
+    uint64_t file_offset;
+    uint64_t nbytes;
+    uint32_t extent;
+    uint32_t deadline_ms;  // from now; 0 is none
+    uint64_t memory_offset;
+    union {
+        uint8_t digest[kDigestBytes];
+        struct {
+            uint64_t at, nbytes;
+        } header;
+    };
+};
+static_assert(sizeof(PackedOperation) == 64);
+
+inline constexpr uint32_t kUrgent = 1;  // reads only
+inline constexpr uint32_t kDigest = 2;  // a read must match its digest, a write returns it
+
+inline constexpr uint64_t whole_pages(uint64_t nbytes) {
+    return (nbytes + kPage - 1) / kPage * kPage;
+}
+
+// Whole pages of one's own, for direct I/O; zeroed.
+class Pages {
+ public:
+    Pages() = default;
+    explicit Pages(uint64_t nbytes);
+    uint8_t* data() const { return data_.get(); }
+
+ private:
+    struct Free {
+        void operator()(uint8_t* data) const { std::free(data); }
+    };
+    std::unique_ptr<uint8_t, Free> data_;
+};
+
+enum class Kind : uint8_t { kRead, kReadBytes, kWrite, kSync };
+
+// One operation, from its submission until it is over.
+struct Operation {
+    uint64_t token = 0;
+    int fd = -1;
+    Kind kind = Kind::kRead;
+    bool urgent = false;
+    bool with_digest = false;
+    uint32_t extent = 0;
+    uint64_t file_offset = 0;    // as the kernel sees it: a multiple of a page
+    uint64_t total = 0;          // bytes for the kernel, whole pages
+    uint64_t needed = 0;         // of a read, those that there must be
+    uint64_t nbytes = 0;         // of the payload
+    uint64_t skip = 0;           // bytes before those wanted, in kReadBytes
+    uint64_t header_bytes = 0;   // whole pages before the payload
+    uint8_t* payload = nullptr;  // in an extent, or in `own`
+    Pages own;                   // a write's header, or what kReadBytes reads
+    Digest digest{};
+    Clock::time_point deadline = Clock::time_point::max();
+
+    uint64_t sequence = 0;  // of writes and syncs, in the order of submission
+    uint64_t waiting = 0;   // writes that a sync still waits for
+    int failed = 0;         // the errno of one of those
+
+    // The worker's alone while the operation is in the kernel.
+    uint64_t moved = 0;
+    int retries = 0;
+    int error = 0;
+    iovec parts[2];
+
+    std::list<Operation>::iterator self;  // in the list that has it
+
+    bool reads() const { return kind == Kind::kRead || kind == Kind::kReadBytes; }
+
+    // Where the next call begins: what was moved of a part of a page is moved again.
+    uint64_t from() const { return moved / kPage * kPage; }
+    // What is left to move, in parts of at most `most` bytes together.
+    int rest(uint64_t most);
+    // Takes in what a call returned, a negative errno or bytes, and says whether that was the last.
+    bool advance(int64_t result);
+    // Checks or makes the digest.
+    void finish();
+};
+
+struct Completion {
+    uint64_t token;
+    int error;
+    Kind kind;
+    bool with_digest;
+    Digest digest;
+    Pages own;
+    uint64_t skip, nbytes;
+};
+
+// What all threads share. Workers take operations from here and bring them back; whoever submits or
+// asks holds Python's lock, which no worker ever needs.
+class DiskQueue {
+ public:
+    DiskQueue(int notify_fd, size_t depth);  // owns the descriptor
+    DiskQueue(const DiskQueue&) = delete;
+    DiskQueue& operator=(const DiskQueue&) = delete;
+    ~DiskQueue();
+
+    struct Extent {
+        uint8_t* data;
+        uint64_t size;
+        bool fixed;  // to be registered with the kernel
+    };
+    uint32_t add_extent(Extent extent);
+    // Those from `first` on.
+    std::vector<Extent> extents_from(size_t first);
+
+    // Queues all, or none once stopped: then false.
+    bool submit(std::list<Operation>&& batch);
+    std::vector<Completion> done();
+    // Forgets that a write to this descriptor failed. False while something of it is under way.
+    bool forget(int fd);
+
+    struct Lengths {
+        size_t urgent, reads, writes, in_kernel, overdue;
+    };
+    Lengths lengths();
+
+    // Ends what is queued; waits until no thread has anything in the kernel, and returns how many
+    // operations are still there.
+    size_t stop(double timeout_s);
+
+    // For ring workers: moves up to `most` operations into the kernel's part. What is submitted
+    // from now on writes to `wake_fd`. False where the worker is to end.
+    bool take(std::vector<Operation*>& into, size_t most, bool has_some, int wake_fd);
+    // For pool workers: waits for one. Null where the worker is to end.
+    Operation* wait_for_one();
+    void complete(const std::vector<Operation*>& over);
+
+    // Ends what is past its deadline in the queue; a thread's whole life.
+    void run_clock();
+    void thread_begins();
+    void thread_ends();
+    bool ended();
+
+ private:
+    using Operations = std::list<Operation>;
+    struct File {
+        size_t writes = 0;              // not over yet
+        std::vector<Operation*> syncs;  // not over yet, in their order
+        int failed = 0;                 // an errno for the next sync
+    };
+
+    // All with the mutex held.
+    Operations* next();
+    Operation* begin();
+    void end(Operations& list, Operations::iterator at, int error);
+    void forget_sync(File& file, Operation& sync, bool reported);
+    void end_overdue(Operations& list, Clock::time_point now);
+    void wake(size_t count);
+    void notify(bool was_empty);
+
+    const int notify_fd_;
+    const size_t depth_, spare_, writes_most_;
+    std::mutex mutex_;
+    std::condition_variable pool_, clock_, ended_;
+    Operations urgent_, reads_, writes_, syncs_,
+        waiting_;  // waiting_: syncs whose writes are not over
+    Operations in_kernel_;
+    size_t writes_in_kernel_ = 0;
+    size_t reads_in_a_row_ = 0;
+    std::unordered_map<int, File> files_;
+    uint64_t sequence_ = 0;
+    std::vector<Completion> done_;
+    std::vector<Extent> extents_;
+    std::vector<int> asleep_;  // ring workers' descriptors
+    size_t pool_waiting_ = 0;
+    size_t alive_ = 0;
+    bool stopping_ = false;
+    Clock::time_point alarm_ = Clock::time_point::max();
+};
+
+// A thread with a ring of its own.
+class RingWorker {
+ public:
+    RingWorker(std::shared_ptr<DiskQueue> queue, size_t depth);
+    RingWorker(const RingWorker&) = delete;
+    RingWorker& operator=(const RingWorker&) = delete;
+    ~RingWorker();
+
+    const Ring& ring() const { return ring_; }
+    void run();
+    uint64_t registered_bytes() const { return registered_.load(std::memory_order_relaxed); }
+
+ private:
+    // One piece of the extents at a time, as it keeps everything else waiting. False where all is
+    // done.
+    bool register_one();
+    int buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const;
+    void prepare(Operation& operation);
+    void listen();
+
+    std::shared_ptr<DiskQueue> queue_;
+    const size_t depth_;
+    Ring ring_;
+    const int wake_fd_;
+    uint64_t wakes_ = 0;  // the kernel writes it
+    size_t under_way_ = 0;
+    struct Registered {
+        const uint8_t* data;
+        uint64_t size;
+        std::vector<int> buffers;  // of each piece, -1 where the kernel refused it
+    };
+    std::vector<Registered> extents_;
+    uint16_t buffers_ = 0;
+    std::atomic<uint64_t> registered_ = 0;
+};
+
+// A thread that does one operation at a time.
+void run_pool_worker(DiskQueue& queue);
+
+}  // namespace kvtier
