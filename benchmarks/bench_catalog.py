@@ -120,7 +120,7 @@ class Catalog:
             keys = self.rnd.randbytes(32 * BATCH)
             victims = self.lru.victims(BATCH)
             start = time.perf_counter_ns()
-            evicted, orphans = self.store.make_room(self.space, 0, BATCH, victims)
+            evicted, orphans, _ = self.store.make_room(self.space, 0, BATCH, victims)
             ids, _ = self.store.reserve(self.space, 0, 0, None, keys, bytes(BATCH))
             taken.append((time.perf_counter_ns() - start) / 1000)
             assert len(evicted) == len(ids) == 4 * BATCH
@@ -146,7 +146,7 @@ class Catalog:
             taken = []
             for _ in range(times):
                 victims = self.lru.victims(BATCH)
-                evicted, orphans = self.store.make_room(self.space, 0, BATCH, victims)
+                evicted, orphans, _ = self.store.make_room(self.space, 0, BATCH, victims)
                 self.lru.removed(evicted)
                 self.lru.demoted(orphans)
                 keys = self.rnd.randbytes(32 * BATCH)

@@ -48,7 +48,7 @@ class Blocks:
 
     def forget(self, ids: bytes) -> bool:
         """They match no more; those that are leased go with their last lease: True if there are any."""
-        freed, orphans = self.store.forget(ids)
+        freed, orphans, _ = self.store.forget(ids)
         self.policy.removed(ids)
         self.policy.demoted(orphans)
         self.evicted["forgotten"] += len(freed) // ID_BYTES
@@ -59,7 +59,7 @@ class Blocks:
         store, policy = self.store, self.policy
         victims = b""  # at first: what other spaces left empty costs nobody anything
         while (short := wanted - store.room(space, group, wanted)) > 0:
-            evicted, orphans = store.make_room(space, group, wanted, victims)
+            evicted, orphans, _ = store.make_room(space, group, wanted, victims)
             policy.removed(evicted)
             policy.demoted(orphans)
             self.evicted["capacity"] += len(evicted) // ID_BYTES

@@ -72,7 +72,7 @@ class Reading:
         """How much of the prefix is ready, and the blocks that it is restored from."""
         if space.index < 0:
             return 0, []
-        ready, parts = self._blocks.store.match(space.index, keys)
+        ready, _, parts = self._blocks.store.match(space.index, keys)
         return ready, [Held(*part) for part in parts]
 
     def tell(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
