@@ -256,17 +256,20 @@ class PyStore {
 
     nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
 
-    std::pair<nb::bytes, std::uint64_t> coldest(nb::bytes ids, std::uint64_t within_bytes,
-                                                std::uint64_t limit_bytes) const {
-        auto [found, seen] = store_.coldest(ids_in(ids), within_bytes, limit_bytes);
-        return {ids_out(found), seen};
+    std::pair<nb::bytes, bool> coldest(nb::bytes ids, std::uint64_t within_bytes,
+                                       std::uint64_t limit_bytes) const {
+        auto [found, enough] = store_.coldest(ids_in(ids), within_bytes, limit_bytes);
+        return {ids_out(found), enough};
     }
 
     TwoLists in_segment(std::uint32_t segment, bool look) {
         IdList ids = store_.in_segment(segment);
-        char* used;
-        nb::bytes mask = zeroed(ids.size(), used);
-        for (std::size_t i = 0; i < ids.size(); ++i) used[i] = store_.block(ids[i]).used;
+        char* flags;
+        nb::bytes mask = zeroed(ids.size(), flags);
+        for (std::size_t i = 0; i < ids.size(); ++i) {
+            const Record& record = store_.block(ids[i]);
+            flags[i] = static_cast<char>(record.used | (record.is() == State::cold) << 1);
+        }
         if (look) store_.forget_use(ids);
         return {ids_out(ids), mask};
     }

@@ -113,9 +113,8 @@ IdList Store::dirty(Ids ids) const {
 }
 
 // The dirty ones among the leading ids that make up so many bytes, as far as the limit goes; and
-// how many bytes that looked at.
-std::pair<IdList, std::uint64_t> Store::coldest(Ids ids, std::uint64_t within,
-                                                std::uint64_t limit) const {
+// whether more ids would have made no difference.
+std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const {
     IdList without;
     std::uint64_t seen = 0, taken = 0;
     for (std::size_t i = 0; i < ids.size() && seen < within; ++i) {
@@ -124,11 +123,11 @@ std::pair<IdList, std::uint64_t> Store::coldest(Ids ids, std::uint64_t within,
         std::uint64_t bytes = places_[record.place].block_bytes;
         seen += bytes;
         if (record.is() != State::ready || record.framed) continue;
-        if (bytes > limit - taken) break;
+        if (bytes > limit - taken) return {std::move(without), true};
         taken += bytes;
         without.push_back(ids[i]);
     }
-    return {std::move(without), seen};
+    return {std::move(without), seen >= within};
 }
 
 // ---- promotion ----

@@ -134,8 +134,7 @@ class Store {
     std::pair<std::size_t, std::size_t> restore(std::uint32_t space, const char* rows,
                                                 std::size_t n, std::uint32_t segment);
     IdList dirty(Ids ids) const;
-    std::pair<IdList, std::uint64_t> coldest(Ids ids, std::uint64_t within,
-                                             std::uint64_t limit) const;
+    std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
 
     // About single blocks.

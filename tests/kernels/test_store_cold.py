@@ -277,14 +277,14 @@ def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
     assert store.in_segment(1) == (ids, bytes(3))
     store.evict(ids[8:])
     store.match(plain, keys(1))
-    assert store.in_segment(1) == (ids, bytes([1, 0, 0]))
+    assert store.in_segment(1) == (ids, bytes([1, 0, 2]))
     store.match(plain, keys(1, 2, 3))
-    assert store.in_segment(1, look=True) == (ids, bytes([1, 1, 1]))
-    assert store.in_segment(1) == (ids, bytes(3))
+    assert store.in_segment(1, look=True) == (ids, bytes([1, 1, 3]))
+    assert store.in_segment(1) == (ids, bytes([0, 0, 2]))
     store.match(plain, keys(1, 2, 3))
     write(store, ids[:4], segment=2)
     assert store.in_segment(2) == (ids[:4], b"\0")
-    assert store.in_segment(1) == (ids[4:], b"\1\1")
+    assert store.in_segment(1) == (ids[4:], bytes([1, 3]))
 
 
 def test_a_segment_used_again_takes_what_was_only_there(store, plain):
@@ -328,10 +328,10 @@ def test_blocks_that_must_be_written_are_found_among_the_coldest(store, plain):
     ids = save(store, plain, range(8))
     write(store, ids[4:8])
     assert store.dirty(ids[:12]) == ids[:4] + ids[8:12]
-    assert store.coldest(ids, 4 * PAGE, 100 * PAGE) == (ids[:4] + ids[8:16], 4 * PAGE)
-    assert store.coldest(ids, 100 * PAGE, 100 * PAGE) == (ids[:4] + ids[8:], 8 * PAGE)
-    assert store.coldest(ids, 100 * PAGE, 2 * PAGE)[0] == ids[:4] + ids[8:12]
-    assert store.coldest(ids, 0, 100) == (b"", 0)
+    assert store.coldest(ids, 4 * PAGE, 100 * PAGE) == (ids[:4] + ids[8:16], True)
+    assert store.coldest(ids, 100 * PAGE, 100 * PAGE) == (ids[:4] + ids[8:], False)
+    assert store.coldest(ids, 100 * PAGE, 2 * PAGE) == (ids[:4] + ids[8:12], True)
+    assert store.coldest(ids, 0, 100) == (b"", True)
 
 
 def test_identities_are_what_a_frame_is_named_by(store):
@@ -351,7 +351,7 @@ def test_a_segment_is_restored_after_a_restart(store, plain):
     store.check()
     assert lengths(store, plain, keys(1, 2)) == (0, 2)
     ids = store.resident(plain, keys(1, 2, 4))
-    assert store.in_segment(7) == (ids, bytes([1, 1, 0]))
+    assert store.in_segment(7) == (ids, bytes([3, 3, 2]))
     assert store.frames(ids[4:8]) == (FRAME.pack(7, 3, PAGE, 0, 1, 1, 0), digest(2))
     assert store.counts()["ghosts"] == 1
     assert store.restore(plain, row(3, page=1), 8) == (1, 0)

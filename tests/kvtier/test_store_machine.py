@@ -437,9 +437,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(segment=SEGMENTS, look=st.booleans())
     def look_at_a_segment(self, segment, look):
-        ids, used = self.both("in_segment", segment, look)
+        ids, flags = self.both("in_segment", segment, look)
         assert unpack(ids) == self.in_segment(segment)
-        assert used == bytes(i in self.used for i in unpack(ids))
+        cold = self.of("cold")
+        assert flags == bytes((i in self.used) + 2 * (i in cold) for i in unpack(ids))
         if look:
             self.used.difference_update(unpack(ids))
 

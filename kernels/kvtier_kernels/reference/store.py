@@ -693,9 +693,9 @@ class Store:
         """Those that are READY and have no frame, in order."""
         return join(b.id for b in self._known(ids) if b.state == READY and not b.frame)
 
-    def coldest(self, ids: bytes, within_bytes: int, limit_bytes: int) -> tuple[bytes, int]:
+    def coldest(self, ids: bytes, within_bytes: int, limit_bytes: int) -> tuple[bytes, bool]:
         """The dirty ones among the leading ids that make up so many bytes, no more of them than the
-        limit; and how many bytes that looked at."""
+        limit; and whether more ids would have made no difference."""
         numbers = unpack(ids)
         found: list[int] = []
         seen = taken = 0
@@ -708,19 +708,19 @@ class Store:
             seen += block.place.block_bytes
             if block.state == READY and not block.frame:
                 if taken + block.place.block_bytes > limit_bytes:
-                    break
+                    return join(found), True
                 taken += block.place.block_bytes
                 found.append(number)
-        return join(found), seen
+        return join(found), seen >= within_bytes
 
     def in_segment(self, segment: int, look: bool = False) -> tuple[bytes, bytes]:
-        """The blocks whose frames lie in this segment, by page, and a byte each that says whether it
-        is used. With `look` they aren't from now on."""
+        """The blocks whose frames lie in this segment, by page, and a byte each: 1 where it is used, and
+        2 more where it is COLD. With `look` they aren't used from now on."""
         blocks = self._in_segment(segment)
-        used = bytes(block.used for block in blocks)
+        flags = bytes(block.used + 2 * (block.state == COLD) for block in blocks)
         for block in blocks if look else ():
             block.used = False
-        return join(block.id for block in blocks), used
+        return join(block.id for block in blocks), flags
 
     def _in_segment(self, segment: int) -> list[Block]:
         found: dict[tuple[int, int], Block] = {}

@@ -13,13 +13,21 @@ from kvtier.policy.base import Policy
 from kvtier_kernels import Store
 
 ID_BYTES = 4
+WHY_EVICTED = (
+    "capacity",  # dropped for others, as it was nowhere else
+    "demoted",  # left memory for others, and is on disk
+    "forgotten",
+    "lost",  # was on disk alone, in a segment that is used again
+    "spoilt",  # was on disk alone, and its frame is damaged
+)
 
 
 class Blocks:
     def __init__(self, store: Store, policy: Policy) -> None:
         self.store = store
         self.policy = policy
-        self.evicted: Counter[str] = Counter(capacity=0, forgotten=0)
+        self.evicted: Counter[str] = Counter(dict.fromkeys(WHY_EVICTED, 0))
+        self.died = bytearray()  # segment and page of frames that are nothing any more
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of every batch, or of none. One batch names no block twice."""
@@ -37,20 +45,24 @@ class Blocks:
         for ids in taken:
             self.policy.removed(ids)
 
-    def unlease(self, ids: bytes) -> None:
+    def unlease(self, ids: bytes) -> bytes:
+        """Let go of these; which of them may be evicted from now on."""
         evictable, freed = self.store.unlease(ids)
         self.policy.added(last_first(evictable))
         self.evicted["forgotten"] += len(freed) // ID_BYTES
+        return evictable
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
         self.store.commit(ids, checksums)
         self.policy.added(ids)
 
     def forget(self, ids: bytes) -> bool:
-        """They match no more; those that are leased go with their last lease: True if there are any."""
-        freed, orphans, _ = self.store.forget(ids)
+        """They match no more; those that are leased or being read from the disk go when that ends: True
+        if there are any."""
+        freed, orphans, died = self.store.forget(ids)
         self.policy.removed(ids)
         self.policy.demoted(orphans)
+        self.died += died
         self.evicted["forgotten"] += len(freed) // ID_BYTES
         return len(freed) < len(ids)
 
@@ -59,10 +71,11 @@ class Blocks:
         store, policy = self.store, self.policy
         victims = b""  # at first: what other spaces left empty costs nobody anything
         while (short := wanted - store.room(space, group, wanted)) > 0:
-            evicted, orphans, _ = store.make_room(space, group, wanted, victims)
+            evicted, orphans, cold = store.make_room(space, group, wanted, victims)
             policy.removed(evicted)
             policy.demoted(orphans)
-            self.evicted["capacity"] += len(evicted) // ID_BYTES
+            self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES
+            self.evicted["demoted"] += len(cold) // ID_BYTES
             if victims and not evicted:
                 break
             victims = policy.victims(short)
