@@ -214,7 +214,8 @@ IdList Store::in_segment(std::uint32_t segment) const {
     IdList ids;
     for (Id id : listed->second)
         if (lies_in(id, segment)) ids.push_back(id);
-    std::ranges::sort(ids, {}, [this](Id id) { return std::pair(records_.frame(id).page, id); });
+    auto page = [this](Id id) { return std::pair(records_.frame(id).page, id); };
+    if (!std::ranges::is_sorted(ids, {}, page)) std::ranges::sort(ids, {}, page);
     auto twice = std::ranges::unique(ids);
     ids.erase(twice.begin(), twice.end());
     return ids;
