@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+from array import array
 from hashlib import sha256
 
 import pytest
@@ -170,6 +171,18 @@ def test_no_more_is_written_than_the_watermark_and_the_limit_ask_for() -> None:
     tenant.check()
 
 
+def test_a_watermark_reaches_over_many_small_blocks() -> None:
+    tenant = Tenant(200)
+    group = Group(layers=1, opaque_bytes=4096)
+    spec = KvSpec.groups([group], model="s", dtype="int8", block_tokens=16, weights="rev:1")
+    small = tenant.catalog.open(space_id(spec, "t"), spec)
+    granted = tenant.catalog.reserve(ME, small, 0, 0, b"", chain(300))
+    tenant.catalog.commit(ME, granted.lease, 0, 300)
+    tenant.save(chain(100))
+    plan = tenant.cold.plan_demotion(1000 * SIZE, 300 * 4096)
+    assert [one.space for one in plan.blocks] == [small] * 300
+
+
 def test_what_is_being_written_is_not_evicted() -> None:
     tenant, keys = Tenant(4), chain(4)
     tenant.save(keys)
@@ -200,6 +213,7 @@ def test_a_commit_is_written_through_once() -> None:
     ids = tenant.save(keys)
     plan = tenant.cold.plan_write_through(ids)
     assert plan.ids == ids and plan.blocks[0].checksum == b""
+    assert [one.parent for one in plan.blocks[:2]] == [b"", keys[:32]]
     assert tenant.cold.plan_write_through(ids).ids == b""
     tenant.write(plan)
     assert tenant.cold.plan_write_through(ids).ids == b""
@@ -239,6 +253,26 @@ def test_a_prefix_on_disk_is_promoted_and_ready() -> None:
     tenant.check()
     tenant.save(chain(4))
     assert tenant.found(keys) == (4, 2), "the tail goes first, and to the disk only"
+
+
+def test_promoted_blocks_are_the_most_recent_and_heads_outlive_tails() -> None:
+    tenant, keys = Tenant(16), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    other = tenant.save(chain(2))
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    tenant.cold.promoted(plan.ids)
+    order = array("I", tenant.policy.victims(9)).tolist()
+    assert order[:2] == array("I", other).tolist()[::-1]
+    assert order[2:] == array("I", plan.ids).tolist()[::-1]
+
+
+def test_a_load_of_what_is_on_disk_alone_says_that_it_is_coming() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    found = tenant.catalog.load(ME, tenant.space, keys, 10.0, [0], now=0.0)
+    assert (found.ready, found.coming, found.lease) == (0, 4, 0)
 
 
 def test_a_promotion_never_evicts_its_own_chain() -> None:
@@ -292,6 +326,7 @@ def test_reads_that_bring_nothing_are_counted_by_their_reason() -> None:
     tenant, keys = Tenant(8), chain(4)
     tenant.save(keys)
     tenant.move_out(keys)
+    tenant.save(chain(2))
     plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
     tenant.cold.unpromoted(plan.ids[:8], "deadline")
     tenant.cold.promoted(plan.ids[12:])
@@ -379,6 +414,18 @@ def test_what_memory_has_too_is_written_again_after_its_segment_went() -> None:
     assert tenant.cold.drop_segment(1) == 0
     assert tenant.found(keys) == (4, 0)
     assert len(tenant.cold.plan_demotion(100 * SIZE, 100 * SIZE).blocks) == 4
+
+
+def test_what_hung_on_a_dropped_segment_goes_first() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(chain(2))
+    tenant.save(keys)
+    tenant.move_out(keys[:32])
+    below = tenant.store.present(tenant.space.index, 0, 0, keys)
+    assert tenant.cold.drop_segment(1) == 1
+    first = array("I", tenant.policy.victims(3))
+    assert sorted(first) == sorted(array("I", below))
+    tenant.check()
 
 
 def test_a_restart_finds_what_the_footers_list() -> None:
