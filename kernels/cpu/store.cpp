@@ -31,6 +31,13 @@ bool apart(Ids ids) {
     return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
+// Leaves of each id the first alone.
+void once(IdList& ids) {
+    if (apart(ids)) return;
+    std::unordered_set<Id> seen;
+    std::erase_if(ids, [&](Id id) { return !seen.insert(id).second; });
+}
+
 }  // namespace
 
 std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
@@ -271,18 +278,20 @@ std::vector<Missing> Store::cold(std::uint32_t in, Keys keys, std::size_t prefix
         missing[p].group = place.group;
         missing[p].shard = place.shard;
     }
-    std::unordered_set<Id> seen;
     each_node(in, {keys.bytes, prefix}, [&](std::size_t i, Id node) {
         for (Id id = node; id != none; id = records_[id].more) {
             const Record& record = records_[id];
             if (record.is() != State::cold && record.is() != State::promoting) continue;
             Missing& part = missing[record.place - found.first_place[0]];
             if (i < first_needed(found.groups[part.group], prefix)) continue;
-            if (!seen.insert(id).second) continue;
             (record.is() == State::cold ? part.cold : part.promoting).push_back(id);
         }
         return true;
     });
+    for (Missing& part : missing) {
+        once(part.cold);
+        once(part.promoting);
+    }
     std::erase_if(missing,
                   [](const Missing& part) { return part.cold.empty() && part.promoting.empty(); });
     return missing;
@@ -296,10 +305,7 @@ IdList Store::resident(std::uint32_t in, Keys keys) const {
         if (node != none) nodes.push_back(node);
         return true;
     });
-    if (!apart(nodes)) {
-        std::unordered_set<Id> seen;
-        std::erase_if(nodes, [&](Id node) { return !seen.insert(node).second; });
-    }
+    once(nodes);
     for (Id node : nodes)
         for (Id id = node; id != none; id = records_[id].more)
             if (restorable(records_[id].is())) ids.push_back(id);

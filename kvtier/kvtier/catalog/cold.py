@@ -101,13 +101,16 @@ class Cold:
         if space.index < 0:
             return Promotion()
         store = self._blocks.store
-        whole = store.match(space.index, keys)[1]
+        ready, whole, _ = store.match(space.index, keys)
+        if ready == whole:
+            return Promotion()
         wanted = store.cold(space.index, keys, whole)
         cold_blocks = sum(len(cold) for _, _, cold, _ in wanted) // ID_BYTES
         prefix, wanted = self._within(
             space, keys, whole, wanted, max(0, limit_blocks - self.reading)
         )
-        here = self._here(space, keys[: prefix * KEY_BYTES]) if wanted else []
+        moving = any(cold for _, _, cold, _ in wanted)
+        here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
         ids, joined = b"", b""
         self._blocks.lease(here)
         try:
