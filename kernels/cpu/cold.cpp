@@ -112,8 +112,8 @@ IdList Store::dirty(Ids ids) const {
     return without;
 }
 
-// The dirty ones among the leading ids that make up so many bytes, as far as the limit goes; and
-// whether more ids would have made no difference.
+// The dirty, unleased ones among the leading ids that make up so many bytes, as far as the limit
+// goes; and whether more ids would have made no difference.
 std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const {
     IdList without;
     std::uint64_t seen = 0, taken = 0;
@@ -122,7 +122,7 @@ std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint6
         const Record& record = block(ids[i]);
         std::uint64_t bytes = places_[record.place].block_bytes;
         seen += bytes;
-        if (record.is() != State::ready || record.framed) continue;
+        if (!record.evictable() || record.framed) continue;
         if (bytes > limit - taken) return {std::move(without), true};
         taken += bytes;
         without.push_back(ids[i]);

@@ -163,8 +163,8 @@ def test_no_more_is_written_than_the_watermark_and_the_limit_ask_for() -> None:
     assert tenant.cold.plan_demotion(100 * SIZE, 0).ids == b""
     first = tenant.cold.plan_demotion(2 * SIZE + 1, 10 * SIZE)
     assert first.ids == victims[:8]
-    second = tenant.cold.plan_demotion(300 * SIZE, 4 * SIZE)
-    assert second.ids == victims[8:24], "what is being written is no victim"
+    second = tenant.cold.plan_demotion(300 * SIZE, 6 * SIZE)
+    assert second.ids == victims[8:24], "what is being written is as good as clean"
     assert (tenant.write(first), tenant.write(second)) == (0, 0)
     assert tenant.cold.plan_demotion(100 * SIZE, 6 * SIZE).ids == b"", "they are clean"
     assert len(tenant.cold.plan_demotion(300 * SIZE, 300 * SIZE).blocks) == 194
@@ -193,6 +193,48 @@ def test_what_is_being_written_is_not_evicted() -> None:
     assert tenant.store.dirty(plan.ids) == plan.ids
     assert len(tenant.save(chain(4))) == 4 * 4
     assert tenant.catalog.evicted_blocks["capacity"] == 6
+    tenant.check()
+
+
+def test_what_was_written_goes_in_the_order_in_which_it_would_have_gone() -> None:
+    tenant = Tenant(32)
+    for _ in range(8):
+        tenant.save(chain(4))
+    victims = tenant.policy.victims(32)
+    plans = [tenant.cold.plan_demotion(4 * SIZE, 32 * SIZE) for _ in range(3)]
+    assert b"".join(plan.ids for plan in plans) == victims[: 3 * 16]
+    for plan in (plans[1], plans[0], plans[2]):
+        tenant.write(plan)
+    assert tenant.policy.victims(32) == victims
+    tenant.check()
+
+
+def test_what_is_read_while_it_is_written_is_recent_after() -> None:
+    tenant, chains = Tenant(16), [chain(4) for _ in range(4)]
+    for keys in chains:
+        tenant.save(keys)
+    victims = tenant.policy.victims(16)
+    plan = tenant.cold.plan_demotion(12 * SIZE, 12 * SIZE)
+    first = tenant.catalog.load(ME, tenant.space, chains[0], 10.0, [0], now=0.0)
+    tenant.catalog.release(ME, first.lease)
+    second = tenant.catalog.load(ME, tenant.space, chains[1], 10.0, [0], now=0.0)
+    tenant.catalog.match(tenant.space, chains[2])
+    assert tenant.catalog.forget(tenant.space, chains[3]) == 4
+    tenant.write(plan)
+    matched, loaded = victims[32:48], victims[:16]
+    assert tenant.policy.victims(16) == matched + loaded
+    tenant.catalog.release(ME, second.lease)
+    assert tenant.policy.victims(16) == matched + loaded + victims[16:32]
+    tenant.check()
+
+
+def test_what_is_being_written_stands_in_nobodys_way() -> None:
+    tenant = Tenant(16)
+    tenant.save(chain(16))
+    plan = tenant.cold.plan_demotion(12 * SIZE, 16 * SIZE)
+    assert len(tenant.save(chain(3))) == 3 * 4
+    tenant.cold.not_demoted(plan.ids)
+    assert tenant.catalog.evicted_blocks["capacity"] == 3
     tenant.check()
 
 

@@ -694,7 +694,7 @@ class Store:
         return join(b.id for b in self._known(ids) if b.state == READY and not b.frame)
 
     def coldest(self, ids: bytes, within_bytes: int, limit_bytes: int) -> tuple[bytes, bool]:
-        """The dirty ones among the leading ids that make up so many bytes, no more of them than the
+        """The dirty, unleased ones among the leading ids that make up so many bytes, no more of them than the
         limit; and whether more ids would have made no difference."""
         numbers = unpack(ids)
         found: list[int] = []
@@ -706,7 +706,7 @@ class Store:
             if block is None:
                 raise ValueError("no block has this id")
             seen += block.place.block_bytes
-            if block.state == READY and not block.frame:
+            if block.evictable() and not block.frame:
                 if taken + block.place.block_bytes > limit_bytes:
                     return join(found), True
                 taken += block.place.block_bytes

@@ -79,9 +79,7 @@ class Cold:
     def __init__(self, blocks: Blocks, spaces: Spaces) -> None:
         self._blocks = blocks
         self._spaces = spaces
-        self._writing: dict[
-            int, bool
-        ] = {}  # the blocks of demotions, and whether they go first again
+        self._writing: dict[int, bool] = {}  # of demotions, and whether as victims
         self.reading = 0  # blocks
         self.failed: Counter[str] = Counter()  # blocks that a read did not bring, by reason
 
@@ -196,18 +194,19 @@ class Cold:
             victims = self._blocks.policy.victims(min(ask, blocks))
             ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
             if enough or ask >= blocks:
-                return self._demotion(ids, go_first=True)
+                self._blocks.hold(ids)
+                return self._demotion(ids, victims=True)
             ask *= 2
 
     def plan_write_through(self, ids: bytes) -> Demotion:
         """What of these is in memory alone and not being written, such as a commit's."""
         new = array("I", self._blocks.store.dirty(ids))
         ids = array("I", (one for one in new if one not in self._writing)).tobytes()
-        return self._demotion(ids, go_first=False)
-
-    def _demotion(self, ids: bytes, go_first: bool) -> Demotion:
         self._blocks.lease([ids])
-        self._writing.update(dict.fromkeys(array("I", ids), go_first))
+        return self._demotion(ids, victims=False)
+
+    def _demotion(self, ids: bytes, victims: bool) -> Demotion:
+        self._writing.update(dict.fromkeys(array("I", ids), victims))
         store = self._blocks.store
         slots = store.slots(ids)
         digests, has_digest = store.checksums(ids)
@@ -249,11 +248,13 @@ class Cold:
                 self._blocks.died += frames[at * FRAME_BYTES : at * FRAME_BYTES + PLACE_BYTES]
 
     def _end_writes(self, ids: bytes) -> None:
-        """They may be evicted again: the coldest are the coldest still, unless somebody reads them."""
-        first = {one for one in array("I", ids) if self._writing.pop(one)}
-        evictable = array("I", self._blocks.unlease(ids))
-        back = array("I", (one for one in evictable if one in first))
-        self._blocks.policy.demoted(back.tobytes())
+        ended = array("I", ids)
+        victims = array("I", (one for one in ended if self._writing[one]))
+        others = array("I", (one for one in ended if not self._writing[one]))
+        for one in ended:
+            del self._writing[one]
+        self._blocks.let_go(victims.tobytes())
+        self._blocks.unlease(others.tobytes())
 
     # --- segments ----------------------------------------------------------------------------
 
