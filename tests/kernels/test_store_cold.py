@@ -370,6 +370,15 @@ def test_what_is_in_memory_is_not_restored_over(store, plain):
     assert store.in_segment(7) == (b"", b"")
 
 
+def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):
+    rows = row(1, key(1)) + row(2, key(3), page=3) + row(3, key(2), page=5)
+    assert store.restore(plain, rows, 7) == (3, 0)
+    store.check()
+    assert lengths(store, plain, keys(1, 2, 3)) == (0, 3)
+    assert len(store.drop_segment(7)[0]) == 3 * 4
+    assert store.counts()["nodes"] == 0
+
+
 def test_rows_that_fit_no_block_are_counted_and_passed_over(store, plain):
     rows = [
         row(1, group=1), row(2, shard=1), row(3, payload=PAGE - 1), row(4, payload=1 << 32, codec=3),
