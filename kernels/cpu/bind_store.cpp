@@ -60,6 +60,19 @@ std::int64_t small(const nb::int_& number) {
 }
 
 using TwoLists = std::pair<nb::bytes, nb::bytes>;
+using ThreeLists = std::tuple<nb::bytes, nb::bytes, nb::bytes>;
+
+// Segment and page of each, 4 bytes a number.
+nb::bytes places_out(const std::vector<Frame>& frames) {
+    char* data;
+    nb::bytes out = zeroed(frames.size() * 8, data);
+    for (std::size_t i = 0; i < frames.size(); ++i) std::memcpy(data + i * 8, &frames[i], 8);
+    return out;
+}
+
+void need_items(const nb::bytes& items, std::size_t n, std::size_t item_bytes, const char* what) {
+    if (items.size() != n * item_bytes) throw std::invalid_argument(what);
+}
 
 TwoLists two(const std::pair<IdList, IdList>& lists) {
     return {ids_out(lists.first), ids_out(lists.second)};
@@ -93,7 +106,7 @@ class PyStore {
                          window = small(std::get<1>(groups[g]));
             std::int64_t block_bytes = small(std::get<2>(groups[g])), count = small(shards[g]);
             if (kind < 0 || kind > 2 || window < 0 || window >> 32 || block_bytes < 1 ||
-                count < 1 || count > 1 << 24)
+                count < 1 || count > 1 << 22)
                 throw std::invalid_argument("a group is (kind 0..2, window_blocks, block_bytes)");
             specs.push_back({static_cast<Kind>(kind), static_cast<std::uint32_t>(window),
                              static_cast<std::uint64_t>(block_bytes),
@@ -108,12 +121,20 @@ class PyStore {
         return store_.slot_bytes(space, group);
     }
 
-    nb::tuple match(std::uint32_t space, nb::bytes keys) const {
-        auto [ready, parts] = store_.match(space, keys_in(keys));
+    nb::tuple match(std::uint32_t space, nb::bytes keys) {
+        auto [ready, restorable, parts] = store_.match(space, keys_in(keys));
         nb::list found;
         for (const Part& part : parts)
             found.append(nb::make_tuple(part.group, part.shard, part.first, ids_out(part.ids)));
-        return nb::make_tuple(ready, found);
+        return nb::make_tuple(ready, restorable, found);
+    }
+
+    nb::list cold(std::uint32_t space, nb::bytes keys, std::size_t prefix) const {
+        nb::list found;
+        for (const Missing& part : store_.cold(space, keys_in(keys), prefix))
+            found.append(nb::make_tuple(part.group, part.shard, ids_out(part.cold),
+                                        ids_out(part.promoting)));
+        return found;
     }
 
     nb::bytes resident(std::uint32_t space, nb::bytes keys) const {
@@ -151,9 +172,10 @@ class PyStore {
         return std::min(n, store_.room(space, group));
     }
 
-    TwoLists make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
-                       nb::bytes victims) {
-        return two(store_.make_room(space, group, n, ids_in(victims)));
+    ThreeLists make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
+                         nb::bytes victims) {
+        Left left = store_.make_room(space, group, n, ids_in(victims));
+        return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.cold)};
     }
 
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
@@ -178,7 +200,7 @@ class PyStore {
     void quarantine(nb::bytes ids) { store_.quarantine(ids_in(ids)); }
     void gone(nb::bytes ids) { store_.gone(ids_in(ids)); }
     nb::bytes evict(nb::bytes ids) { return ids_out(store_.evict(ids_in(ids))); }
-    TwoLists forget(nb::bytes ids) { return two(store_.forget(ids_in(ids))); }
+    ThreeLists forget(nb::bytes ids) { return and_died(store_.forget(ids_in(ids))); }
     void lease(nb::bytes ids) { store_.lease(ids_in(ids)); }
     TwoLists unlease(nb::bytes ids) { return two(store_.unlease(ids_in(ids))); }
     std::size_t ready(nb::bytes ids) const {
@@ -189,6 +211,100 @@ class PyStore {
     }
     nb::bytes slots(nb::bytes ids) const { return slots_of(ids_in(ids)); }
 
+    nb::bytes framed(nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
+        Ids list = ids_in(ids);
+        need_items(frames, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        if (checksums.size())
+            need_items(checksums, list.size(), checksum_bytes,
+                       "a checksum of 16 bytes for each id, or none");
+        const char* digests = checksums.size() ? checksums.c_str() : nullptr;
+        return ids_out(store_.framed(list, frames.c_str(), digests));
+    }
+
+    nb::bytes moved(nb::bytes ids, nb::bytes before, nb::bytes frames) {
+        Ids list = ids_in(ids);
+        need_items(before, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        need_items(frames, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        return ids_out(store_.moved(list, before.c_str(), frames.c_str()));
+    }
+
+    TwoLists promote(nb::bytes ids) {
+        Ids taken = ids_in(ids);
+        taken = taken.first(store_.promote(taken));
+        return {nb::bytes(taken.data(), taken.size_bytes()), slots_of(taken)};
+    }
+
+    TwoLists promoted(nb::bytes ids) { return two(store_.promoted(ids_in(ids))); }
+    TwoLists unpromoted(nb::bytes ids) {
+        Left left = store_.unpromoted(ids_in(ids));
+        return {ids_out(left.gone), ids_out(left.orphans)};
+    }
+    ThreeLists spoilt(nb::bytes ids) { return and_died(store_.spoilt(ids_in(ids))); }
+
+    TwoLists frames(nb::bytes ids) const {
+        Ids list = ids_in(ids);
+        char *packed, *digests;
+        nb::bytes first = zeroed(list.size() * sizeof(Frame), packed);
+        nb::bytes second = zeroed(list.size() * checksum_bytes, digests);
+        for (std::size_t i = 0; i < list.size(); ++i) {
+            std::memcpy(packed + i * sizeof(Frame), &store_.frame(list[i]), sizeof(Frame));
+            std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
+                        checksum_bytes);
+        }
+        return {first, second};
+    }
+
+    nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
+
+    std::pair<nb::bytes, bool> coldest(nb::bytes ids, std::uint64_t within_bytes,
+                                       std::uint64_t limit_bytes) const {
+        auto [found, enough] = store_.coldest(ids_in(ids), within_bytes, limit_bytes);
+        return {ids_out(found), enough};
+    }
+
+    TwoLists in_segment(std::uint32_t segment, bool look) {
+        IdList ids = store_.in_segment(segment);
+        char* flags;
+        nb::bytes mask = zeroed(ids.size(), flags);
+        for (std::size_t i = 0; i < ids.size(); ++i) {
+            const Record& record = store_.block(ids[i]);
+            flags[i] = static_cast<char>(record.used | (record.is() == State::cold) << 1);
+        }
+        if (look) store_.forget_use(ids);
+        return {ids_out(ids), mask};
+    }
+
+    TwoLists drop_segment(std::uint32_t segment) {
+        Left left = store_.drop_segment(segment);
+        return {ids_out(left.gone), ids_out(left.orphans)};
+    }
+
+    std::pair<std::size_t, std::size_t> restore(std::uint32_t space, nb::bytes rows,
+                                                std::uint32_t segment) {
+        return store_.restore(space, rows.c_str(), count_in(rows, 128, "rows are 128 bytes each"),
+                              segment);
+    }
+
+    // "<IIIB3x32s32s": space, group, shard, whether it has a parent, its key, its parent's.
+    nb::bytes identities(nb::bytes ids) const {
+        constexpr std::size_t item = 80;
+        Ids list = ids_in(ids);
+        char* data;
+        nb::bytes out = zeroed(list.size() * item, data);
+        std::memset(data, 0, list.size() * item);
+        for (Id id : list) {
+            const Place& place = store_.place_of(id);
+            Id parent = store_.parent_of(id);
+            std::memcpy(data, &place, 12);
+            data[12] = parent != none;
+            std::memcpy(data + 16, store_.key_of(id).words.data(), key_bytes);
+            if (parent != none)
+                std::memcpy(data + 48, store_.key_of(parent).words.data(), key_bytes);
+            data += item;
+        }
+        return out;
+    }
+
     std::pair<nb::bytes, nb::bytes> checksums(nb::bytes ids) const {
         Ids list = ids_in(ids);
         char *digests, *has;
@@ -196,7 +312,8 @@ class PyStore {
         nb::bytes second = zeroed(list.size(), has);
         std::memset(digests, 0, list.size() * checksum_bytes);
         for (std::size_t i = 0; i < list.size(); ++i) {
-            has[i] = store_.block(list[i]).summed;
+            store_.block(list[i]);
+            has[i] = store_.summed(list[i]);
             if (has[i])
                 std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
                             checksum_bytes);
@@ -243,6 +360,10 @@ class PyStore {
     }
 
  private:
+    static ThreeLists and_died(const Left& left) {
+        return {ids_out(left.gone), ids_out(left.orphans), places_out(left.died)};
+    }
+
     nb::bytes slots_of(Ids ids) const {
         char* data;
         nb::bytes out = zeroed(ids.size() * sizeof(SlotAddress), data);
@@ -278,6 +399,7 @@ void bind_store(nb::module_& m) {
         .def("drop_space", &PyStore::drop_space, "space"_a)
         .def("slot_bytes", &PyStore::slot_bytes, "space"_a, "group"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
+        .def("cold", &PyStore::cold, "space"_a, "keys"_a, "prefix"_a)
         .def("resident", &PyStore::resident, "space"_a, "keys"_a)
         .def("states", &PyStore::states, "space"_a, "key"_a)
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
@@ -295,6 +417,19 @@ void bind_store(nb::module_& m) {
         .def("forget", &PyStore::forget, "ids"_a)
         .def("lease", &PyStore::lease, "ids"_a)
         .def("unlease", &PyStore::unlease, "ids"_a)
+        .def("framed", &PyStore::framed, "ids"_a, "frames"_a, "checksums"_a)
+        .def("moved", &PyStore::moved, "ids"_a, "before"_a, "frames"_a)
+        .def("promote", &PyStore::promote, "ids"_a)
+        .def("promoted", &PyStore::promoted, "ids"_a)
+        .def("unpromoted", &PyStore::unpromoted, "ids"_a)
+        .def("spoilt", &PyStore::spoilt, "ids"_a)
+        .def("frames", &PyStore::frames, "ids"_a)
+        .def("dirty", &PyStore::dirty, "ids"_a)
+        .def("coldest", &PyStore::coldest, "ids"_a, "within_bytes"_a, "limit_bytes"_a)
+        .def("in_segment", &PyStore::in_segment, "segment"_a, "look"_a = false)
+        .def("drop_segment", &PyStore::drop_segment, "segment"_a)
+        .def("restore", &PyStore::restore, "space"_a, "rows"_a, "segment"_a)
+        .def("identities", &PyStore::identities, "ids"_a)
         .def("ready", &PyStore::ready, "ids"_a)
         .def("slots", &PyStore::slots, "ids"_a)
         .def("checksums", &PyStore::checksums, "ids"_a)

@@ -1,4 +1,5 @@
-// The store's calls: looking up, planning, and the events of a block's life.
+// The store's calls: looking up, planning, and the events of a block's life. Those of the disk are
+// in cold.cpp.
 #include "store.h"
 
 #include <algorithm>
@@ -14,9 +15,10 @@ void need(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
 }
 
-constexpr std::uint64_t max_places = 1U << 24;  // a record has 24 bits for its place
+constexpr std::uint64_t max_places = 1U << 22;  // a record has 22 bits for its place
 constexpr std::size_t max_sizes = 1024;         // each costs a little whenever a free run changes
-constexpr std::array<char, 5> answer{0, 2, 1, 3, 2};  // to a probe, by state
+constexpr std::array<char, 7> answer{0, 2, 1, 3, 2, 1, 1};    // to a probe, by state
+constexpr std::array<char, 7> detailed{0, 2, 1, 3, 2, 5, 6};  // to `states`
 
 // Whether no id is named twice. The blocks of a chain were mostly made one after another, so that
 // most batches only go up, or only down.
@@ -27,6 +29,13 @@ bool apart(Ids ids) {
     IdList sorted(ids.begin(), ids.end());
     std::sort(sorted.begin(), sorted.end());
     return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+}
+
+// Leaves of each id the first alone.
+void once(IdList& ids) {
+    if (apart(ids)) return;
+    std::unordered_set<Id> seen;
+    std::erase_if(ids, [&](Id id) { return !seen.insert(id).second; });
 }
 
 }  // namespace
@@ -119,6 +128,7 @@ const Record& Store::block(Id id) const {
 
 SlotAddress Store::slot(Id id) const {
     const Record& record = block(id);
+    need(record.slab != on_disk, "a block on disk has no slot");
     return slabs_.address(record.slab, record.slot);
 }
 
@@ -188,66 +198,103 @@ Id Store::ready_at(Id node, std::uint32_t place) const {
 }
 
 // One walk: a record is looked at once, however many groups and shards there are.
-std::pair<std::size_t, std::vector<Part>> Store::match(std::uint32_t in, Keys keys) const {
+Match Store::match(std::uint32_t in, Keys keys) {
     const Space& found = space(in);
-    std::size_t best = 0;
-    std::vector<Part> parts;
+    Match best;
     if (found.plain) {
         Part all{0, 0, 0, {}};
         all.ids.reserve(keys.n);
         each_node(in, keys, [&](std::size_t, Id node) {
-            if (node == none || records_[node].is() != State::ready) return false;
-            all.ids.push_back(node);
+            if (node == none) return false;
+            if (records_[node].is() == State::ready && all.ids.size() == best.restorable)
+                all.ids.push_back(node);
+            else if (!restorable(records_[node].is()))
+                return false;
+            use(node);
+            ++best.restorable;
             return true;
         });
-        best = all.ids.size();
-        if (best) parts.push_back(std::move(all));
-        return {best, std::move(parts)};
+        best.ready = all.ids.size();
+        if (best.ready) best.parts.push_back(std::move(all));
+        return best;
     }
     IdList ids;  // a row of places for each key
-    std::vector<std::uint32_t> ready(found.groups.size());
-    std::vector<std::size_t> run(found.groups.size(), 0);  // READY blocks in a row, up to this one
+    std::vector<std::uint32_t> ready(found.groups.size()), here(found.groups.size());
+    // READY blocks in a row, up to this one; and those that are here or on disk.
+    std::vector<std::size_t> ready_run(found.groups.size(), 0), run(found.groups.size(), 0);
+    bool gap = false;  // in the READY blocks of a full group
     each_node(in, keys, [&](std::size_t i, Id node) {
         std::fill(ready.begin(), ready.end(), 0);
+        std::fill(here.begin(), here.end(), 0);
         ids.resize((i + 1) * found.places, none);
         for (Id id = node; id != none; id = records_[id].more) {
-            if (records_[id].is() != State::ready) continue;
+            if (!restorable(records_[id].is())) continue;
             std::uint32_t place = records_[id].place;
             ids[i * found.places + place - found.first_place[0]] = id;
-            ++ready[places_[place].group];
+            ++here[places_[place].group];
+            ready[places_[place].group] += records_[id].is() == State::ready;
         }
-        bool restorable = true;
+        bool all_here = true, all_ready = true;
         for (std::size_t g = 0; g < found.groups.size(); ++g) {
             const GroupSpec& group = found.groups[g];
-            run[g] = ready[g] == group.shards ? run[g] + 1 : 0;
-            switch (group.kind) {
-                case Kind::full:
-                    if (!run[g]) return false;
-                    break;
-                case Kind::window:
-                    restorable &= run[g] >= std::min<std::size_t>(group.window_blocks, i + 1);
-                    break;
-                case Kind::state:
-                    restorable &= run[g] > 0;
+            run[g] = here[g] == group.shards ? run[g] + 1 : 0;
+            ready_run[g] = ready[g] == group.shards ? ready_run[g] + 1 : 0;
+            std::size_t needed = 1;
+            if (group.kind == Kind::full) {
+                if (!run[g]) return false;
+                gap |= !ready_run[g];
+            } else if (group.kind == Kind::window) {
+                needed = std::min<std::size_t>(group.window_blocks, i + 1);
             }
+            all_here &= run[g] >= needed;
+            all_ready &= ready_run[g] >= needed;
         }
-        if (restorable) best = i + 1;
+        if (all_here) best.restorable = i + 1;
+        if (all_ready && !gap) best.ready = i + 1;
         return true;
     });
-    if (best == 0) return {0, {}};
     for (std::uint32_t p = 0; p < found.places; ++p) {
         const Place& place = places_[found.first_place[0] + p];
         const GroupSpec& group = found.groups[place.group];
-        std::size_t needed = group.kind == Kind::full     ? best
-                             : group.kind == Kind::window ? group.window_blocks
-                                                          : 1;
-        Part part{place.group, place.shard, best - std::min(best, needed), {}};
-        part.ids.reserve(best - part.first);
-        for (std::size_t i = part.first; i < best; ++i)
+        for (std::size_t prefix : {best.ready, best.restorable})
+            for (std::size_t i = first_needed(group, prefix); i < prefix; ++i)
+                use(ids[i * found.places + p]);
+        if (!best.ready) continue;
+        Part part{place.group, place.shard, first_needed(group, best.ready), {}};
+        part.ids.reserve(best.ready - part.first);
+        for (std::size_t i = part.first; i < best.ready; ++i)
             part.ids.push_back(ids[i * found.places + p]);
-        parts.push_back(std::move(part));
+        best.parts.push_back(std::move(part));
     }
-    return {best, std::move(parts)};
+    return best;
+}
+
+std::vector<Missing> Store::cold(std::uint32_t in, Keys keys, std::size_t prefix) const {
+    const Space& found = space(in);
+    need(prefix <= keys.n, "a prefix longer than its keys");
+    std::vector<Missing> missing(found.places);
+    for (std::uint32_t p = 0; p < found.places; ++p) {
+        const Place& place = places_[found.first_place[0] + p];
+        missing[p].group = place.group;
+        missing[p].shard = place.shard;
+    }
+    each_node(in, {keys.bytes, prefix}, [&](std::size_t i, Id node) {
+        for (Id id = node; id != none; id = records_[id].more) {
+            const Record& record = records_[id];
+            if (record.is() != State::cold && record.is() != State::promoting) continue;
+            Missing& part = missing[record.place - found.first_place[0]];
+            if (i < first_needed(found.groups[part.group], prefix)) continue;
+            (record.is() == State::cold ? part.cold : part.promoting).push_back(id);
+        }
+        return true;
+    });
+    for (Missing& part : missing) {
+        once(part.cold);
+        once(part.promoting);
+    }
+    std::erase_if(missing,
+                  [](const Missing& part) { return part.cold.empty() && part.promoting.empty(); });
+    return missing;
 }
 
 // What every place has of these keys, and nothing twice.
@@ -258,22 +305,19 @@ IdList Store::resident(std::uint32_t in, Keys keys) const {
         if (node != none) nodes.push_back(node);
         return true;
     });
-    if (!apart(nodes)) {
-        std::unordered_set<Id> seen;
-        std::erase_if(nodes, [&](Id node) { return !seen.insert(node).second; });
-    }
+    once(nodes);
     for (Id node : nodes)
         for (Id id = node; id != none; id = records_[id].more)
-            if (records_[id].is() == State::ready) ids.push_back(id);
+            if (restorable(records_[id].is())) ids.push_back(id);
     return ids;
 }
 
 void Store::states(std::uint32_t in, Key key, char* answers) const {
     const Space& found = space(in);
-    std::fill_n(answers, found.places, answer[0]);
+    std::fill_n(answers, found.places, detailed[0]);
     for (Id id = find(in, key); id != none; id = records_[id].more)
         if (records_[id].is() != State::absent)
-            answers[records_[id].place - found.first_place[0]] = answer[records_[id].state];
+            answers[records_[id].place - found.first_place[0]] = detailed[records_[id].state];
 }
 
 // Whether no key is given twice. By hash, as new keys have no order.
@@ -325,16 +369,22 @@ std::uint64_t Store::room(std::uint32_t space, std::uint32_t group) const {
     return slabs_.room(places_[place(space, group, 0)].size_class);
 }
 
-std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t group,
-                                           std::uint64_t n, Ids victims) {
+Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n, Ids victims) {
     std::uint32_t wanted = places_[place(space, group, 0)].size_class;
     for (Id id : victims) need(records_.known(id), "no block has this id");
-    IdList evicted, orphans, in_the_way;
+    Left left;
+    IdList in_the_way;
     begin();
     auto evict_one = [&](Id id) {
-        records_[id].become(State::absent);
-        leave(id, State::ready, &orphans);
-        evicted.push_back(id);
+        left.gone.push_back(id);
+        if (records_[id].framed) {
+            records_[id].become(after(Event::evict_framed));
+            stay_on_disk(id, State::ready);
+            left.cold.push_back(id);
+        } else {
+            records_[id].become(after(Event::evict));
+            leave(id, State::ready, &left.orphans);
+        }
     };
     slabs_.new_round();
     slabs_.loosen(wanted, n, false);
@@ -373,8 +423,8 @@ std::pair<IdList, IdList> Store::make_room(std::uint32_t space, std::uint32_t gr
         }
     }
     if (!victims.empty()) slabs_.loosen(wanted, n, true);
-    keep_orphans(orphans);
-    return {std::move(evicted), std::move(orphans)};
+    keep_orphans(left.orphans);
+    return left;
 }
 
 IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
@@ -413,7 +463,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         node = find(space, key, hash);
         if (node == none) node = make_node(space, key, hash);
         hang(node, above);
-        Id id = attach(node, place);
+        Id id = attach(node, place, Event::reserve);
         slabs_.take(size_class, id, records_[id].slab, records_[id].slot);
         if (above != none) tidy(above);
         ids.push_back(id);
@@ -429,22 +479,14 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
 
 // ---- events ----
 
-// Moves the whole batch to the event's next state, or none of it.
+// Moves the whole batch to the event's next state, or none of it. What a read from the disk fills
+// is gone with the end of that read, not with that of a process.
 void Store::claim(Ids ids, Event event) {
     State from = before(event), to = after(event);
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        if (i + 8 < ids.size()) prefetch(ids[i + 8]);
-        bool may = records_.known(ids[i]) && records_[ids[i]].is() == from &&
-                   (event != Event::evict || records_[ids[i]].leases == 0);
-        if (may) {
-            records_[ids[i]].become(to);
-            continue;
-        }
-        while (i-- > 0) records_[ids[i]].become(from);
-        throw std::invalid_argument(
-            "a block is not in the state for this, or no block has this id");
-    }
-    begin();
+    change(ids, [=](const Record& record) {
+        bool may = record.is() == from && !(event == Event::gone && record.filling);
+        return may ? to : State::unused;
+    });
 }
 
 void Store::tally(Id id, State from, State to) {
@@ -454,8 +496,8 @@ void Store::tally(Id id, State from, State to) {
     if (to != State::absent) ++counts_.blocks[b], counts_.bytes[b] += bytes;
 }
 
-// Gives the node a WRITING block of this place: in its own record where that is vacant.
-Id Store::attach(Id node, std::uint32_t place) {
+// Gives the node a new block of this place: in its own record where that is vacant.
+Id Store::attach(Id node, std::uint32_t place, Event event) {
     if (records_[node].ghost()) --counts_.ghosts;
     Id id = node;
     if (records_[node].is() != State::absent) {
@@ -467,8 +509,8 @@ Id Store::attach(Id node, std::uint32_t place) {
         records_[node].more = id;
     }
     records_[id].place = place;
-    records_[id].become(after(Event::reserve));
-    tally(id, State::absent, State::writing);
+    records_[id].become(after(event));
+    tally(id, State::absent, after(event));
     return id;
 }
 
@@ -477,7 +519,7 @@ void Store::detach(Id id) {
     Record& record = records_[id];
     Id node = records_.node_of(id);
     record.slab = none;
-    record.summed = 0;
+    record.summed = record.framed = record.used = record.filling = 0;
     if (record.further) {
         records_[record.prev_sibling].more = record.more;
         if (record.more != none) records_[record.more].prev_sibling = record.prev_sibling;
@@ -492,14 +534,21 @@ void Store::detach(Id id) {
 void Store::leave(Id id, State from, IdList* orphans) {
     Record& record = records_[id];
     tally(id, from, State::absent);
-    if (from == State::ready && places_[record.place].full)
-        cut_below(records_.node_of(id), orphans);
-    slabs_.give(record.slab, record.slot);
+    if (restorable(from) && places_[record.place].full) cut_below(records_.node_of(id), orphans);
+    if (record.slab != on_disk) slabs_.give(record.slab, record.slot);
     detach(id);
 }
 
-void Store::arrive(Id id) {
-    tally(id, State::writing, State::ready);
+// A block, already COLD, gives back its slot alone.
+void Store::stay_on_disk(Id id, State from) {
+    Record& record = records_[id];
+    tally(id, from, State::cold);
+    slabs_.give(record.slab, record.slot);
+    record.slab = on_disk;
+    record.filling = 0;
+}
+
+void Store::arrived(Id id) {
     Id node = records_.node_of(id);
     if (records_[node].first_child == none || !places_[records_[id].place].full) return;
     if (!records_[node].cut && complete(node)) join_below(node);
@@ -513,7 +562,8 @@ void Store::commit(Ids ids, const char* checksums) {
         if (checksums)
             std::memcpy(records_.checksum(ids[i]).bytes.data(), checksums + i * checksum_bytes,
                         checksum_bytes);
-        arrive(ids[i]);
+        tally(ids[i], State::writing, State::ready);
+        arrived(ids[i]);
     }
 }
 
@@ -533,28 +583,50 @@ void Store::gone(Ids ids) {
 }
 
 IdList Store::evict(Ids ids) {
-    claim(ids, Event::evict);
+    change(ids, [](const Record& record) {
+        if (!record.evictable()) return State::unused;
+        return after(record.framed ? Event::evict_framed : Event::evict);
+    });
     IdList orphans;
-    for (Id id : ids) leave(id, State::ready, &orphans);
+    for (Id id : ids)
+        if (records_[id].is() == State::cold)
+            stay_on_disk(id, State::ready);
+        else
+            leave(id, State::ready, &orphans);
+    keep_orphans(orphans);
     return orphans;
 }
 
-std::pair<IdList, IdList> Store::forget(Ids ids) {
-    // Leased or not, they leave READY together; the claim's state is theirs only for a moment.
-    IdList freed, orphans;
-    claim(ids, Event::forget_leased);
-    for (Id id : ids) {
+// What is read from the disk or by a lease's holder keeps its slot until that ends.
+Left Store::forget(Ids ids) {
+    std::vector<State> was = change(ids, [](const Record& record) {
+        switch (record.is()) {
+            case State::ready:
+                return after(record.leases ? Event::forget_leased : Event::forget);
+            case State::cold:
+                return after(Event::lost);
+            case State::promoting:
+                return after(Event::forget_promoting);
+            default:
+                return State::unused;
+        }
+    });
+    Left left;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        Id id = ids[i];
         Record& record = records_[id];
-        if (record.leases) {
-            tally(id, State::ready, State::doomed);
-            if (places_[record.place].full) cut_below(records_.node_of(id), &orphans);
+        if (record.framed) left.died.push_back(records_.frame(id));
+        records_.drop_frame(id);
+        if (record.is() == State::absent) {
+            leave(id, was[i], &left.orphans);
+            left.gone.push_back(id);
         } else {
-            record.become(after(Event::forget));
-            leave(id, State::ready, &orphans);
-            freed.push_back(id);
+            tally(id, was[i], record.is());
+            if (places_[record.place].full) cut_below(records_.node_of(id), &left.orphans);
         }
     }
-    return {std::move(freed), std::move(orphans)};
+    keep_orphans(left.orphans);
+    return left;
 }
 
 void Store::lease(Ids ids) {
@@ -600,8 +672,11 @@ std::pair<IdList, IdList> Store::unlease(Ids ids) {
 }
 
 std::size_t Store::memory_bytes() const {
+    constexpr std::size_t map_node = 64;
+    std::size_t listed = 0;
+    for (const auto& [segment, ids] : segments_) listed += map_node + ids.capacity() * sizeof(Id);
     return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
-           places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space);
+           places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space) + listed;
 }
 
 }  // namespace kvtier

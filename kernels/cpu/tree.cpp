@@ -93,12 +93,12 @@ void Store::hang(Id node, Id parent) {
     if (joined && record.first_child != none && complete(node)) join_below(node);
 }
 
-// Whether every shard of every full group is READY here.
+// Whether every shard of every full group is READY here, or on disk, or on its way.
 bool Store::complete(Id node) const {
     const Space& space = spaces_[places_[records_[node].place].space];
     std::uint32_t ready = 0;
     for (Id id = node; id != none; id = records_[id].more)
-        ready += records_[id].is() == State::ready && places_[records_[id].place].full;
+        ready += restorable(records_[id].is()) && places_[records_[id].place].full;
     return ready == space.full_places;
 }
 
@@ -195,6 +195,13 @@ void Store::check_node(Id node, Counts& seen) const {
         hold(!block.leases || block.is() == State::ready || block.is() == State::doomed,
              "a block is leased that can't be");
         hold(block.is() != State::doomed || block.leases, "a doomed block outlived its leases");
+        hold((block.is() == State::cold) == (block.slab == on_disk), "a block on disk has a slot");
+        hold(block.framed || block.is() != State::cold, "a block on disk has no frame");
+        hold(!block.framed || restorable(block.is()), "a block has a frame that can't have one");
+        hold(block.framed || !block.used, "a block without a frame counts as used");
+        hold(block.is() == State::promoting ? block.filling
+                                            : !block.filling || block.is() == State::quarantined,
+             "a read fills the wrong block");
         ++seen.blocks[block.state];
         seen.bytes[block.state] += places_[block.place].block_bytes;
     }
@@ -202,8 +209,16 @@ void Store::check_node(Id node, Counts& seen) const {
 
 void Store::check() const {
     Counts seen;
-    for (Id id = 0; id < records_.limit(); ++id)
-        if (records_.known(id) && !records_[id].further) check_node(id, seen);
+    std::vector<bool> listed(records_.limit(), false);
+    for (const auto& [segment, ids] : segments_)
+        for (Id id : ids)
+            if (lies_in(id, segment)) listed[id] = true;
+    for (Id id = 0; id < records_.limit(); ++id) {
+        if (!records_.known(id)) continue;
+        if (!records_[id].further) check_node(id, seen);
+        if (records_[id].framed && !listed[id])
+            throw std::logic_error("a frame is not listed by its segment");
+    }
     if (seen.blocks != counts_.blocks || seen.bytes != counts_.bytes ||
         seen.nodes != counts_.nodes || seen.ghosts != counts_.ghosts || index_.size() != seen.nodes)
         throw std::logic_error("the counts are wrong");

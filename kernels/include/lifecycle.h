@@ -7,7 +7,16 @@
 
 namespace kvtier {
 
-enum class State : std::uint8_t { absent, writing, ready, doomed, quarantined, unused = 7 };
+enum class State : std::uint8_t {
+    absent,
+    writing,
+    ready,
+    doomed,
+    quarantined,
+    cold,
+    promoting,
+    unused = 7
+};
 enum class Event : std::uint8_t {
     reserve,
     commit,
@@ -15,14 +24,25 @@ enum class Event : std::uint8_t {
     quarantine,
     gone,
     evict,
+    evict_framed,
     forget,
     forget_leased,
-    last_unlease
+    forget_promoting,
+    last_unlease,
+    restore,
+    promote,
+    promoted,
+    unpromoted,
+    spoilt,
+    lost
 };
 
-inline constexpr std::array state_names{"absent", "writing", "ready", "doomed", "quarantined"};
-inline constexpr std::array event_names{"reserve", "commit", "abort",         "quarantine",  "gone",
-                                        "evict",   "forget", "forget_leased", "last_unlease"};
+inline constexpr std::array state_names{"absent",      "writing", "ready",    "doomed",
+                                        "quarantined", "cold",    "promoting"};
+inline constexpr std::array event_names{
+    "reserve",      "commit",   "abort",         "quarantine",       "gone",         "evict",
+    "evict_framed", "forget",   "forget_leased", "forget_promoting", "last_unlease", "restore",
+    "promote",      "promoted", "unpromoted",    "spoilt",           "lost"};
 
 struct Transition {
     State from;
@@ -37,10 +57,23 @@ inline constexpr std::array transitions{
     Transition{State::writing, Event::quarantine, State::quarantined},
     Transition{State::quarantined, Event::gone, State::absent},
     Transition{State::ready, Event::evict, State::absent},
+    Transition{State::ready, Event::evict_framed, State::cold},
     Transition{State::ready, Event::forget, State::absent},
     Transition{State::ready, Event::forget_leased, State::doomed},
     Transition{State::doomed, Event::last_unlease, State::absent},
+    Transition{State::absent, Event::restore, State::cold},
+    Transition{State::cold, Event::promote, State::promoting},
+    Transition{State::cold, Event::lost, State::absent},
+    Transition{State::promoting, Event::promoted, State::ready},
+    Transition{State::promoting, Event::unpromoted, State::cold},
+    Transition{State::promoting, Event::spoilt, State::absent},
+    Transition{State::promoting, Event::forget_promoting, State::quarantined},
 };
+
+// In memory, on disk or on its way: what a prefix can be restored from.
+constexpr bool restorable(State state) {
+    return state == State::ready || state == State::cold || state == State::promoting;
+}
 
 // The one state that an event may start from.
 constexpr State before(Event event) {

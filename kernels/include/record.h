@@ -5,7 +5,8 @@
 //    |                               |       |child  |sibling|sibling|       |       |lease|flags |
 //
 // One cache line, so a match touches one line of the index and one record a key. Checksums lie in
-// an array of their own, since only saves and demotions read them.
+// an array of their own, since only saves and demotions read them; so do frames, of which a store
+// without a disk has none.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -20,7 +21,8 @@ namespace kvtier {
 
 using Id = std::uint32_t;
 inline constexpr Id none = 0xFFFFFFFF;
-inline constexpr Id max_records = 0x7FFFFFF0;  // a slot's table keeps one bit for itself
+inline constexpr std::uint32_t on_disk = 0xFFFFFFFE;  // the slab of a COLD block
+inline constexpr Id max_records = 0x7FFFFFF0;         // a slot's table keeps one bit for itself
 inline constexpr std::uint16_t max_leases = 65534;
 inline constexpr std::size_t key_bytes = 32;
 inline constexpr std::size_t checksum_bytes = 16;
@@ -46,13 +48,15 @@ struct alignas(64) Record {
     std::uint32_t slab;
     std::uint16_t slot;
     std::uint16_t leases;
-    std::uint32_t place : 24;  // which space, group and shard; a ghost's says only which space
+    std::uint32_t place : 22;  // which space, group and shard; a ghost's says only which space
     std::uint32_t state : 3;
     std::uint32_t further : 1;  // a further residency, not the node of its key
     std::uint32_t cut : 1;      // a node below one that lacks a block of a full group
     std::uint32_t summed : 1;   // has a checksum
     std::uint32_t loose : 1;    // a node whose parent went, to be linked again when that is saved
-    std::uint32_t spare : 1;
+    std::uint32_t framed : 1;   // has a frame on disk
+    std::uint32_t used : 1;     // wanted again since its frame was written
+    std::uint32_t filling : 1;  // a read from the disk fills its slot
 
     State is() const { return static_cast<State>(state); }
     void become(State next) { state = static_cast<std::uint32_t>(next); }
@@ -63,9 +67,18 @@ struct alignas(64) Record {
 };
 static_assert(sizeof(Record) == 64);
 
+// Of the block's bytes; of a block with a frame, of the frame's payload, which for raw ones is the
+// same.
 struct Checksum {
     std::array<char, checksum_bytes> bytes;
 };
+
+// Where a block lies on disk and how it is encoded. The segment is a number that its owner chose.
+struct Frame {
+    std::uint32_t segment, page, payload_bytes;
+    std::uint8_t codec, header_pages, flags, spare;
+};
+static_assert(sizeof(Frame) == 16);
 
 class Records {
  public:
@@ -73,6 +86,22 @@ class Records {
     const Record& operator[](Id id) const { return items_[id]; }
     Checksum& checksum(Id id) { return checksums_[id]; }
     const Checksum& checksum(Id id) const { return checksums_[id]; }
+    const Frame& frame(Id id) const { return frames_[id]; }
+    void set_frame(Id id, const Frame& frame) {
+        frames_.reach(id);
+        frames_[id] = frame;
+        items_[id].framed = 1;
+        items_[id].used = 0;
+    }
+    // Whether its checksum is one of the block's own bytes.
+    bool summed(Id id) const {
+        return items_[id].summed && !(items_[id].framed && frames_[id].codec);
+    }
+    // Its frame is nothing any more, and what is known of the payload alone isn't either.
+    void drop_frame(Id id) {
+        items_[id].summed = summed(id);
+        items_[id].framed = items_[id].used = 0;
+    }
 
     // Every id that was ever given out is below this.
     Id limit() const { return limit_; }
@@ -103,11 +132,14 @@ class Records {
         free_ = id;
     }
 
-    std::size_t memory_bytes() const { return items_.memory_bytes() + checksums_.memory_bytes(); }
+    std::size_t memory_bytes() const {
+        return items_.memory_bytes() + checksums_.memory_bytes() + frames_.memory_bytes();
+    }
 
  private:
     Chunks<Record> items_;
     Chunks<Checksum> checksums_;
+    Chunks<Frame> frames_;
     Id limit_ = 0;
     Id free_ = none;
 };

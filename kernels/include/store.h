@@ -3,10 +3,12 @@
 // It decides nothing by itself: no clock, no I/O, no threads, no policy. Calls take batches. A bad
 // argument throws and keeps nothing of the batch.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -48,8 +50,25 @@ struct Part {
     std::vector<Id> ids;
 };
 
+struct Match {
+    std::size_t ready = 0, restorable = 0;
+    std::vector<Part> parts;  // what the READY prefix is restored from
+};
+
+// Of one group and shard, what a prefix needs and memory lacks.
+struct Missing {
+    std::uint32_t group, shard;
+    std::vector<Id> cold, promoting;
+};
+
+// What left, the blocks that no match can reach any more since then, and what else there is to say.
+struct Left {
+    std::vector<Id> gone, orphans, cold;
+    std::vector<Frame> died;
+};
+
 struct Counts {
-    std::array<std::uint64_t, 5> blocks{}, bytes{};
+    std::array<std::uint64_t, state_names.size()> blocks{}, bytes{};
     std::uint64_t nodes = 0, ghosts = 0;
 };
 
@@ -75,7 +94,9 @@ class Store {
     bool drop_space(std::uint32_t space);  // false where it holds something
 
     // What is here.
-    std::pair<std::size_t, std::vector<Part>> match(std::uint32_t space, Keys keys) const;
+    // What it finds of blocks with a frame counts as used.
+    Match match(std::uint32_t space, Keys keys);
+    std::vector<Missing> cold(std::uint32_t space, Keys keys, std::size_t prefix) const;
     IdList resident(std::uint32_t space, Keys keys) const;
     void states(std::uint32_t space, Key key, char* answers) const;
     void probe(std::uint32_t place, Keys keys, char* answers) const;
@@ -84,8 +105,7 @@ class Store {
 
     // Plans.
     std::uint64_t room(std::uint32_t space, std::uint32_t group) const;
-    std::pair<IdList, IdList> make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
-                                        Ids victims);
+    Left make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n, Ids victims);
     // A key that is there already is found only when its turn comes: the slots taken before it are
     // given back, and their generations have moved on.
     IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses);
@@ -96,12 +116,32 @@ class Store {
     void quarantine(Ids ids);
     void gone(Ids ids);
     IdList evict(Ids ids);
-    std::pair<IdList, IdList> forget(Ids ids);
+    Left forget(Ids ids);
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 
+    // The disk (cold.cpp). Those whose frame came too late are returned.
+    IdList framed(Ids ids, const char* frames, const char* digests);
+    IdList moved(Ids ids, const char* before, const char* frames);
+    std::size_t promote(Ids ids);  // how many, the leading ones
+    std::pair<IdList, IdList> promoted(Ids ids);
+    Left unpromoted(Ids ids);
+    Left spoilt(Ids ids);
+    IdList in_segment(std::uint32_t segment) const;
+    void forget_use(Ids ids);
+    Left drop_segment(std::uint32_t segment);
+    // Rows as a segment's footer has them; how many made a block, and how many fit no block here.
+    std::pair<std::size_t, std::size_t> restore(std::uint32_t space, const char* rows,
+                                                std::size_t n, std::uint32_t segment);
+    IdList dirty(Ids ids) const;
+    std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
+    const Frame& frame(Id id) const;
+
     // About single blocks.
     const Record& block(Id id) const;
+    const Place& place_of(Id id) const { return places_[block(id).place]; }
+    Id parent_of(Id id) const { return records_[records_.node_of(id)].parent; }
+    bool summed(Id id) const { return records_.summed(id); }
     const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }
     SlotAddress slot(Id id) const;
     const Checksum& checksum(Id id) const { return records_.checksum(id); }
@@ -137,6 +177,15 @@ class Store {
     Id find(std::uint32_t space, const Key& key) const {
         return find(space, key, index_.hash(space, key));
     }
+    static std::size_t first_needed(const GroupSpec& group, std::size_t prefix) {
+        std::size_t n = group.kind == Kind::full     ? prefix
+                        : group.kind == Kind::window ? group.window_blocks
+                                                     : 1;
+        return prefix - std::min(prefix, n);
+    }
+    void use(Id id) {
+        if (records_[id].framed && !records_[id].used) records_[id].used = 1;
+    }
     static unsigned order_of(std::uint32_t places) { return std::bit_width(places - 1); }
     std::uint32_t make_places(std::uint32_t n);
     bool distinct(std::uint32_t space, Keys keys) const;
@@ -157,12 +206,38 @@ class Store {
     void check_node(Id node, Counts& seen) const;
 
     // Events.
+    // Moves each to the state that `next` says for it, or none where that is `unused` for one of
+    // them; what they were.
+    template <class Next>
+    std::vector<State> change(Ids ids, Next next) {
+        std::vector<State> was;
+        was.reserve(ids.size());
+        for (std::size_t i = 0; i < ids.size(); ++i) {
+            if (i + 8 < ids.size()) prefetch(ids[i + 8]);
+            State to = records_.known(ids[i]) ? next(records_[ids[i]]) : State::unused;
+            if (to == State::unused) {
+                while (i-- > 0) records_[ids[i]].become(was[i]);
+                throw std::invalid_argument(
+                    "a block is not in the state for this, or no block has this id");
+            }
+            was.push_back(records_[ids[i]].is());
+            records_[ids[i]].become(to);
+        }
+        begin();
+        return was;
+    }
     void claim(Ids ids, Event event);
     void tally(Id id, State from, State to);
-    void arrive(Id id);
+    void arrived(Id id);
     void leave(Id id, State from, IdList* orphans);
-    Id attach(Id node, std::uint32_t place);
+    void stay_on_disk(Id id, State from);
+    Id attach(Id node, std::uint32_t place, Event event);
     void detach(Id id);
+    std::vector<State> end_reads(Ids ids, State to, State without_frame);
+    void note_frame(Id id, const Frame& frame, const char* digest);
+    bool lies_in(Id id, std::uint32_t segment) const {
+        return records_.known(id) && records_[id].framed && records_.frame(id).segment == segment;
+    }
 
     Records records_;
     Index index_;
@@ -171,6 +246,8 @@ class Store {
     std::vector<Place> places_;
     std::vector<std::uint32_t> spare_spaces_;
     std::array<std::vector<std::uint32_t>, 25> spare_places_;  // runs of 2^n of them
+    // The blocks of each segment, in the order in which their frames came; some have left since.
+    std::unordered_map<std::uint32_t, IdList> segments_;
     Counts counts_;
     IdList stack_;  // of the tree's walks, kept for its memory
     IdList late_;   // ghosts that the next call looks at

@@ -35,7 +35,7 @@ class Arena:
             room = self.store.room(space, 0, n)
             if room == n:
                 break
-            evicted, orphans = self.store.make_room(space, 0, n, self.lru.victims(n - room))
+            evicted, orphans, _ = self.store.make_room(space, 0, n, self.lru.victims(n - room))
             self.lru.removed(evicted)
             self.lru.demoted(orphans)
         ids, _ = self.store.reserve(space, 0, 0, None, keys, bytes(n))
@@ -122,7 +122,7 @@ class Held:
         """Saves as many of n new blocks as the store finds room for, as the catalog does it."""
         space, victims = self.spaces[which], b""
         while (short := n - self.store.room(space, 0, n)) > 0:
-            evicted, orphans = self.store.make_room(space, 0, n, victims)
+            evicted, orphans, _ = self.store.make_room(space, 0, n, victims)
             self.lru.removed(evicted)
             self.lru.demoted(orphans)
             if victims and not evicted:

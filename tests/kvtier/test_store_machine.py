@@ -1,8 +1,8 @@
 """The native store and its twin, driven by the same random operations, and an oracle.
 
 Every call goes to both, and both must answer alike, errors and slots included. The oracle knows
-only what was committed and what left; it says what a match may promise, which bytes are taken, and
-that a slot's generation moved on when its block left.
+only what was committed, written to a disk and read from it, and what left; it says what a match may
+promise, which bytes are taken, and that a slot's generation moved on when its block left.
 """
 
 import os
@@ -21,7 +21,12 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of"]
+CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of", "identities", "dirty", "frames"]
+CALLS_WITH_IDS += ["promote", "promoted", "unpromoted", "spoilt"]
+RESTORABLE = "ready", "cold", "promoting"
+FRAME = struct.Struct("<IIIBBBB")
+ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
+SEGMENTS = st.integers(7, 9)
 # Two scales: slots in one slab of small pages; and slabs that must share an arena of a few MiB.
 MIB = 1 << 20
 SMALL = [100, 4096, 6000, 12288, 40000], st.integers(8 * 4096, 200 * 4096)
@@ -45,6 +50,10 @@ def unpack(ids):
     return [i for (i,) in struct.iter_unpack("<I", ids)]
 
 
+def chunks(items, size):
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
 def attempt(call, *arguments):
     try:
         return call(*arguments)
@@ -58,6 +67,8 @@ numbers = st.integers(0, 10_000)
 
 
 class StoreMachine(RuleBasedStateMachine):
+    ANY = "writing", "ready", "doomed", "quarantined", "cold", "promoting"
+
     def __init__(self):
         super().__init__()
         self.native, self.twin, self.lru = Store(), Twin(), Lru()
@@ -69,6 +80,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.places = {}  # id -> (extent, offset, generation, length)
         self.leases = {}
         self.left = []  # places of blocks that left
+        self.summed = set()  # ids of blocks with a checksum of their own bytes
+        self.frames = {}  # id -> frame
+        self.used = set()  # ids with a frame that a match found since it was written
+        self.filling = set()  # ids whose slots are being read into
+        self.next_page = 1  # of all segments: their pages only go up
 
     def both(self, name, *arguments):
         native = attempt(getattr(self.native, name), *arguments)
@@ -86,9 +102,34 @@ class StoreMachine(RuleBasedStateMachine):
     def gone(self, ids):
         for i in ids:
             del self.states[i], self.names[i]
-            self.left.append(self.places.pop(i))
+            self.vacate(i)
             self.leases.pop(i, None)
+            self.summed.discard(i)
+            self.unframe(i)
         self.lru.removed(pack(ids))
+
+    def vacate(self, i):
+        if i in self.places:
+            self.left.append(self.places.pop(i))
+        self.filling.discard(i)
+
+    def unframe(self, i):
+        """Where the frame was, if there was one."""
+        self.used.discard(i)
+        died = self.frames.pop(i, None)
+        if died and died[3]:
+            self.summed.discard(i)
+        return FRAME.pack(*died)[:8] if died else b""
+
+    def evicted(self, ids):
+        """Those with a frame stay on disk; which they are."""
+        cold = [i for i in ids if i in self.frames]
+        for i in cold:
+            self.states[i] = "cold"
+            self.vacate(i)
+        self.lru.removed(pack(cold))
+        self.gone([i for i in ids if i not in self.frames])
+        return cold
 
     def demote(self, orphans):
         """Orphans must be READY, unleased and of a full group."""
@@ -167,6 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.both("commit", pack(ids), checksums) is None
         for i in ids:
             self.states[i] = "ready"
+        self.summed.update(ids if with_checksums else [])
         self.lru.added(pack(ids))
 
     def save(self, pick, some_leaves, every_place, fifths):
@@ -197,15 +239,18 @@ class StoreMachine(RuleBasedStateMachine):
             victims = self.lru.victims(new - room)
             if room == new or not victims:
                 break
-            evicted, orphans = self.both("make_room", *place[:2], new, victims)
-            evicted = unpack(evicted)
-            assert all(self.states[i] == "ready" and not self.leases.get(i) for i in evicted)
-            self.gone(evicted)
-            self.demote(orphans)
+            self.make_room(place, new, victims)
         room = self.both("room", *place[:2], new)
         ids = self.reserve(place, None, path, statuses)
         assert len(ids) == room
         self.commit(ids[: len(ids) * fifths // 5], with_checksums=fifths % 2 == 0)
+
+    def make_room(self, place, n, victims):
+        evicted, orphans, cold = self.both("make_room", *place[:2], n, victims)
+        evicted = unpack(evicted)
+        assert all(self.states[i] == "ready" and not self.leases.get(i) for i in evicted)
+        assert self.evicted(evicted) == unpack(cold)
+        self.demote(orphans)
 
     @rule(
         pick=numbers,
@@ -237,30 +282,280 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.both("quarantine", pack(ids)) is None
         self.states.update(dict.fromkeys(ids, "quarantined"))
 
-    @precondition(lambda self: self.of("quarantined"))
+    def left_behind(self):
+        return [i for i in self.of("quarantined") if i not in self.filling]
+
+    @precondition(lambda self: self.left_behind())
     @rule(picks=st.lists(numbers, min_size=1, max_size=4))
     def the_quarantined_are_gone(self, picks):
-        ids = self.choose(self.of("quarantined"), picks)
+        ids = self.choose(self.left_behind(), picks)
         assert self.both("gone", pack(ids)) is None
         self.gone(ids)
 
     @precondition(lambda self: self.of("ready"))
     @rule(picks=st.lists(numbers, min_size=1, max_size=5))
     def evict_some(self, picks):
-        ids = [i for i in self.choose(self.of("ready"), picks) if not self.leases.get(i)]
+        self.evict([i for i in self.choose(self.of("ready"), picks) if not self.leases.get(i)])
+
+    def evict(self, ids):
         orphans = self.both("evict", pack(ids))
-        self.gone(ids)
+        self.evicted(ids)
         self.demote(orphans)
 
-    @precondition(lambda self: self.of("ready"))
+    @precondition(lambda self: self.of(*RESTORABLE))
     @rule(picks=st.lists(numbers, min_size=1, max_size=5))
     def forget_some(self, picks):
-        ids = self.choose(self.of("ready"), picks)
-        freed, orphans = self.both("forget", pack(ids))
-        assert unpack(freed) == [i for i in ids if not self.leases.get(i)]
-        self.states.update(dict.fromkeys(ids, "doomed"))
+        self.forget(self.choose(self.of(*RESTORABLE), picks))
+
+    def forget(self, ids):
+        freed, orphans, died = self.both("forget", pack(ids))
+        held = [i for i in ids if self.leases.get(i) or self.states[i] == "promoting"]
+        assert unpack(freed) == [i for i in ids if i not in held]
+        assert died == b"".join(map(self.unframe, ids))
+        for i in held:
+            self.states[i] = "quarantined" if self.states[i] == "promoting" else "doomed"
         self.gone(unpack(freed))
         self.demote(orphans)
+
+    # The disk.
+
+    def page(self):
+        self.next_page += 1
+        return self.next_page
+
+    frames_of = rule(
+        picks=st.lists(numbers, min_size=1, max_size=8),
+        segment=SEGMENTS,
+        codec=st.sampled_from([0, 0, 0, 3]),
+        with_digests=st.sampled_from([True, True, False]),
+        clear=st.booleans(),
+    )
+
+    def write_frames(self, picks, segment, codec, with_digests, clear):
+        ids = self.choose(self.of("ready"), picks[1:] * 4)
+        ids += self.choose([i for i in self.of(*self.ANY) if i not in ids], picks[:1])
+        self.frame(ids, segment, codec, with_digests)
+        if clear:
+            ids = [i for i in ids if self.states[i] == "ready" and not self.leases.get(i)]
+            self.evict(ids)
+
+    write_some, write_others = frames_of(write_frames), frames_of(write_frames)
+
+    def frame(self, ids, segment, codec, with_digests):
+        frames = {i: (segment, self.page(), 77 + i, codec, 1, 1, 0) for i in ids}
+        packed = b"".join(FRAME.pack(*frame) for frame in frames.values())
+        digests = b"".join(sha256(frame[:16]).digest()[:16] for frame in chunks(packed, 16))
+        answer = self.both("framed", pack(ids), packed, digests if with_digests else b"")
+        ready = [i for i in ids if self.states[i] == "ready"]
+        if not with_digests and ((ready and codec) or not self.summed.issuperset(ready)):
+            assert answer is ValueError
+            return
+        assert unpack(answer) == [i for i in ids if i not in ready]
+        for i in ready:
+            self.frames[i] = frames[i]
+            self.used.discard(i)
+            (self.summed.discard if codec else self.summed.add)(i)
+
+    @rule(picks=st.lists(numbers, min_size=1, max_size=4), segment=SEGMENTS, stale=st.booleans())
+    def move_frames(self, picks, segment, stale):
+        ids = self.choose(self.of(*self.ANY), picks)
+        before = [list(self.frames.get(i, (8, 0, 0, 0, 0, 0, 0))) for i in ids]
+        after = [[segment, self.page(), *frame[2:]] for frame in before]
+        if stale:
+            before[0:1] = [[frame[0], frame[1] + 1, *frame[2:]] for frame in before[:1]]
+        packed = [b"".join(FRAME.pack(*frame) for frame in each) for each in (before, after)]
+        late = unpack(self.both("moved", pack(ids), *packed))
+        assert late == [
+            i for at, i in enumerate(ids) if i not in self.frames or (stale and at == 0)
+        ]
+        for i, frame in zip(ids, after, strict=True):
+            if i not in late:
+                self.frames[i] = tuple(frame)
+                self.used.discard(i)
+
+    # What brings blocks to the disk and back makes the rest possible, as saving does.
+    promotions = rule(
+        picks=st.lists(numbers, min_size=1, max_size=6),
+        ends=st.lists(st.sampled_from(["promoted", "unpromoted", "spoilt"]), max_size=3),
+        between=st.sampled_from(["", "forget", "drop_segment"]),
+    )
+
+    def promote_some(self, picks, ends, between):
+        taken = self.promote(self.choose(self.of("cold"), picks))
+        if taken and between == "forget":
+            self.forget(taken[:1])
+        elif taken and between == "drop_segment":
+            self.use_again(self.frames[taken[-1]][0])
+        for end, i in zip(ends, taken, strict=False):
+            self.end(end, [i])
+
+    promote_these, promote_those = promotions(promote_some), promotions(promote_some)
+
+    def promote(self, ids):
+        taken, slots = self.both("promote", pack(ids))
+        taken = unpack(taken)
+        assert taken == ids[: len(taken)]
+        for i, slot in zip(taken, struct.iter_unpack("<IIQQ", slots), strict=True):
+            self.states[i] = "promoting"
+            self.filling.add(i)
+            space, group, _, _ = self.names[i]
+            extent, _, offset, generation = slot
+            self.places[i] = extent, offset, generation, self.spaces[space][0][group][2]
+        if len(taken) < len(ids):
+            space, group, _, _ = self.names[ids[len(taken)]]
+            assert self.both("room", space, group, 1) == 0
+        return taken
+
+    @precondition(lambda self: self.filling)
+    @rule(
+        picks=st.lists(numbers, min_size=1, max_size=6),
+        end=st.sampled_from(["promoted", "promoted", "unpromoted", "spoilt"]),
+    )
+    def end_reads(self, picks, end):
+        self.end(end, self.choose(sorted(self.filling), picks))
+
+    def end(self, end, ids):
+        first, second, *died = self.both(end, pack(ids))
+        alive = [i for i in ids if self.states[i] == "promoting"]
+        if end == "promoted":
+            assert unpack(first) == alive
+            assert unpack(second) == [i for i in ids if i not in alive]
+            for i in alive:
+                self.states[i] = "ready"
+                self.filling.discard(i)
+            self.lru.added(first)
+            self.gone(unpack(second))
+            return
+        kept = [i for i in alive if i in self.frames and end == "unpromoted"]
+        assert unpack(first) == [i for i in ids if i not in kept]
+        assert died == ([b"".join(map(self.unframe, ids))] if end == "spoilt" else [])
+        for i in kept:
+            self.states[i] = "cold"
+            self.vacate(i)
+        self.gone(unpack(first))
+        self.demote(second)
+
+    @rule(segment=SEGMENTS, look=st.booleans())
+    def look_at_a_segment(self, segment, look):
+        ids, flags = self.both("in_segment", segment, look)
+        assert unpack(ids) == self.in_segment(segment)
+        cold = self.of("cold")
+        assert flags == bytes((i in self.used) + 2 * (i in cold) for i in unpack(ids))
+        if look:
+            self.used.difference_update(unpack(ids))
+
+    def in_segment(self, segment):
+        return sorted(
+            (i for i, frame in self.frames.items() if frame[0] == segment),
+            key=lambda i: self.frames[i][1],
+        )
+
+    @rule(segment=SEGMENTS)
+    def use_a_segment_again(self, segment):
+        self.use_again(segment)
+
+    def use_again(self, segment):
+        there = self.in_segment(segment)
+        freed, orphans = self.both("drop_segment", segment)
+        assert unpack(freed) == [i for i in there if self.states[i] == "cold"]
+        for i in there:
+            self.unframe(i)
+        self.gone(unpack(freed))
+        self.demote(orphans)
+        assert self.both("in_segment", segment) == (b"", b"")
+
+    @rule(
+        pick=numbers,
+        some_leaves=st.lists(leaves, min_size=1, max_size=3),
+        segment=SEGMENTS,
+        unfit=st.sampled_from(["", "", "group", "shard", "bytes", "codec"]),
+        order=st.sampled_from([1, 1, -1]),
+        codec=st.sampled_from([0, 0, 3]),
+        every_place=st.booleans(),
+    )
+    def restore_a_segment(self, pick, every_place, **rows):
+        space, group, shard = self.place(pick)
+        specs, shards = self.spaces[space]
+        for at in range(len(specs)):
+            for one in range(shards[at]):
+                if every_place or (at, one) == (group, shard):
+                    self.restore((space, at, one), **rows)
+
+    def restore(self, place, some_leaves, segment, unfit, order, codec):
+        space, group, shard = place
+        size = self.spaces[space][0][group][2]
+        rows, made, wrong = [], [], 0
+        of = {self.names[i]: i for i in self.states}
+        named = {}
+        for leaf in some_leaves:
+            path = path_to(leaf)
+            for parent, key in list(zip([b"", *path], path, strict=False))[::order]:
+                spoil = unfit if not rows else ""
+                frame = (segment, self.page(), size if codec == 0 else 5, codec, 1, bool(parent), 0)
+                row = [
+                    key, parent, 99, group, shard, frame[1], 1, 1, codec, frame[2], size, 1,
+                    sha256(key).digest()[:16], bool(parent),
+                ]  # fmt: skip
+                if spoil:
+                    change = {
+                        "group": (3, 4),
+                        "shard": (4, 2),
+                        "bytes": (9, 1 << 32),
+                        "codec": (8, 256),
+                    }
+                    row[change[spoil][0]] = change[spoil][1]
+                    wrong += 1
+                else:
+                    made.append(((space, group, shard, key), frame))
+                rows.append(ROW.pack(*row))
+        answer = self.both("restore", space, b"".join(rows), segment)
+        for name, frame in made:
+            if name not in of:
+                named[name] = frame
+            elif self.states[of[name]] == "cold":
+                self.reframe(of[name], frame)
+        assert answer == (len(named), wrong)
+        found = self.both("present", space, group, shard, b"".join(name[3] for name in named))
+        assert found == b""
+        for i in unpack(self.both("in_segment", segment)[0]):
+            if i not in self.states:
+                key = self.both("keys_of", pack([i]))
+                name = space, group, shard, key
+                self.states[i], self.names[i] = "cold", name
+                self.reframe(i, named.pop(name))
+        assert not named
+
+    def reframe(self, i, frame):
+        self.frames[i] = frame
+        self.used.discard(i)
+        (self.summed.discard if frame[3] else self.summed.add)(i)
+
+    @rule(leaf=leaves)
+    def promote_a_prefix(self, leaf):
+        """All that a prefix lacks, while what is here of it is held: then it is READY."""
+        path = path_to(leaf)
+        for space in self.spaces:
+            _, restorable = self.match_in(space, path)
+            here = unpack(self.both("resident", space, b"".join(path)))
+            held = [i for i in here if self.states[i] == "ready"]
+            self.hold(held)
+            reads, whole = [], True
+            for group, shard, cold, promoting in self.both(
+                "cold", space, b"".join(path), restorable
+            ):
+                cold, promoting = unpack(cold), unpack(promoting)
+                assert all(self.states[i] == "cold" for i in cold)
+                assert all(self.states[i] == "promoting" for i in promoting)
+                names = [self.names[i] for i in cold + promoting]
+                assert all(name[:3] == (space, group, shard) for name in names)
+                self.make_room((space, group), len(cold), self.lru.victims(len(cold)))
+                taken = self.promote(cold)
+                whole = whole and taken == cold
+                reads += taken + promoting
+            self.end("promoted", reads)
+            self.let_go(held)
+            if whole:
+                assert self.match_in(space, path) == (restorable, restorable)
 
     def lease(self, picks):
         ready = self.of("ready", "doomed")
@@ -268,6 +563,9 @@ class StoreMachine(RuleBasedStateMachine):
         if len(set(ids)) < len(ids):
             assert self.both("lease", pack(ids)) is ValueError
             ids = self.choose(ids, range(len(ids)))
+        self.hold(ids)
+
+    def hold(self, ids):
         assert self.both("lease", pack(ids)) is None
         for i in ids:
             self.leases[i] = self.leases.get(i, 0) + 1
@@ -279,7 +577,9 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.leases.values()))
     @rule(picks=st.lists(numbers, min_size=1, max_size=12))
     def unlease_some(self, picks):
-        ids = self.choose(sorted(i for i, n in self.leases.items() if n), picks)
+        self.let_go(self.choose(sorted(i for i, n in self.leases.items() if n), picks))
+
+    def let_go(self, ids):
         evictable, freed = map(unpack, self.both("unlease", pack(ids)))
         for i in ids:
             self.leases[i] -= 1
@@ -301,10 +601,19 @@ class StoreMachine(RuleBasedStateMachine):
             "quarantine": ["writing"],
             "gone": ["quarantined"],
             "evict": ["ready"],
-            "forget": ["ready"],
+            "forget": ["ready", "cold", "promoting"],
             "lease": ["ready", "doomed"],
-        }.get(call, ["writing", "ready", "doomed", "quarantined"])
+            "promote": ["cold"],
+        }.get(call, self.ANY)
         allowed = set(self.of(*right))
+        if call == "gone":
+            allowed -= self.filling
+        if call in ("promoted", "unpromoted", "spoilt"):
+            allowed = self.filling
+        if call == "slots":
+            allowed &= self.places.keys()
+        if call == "frames":
+            allowed &= self.frames.keys()
         if call == "unlease":
             allowed = {i for i, n in self.leases.items() if n}
         if call == "evict":
@@ -338,37 +647,45 @@ class StoreMachine(RuleBasedStateMachine):
         for leaf in some_leaves:
             self.match_path(path_to(leaf))
 
+    def match_in(self, space, path):
+        ready, restorable, parts = self.both("match", space, b"".join(path))
+        assert ready == self.restorable(space, path, "ready") <= restorable
+        assert restorable == self.restorable(space, path, *RESTORABLE)
+        for group, shard, first, ids in parts:
+            names = [(space, group, shard, key) for key in path[first:ready]]
+            assert [self.names[i] for i in unpack(ids)] == names
+        needed = {
+            name for length in (ready, restorable) for name in self.needed(space, path, length)
+        }
+        self.used.update(i for i in self.frames if self.names[i] in needed)
+        return ready, restorable
+
     def match_path(self, path):
-        for space, (specs, shards) in self.spaces.items():
-            ready, parts = self.both("match", space, b"".join(path))
-            assert ready == self.restorable(space, specs, shards, path)
-            for group, shard, first, ids in parts:
-                names = [(space, group, shard, key) for key in path[first:ready]]
-                assert [self.names[i] for i in unpack(ids)] == names
+        for space in self.spaces:
+            self.match_in(space, path)
             here = unpack(self.both("resident", space, b"".join(path + path[:1])))
             assert sorted(here) == [
                 i
-                for i in self.of("ready")
+                for i in self.of(*RESTORABLE)
                 if self.names[i][0] == space and self.names[i][3] in path
             ]
 
-    def restorable(self, space, specs, shards, path):
+    def restorable(self, space, path, *states):
         """By definition, from what was committed and did not leave: no index, no tree."""
-        here = {self.names[i] for i in self.of("ready")}
-
-        def has(group, key):
-            return all((space, group, shard, key) in here for shard in range(shards[group]))
-
-        def restores(group, length):
-            kind, window, _ = specs[group]
-            first = {FULL: 0, WINDOW: max(0, length - window), STATE: length - 1}[kind]
-            return all(has(group, key) for key in path[first:length])
-
+        here = {self.names[i] for i in self.of(*states)}
+        lengths = range(len(path), -1, -1)
         return next(
-            length
-            for length in range(len(path), -1, -1)
-            if length == 0 or all(restores(group, length) for group in range(len(specs)))
+            length for length in lengths if here.issuperset(self.needed(space, path, length))
         )
+
+    def needed(self, space, path, length):
+        """The names of all blocks that a prefix of this length is restored from."""
+        specs, shards = self.spaces[space]
+        for group, (kind, window, _) in enumerate(specs):
+            first = {FULL: 0, WINDOW: max(0, length - window), STATE: max(0, length - 1)}[kind]
+            for key in path[first:length]:
+                for shard in range(shards[group]):
+                    yield space, group, shard, key
 
     @invariant()
     def both_hold(self):
@@ -377,13 +694,28 @@ class StoreMachine(RuleBasedStateMachine):
         counts = self.both("counts")
         assert sum(counts["blocks"].values()) == len(self.states)
         assert counts["ghosts"] <= len(self.states) + self.ghosts
-        ids = sorted(self.states)
+        assert set(self.places) == set(self.states) - set(self.of("cold"))
+        ids = sorted(self.places)
         slots = list(struct.iter_unpack("<IIQQ", self.both("slots", pack(ids))))
         assert slots == [(e, 0, o, g) for e, o, g, _ in (self.places[i] for i in ids)]
-        self.both("checksums", pack(ids))
+        ids = sorted(self.states)
+        _, has = self.both("checksums", pack(ids))
+        assert has == bytes(i in self.summed for i in ids)
+        assert self.both("dirty", pack(ids)) == pack(
+            i for i in self.of("ready") if i not in self.frames
+        )
+        frames, _ = self.both("frames", pack(self.frames))
+        assert frames == b"".join(FRAME.pack(*frame) for frame in self.frames.values())
+        self.both("identities", pack(ids))
+        self.both("coldest", pack(ids), 100_000, 50_000)
         assert self.both("ready", pack(ids)) == len(self.of("ready"))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)
         assert all(native == twin for native, twin in self.tables)
+
+    @invariant()
+    def the_policy_knows_what_may_be_evicted(self):
+        evictable = [i for i in self.of("ready") if not self.leases.get(i)]
+        assert sorted(unpack(self.lru.victims(10**6))) == evictable
 
     @invariant()
     def no_two_live_slots_overlap(self):
@@ -411,8 +743,8 @@ class StoreMachine(RuleBasedStateMachine):
             for group, (_, _, size) in enumerate(specs)
         )
         plan = space, group, 10**6, pack(self.states)  # a held block among the victims is skipped
-        evicted, _ = self.both("make_room", *plan)
-        self.gone(unpack(evicted))
+        evicted, _, _ = self.both("make_room", *plan)
+        self.evicted(unpack(evicted))
         self.native.check()
         pitch = -(-size // 4096) * 4096
         # Around each held block two slots may be cut, and its slab and the run after it end in one.

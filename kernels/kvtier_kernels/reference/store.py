@@ -1,13 +1,14 @@
 """The store in plain Python: the executable specification of `kvtier_kernels.Store`.
 
 Same calls, same results, same ids and slots; it is slow and keeps nothing back. Keys are 32 bytes,
-ids 4 and slots 24 ("<IIQQ": extent, 0, offset, generation), each batch as one bytes object.
+ids 4, slots 24 ("<IIQQ": extent, 0, offset, generation) and frames 16 ("<IIIBBBB": segment, page, payload
+bytes, codec, header pages, flags, 0), each batch as one bytes object.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,16 @@ if TYPE_CHECKING:
 
 FULL, WINDOW, STATE = 0, 1, 2
 ABSENT, WRITING, READY, DOOMED, QUARANTINED = "absent", "writing", "ready", "doomed", "quarantined"
-ANSWERS = {ABSENT: 0, READY: 1, WRITING: 2, QUARANTINED: 2, DOOMED: 3}
+COLD, PROMOTING = "cold", "promoting"
+RESTORABLE = READY, COLD, PROMOTING
+ANSWERS = {ABSENT: 0, READY: 1, WRITING: 2, QUARANTINED: 2, DOOMED: 3, COLD: 1, PROMOTING: 1}
+DETAILED = ANSWERS | {COLD: 5, PROMOTING: 6}
+FRAME = struct.Struct("<IIIBBBB")
+ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")  # of a segment's footer
+HAS_PARENT = 1
 MAX_LEASES = 65534
+MAX_PLACES = 1 << 22
+RESTORED_AT_ONCE = 256
 MAX_SIZES = 1024
 WALK_LIMIT = 65536
 
@@ -46,6 +55,28 @@ class Space:
     full_places: int
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Where a block lies on disk, and how it is encoded."""
+
+    segment: int
+    page: int
+    payload_bytes: int
+    codec: int
+    header_pages: int
+    flags: int
+    spare: int = 0
+
+    def pack(self) -> bytes:
+        return FRAME.pack(
+            self.segment, self.page, self.payload_bytes,
+            self.codec, self.header_pages, self.flags, self.spare,
+        )  # fmt: skip
+
+    def place(self) -> bytes:
+        return self.pack()[:8]
+
+
 @dataclass(eq=False)
 class Block:
     id: int
@@ -56,9 +87,25 @@ class Block:
     checksum: bytes | None = None
     slab: Slab | None = None
     slot: int = 0
+    frame: Frame | None = None
+    used: bool = False  # wanted again since its frame was written
+    filling: bool = False  # a read from the disk fills its slot
 
     def evictable(self) -> bool:
         return self.state == READY and self.leases == 0
+
+    def restorable(self) -> bool:
+        return self.state in RESTORABLE
+
+    def own_checksum(self) -> bytes | None:
+        """That of its bytes; with another codec than raw, only the payload's is known."""
+        return None if self.frame and self.frame.codec else self.checksum
+
+    def drop_frame(self) -> bytes:
+        """Where the frame was that is nothing any more."""
+        self.checksum = self.own_checksum()
+        died, self.frame, self.used = self.frame, None, False
+        return died.place() if died else b""
 
 
 @dataclass(eq=False)
@@ -88,6 +135,7 @@ class Store:
         self._spare_spaces: list[int] = []
         self._index: dict[tuple[int, bytes], Node] = {}
         self._blocks: dict[int, Block] = {}
+        self._segments: dict[int, list[int]] = {}  # of each the blocks, as their frames came
         self._ids: set[int] = set()  # of nodes and blocks
         self._spare: list[int] = []
         self._limit = 0
@@ -115,7 +163,7 @@ class Store:
                 raise ValueError("a group is (kind 0..2, window_blocks, block_bytes)")
             if not 0 < size <= 1 << 40 or (kind == WINDOW and window == 0):
                 raise ValueError("a block has between 1 byte and 1 TiB, a window a length")
-        if sum(len(space.places) for space in self._spaces if space) + sum(shards) > 1 << 24:
+        if sum(len(space.places) for space in self._spaces if space) + sum(shards) > MAX_PLACES:
             raise ValueError("too many spaces, groups and shards")
         classes = [self._slabs.join_class(size) for _, _, size in groups]
         if sum(self._slabs.living()) > MAX_SIZES:
@@ -165,32 +213,69 @@ class Store:
 
     # What is here.
 
-    def match(self, space: int, keys: bytes) -> tuple[int, list[tuple[int, int, int, bytes]]]:
-        """The longest prefix that every group can restore, all shards READY, and the blocks that it
-        is restored from: (group, shard, place of the first one in the prefix, ids)."""
+    def match(self, space: int, keys: bytes) -> tuple[int, int, list[tuple[int, int, int, bytes]]]:
+        """The longest prefix that every group can restore, all shards READY; the longest one with
+        what is on disk or on its way; and the blocks that the first is restored from: (group,
+        shard, place of the first one in the prefix, ids). Those it finds count as used."""
         found = self._space(space)
         named = split(keys, 32)
+        prefixes: list[int] = []
+        parts: list[tuple[int, int, int, bytes]] = []
+        for states in ((READY,), RESTORABLE):
+            best = self._prefix(found, named, states)
+            prefixes.append(best)
+            for (group, shard), place in found.places.items() if best else ():
+                first = self._first_needed(found, group, best)
+                blocks = [self._find(place, key) for key in named[first:best]]
+                for block in blocks:
+                    assert block is not None
+                    block.used = block.frame is not None
+                if states == (READY,):
+                    ids = join(block.id for block in blocks if block)
+                    parts.append((group, shard, first, ids))
+        return prefixes[0], prefixes[1], parts
+
+    def _prefix(self, found: Space, named: list[bytes], states: Sequence[str]) -> int:
+        """The longest prefix that every group can restore from blocks in these states."""
         best = 0
         runs = [0] * len(found.groups)
         for i, key in enumerate(named):
             restorable = True
             for group, (kind, window, _) in enumerate(found.groups):
                 places = [found.places[group, shard] for shard in range(found.shards[group])]
-                ready = all(self._ready(place, key) for place in places)
-                runs[group] = runs[group] + 1 if ready else 0
+                blocks = [self._find(place, key) for place in places]
+                here = all(block and block.state in states for block in blocks)
+                runs[group] = runs[group] + 1 if here else 0
                 needed = min(window, i + 1) if kind == WINDOW else 1
                 restorable = restorable and runs[group] >= needed
             if any(kind == FULL and not runs[g] for g, (kind, _, _) in enumerate(found.groups)):
                 break
             if restorable:
                 best = i + 1
-        parts: list[tuple[int, int, int, bytes]] = []
-        for (group, shard), place in found.places.items() if best else ():
-            kind, window, _ = found.groups[group]
-            first = {FULL: 0, WINDOW: max(0, best - window), STATE: best - 1}[kind]
-            blocks = [self._ready(place, key) for key in named[first:best]]
-            parts.append((group, shard, first, join(block.id for block in blocks if block)))
-        return best, parts
+        return best
+
+    def _first_needed(self, found: Space, group: int, prefix: int) -> int:
+        kind, window, _ = found.groups[group]
+        return {FULL: 0, WINDOW: max(0, prefix - window), STATE: max(0, prefix - 1)}[kind]
+
+    def cold(self, space: int, keys: bytes, prefix: int) -> list[tuple[int, int, bytes, bytes]]:
+        """What a prefix needs and memory lacks, in the order of the chain: (group, shard, COLD ids,
+        PROMOTING ids) where there are any."""
+        found = self._space(space)
+        named = split(keys, 32)
+        if not 0 <= prefix <= len(named):
+            raise ValueError("a prefix longer than its keys")
+        parts: list[tuple[int, int, bytes, bytes]] = []
+        for (group, shard), place in found.places.items():
+            first = self._first_needed(found, group, prefix)
+            blocks = [self._find(place, key) for key in dict.fromkeys(named[first:prefix])]
+            cold, promoting = (
+                join(block.id for block in blocks if block and block.state == state)
+                for state in (COLD, PROMOTING)
+            )
+            if cold or promoting:
+                parts.append((group, shard, cold, promoting))
+        return parts
 
     def _find(self, place: Place, key: bytes) -> Block | None:
         node = self._index.get((place.space, key))
@@ -201,22 +286,24 @@ class Store:
         return block if block and block.state == READY else None
 
     def resident(self, space: int, keys: bytes) -> bytes:
-        """The ids of these keys' READY blocks in every group and shard, each once, by key."""
+        """The ids of these keys' blocks in every group and shard that are READY, on disk or on their
+        way, each once, by key."""
         self._space(space)
         nodes = (self._index.get((space, key)) for key in dict.fromkeys(split(keys, 32)))
-        return join(b.id for node in nodes if node for b in node.blocks if b.state == READY)
+        return join(b.id for node in nodes if node for b in node.blocks if b.restorable())
 
     def states(self, space: int, key: bytes) -> bytes:
-        """What `probe` says of this key, for each shard of each group."""
+        """What `probe` says of this key, for each shard of each group; but 5 where it is COLD and 6
+        where it is PROMOTING."""
         places = self._space(space).places.values()
         if len(key) != 32:
             raise ValueError("a key is 32 bytes")
         found = (self._find(place, key) for place in places)
-        return bytes(ANSWERS[block.state if block else ABSENT] for block in found)
+        return bytes(DETAILED[block.state if block else ABSENT] for block in found)
 
     def probe(self, space: int, group: int, shard: int, keys: bytes) -> bytes:
-        """A byte a key: 0 new, 1 READY, 2 WRITING or QUARANTINED, 3 DOOMED. ValueError where a
-        key is given twice."""
+        """A byte a key: 0 new, 1 READY, COLD or PROMOTING, 2 WRITING or QUARANTINED, 3 DOOMED.
+        ValueError where a key is given twice."""
         place = self._place(space, group, shard)
         if len(set(split(keys, 32))) < len(split(keys, 32)):
             raise ValueError("a key is given twice")
@@ -248,8 +335,11 @@ class Store:
         """How many of n slots could be had without evicting."""
         return min(n, self._slabs.room(self._place(space, group, 0).size_class))
 
-    def make_room(self, space: int, group: int, n: int, victims: bytes) -> tuple[bytes, bytes]:
-        """Evicts until n slots could be had or the victims are used up: (evicted, orphans).
+    def make_room(
+        self, space: int, group: int, n: int, victims: bytes
+    ) -> tuple[bytes, bytes, bytes]:
+        """Evicts until n slots could be had or the victims are used up: (evicted, orphans, those of the
+        evicted that have a frame and are COLD now).
 
         A victim says which size class pays; where that isn't the wanted one, a slab of it is
         reshaped, and those leave that lie in the way of a new slot. Orphans are READY, unleased
@@ -265,9 +355,8 @@ class Store:
         self._begin()
 
         def leave(block: Block) -> None:
-            block.state = ABSENT
-            self._leave(block, READY, orphans)
             evicted.append(block)
+            self._evict(block, orphans)
 
         slabs.round += 1
         slabs.loosen(wanted, n, thorough=False)
@@ -305,7 +394,8 @@ class Store:
                     leave(block)
         if named:
             slabs.loosen(wanted, n, thorough=True)
-        return join(block.id for block in evicted), evictable_ids(orphans)
+        cold = join(block.id for block in evicted if block.state == COLD)
+        return join(block.id for block in evicted), evictable_ids(orphans), cold
 
     def reserve(
         self, space: int, group: int, shard: int, parent: bytes | None, keys: bytes, statuses: bytes
@@ -351,18 +441,23 @@ class Store:
 
     # Events; each takes the whole batch, or raises ValueError and changes nothing.
 
-    def _claim(self, ids: bytes, before: str, after: str, unleased: bool = False) -> list[Block]:
-        blocks: list[Block] = []
+    def _claim(self, ids: bytes, before: str, after: str) -> list[Block]:
+        return self._change(ids, lambda block: after if block.state == before else None)
+
+    def _change(self, ids: bytes, change: Callable[[Block], str | None]) -> list[Block]:
+        """Moves each to the state that `change` says for it, or none of them."""
+        changed: list[tuple[Block, str]] = []
         for number in unpack(ids):
             block = self._blocks.get(number)
-            if block is None or block.state != before or (unleased and block.leases):
-                for claimed in blocks:
+            after = change(block) if block else None
+            if block is None or after is None:
+                for claimed, before in changed:
                     claimed.state = before
                 raise ValueError("a block is not in the state for this, or no block has this id")
+            changed.append((block, block.state))
             block.state = after
-            blocks.append(block)
         self._begin()
-        return blocks
+        return [block for block, _ in changed]
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
         """WRITING blocks are READY from now on, with their checksums of 16 bytes, or with none."""
@@ -370,8 +465,11 @@ class Store:
             raise ValueError("a checksum of 16 bytes for each id, or none")
         for i, block in enumerate(self._claim(ids, WRITING, READY)):
             block.checksum = checksums[16 * i : 16 * i + 16] if checksums else None
-            if block.place.kind == FULL and not block.node.cut and self._complete(block.node):
-                self._join_below(block.node)
+            self._arrived(block)
+
+    def _arrived(self, block: Block) -> None:
+        if block.place.kind == FULL and not block.node.cut and self._complete(block.node):
+            self._join_below(block.node)
 
     def abort(self, ids: bytes) -> None:
         """WRITING blocks go, and their slots are free."""
@@ -384,29 +482,56 @@ class Store:
 
     def gone(self, ids: bytes) -> None:
         """QUARANTINED blocks go, and their slots are free."""
-        for block in self._claim(ids, QUARANTINED, ABSENT):
+
+        def gone(block: Block) -> str | None:
+            return ABSENT if block.state == QUARANTINED and not block.filling else None
+
+        for block in self._change(ids, gone):
             self._leave(block, QUARANTINED, [])
 
     def evict(self, ids: bytes) -> bytes:
-        """READY, unleased blocks go; returns the orphans."""
+        """READY, unleased blocks leave their slots, and all that have no frame go; returns the
+        orphans."""
+
+        def evict(block: Block) -> str | None:
+            return (COLD if block.frame else ABSENT) if block.evictable() else None
+
         orphans: list[Block] = []
-        for block in self._claim(ids, READY, ABSENT, unleased=True):
-            self._leave(block, READY, orphans)
+        for block in self._change(ids, evict):
+            self._evict(block, orphans)
         return evictable_ids(orphans)
 
-    def forget(self, ids: bytes) -> tuple[bytes, bytes]:
-        """READY blocks match no more, and go with their last lease: (gone now, orphans)."""
+    def _evict(self, block: Block, orphans: list[Block]) -> None:
+        if block.frame:
+            block.state = COLD
+            self._stay_on_disk(block)
+        else:
+            block.state = ABSENT
+            self._leave(block, READY, orphans)
+
+    def forget(self, ids: bytes) -> tuple[bytes, bytes, bytes]:
+        """READY, COLD and PROMOTING blocks match no more. They go with their last lease or the end of
+        the read that fills them: (gone now, orphans, segment and page of each frame that died)."""
+
+        def forget(block: Block) -> str | None:
+            after = {
+                READY: DOOMED if block.leases else ABSENT,
+                COLD: ABSENT,
+                PROMOTING: QUARANTINED,
+            }
+            return after.get(block.state)
+
         freed: list[int] = []
         orphans: list[Block] = []
-        for block in self._claim(ids, READY, DOOMED):
-            if block.leases:
-                if block.place.kind == FULL:
-                    self._cut_below(block.node, orphans)
-            else:
-                block.state = ABSENT
+        died = b""
+        for block in self._change(ids, forget):
+            died += block.drop_frame()
+            if block.state == ABSENT:
                 self._leave(block, READY, orphans)
                 freed.append(block.id)
-        return join(freed), evictable_ids(orphans)
+            elif block.place.kind == FULL:
+                self._cut_below(block.node, orphans)
+        return join(freed), evictable_ids(orphans), died
 
     def lease(self, ids: bytes) -> None:
         """One more lease on each block; OverflowError where that makes more than 65534, ValueError
@@ -447,6 +572,227 @@ class Store:
             self._leave(block, DOOMED, [])
         return evictable, join(block.id for block in doomed)
 
+    # The disk.
+
+    def framed(self, ids: bytes, frames: bytes, checksums: bytes) -> bytes:
+        """READY blocks have these frames from now on, with the digests of their payloads; without
+        digests a block must have its own checksum and a raw frame. Those that are READY no more are
+        returned: nobody knows of their frames."""
+        blocks = self._known(ids)
+        packed = split_for(blocks, frames, FRAME.size)
+        digests = split_for(blocks, checksums, 16) if checksums else [None] * len(blocks)
+        made = [Frame(*FRAME.unpack(one)) for one in packed]
+        for block, frame, digest in zip(blocks, made, digests, strict=True):
+            own = block.own_checksum() is not None and frame.codec == 0
+            if block.state == READY and digest is None and not own:
+                raise ValueError("a frame needs the digest of its payload")
+        late: list[int] = []
+        for block, frame, digest in zip(blocks, made, digests, strict=True):
+            if block.state == READY:
+                self._note_frame(block, frame, digest)
+            else:
+                late.append(block.id)
+        return join(late)
+
+    def moved(self, ids: bytes, before: bytes, frames: bytes) -> bytes:
+        """Blocks that still have the frames `before` have these ones from now on, of the same payloads.
+        The others are returned."""
+        numbers = unpack(ids)
+        late: list[int] = []
+        pairs = zip(split_for(numbers, before, 16), split_for(numbers, frames, 16), strict=True)
+        for number, (old, new) in zip(numbers, pairs, strict=True):
+            block = self._blocks.get(number)
+            frame = Frame(*FRAME.unpack(new))
+            same = block and block.frame and block.frame.place() == old[:8]
+            if block and block.frame and same and block.frame.codec == frame.codec:
+                self._note_frame(block, frame, None)
+            else:
+                late.append(number)
+        return join(late)
+
+    def _note_frame(self, block: Block, frame: Frame, digest: bytes | None) -> None:
+        block.frame, block.used = frame, False
+        block.checksum = digest or block.checksum
+        self._segments.setdefault(frame.segment, []).append(block.id)
+
+    def promote(self, ids: bytes) -> tuple[bytes, bytes]:
+        """COLD blocks get slots to be read into, the leading ones as far as there is room, and are
+        PROMOTING: (ids, slots). Evicts nothing."""
+        blocks = self._claim(ids, COLD, PROMOTING)
+        taken: list[Block] = []
+        for block in blocks:
+            if self._slabs.room(block.place.size_class) == 0:
+                break
+            block.slab, block.slot = self._slabs.take(block.place.size_class, block)
+            block.filling = True
+            taken.append(block)
+        for block in blocks[len(taken) :]:
+            block.state = COLD
+        there = join(block.id for block in taken)
+        return there, self.slots(there)
+
+    def _end_reads(self, ids: bytes, framed: str, unframed: str) -> list[Block]:
+        """Reads have ended: the blocks that were forgotten meanwhile are ABSENT."""
+
+        def end(block: Block) -> str | None:
+            if not block.filling or block.state not in (PROMOTING, QUARANTINED):
+                return None
+            if block.state == QUARANTINED:
+                return ABSENT
+            return framed if block.frame else unframed
+
+        blocks = self._change(ids, end)
+        for block in blocks:
+            block.filling = False
+        return blocks
+
+    def promoted(self, ids: bytes) -> tuple[bytes, bytes]:
+        """The slots of these blocks have their bytes: (READY from now on, gone as they were forgotten
+        meanwhile)."""
+        blocks = self._end_reads(ids, READY, READY)
+        there = join(block.id for block in blocks if block.state == READY)
+        gone = [block for block in blocks if block.state == ABSENT]
+        for block in gone:
+            self._leave(block, QUARANTINED, [])
+        return there, join(block.id for block in gone)
+
+    def unpromoted(self, ids: bytes) -> tuple[bytes, bytes]:
+        """These were not read, and their frames may be good: COLD again, or gone where they have no
+        frame any more or were forgotten: (gone, orphans)."""
+        return self._not_promoted(self._end_reads(ids, COLD, ABSENT))[:2]
+
+    def spoilt(self, ids: bytes) -> tuple[bytes, bytes, bytes]:
+        """The frames of these blocks are bad: (gone, orphans, segment and page of the frames)."""
+        return self._not_promoted(self._end_reads(ids, ABSENT, ABSENT))
+
+    def _not_promoted(self, blocks: list[Block]) -> tuple[bytes, bytes, bytes]:
+        orphans: list[Block] = []
+        freed: list[int] = []
+        died = b""
+        for block in blocks:
+            if block.state == COLD:
+                self._stay_on_disk(block)
+            else:
+                died += block.drop_frame()
+                self._leave(block, READY, orphans)
+                freed.append(block.id)
+        return join(freed), evictable_ids(orphans), died
+
+    def frames(self, ids: bytes) -> tuple[bytes, bytes]:
+        """The frames of these blocks, and the digests of their payloads. ValueError without one."""
+        packed, digests = b"", b""
+        for block in self._known(ids):
+            if block.frame is None:
+                raise ValueError("a block has no frame")
+            assert block.checksum is not None
+            packed += block.frame.pack()
+            digests += block.checksum
+        return packed, digests
+
+    def dirty(self, ids: bytes) -> bytes:
+        """Those that are READY and have no frame, in order."""
+        return join(b.id for b in self._known(ids) if b.state == READY and not b.frame)
+
+    def coldest(self, ids: bytes, within_bytes: int, limit_bytes: int) -> tuple[bytes, bool]:
+        """The dirty, unleased ones among the leading ids that make up so many bytes, no more of them than the
+        limit; and whether more ids would have made no difference."""
+        numbers = unpack(ids)
+        found: list[int] = []
+        seen = taken = 0
+        for number in numbers:
+            if seen >= within_bytes:
+                break
+            block = self._blocks.get(number)
+            if block is None:
+                raise ValueError("no block has this id")
+            seen += block.place.block_bytes
+            if block.evictable() and not block.frame:
+                if taken + block.place.block_bytes > limit_bytes:
+                    return join(found), True
+                taken += block.place.block_bytes
+                found.append(number)
+        return join(found), seen >= within_bytes
+
+    def in_segment(self, segment: int, look: bool = False) -> tuple[bytes, bytes]:
+        """The blocks whose frames lie in this segment, by page, and a byte each: 1 where it is used, and
+        2 more where it is COLD. With `look` they aren't used from now on."""
+        blocks = self._in_segment(segment)
+        flags = bytes(block.used + 2 * (block.state == COLD) for block in blocks)
+        for block in blocks if look else ():
+            block.used = False
+        return join(block.id for block in blocks), flags
+
+    def _in_segment(self, segment: int) -> list[Block]:
+        found: dict[tuple[int, int], Block] = {}
+        for number in self._segments.get(segment, []):
+            block = self._blocks.get(number)
+            if block and block.frame and block.frame.segment == segment:
+                found[block.frame.page, number] = block
+        return [block for _, block in sorted(found.items(), key=lambda item: item[0])]
+
+    def drop_segment(self, segment: int) -> tuple[bytes, bytes]:
+        """No block has a frame in this segment any more; those that were only there are gone: (gone,
+        orphans)."""
+        orphans: list[Block] = []
+        freed: list[int] = []
+        self._begin()
+        for block in self._in_segment(segment):
+            block.drop_frame()
+            if block.state == COLD:
+                block.state = ABSENT
+                self._leave(block, COLD, orphans)
+                freed.append(block.id)
+        self._segments.pop(segment, None)
+        return join(freed), evictable_ids(orphans)
+
+    def restore(self, space: int, rows: bytes, segment: int) -> tuple[int, int]:
+        """Makes COLD blocks of the rows of a segment's footer, each of this space: (how many, how many
+        rows fit no block of it). One that is COLD already has the newer frame from now on, and one
+        that is in memory stays as it is."""
+        found = self._space(space)
+        made = unfit = 0
+        for at, row in enumerate(split(rows, ROW.size)):
+            if at % RESTORED_AT_ONCE == 0:
+                self._begin()
+            (
+                key, parent, _, group, shard, page, _, header_pages, codec, payload_bytes, _, _, digest,
+                flags,
+            ) = ROW.unpack(row)  # fmt: skip
+            place = found.places.get((group, shard))
+            fits = codec < 256 and header_pages < 256 and payload_bytes < 1 << 32
+            if not place or not fits or (codec == 0 and payload_bytes != place.block_bytes):
+                unfit += 1
+                continue
+            frame = Frame(segment, page, payload_bytes, codec, header_pages, flags & 255)
+            block = self._find(place, key)
+            if block is not None:
+                if block.state == COLD:
+                    self._note_frame(block, frame, digest)
+                continue
+            above = None
+            if flags & HAS_PARENT:
+                above = self._index.get((space, parent)) or self._make_node(space, parent)
+            node = self._index.get((space, key)) or self._make_node(space, key)
+            self._hang(node, above)
+            block = self._attach(node, place, COLD)
+            self._note_frame(block, frame, digest)
+            self._arrived(block)
+            if above is not None:
+                self._tidy(above)
+            made += 1
+        return made, unfit
+
+    def identities(self, ids: bytes) -> bytes:
+        """Of each, 80 bytes: "<IIIB3x32s32s" of space, group, shard, whether it has a parent, its key
+        and its parent's."""
+        out = b""
+        for block in self._known(ids):
+            place, parent = block.place, block.node.parent
+            above = parent.key if parent else b""
+            names = place.space, place.group, place.shard, parent is not None, block.node.key, above
+            out += struct.pack("<IIIB3x32s32s", *names)
+        return out
+
     # About single blocks.
 
     def _known(self, ids: bytes) -> list[Block]:
@@ -463,14 +809,16 @@ class Store:
         """Where the blocks lie, with the generations as they are now."""
         out = b""
         for block in self._known(ids):
-            assert block.slab is not None
+            if block.slab is None:
+                raise ValueError("a block on disk has no slot")
             extent, offset, generation = self._slabs.address(block.slab, block.slot)
             out += struct.pack("<IIQQ", extent, 0, offset, generation)
         return out
 
     def checksums(self, ids: bytes) -> tuple[bytes, bytes]:
-        """The checksums, zeroes where there is none; and a byte each that says whether there is."""
-        found = [block.checksum for block in self._known(ids)]
+        """The checksums of the blocks' own bytes, zeroes where there is none; and a byte each that says
+        whether there is."""
+        found = [block.own_checksum() for block in self._known(ids)]
         return b"".join(c or bytes(16) for c in found), bytes(c is not None for c in found)
 
     def keys_of(self, ids: bytes) -> bytes:
@@ -478,14 +826,15 @@ class Store:
 
     def counts(self) -> Counts:
         """Blocks and bytes by state, nodes, ghosts, and the arena's bytes."""
-        blocks = dict.fromkeys((WRITING, READY, DOOMED, QUARANTINED), 0)
+        states = (WRITING, READY, DOOMED, QUARANTINED, COLD, PROMOTING)
+        blocks = dict.fromkeys(states, 0)
         sizes = dict(blocks)
         capacity = sum(pages for pages, _ in self._slabs.extents) * PAGE
         free = capacity
         for block in self._blocks.values():
             blocks[block.state] += 1
             sizes[block.state] += block.place.block_bytes
-            free -= block.place.size_class.pitch
+            free -= block.place.size_class.pitch if block.slab else 0
         return {
             "blocks": blocks,
             "bytes": sizes,
@@ -571,9 +920,9 @@ class Store:
         if was_cut and not node.cut and self._complete(node):
             self._join_below(node)
 
-    def _attach(self, node: Node, place: Place) -> Block:
+    def _attach(self, node: Node, place: Place, state: str = WRITING) -> Block:
         vacant = all(block.id != node.id for block in node.blocks)
-        block = Block(node.id if vacant else self._make_id(), node, place)
+        block = Block(node.id if vacant else self._make_id(), node, place, state)
         node.blocks.insert(0 if vacant else 1, block)
         self._blocks[block.id] = block
         return block
@@ -581,18 +930,24 @@ class Store:
     def _leave(self, block: Block, before: str, orphans: list[Block]) -> None:
         """A block, already ABSENT, gives back its slot, its id and an idle node."""
         node = block.node
-        if before == READY and block.place.kind == FULL:
+        if before in RESTORABLE and block.place.kind == FULL:
             self._cut_below(node, orphans)
-        assert block.slab is not None
-        self._slabs.give(block.slab, block.slot)
+        if block.slab is not None:
+            self._slabs.give(block.slab, block.slot)
         node.blocks.remove(block)
         del self._blocks[block.id]
         if block.id != node.id:
             self._drop_id(block.id)
         self._tidy(node)
 
+    def _stay_on_disk(self, block: Block) -> None:
+        """A block, already COLD, gives back its slot alone."""
+        assert block.slab is not None
+        self._slabs.give(block.slab, block.slot)
+        block.slab, block.slot = None, 0
+
     def _complete(self, node: Node) -> bool:
-        ready = sum(b.state == READY and b.place.kind == FULL for b in node.blocks)
+        ready = sum(b.restorable() and b.place.kind == FULL for b in node.blocks)
         return ready == self._space(node.space).full_places
 
     def _cut_below(self, node: Node, orphans: list[Block]) -> None:
@@ -630,9 +985,14 @@ class Store:
             for slot, block in enumerate(slab.table)
             if block is not None
         }
-        assert len(placed) == len(self._blocks), "a slot outlived its block"
-        for block in self._blocks.values():
+        in_slots = [block for block in self._blocks.values() if block.slab]
+        assert len(placed) == len(in_slots), "a slot outlived its block"
+        for block in in_slots:
             assert placed[id(block)] == (block.slab, block.slot), "a block is not in its slot"
+        for block in self._blocks.values():
+            assert (block.state == COLD) == (block.slab is None), "a block on disk has a slot"
+            assert block.frame or (block.state != COLD and not block.used), "a frame is missing"
+            assert not block.frame or block.restorable(), "a block has a frame that can't have one"
             assert block in block.node.blocks, "a block is lost"
         for node in self._index.values():
             late = node.id in self._late
@@ -647,6 +1007,12 @@ def split(items: bytes, size: int) -> list[bytes]:
     if len(items) % size:
         raise ValueError(f"items of {size} bytes each")
     return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def split_for(owners: Sequence[object], items: bytes, size: int) -> list[bytes]:
+    if len(items) != len(owners) * size:
+        raise ValueError(f"an item of {size} bytes for each id")
+    return split(items, size)
 
 
 def unpack(ids: bytes) -> list[int]:

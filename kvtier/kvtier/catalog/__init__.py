@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
+from kvtier.catalog.cold import COLD, PROMOTING, Cold
 from kvtier.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier.catalog.reading import Reading
 from kvtier.catalog.spaces import Space, Spaces
@@ -36,6 +37,8 @@ __all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space"]
 
 @dataclass(slots=True, frozen=True)
 class Found:
+    """`coming` more blocks after the ready ones are on disk, or on their way from it."""
+
     ready: int
     coming: int
     lease: LeaseId = NO_LEASE
@@ -54,6 +57,7 @@ class Catalog:
         self._leases = Leases()
         self._reading = Reading(self._blocks, self._leases)
         self._writing = Writing(self._blocks, self._spaces, self._leases)
+        self.cold = Cold(self._blocks, self._spaces)
         self.lookup_tokens = 0
         self.hit_tokens = 0
         self.miss_tokens: Counter[str] = Counter()
@@ -81,12 +85,12 @@ class Catalog:
     def match(self, space: Space, keys: bytes, count: bool = True) -> Found:
         """The longest prefix that every group can restore; it counts as used from now."""
         space.check_keys(keys)
-        ready, parts = self._reading.find(space, keys)
+        ready, coming, parts = self._reading.find(space, keys)
         for held in parts:
             self._policy.touched(last_first(held.ids))
         if count:
             self._count_lookup(space, keys, ready)
-        return Found(ready, 0)
+        return Found(ready, coming)
 
     def load(
         self,
@@ -100,16 +104,16 @@ class Catalog:
     ) -> Found:
         """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
         space.check_keys(keys)
-        ready, held = self._reading.find(space, keys)
+        ready, coming, held = self._reading.find(space, keys)
         parts = self._reading.tell(held, shards)
         if count:
             self._count_lookup(space, keys, ready)
         if ready == 0:
-            return Found(0, 0)
+            return Found(0, coming)
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
         lease = self._reading.hold(session, space, held, ready, deadline)
         self._count_loaded(space, parts)
-        return Found(ready, 0, lease.id, lease.token, parts)
+        return Found(ready, coming, lease.id, lease.token, parts)
 
     def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
         """Join the lease with this token. The lease lasts until all who joined it let go."""
@@ -147,12 +151,14 @@ class Catalog:
 
     def commit(
         self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes = b""
-    ) -> None:
-        """Blocks [first, first + count) of the lease are READY from now on."""
-        lease = self._writing.commit(session, lease_id, first, count, checksums)
+    ) -> bytes:
+        """Blocks [first, first + count) of the lease are READY from now on; their ids, for whoever
+        writes them through to the disk."""
+        lease, ids = self._writing.commit(session, lease_id, first, count, checksums)
         spec = lease.space.spec
         self.saved_tokens += count * spec.block_tokens
         self.saved_bytes += count * spec.group_block_bytes(lease.group)
+        return ids
 
     def abort(self, session: SessionId, lease_id: LeaseId) -> None:
         """What the lease has not committed is free again: its writer says that it writes no more."""
@@ -175,14 +181,15 @@ class Catalog:
         return len(ids) // ID_BYTES
 
     def forget(self, space: Space, keys: bytes) -> int:
-        """These blocks match no more from now on; those being read go when their readers do."""
+        """These blocks match no more from now on, on disk neither; those being read go when their
+        readers do."""
         ids = self._resident(space, keys)
         if ids and self._blocks.forget(ids):
             self._reading.unpin_forgotten()
         return len(ids) // ID_BYTES
 
     def _resident(self, space: Space, keys: bytes) -> bytes:
-        """The ids of these keys' READY blocks in every group and shard, each once."""
+        """The ids of these keys' blocks in every group and shard, in memory and on disk, each once."""
         space.check_keys(keys)
         return self._store.resident(space.index, keys) if space.index >= 0 else b""
 
@@ -243,7 +250,11 @@ class Catalog:
         states = self._store.states(space.index, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
         if IN_PROGRESS in states:
             return "in_progress"
-        return "absent" if GRANTED in states else "incomplete"
+        if GRANTED in states:
+            return "absent"
+        if COLD in states:
+            return "cold"
+        return "promoting" if PROMOTING in states else "incomplete"
 
     def _count_loaded(self, space: Space, parts: Sequence[Part]) -> None:
         for part in parts:

@@ -1,6 +1,7 @@
 """The blocks of one tenant: the store, which knows them, and the policy, which says who goes first, in step.
 
-Which blocks the policy knows: exactly those that may be evicted, READY and held by no lease.
+Which blocks the policy knows: exactly those that may be evicted, READY and held by no lease; and those
+that nothing but a write to the disk holds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,22 @@ from kvtier.policy.base import Policy
 from kvtier_kernels import Store
 
 ID_BYTES = 4
+WHY_EVICTED = (
+    "capacity",  # dropped for others, as it was nowhere else
+    "demoted",  # left memory for others, and is on disk
+    "forgotten",
+    "lost",  # was on disk alone, in a segment that is used again
+    "spoilt",  # was on disk alone, and its frame is damaged
+)
 
 
 class Blocks:
     def __init__(self, store: Store, policy: Policy) -> None:
         self.store = store
         self.policy = policy
-        self.evicted: Counter[str] = Counter(capacity=0, forgotten=0)
+        self.evicted: Counter[str] = Counter(dict.fromkeys(WHY_EVICTED, 0))
+        self._writing: set[int] = set()  # held by a write to the disk, and known to the policy
+        self.died = bytearray()  # segment and page of frames that are nothing any more
 
     def lease(self, batches: list[bytes]) -> None:
         """Hold the blocks of every batch, or of none. One batch names no block twice."""
@@ -35,11 +45,31 @@ class Blocks:
                 raise Refused("bad_request", "a key is given twice") from error
             raise Refused("too_many", "a block is held by too many leases") from error
         for ids in taken:
-            self.policy.removed(ids)
+            self._remove(ids)
+
+    def _remove(self, ids: bytes) -> None:
+        self.policy.removed(ids)
+        if self._writing:
+            self._writing.difference_update(array("I", ids))
 
     def unlease(self, ids: bytes) -> None:
         evictable, freed = self.store.unlease(ids)
         self.policy.added(last_first(evictable))
+        self.evicted["forgotten"] += len(freed) // ID_BYTES
+
+    def hold(self, victims: bytes) -> None:
+        """Keep these, which the policy named, while they are written to the disk. They keep their places
+        in its order, so that the coldest are the coldest after, too."""
+        self.store.lease(victims)
+        self._writing.update(array("I", victims))
+
+    def let_go(self, ids: bytes) -> None:
+        """These are written. What was read meanwhile comes back to the policy as recent, in the order in
+        which it was to go: the tails of chains first."""
+        evictable, freed = self.store.unlease(ids)
+        read = array("I", (one for one in array("I", evictable) if one not in self._writing))
+        self._writing.difference_update(array("I", ids))
+        self.policy.added(read.tobytes())
         self.evicted["forgotten"] += len(freed) // ID_BYTES
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
@@ -47,10 +77,12 @@ class Blocks:
         self.policy.added(ids)
 
     def forget(self, ids: bytes) -> bool:
-        """They match no more; those that are leased go with their last lease: True if there are any."""
-        freed, orphans = self.store.forget(ids)
-        self.policy.removed(ids)
+        """They match no more; those that are leased or being read from the disk go when that ends: True
+        if there are any."""
+        freed, orphans, died = self.store.forget(ids)
+        self._remove(ids)
         self.policy.demoted(orphans)
+        self.died += died
         self.evicted["forgotten"] += len(freed) // ID_BYTES
         return len(freed) < len(ids)
 
@@ -59,13 +91,14 @@ class Blocks:
         store, policy = self.store, self.policy
         victims = b""  # at first: what other spaces left empty costs nobody anything
         while (short := wanted - store.room(space, group, wanted)) > 0:
-            evicted, orphans = store.make_room(space, group, wanted, victims)
+            evicted, orphans, cold = store.make_room(space, group, wanted, victims)
             policy.removed(evicted)
             policy.demoted(orphans)
-            self.evicted["capacity"] += len(evicted) // ID_BYTES
+            self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES
+            self.evicted["demoted"] += len(cold) // ID_BYTES
             if victims and not evicted:
                 break
-            victims = policy.victims(short)
+            victims = policy.victims(short + len(self._writing))
             if not victims:
                 break
 

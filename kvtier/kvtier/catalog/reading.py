@@ -68,12 +68,13 @@ class Reading:
         self._pins: dict[LeaseId, Pin] = {}
         self._held_ids = 0
 
-    def find(self, space: Space, keys: bytes) -> tuple[int, list[Held]]:
-        """How much of the prefix is ready, and the blocks that it is restored from."""
+    def find(self, space: Space, keys: bytes) -> tuple[int, int, list[Held]]:
+        """How much of the prefix is ready, how much more the disk has, and the blocks that the first is
+        restored from."""
         if space.index < 0:
-            return 0, []
-        ready, parts = self._blocks.store.match(space.index, keys)
-        return ready, [Held(*part) for part in parts]
+            return 0, 0, []
+        ready, restorable, parts = self._blocks.store.match(space.index, keys)
+        return ready, restorable - ready, [Held(*part) for part in parts]
 
     def tell(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
         """Where the blocks of these shards lie."""
@@ -193,7 +194,7 @@ class Reading:
 
         It takes the place of pins that hold nothing but blocks of this prefix.
         """
-        ready, parts = self.find(space, keys[: LIMIT_PINNED_IDS // space.places * KEY_BYTES])
+        ready, _, parts = self.find(space, keys[: LIMIT_PINNED_IDS // space.places * KEY_BYTES])
         if not ready:
             return 0
         within = self._pins_that(set(_ids_of(parts)).issuperset)
@@ -208,7 +209,7 @@ class Reading:
         blocks = max(0, min(ready, int(nbytes // per_block), ids // space.places))
         if blocks < ready:
             # A shorter prefix may need blocks that the longer one did without: what of it is restorable?
-            blocks, parts = self.find(space, keys[: blocks * KEY_BYTES])
+            blocks, _, parts = self.find(space, keys[: blocks * KEY_BYTES])
         if not blocks:
             return 0
         if len(kept) >= LIMIT_PINS:

@@ -53,6 +53,7 @@ class Spaces:
         self._store = store
         self._of: dict[int, Space] = {}
         self._by_identity: dict[bytes, Space] = {}
+        self._by_index: dict[int, Space] = {}
         self._next = 0
 
     def __len__(self) -> int:
@@ -79,10 +80,17 @@ class Spaces:
             raise Refused("unknown_space", text)
         return space
 
+    def at_index(self, index: int) -> Space:
+        """The space that the store knows by this number."""
+        return self._by_index[index]
+
     def settle(self, space: Space) -> None:
         """Give the space its place in the store: something is about to be saved to it."""
-        if space.index >= 0:
-            return
+        if space.index < 0:
+            self._add(space)
+            self._by_index[space.index] = space
+
+    def _add(self, space: Space) -> None:
         spec = space.spec
         groups = [
             (KINDS.index(group.kind), group.window_blocks(spec.block_tokens), spec.group_block_bytes(at))
@@ -101,6 +109,7 @@ class Spaces:
     def unsettle(self, space: Space) -> bool:
         """Take the space from the store, if it holds nothing there."""
         if space.index >= 0 and self._store.drop_space(space.index):
+            del self._by_index[space.index]
             space.index = -1
         return space.index < 0
 
@@ -110,6 +119,11 @@ class Spaces:
         for space in left:
             space.users.discard(session)
         self._retire(left)
+
+    def leave_one(self, session: SessionId, space: Space) -> None:
+        """The session uses this space no more."""
+        space.users.discard(session)
+        self._retire([space])
 
     def _retire(self, spaces: Iterable[Space]) -> None:
         """Those go that nobody uses and that hold nothing."""

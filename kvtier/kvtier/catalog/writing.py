@@ -102,7 +102,8 @@ class Writing:
 
     def commit(
         self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes
-    ) -> WriteLease:
+    ) -> tuple[WriteLease, bytes]:
+        """The lease, and the ids that are READY from now on."""
         lease = self._written(session, lease_id)
         total = len(lease.pending)
         if not (0 <= first < total and 0 < count <= total - first):
@@ -122,7 +123,7 @@ class Writing:
         lease.pending[first : first + count] = bytes(count)
         if not any(lease.pending):
             self._end(lease)
-        return lease
+        return lease, ids
 
     def abort(self, session: SessionId, lease_id: LeaseId) -> None:
         lease = self._written(session, lease_id)

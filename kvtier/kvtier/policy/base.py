@@ -1,6 +1,7 @@
 """What a policy is: it says which blocks should go first, and nothing else.
 
-A policy knows the blocks that may be evicted now, by their ids; leased blocks are not among them.
+A policy knows the blocks that may be evicted now, by their ids; leased blocks are not among them. Only
+those that are held while they are written to the disk stay, and keep their places.
 It never evicts, and it is told of every block that came or went. Ids come in batches, four bytes
 each, so that a thousand blocks cost one call.
 """

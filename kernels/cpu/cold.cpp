@@ -1,0 +1,315 @@
+// The store's calls about the disk: frames noted and dropped, blocks promoted, segments restored.
+#include <algorithm>
+#include <stdexcept>
+
+#include "store.h"
+
+namespace kvtier {
+namespace {
+
+void need(bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
+template <class T>
+T load(const char* bytes) {
+    T value;
+    std::memcpy(&value, bytes, sizeof(T));
+    return value;
+}
+
+Frame frame_at(const char* frames, std::size_t i) {
+    return load<Frame>(frames + i * sizeof(Frame));
+}
+
+bool same_bytes(const Frame& a, const Frame& b) {
+    return a.segment == b.segment && a.page == b.page;
+}
+
+// A row of a segment's footer, as daemon/kvtier_daemon/tiers/segment.py draws it.
+//
+//    0    32      64     68     70     72    76     80      82     84       92   100       108 124
+//    | key| parent| space| group| shard| page| pages| header| codec| payload| raw| sequence|
+//    digest| |    |       |      |      |      |     |      | pages |      | bytes  |    | | |
+//                                                                                       flags: 124
+//                                                                                       |
+struct Row {
+    static constexpr std::size_t bytes = 128;
+    static constexpr std::uint32_t has_parent = 1;
+    const char* at;
+    Key key() const { return Key::read(at); }
+    Key parent() const { return Key::read(at + 32); }
+    std::uint16_t group() const { return load<std::uint16_t>(at + 68); }
+    std::uint16_t shard() const { return load<std::uint16_t>(at + 70); }
+    std::uint32_t page() const { return load<std::uint32_t>(at + 72); }
+    std::uint16_t header_pages() const { return load<std::uint16_t>(at + 80); }
+    std::uint16_t codec() const { return load<std::uint16_t>(at + 82); }
+    std::uint64_t payload_bytes() const { return load<std::uint64_t>(at + 84); }
+    const char* digest() const { return at + 108; }
+    std::uint32_t flags() const { return load<std::uint32_t>(at + 124); }
+};
+
+}  // namespace
+
+// ---- frames ----
+
+void Store::note_frame(Id id, const Frame& frame, const char* digest) {
+    records_.set_frame(id, frame);
+    if (digest) {
+        std::memcpy(records_.checksum(id).bytes.data(), digest, checksum_bytes);
+        records_[id].summed = 1;
+    }
+    IdList& listed = segments_[frame.segment];
+    // By a quarter, not by doubling: there is an entry for every block on disk.
+    if (listed.size() == listed.capacity()) listed.reserve(listed.size() + listed.size() / 4 + 16);
+    listed.push_back(id);
+}
+
+IdList Store::framed(Ids ids, const char* frames, const char* digests) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (i + 8 < ids.size()) prefetch(ids[i + 8]);
+        const Record& record = block(ids[i]);
+        need(digests || record.is() != State::ready ||
+                 (records_.summed(ids[i]) && frame_at(frames, i).codec == 0),
+             "a frame needs the digest of its payload");
+    }
+    IdList late;
+    for (std::size_t i = 0; i < ids.size(); ++i)
+        if (records_[ids[i]].is() == State::ready)
+            note_frame(ids[i], frame_at(frames, i),
+                       digests ? digests + i * checksum_bytes : nullptr);
+        else
+            late.push_back(ids[i]);
+    return late;
+}
+
+// The place of a frame is never another's while its segment lasts, so it proves that this is still
+// the block that was meant.
+IdList Store::moved(Ids ids, const char* before, const char* frames) {
+    IdList late;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        Id id = ids[i];
+        bool same = records_.known(id) && records_[id].framed &&
+                    same_bytes(records_.frame(id), frame_at(before, i)) &&
+                    records_.frame(id).codec == frame_at(frames, i).codec;
+        if (same)
+            note_frame(id, frame_at(frames, i), nullptr);
+        else
+            late.push_back(id);
+    }
+    return late;
+}
+
+const Frame& Store::frame(Id id) const {
+    need(block(id).framed, "a block has no frame");
+    return records_.frame(id);
+}
+
+IdList Store::dirty(Ids ids) const {
+    IdList without;
+    for (Id id : ids)
+        if (block(id).is() == State::ready && !records_[id].framed) without.push_back(id);
+    return without;
+}
+
+// The dirty, unleased ones among the leading ids that make up so many bytes, as far as the limit
+// goes; and whether more ids would have made no difference.
+std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const {
+    IdList without;
+    std::uint64_t seen = 0, taken = 0;
+    for (std::size_t i = 0; i < ids.size() && seen < within; ++i) {
+        if (i + 8 < ids.size()) prefetch(ids[i + 8]);
+        const Record& record = block(ids[i]);
+        std::uint64_t bytes = places_[record.place].block_bytes;
+        seen += bytes;
+        if (!record.evictable() || record.framed) continue;
+        if (bytes > limit - taken) return {std::move(without), true};
+        taken += bytes;
+        without.push_back(ids[i]);
+    }
+    return {std::move(without), seen >= within};
+}
+
+// ---- promotion ----
+
+std::size_t Store::promote(Ids ids) {
+    claim(ids, Event::promote);
+    std::size_t n = 0;
+    for (; n < ids.size(); ++n) {
+        Record& record = records_[ids[n]];
+        std::uint32_t size_class = places_[record.place].size_class, slab;
+        std::uint16_t slot;
+        if (slabs_.room(size_class) == 0 || !slabs_.take(size_class, ids[n], slab, slot)) break;
+        record.slab = slab;
+        record.slot = slot;
+        record.filling = 1;
+        tally(ids[n], State::cold, State::promoting);
+    }
+    for (std::size_t i = n; i < ids.size(); ++i) records_[ids[i]].become(State::cold);
+    return n;
+}
+
+// The reads have ended: those forgotten meanwhile go. What each of them was.
+std::vector<State> Store::end_reads(Ids ids, State to, State without_frame) {
+    return change(ids, [=](const Record& record) {
+        if (!record.filling) return State::unused;
+        if (record.is() == State::quarantined) return after(Event::gone);
+        if (record.is() != State::promoting) return State::unused;
+        return record.framed ? to : without_frame;
+    });
+}
+
+std::pair<IdList, IdList> Store::promoted(Ids ids) {
+    State ready = after(Event::promoted);
+    std::vector<State> was = end_reads(ids, ready, ready);
+    IdList there, gone;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        Record& record = records_[ids[i]];
+        if (record.is() == ready) {
+            record.filling = 0;
+            tally(ids[i], was[i], ready);
+            there.push_back(ids[i]);
+        } else {
+            leave(ids[i], was[i], nullptr);
+            gone.push_back(ids[i]);
+        }
+    }
+    return {std::move(there), std::move(gone)};
+}
+
+Left Store::unpromoted(Ids ids) {
+    std::vector<State> was = end_reads(ids, after(Event::unpromoted), after(Event::spoilt));
+    Left left;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (records_[ids[i]].is() == State::cold) {
+            stay_on_disk(ids[i], was[i]);
+        } else {
+            leave(ids[i], was[i], &left.orphans);
+            left.gone.push_back(ids[i]);
+        }
+    }
+    keep_orphans(left.orphans);
+    return left;
+}
+
+Left Store::spoilt(Ids ids) {
+    std::vector<State> was = end_reads(ids, after(Event::spoilt), after(Event::spoilt));
+    Left left;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (records_[ids[i]].framed) left.died.push_back(records_.frame(ids[i]));
+        leave(ids[i], was[i], &left.orphans);
+        left.gone.push_back(ids[i]);
+    }
+    keep_orphans(left.orphans);
+    return left;
+}
+
+// ---- segments ----
+
+// A segment is written from its start to its end, so pages say the order. An id may be listed more
+// than once, as those that left are.
+IdList Store::in_segment(std::uint32_t segment) const {
+    auto listed = segments_.find(segment);
+    if (listed == segments_.end()) return {};
+    IdList ids;
+    for (Id id : listed->second)
+        if (lies_in(id, segment)) ids.push_back(id);
+    auto page = [this](Id id) { return std::pair(records_.frame(id).page, id); };
+    if (!std::ranges::is_sorted(ids, {}, page)) std::ranges::sort(ids, {}, page);
+    auto twice = std::ranges::unique(ids);
+    ids.erase(twice.begin(), twice.end());
+    return ids;
+}
+
+void Store::forget_use(Ids ids) {
+    for (Id id : ids) block(id);
+    for (Id id : ids) records_[id].used = 0;
+}
+
+Left Store::drop_segment(std::uint32_t segment) {
+    Left left;
+    begin();
+    for (Id id : in_segment(segment)) {
+        State was = records_[id].is();
+        records_.drop_frame(id);
+        if (was != State::cold) continue;
+        records_[id].become(after(Event::lost));
+        leave(id, was, &left.orphans);
+        left.gone.push_back(id);
+    }
+    segments_.erase(segment);
+    keep_orphans(left.orphans);
+    return left;
+}
+
+std::pair<std::size_t, std::size_t> Store::restore(std::uint32_t in, const char* rows,
+                                                   std::size_t n, std::uint32_t segment) {
+    constexpr std::size_t step = 12, ring = 32, breath = 256;
+    const Space& found = space(in);
+    IdList& listed = segments_[segment];  // stays where it is
+    listed.reserve(listed.size() + n);
+    std::array<std::uint64_t, ring> hashes;
+    auto ask = [&](std::size_t i) {
+        if (i >= n) return;
+        hashes[i % ring] = index_.hash(in, Row{rows + i * Row::bytes}.key());
+        index_.prefetch(hashes[i % ring]);
+    };
+    for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
+    std::size_t made = 0, unfit = 0;
+    Id last = none;  // the node of the row before
+    for (std::size_t i = 0; i < n; ++i) {
+        if (i % breath == 0) begin();
+        ask(i + 2 * step);
+        if (i + step < n) index_.prefetch_records(hashes[(i + step) % ring]);
+        Row row{rows + i * Row::bytes};
+        bool fits = row.group() < found.groups.size() &&
+                    row.shard() < found.groups[row.group()].shards && row.codec() < 256 &&
+                    row.header_pages() < 256 && row.payload_bytes() >> 32 == 0 &&
+                    (row.codec() || row.payload_bytes() == found.groups[row.group()].block_bytes);
+        if (!fits) {
+            ++unfit;
+            continue;
+        }
+        Frame frame{segment,
+                    row.page(),
+                    static_cast<std::uint32_t>(row.payload_bytes()),
+                    static_cast<std::uint8_t>(row.codec()),
+                    static_cast<std::uint8_t>(row.header_pages()),
+                    static_cast<std::uint8_t>(row.flags()),
+                    0};
+        std::uint32_t place = found.first_place[row.group()] + row.shard();
+        std::uint64_t hash = hashes[i % ring];
+        Key key = row.key();
+        Id node = find(in, key, hash), there = node == none ? none : residency(node, place);
+        if (there != none) {
+            if (records_[there].is() == State::cold) note_frame(there, frame, row.digest());
+            last = node;
+            continue;
+        }
+        Id above = none;
+        if (row.flags() & Row::has_parent) {
+            Key parent = row.parent();
+            if (last != none && records_[last].key == parent) {
+                above = last;
+            } else {
+                std::uint64_t over = index_.hash(in, parent);
+                above = find(in, parent, over);
+                if (above == none) above = make_node(in, parent, over);
+                if (parent == key) node = above;
+            }
+        }
+        if (node == none) node = make_node(in, key, hash);
+        hang(node, above);
+        Id id = attach(node, place, Event::restore);
+        records_[id].slab = on_disk;
+        note_frame(id, frame, row.digest());
+        arrived(id);
+        if (above != none) tidy(above);
+        last = node;
+        ++made;
+    }
+    if (listed.empty()) segments_.erase(segment);
+    return {made, unfit};
+}
+
+}  // namespace kvtier

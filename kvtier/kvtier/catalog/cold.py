@@ -1,0 +1,304 @@
+"""What moves between memory and disk, and what goes: plans, and what became of them. No I/O here.
+
+A plan holds what it needs until its owner says how it ended, so each must be ended, in as many parts as the
+owner likes: a promotion by `promoted`, `unpromoted` or `spoilt`, a demotion by `demoted` or `not_demoted`.
+Segments are numbers that the owner chooses.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
+from kvtier.catalog.leases import NOBODY
+from kvtier.catalog.spaces import Space, Spaces
+from kvtier.codec.frame import Identity
+from kvtier.key import KEY_BYTES
+from kvtier.layout import KvSpec
+from kvtier.wire import DIGEST_BYTES, SLOT_BYTES
+
+COLD, PROMOTING = 5, 6  # what `Store.states` says of a block, after the wire's outcomes
+FRAME_BYTES = 16  # "<IIIBBBB": segment, page, payload bytes, codec, header pages, flags, 0
+PLACE_BYTES = 8  # of which the first two say where it lies
+USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
+IDENTITY = struct.Struct("<IIIB3x32s32s")
+LOOKS = 6  # for a prefix that is short enough, each at half of what is left
+FEW_VICTIMS = 64
+
+Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
+
+
+@dataclass(slots=True, frozen=True)
+class Promotion:
+    """Blocks to read into their slots, in the order in which they are wanted.
+
+    The ids in `joined` are on their way by an earlier plan; `left_out` more are on disk, for which there
+    was no room or too much in flight."""
+
+    ids: bytes = b""
+    slots: bytes = b""
+    frames: bytes = b""
+    digests: bytes = b""
+    joined: bytes = b""
+    left_out: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Outgoing:
+    """A block to write, with all that its frame says of it; no `parent` at a root, and no `checksum`
+    where the writer gave none."""
+
+    space: Space
+    identity: Identity
+    parent: bytes
+    checksum: bytes
+    slot: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Demotion:
+    """Blocks to write to the disk. They stay where they are until that has ended."""
+
+    ids: bytes
+    blocks: tuple[Outgoing, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Rescue:
+    """Frames to copy out of a segment before it is used again."""
+
+    ids: bytes
+    frames: bytes
+    digests: bytes
+
+
+class Cold:
+    def __init__(self, blocks: Blocks, spaces: Spaces) -> None:
+        self._blocks = blocks
+        self._spaces = spaces
+        self._writing: dict[int, bool] = {}  # of demotions, and whether as victims
+        self.reading = 0  # blocks
+        self.failed: Counter[str] = Counter()  # blocks that a read did not bring, by reason
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    # --- from the disk -----------------------------------------------------------------------
+
+    def plan_promotion(self, space: Space, keys: bytes, limit_blocks: int) -> Promotion:
+        """Take slots for what a match of these keys would need from the disk.
+
+        Of a prefix that would put more than `limit_blocks` in flight, a shorter one. Never evicts a block
+        of this very chain. A block that is being read already is not read twice.
+        """
+        space.check_keys(keys)
+        if space.index < 0:
+            return Promotion()
+        store = self._blocks.store
+        ready, whole, _ = store.match(space.index, keys)
+        if ready == whole:
+            return Promotion()
+        wanted = store.cold(space.index, keys, whole)
+        cold_blocks = sum(len(cold) for _, _, cold, _ in wanted) // ID_BYTES
+        prefix, wanted = self._within(
+            space, keys, whole, wanted, max(0, limit_blocks - self.reading)
+        )
+        moving = any(cold for _, _, cold, _ in wanted)
+        here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
+        ids, joined = b"", b""
+        self._blocks.lease(here)
+        try:
+            for group, _, cold, promoting in wanted:
+                joined += promoting
+                if cold:
+                    self._blocks.make_room(space.index, group, len(cold) // ID_BYTES)
+                    ids += store.promote(cold)[0]
+        finally:
+            for held in reversed(here):
+                self._blocks.unlease(held)
+        taken = len(ids) // ID_BYTES
+        self.reading += taken
+        frames, digests = store.frames(ids)
+        return Promotion(ids, store.slots(ids), frames, digests, joined, cold_blocks - taken)
+
+    def _here(self, space: Space, keys: bytes) -> list[bytes]:
+        """What of this prefix is READY, for each shard of each group."""
+        return [
+            self._blocks.store.present(space.index, at, shard, keys)
+            for at, group in enumerate(space.spec.cache_groups)
+            for shard in range(group.shards)
+        ]
+
+    def _within(
+        self, space: Space, keys: bytes, prefix: int, wanted: list[Missing], limit_blocks: int
+    ) -> tuple[int, list[Missing]]:
+        """This prefix and what it needs, or a shorter one that needs no more than so many blocks."""
+        store = self._blocks.store
+
+        def fits(parts: list[Missing]) -> bool:
+            return sum(len(cold) for _, _, cold, _ in parts) <= limit_blocks * ID_BYTES
+
+        if fits(wanted):
+            return prefix, wanted
+        best: tuple[int, list[Missing]] = (0, [])
+        low, high = 0, prefix
+        for _ in range(LOOKS):
+            middle = (low + high) // 2
+            shorter = store.match(space.index, keys[: middle * KEY_BYTES])[1]
+            parts = store.cold(space.index, keys, shorter)
+            if fits(parts):
+                low, best = middle, (shorter, parts)
+            else:
+                high = middle
+        return best
+
+    def promoted(self, ids: bytes) -> bytes:
+        """These are in their slots, verified: which of them are READY, the others were forgotten."""
+        ready, gone = self._blocks.store.promoted(ids)
+        self._blocks.policy.added(last_first(ready))
+        self._blocks.evicted["forgotten"] += len(gone) // ID_BYTES
+        self.reading -= len(ids) // ID_BYTES
+        return ready
+
+    def unpromoted(self, ids: bytes, reason: str) -> None:
+        """These were not read, and their frames may be good: on disk as before."""
+        gone, orphans = self._blocks.store.unpromoted(ids)
+        self._not_read(ids, reason, orphans)
+        self._blocks.evicted["lost"] += len(gone) // ID_BYTES
+
+    def spoilt(self, ids: bytes, reason: str) -> None:
+        """The frames of these are not what they should be: they are nowhere any more."""
+        gone, orphans, died = self._blocks.store.spoilt(ids)
+        self._not_read(ids, reason, orphans)
+        self._blocks.evicted["spoilt"] += len(gone) // ID_BYTES
+        self._blocks.died += died
+
+    def _not_read(self, ids: bytes, reason: str, orphans: bytes) -> None:
+        self._blocks.policy.demoted(orphans)
+        self.failed[reason] += len(ids) // ID_BYTES
+        self.reading -= len(ids) // ID_BYTES
+
+    # --- to the disk -------------------------------------------------------------------------
+
+    def plan_demotion(self, limit_bytes: int, watermark_bytes: int) -> Demotion:
+        """Of the `watermark_bytes` that would be evicted first, what is in memory alone; so many bytes of
+        it as the limit allows, the coldest first."""
+        counts = self._blocks.store.counts()
+        blocks = max(1, counts["blocks"]["ready"])
+        ask = FEW_VICTIMS + watermark_bytes * blocks // max(1, counts["bytes"]["ready"])
+        while True:
+            victims = self._blocks.policy.victims(min(ask, blocks))
+            ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
+            if enough or ask >= blocks:
+                self._blocks.hold(ids)
+                return self._demotion(ids, victims=True)
+            ask *= 2
+
+    def plan_write_through(self, ids: bytes) -> Demotion:
+        """What of these is in memory alone and not being written, such as a commit's."""
+        new = array("I", self._blocks.store.dirty(ids))
+        ids = array("I", (one for one in new if one not in self._writing)).tobytes()
+        self._blocks.lease([ids])
+        return self._demotion(ids, victims=False)
+
+    def _demotion(self, ids: bytes, victims: bool) -> Demotion:
+        self._writing.update(dict.fromkeys(array("I", ids), victims))
+        store = self._blocks.store
+        slots = store.slots(ids)
+        digests, has_digest = store.checksums(ids)
+        blocks = []
+        names = IDENTITY.iter_unpack(store.identities(ids))
+        for at, (index, group, shard, has_parent, key, parent) in enumerate(names):
+            space = self._spaces.at_index(index)
+            digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            blocks.append(
+                Outgoing(
+                    space, Identity(space.identity, group, shard, key),
+                    parent if has_parent else b"", digest if has_digest[at] else b"",
+                    slots[at * SLOT_BYTES : (at + 1) * SLOT_BYTES],
+                )
+            )  # fmt: skip
+        return Demotion(ids, tuple(blocks))
+
+    def demoted(self, ids: bytes, frames: bytes, digests: bytes = b"") -> int:
+        """These are on disk from now on; how many of them were forgotten meanwhile.
+
+        The digests are those of the payloads. They may be left out where all have a checksum and the
+        payloads are the blocks themselves.
+        """
+        assert all(one in self._writing for one in array("I", ids)), "not of a demotion"
+        late = self._blocks.store.framed(ids, frames, digests)
+        self._bury(ids, late, frames)
+        self._end_writes(ids)
+        return len(late) // ID_BYTES
+
+    def not_demoted(self, ids: bytes) -> None:
+        """These could not be written: in memory alone, as before."""
+        self._end_writes(ids)
+
+    def _bury(self, ids: bytes, late: bytes, frames: bytes) -> None:
+        """Note the frames that were written for nothing."""
+        gone = set(array("I", late))
+        for at, one in enumerate(array("I", ids) if gone else ()):
+            if one in gone:
+                self._blocks.died += frames[at * FRAME_BYTES : at * FRAME_BYTES + PLACE_BYTES]
+
+    def _end_writes(self, ids: bytes) -> None:
+        ended = array("I", ids)
+        victims = array("I", (one for one in ended if self._writing[one]))
+        others = array("I", (one for one in ended if not self._writing[one]))
+        for one in ended:
+            del self._writing[one]
+        self._blocks.let_go(victims.tobytes())
+        self._blocks.unlease(others.tobytes())
+
+    # --- segments ----------------------------------------------------------------------------
+
+    def reclaim(self, segment: int, keep: int) -> Rescue:
+        """What of this segment deserves a second chance: the first `keep` blocks, in the order in which
+        they were written, that are there alone and were wanted since. What is in memory too needs none.
+        Their use is forgotten. The segment is dropped after `rescued`, or they go with it."""
+        store = self._blocks.store
+        ids, flags = store.in_segment(segment, True)
+        wanted = [
+            one
+            for one, flag in zip(array("I", ids), flags, strict=True)
+            if flag == USED | ONLY_THERE
+        ]
+        kept = array("I", wanted[:keep]).tobytes()
+        return Rescue(kept, *store.frames(kept))
+
+    def rescued(self, ids: bytes, before: bytes, frames: bytes) -> int:
+        """Copies of the frames `before` are on disk from now on, elsewhere; how many of these blocks have
+        gone, or got another frame, meanwhile."""
+        late = self._blocks.store.moved(ids, before, frames)
+        self._bury(ids, late, frames)
+        return len(late) // ID_BYTES
+
+    def drop_segment(self, segment: int) -> int:
+        """The segment is about to be used again: what was there alone is gone; how many blocks."""
+        gone, orphans = self._blocks.store.drop_segment(segment)
+        self._blocks.policy.demoted(orphans)
+        self._blocks.evicted["lost"] += len(gone) // ID_BYTES
+        return len(gone) // ID_BYTES
+
+    def restore(self, identity: bytes, spec: KvSpec, rows: bytes, segment: int) -> tuple[int, int]:
+        """Know what a segment's footer lists of this space: (blocks that are new, rows that are none of
+        its blocks). Of two frames of a block the one restored later counts."""
+        space = self._spaces.open(identity, spec, NOBODY)
+        try:
+            self._spaces.settle(space)
+            return self._blocks.store.restore(space.index, rows, segment)
+        finally:
+            self._spaces.leave_one(NOBODY, space)
+
+    def take_died(self) -> bytes:
+        """Segment and page, 4 bytes each, of the frames that are nothing any more since the last call:
+        their blocks were forgotten, or they are damaged. Those of dropped segments are not among them."""
+        died = bytes(self._blocks.died)
+        self._blocks.died.clear()
+        return died

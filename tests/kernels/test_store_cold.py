@@ -1,0 +1,404 @@
+"""What the store promises of blocks on disk, said once for the native one and its twin."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from kvtier_kernels import Store
+from kvtier_kernels.reference.store import Store as Twin
+from stores import FULL, PAGE, STATE, WINDOW, generation, key, keys, open_arena, pack, save, unpack
+
+FRAME = struct.Struct("<IIIBBBB")
+ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
+
+
+@pytest.fixture(params=[Store, Twin], ids=["native", "twin"])
+def store(request):
+    return request.param()
+
+
+def digest(name):
+    return key(name)[:16]
+
+
+def write(store, ids, segment=1, first_page=1, codec=0):
+    """Gives each a frame, one after the other."""
+    frames = [
+        FRAME.pack(segment, first_page + 2 * at, PAGE, codec, 1, 1, 0)
+        for at in range(len(ids) // 4)
+    ]
+    sums = b"".join(digest(i) for i in unpack(ids))
+    late = store.framed(ids, b"".join(frames), sums)
+    store.check()
+    return late
+
+
+def saved_cold(store, space, names, **where):
+    """A chain on disk, and nowhere else."""
+    ids = save(store, space, names)
+    assert write(store, ids, **where) == b""
+    assert store.evict(ids) == b""
+    store.check()
+    return ids
+
+
+def lengths(store, space, named):
+    return store.match(space, named)[:2]
+
+
+def row(name, parent=b"", group=0, shard=0, page=1, codec=0, payload=PAGE, header_pages=1):
+    return ROW.pack(
+        key(name), parent, 99, group, shard, page, 2, header_pages, codec, payload, PAGE, 1,
+        digest(name), bool(parent),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def plain(store):
+    open_arena(store)
+    return store.add_space([(FULL, 0, PAGE)], [1])
+
+
+def test_a_block_with_a_frame_stays_on_disk_when_it_is_evicted(store, plain):
+    free = store.counts()["free_bytes"]
+    ids = saved_cold(store, plain, [1, 2, 3])
+    counts = store.counts()
+    assert (counts["blocks"]["cold"], counts["bytes"]["cold"]) == (3, 3 * PAGE)
+    assert counts["blocks"]["ready"] == 0 and counts["free_bytes"] == free
+    assert store.match(plain, keys(1, 2, 3, 4)) == (0, 3, [])
+    assert store.probe(plain, 0, 0, keys(1, 4)) == bytes([1, 0])
+    assert store.states(plain, key(1)) == bytes([5])
+    assert store.resident(plain, keys(1, 2, 3)) == ids
+    assert store.present(plain, 0, 0, keys(1, 2, 3)) == b""
+    with pytest.raises(ValueError):
+        store.slots(ids)
+    with pytest.raises(ValueError):
+        store.lease(ids)
+
+
+def test_making_room_says_what_stays_on_disk(store, plain):
+    clean, dirty = save(store, plain, [1, 2]), save(store, plain, [3, 4])
+    write(store, clean)
+    evicted, orphans, cold = store.make_room(plain, 0, 64, clean + dirty)
+    assert (evicted, orphans, cold) == (clean + dirty, b"", clean)
+    assert store.counts()["blocks"]["cold"] == 2
+    store.check()
+
+
+def test_children_of_a_block_on_disk_are_no_orphans(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids[:4])
+    assert store.evict(ids[:4]) == b""
+    assert store.match(plain, keys(1, 2, 3)) == (0, 3, [])
+    store.check()
+    freed, orphans = store.drop_segment(1)
+    assert (freed, set(unpack(orphans))) == (ids[:4], set(unpack(ids[4:])))
+    assert lengths(store, plain, keys(1, 2, 3)) == (0, 0)
+    store.check()
+
+
+def test_a_promoted_block_is_read_into_a_new_slot_and_ready_again(store):
+    table = open_arena(store)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = save(store, space, [1, 2])
+    old = store.slots(ids)
+    write(store, ids)
+    store.evict(ids)
+    assert store.cold(space, keys(1, 2), 2) == [(0, 0, ids, b"")]
+    taken, slots = store.promote(ids)
+    assert taken == ids and slots == store.slots(ids)
+    assert generation(table, old[:24]) > struct.unpack("<IIQQ", old[:24])[3]
+    assert generation(table, slots[:24]) == struct.unpack("<IIQQ", slots[:24])[3]
+    assert store.states(space, key(1)) == bytes([6])
+    assert store.cold(space, keys(1, 2), 2) == [(0, 0, b"", ids)]
+    assert lengths(store, space, keys(1, 2)) == (0, 2)
+    frames, sums = store.frames(ids)
+    assert len(frames) == 32 and sums == b"".join(map(digest, unpack(ids)))
+    assert store.promoted(ids) == (ids, b"")
+    assert lengths(store, space, keys(1, 2)) == (2, 2)
+    assert store.dirty(ids) == b""
+    store.check()
+
+
+def test_as_many_are_promoted_as_there_is_room_for_the_leading_ones(store):
+    open_arena(store, 4 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids = saved_cold(store, space, [1, 2, 3, 4])
+    other = save(store, space, ["a", "b", "c"])
+    taken, _ = store.promote(ids)
+    assert taken == ids[:4]
+    assert store.promote(ids[4:]) == (b"", b"")
+    # Its slot is nobody's to take while the read lasts.
+    evicted, _, _ = store.make_room(space, 0, 4, ids + other)
+    assert evicted == other
+    assert store.room(space, 0, 4) == 3
+    with pytest.raises(ValueError):
+        store.lease(taken)
+    assert store.unpromoted(taken) == (b"", b"")
+    assert store.counts()["blocks"]["cold"] == 4
+    assert store.room(space, 0, 4) == 4
+    store.check()
+
+
+def test_a_bad_frame_is_a_block_that_is_nowhere(store, plain):
+    ids = saved_cold(store, plain, [1, 2, 3])
+    below = ids[4:]
+    store.promote(ids)
+    store.promoted(below)
+    freed, orphans, died = store.spoilt(ids[:4])
+    assert freed == ids[:4] and set(unpack(orphans)) == set(unpack(below))
+    assert died == struct.pack("<II", 1, 1)
+    assert store.probe(plain, 0, 0, key(1)) == b"\0"
+    store.check()
+
+
+def test_a_block_forgotten_while_it_is_read_keeps_its_slot_until_the_read_ends(store, plain):
+    for end in ("promoted", "unpromoted", "spoilt"):
+        ids = saved_cold(store, plain, [end, "2"])
+        store.promote(ids)
+        assert store.forget(ids) == (b"", b"", struct.pack("<IIII", 1, 1, 1, 3))
+        assert lengths(store, plain, keys(end)) == (0, 0)
+        assert store.probe(plain, 0, 0, key(end)) == bytes([2])
+        with pytest.raises(ValueError):
+            store.gone(ids)  # that is for slots whose writer was another process
+        assert store.counts()["free_bytes"] == 62 * PAGE
+        gone = getattr(store, end)(ids)[1 if end == "promoted" else 0]
+        assert gone == ids
+        assert store.counts()["free_bytes"] == 64 * PAGE
+        assert store.counts()["nodes"] == 0
+        store.check()
+
+
+def test_reads_end_for_those_alone_whose_slots_they_fill(store, plain):
+    ready = save(store, plain, [1])
+    cold = saved_cold(store, plain, [2])
+    written, _ = store.reserve(plain, 0, 0, None, key(3), b"\0")
+    store.quarantine(written)
+    for end in (store.promoted, store.unpromoted, store.spoilt):
+        for ids in (ready, cold, written, pack(999)):
+            with pytest.raises(ValueError):
+                end(ids)
+    with pytest.raises(ValueError):
+        store.promote(cold + ready)
+    with pytest.raises(ValueError):
+        store.promote(cold + cold)
+    assert store.counts()["blocks"]["cold"] == 1
+    store.check()
+
+
+def test_forgetting_tells_whose_frames_died(store, plain):
+    ids = saved_cold(store, plain, [1])
+    held = save(store, plain, [2])
+    dirty = save(store, plain, [3])
+    write(store, held, segment=2, first_page=9)
+    store.lease(held)
+    freed, _, died = store.forget(ids + held + dirty)
+    assert freed == ids + dirty
+    assert died == struct.pack("<IIII", 1, 1, 2, 9)
+    assert store.in_segment(2) == (b"", b"")
+    assert store.unlease(held) == (b"", held)
+    store.check()
+
+
+def test_a_frame_that_comes_too_late_is_nobodys(store, plain):
+    ids = save(store, plain, [1, 2])
+    store.lease(ids)
+    store.forget(ids[:4])
+    assert write(store, ids) == ids[:4]
+    assert store.in_segment(1)[0] == ids[4:]
+    with pytest.raises(ValueError):
+        write(store, pack(500))
+
+
+def test_a_frame_without_a_digest_is_of_a_block_that_has_one(store, plain):
+    ids, _ = store.reserve(plain, 0, 0, None, keys(1, 2), bytes(2))
+    store.commit(ids[:4], b"x" * 16)
+    store.commit(ids[4:], b"")
+    raw, coded = (FRAME.pack(1, 1, 99, codec, 1, 1, 0) for codec in (0, 3))
+    for one, frame in ((ids[4:], raw), (ids[:4], coded)):
+        with pytest.raises(ValueError, match="digest"):
+            store.framed(one, frame, b"")
+    assert store.framed(ids[:4], raw, b"") == b""
+    assert store.frames(ids[:4]) == (raw, b"x" * 16)
+    with pytest.raises(ValueError):
+        store.frames(ids[4:])
+
+
+def test_the_digest_of_an_encoded_payload_is_not_told_as_the_blocks_own(store, plain):
+    ids, _ = store.reserve(plain, 0, 0, None, key(1), bytes(1))
+    store.commit(ids, b"x" * 16)
+    write(store, ids, codec=3)
+    assert store.checksums(ids)[1] == b"\0"
+    assert store.frames(ids)[1] == digest(unpack(ids)[0])
+    store.drop_segment(1)
+    assert store.checksums(ids) == (bytes(16), b"\0")
+    assert store.dirty(ids) == ids
+
+
+def test_windows_and_states_need_only_what_trails(store):
+    open_arena(store, 256 * PAGE)
+    space = store.add_space([(FULL, 0, PAGE), (WINDOW, 2, PAGE), (STATE, 0, PAGE)], [1, 2, 1])
+    names = [1, 2, 3, 4]
+    ids = {
+        (group, shard): save(store, space, names, group, shard)
+        for group, shard in ((0, 0), (1, 0), (1, 1), (2, 0))
+    }
+    for at, one in enumerate(ids.values()):
+        write(store, one, segment=at)
+    assert lengths(store, space, keys(*names)) == (4, 4)
+    store.evict(ids[0, 0][12:] + ids[1, 0] + ids[2, 0])
+    assert lengths(store, space, keys(*names)) == (0, 4)
+    missing = store.cold(space, keys(*names), 4)
+    assert missing == [
+        (0, 0, ids[0, 0][12:], b""), (1, 0, ids[1, 0][8:], b""), (2, 0, ids[2, 0][12:], b""),
+    ]  # fmt: skip
+    reads = b"".join(cold for _, _, cold, _ in missing)
+    store.promote(reads)
+    store.promoted(reads)
+    assert lengths(store, space, keys(*names)) == (4, 4)
+    with pytest.raises(ValueError):
+        store.cold(space, keys(*names), 5)
+    store.check()
+
+
+def test_a_prefix_that_needs_the_disk_may_be_followed_by_what_is_here(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids)
+    store.evict(ids[4:8])
+    ready, restorable, parts = store.match(plain, keys(1, 2, 3))
+    assert (ready, restorable, parts) == (1, 3, [(0, 0, 0, ids[:4])])
+
+
+def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids)
+    assert store.in_segment(1) == (ids, bytes(3))
+    store.evict(ids[8:])
+    store.match(plain, keys(1))
+    assert store.in_segment(1) == (ids, bytes([1, 0, 2]))
+    store.match(plain, keys(1, 2, 3))
+    assert store.in_segment(1, look=True) == (ids, bytes([1, 1, 3]))
+    assert store.in_segment(1) == (ids, bytes([0, 0, 2]))
+    store.match(plain, keys(1, 2, 3))
+    write(store, ids[:4], segment=2)
+    assert store.in_segment(2) == (ids[:4], b"\0")
+    assert store.in_segment(1) == (ids[4:], bytes([1, 3]))
+
+
+def test_a_segment_used_again_takes_what_was_only_there(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids)
+    store.evict(ids[4:])
+    store.promote(ids[4:8])
+    freed, orphans = store.drop_segment(1)
+    assert (freed, orphans) == (ids[8:], b"")
+    assert store.dirty(ids[:8]) == ids[:4]
+    assert store.promoted(ids[4:8]) == (ids[4:8], b"")
+    assert store.dirty(ids[:8]) == ids[:8]
+    assert store.drop_segment(1) == (b"", b"")
+    store.check()
+
+
+def test_a_read_from_a_segment_used_again_that_did_not_come_is_a_block_less(store, plain):
+    ids = saved_cold(store, plain, [1])
+    store.promote(ids)
+    store.drop_segment(1)
+    assert store.unpromoted(ids) == (ids, b"")
+    assert store.counts()["nodes"] == 0
+    store.check()
+
+
+def test_a_frame_moves_only_from_where_it_was(store, plain):
+    ids = saved_cold(store, plain, [1, 2])
+    before, sums = store.frames(ids)
+    after = b"".join(FRAME.pack(2, page, PAGE, 0, 1, 1, 0) for page in (1, 3))
+    store.forget(ids[4:])
+    again = saved_cold(store, plain, [3], segment=5, first_page=1)
+    assert again == ids[4:], "the number is another block's"
+    assert store.moved(ids, before, after) == ids[4:]
+    assert store.frames(ids[:4]) == (after[:16], sums[:16])
+    assert store.drop_segment(1) == (b"", b"")
+    assert store.in_segment(2)[0] == ids[:4]
+    store.check()
+
+
+def test_blocks_that_must_be_written_are_found_among_the_coldest(store, plain):
+    ids = save(store, plain, range(8))
+    write(store, ids[4:8])
+    assert store.dirty(ids[:12]) == ids[:4] + ids[8:12]
+    assert store.coldest(ids, 4 * PAGE, 100 * PAGE) == (ids[:4] + ids[8:16], True)
+    assert store.coldest(ids, 100 * PAGE, 100 * PAGE) == (ids[:4] + ids[8:], False)
+    assert store.coldest(ids, 100 * PAGE, 2 * PAGE) == (ids[:4] + ids[8:12], True)
+    assert store.coldest(ids, 0, 100) == (b"", True)
+
+
+def test_identities_are_what_a_frame_is_named_by(store):
+    open_arena(store)
+    store.add_space([(FULL, 0, PAGE)], [1])
+    space = store.add_space([(FULL, 0, PAGE), (FULL, 0, PAGE)], [1, 2])
+    save(store, space, [1, 2])
+    ids = save(store, space, [1, 2], 1, 1)
+    first, second = struct.iter_unpack("<IIIB3x32s32s", store.identities(ids))
+    assert first == (space, 1, 1, 0, key(1), bytes(32))
+    assert second == (space, 1, 1, 1, key(2), key(1))
+
+
+def test_a_segment_is_restored_after_a_restart(store, plain):
+    rows = row(1) + row(2, key(1), page=3) + row(4, key(3), page=5)
+    assert store.restore(plain, rows, 7) == (3, 0)
+    store.check()
+    assert lengths(store, plain, keys(1, 2)) == (0, 2)
+    ids = store.resident(plain, keys(1, 2, 4))
+    assert store.in_segment(7) == (ids, bytes([3, 3, 2]))
+    assert store.frames(ids[4:8]) == (FRAME.pack(7, 3, PAGE, 0, 1, 1, 0), digest(2))
+    assert store.counts()["ghosts"] == 1
+    assert store.restore(plain, row(3, page=1), 8) == (1, 0)
+    assert store.counts()["ghosts"] == 0
+    # Where one is there already, the frame that is restored later is the newer one.
+    assert store.restore(plain, row(2, key(1), page=9), 9) == (0, 0)
+    assert store.in_segment(7)[0] == ids[:4] + ids[8:]
+    assert store.in_segment(9)[0] == ids[4:8]
+    store.check()
+
+
+def test_what_is_in_memory_is_not_restored_over(store, plain):
+    ids = save(store, plain, [1])
+    assert store.restore(plain, row(1), 7) == (0, 0)
+    assert store.dirty(ids) == ids
+    assert store.in_segment(7) == (b"", b"")
+
+
+def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):
+    rows = row(1, key(1)) + row(2, key(3), page=3) + row(3, key(2), page=5)
+    assert store.restore(plain, rows, 7) == (3, 0)
+    store.check()
+    assert lengths(store, plain, keys(1, 2, 3)) == (0, 3)
+    assert len(store.drop_segment(7)[0]) == 3 * 4
+    assert store.counts()["nodes"] == 0
+
+
+def test_rows_that_fit_no_block_are_counted_and_passed_over(store, plain):
+    rows = [
+        row(1, group=1), row(2, shard=1), row(3, payload=PAGE - 1), row(4, payload=1 << 32, codec=3),
+        row(5, codec=256), row(6, header_pages=256), row(7, codec=3, payload=5),
+    ]  # fmt: skip
+    assert store.restore(plain, b"".join(rows), 7) == (1, 6)
+    assert lengths(store, plain, key(7)) == (0, 1)
+    with pytest.raises(ValueError):
+        store.restore(plain, rows[0][1:], 7)
+    with pytest.raises(IndexError):
+        store.restore(plain + 1, rows[6], 7)
+    store.check()
+
+
+def test_a_frame_costs_little_memory():
+    store = Store()
+    n = 1 << 17
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    before = store.memory_bytes()
+    for segment in range(8):
+        rows = b"".join(row((segment, at), page=1 + 2 * at) for at in range(n // 8))
+        assert store.restore(space, rows, segment) == (n // 8, 0)
+    assert (store.memory_bytes() - before) / n < 150  # of whole chunks of memory; 115 at a million

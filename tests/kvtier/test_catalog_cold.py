@@ -1,0 +1,579 @@
+"""What moves between memory and disk: plans, how they end, and what is counted. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from array import array
+from hashlib import sha256
+
+import pytest
+
+from kvtier import Group, KvSpec
+from kvtier.catalog import Catalog, SessionId
+from kvtier.catalog.cold import Demotion, Promotion
+from kvtier.codec.frame import HAS_PARENT, Identity
+from kvtier.key import token_keys
+from kvtier.layout import space_id
+from kvtier.policy.base import Policy, make
+from kvtier.policy.lru import LruModel
+from kvtier.wire import GRANTED, PRESENT, SLOT_BYTES
+from kvtier_kernels import Store
+from kvtier_kernels.reference.store import Store as TwinStore
+from specs import spec_of
+
+ME = SessionId(1)
+SPEC = spec_of()
+SIZE = SPEC.block_bytes
+FRAME = struct.Struct("<IIIBBBB")
+ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
+counter = itertools.count()
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision is the same over the native store and policy and over their models."""
+    if request.param == "twin":
+        monkeypatch.setitem(globals(), "Store", TwinStore)
+        monkeypatch.setitem(globals(), "make", lambda name: LruModel())
+
+
+class Tenant:
+    """A catalog, and a disk that is a dictionary: what lies at (segment, page)."""
+
+    def __init__(self, blocks: int, spec: KvSpec = SPEC, block_bytes: int = SIZE) -> None:
+        self.store = Store()
+        self.policy: Policy = make("lru")
+        self.catalog = Catalog(self.store, self.policy)
+        self.cold = self.catalog.cold
+        self.catalog.add_extent(blocks * block_bytes, bytearray(blocks * block_bytes // 4096 * 8))
+        self.space = self.catalog.open(space_id(spec, "t"), spec)
+        self.disk: dict[tuple[int, int], tuple[Identity, bytes]] = {}
+        self.page = 1
+
+    def save(
+        self, keys: bytes, parent: bytes = b"", group: int = 0, checksums: bool = False
+    ) -> bytes:
+        granted = self.catalog.reserve(ME, self.space, group, 0, parent, keys)
+        n = len(granted.slots) // SLOT_BYTES
+        sums = bytes(16 * n) if checksums else b""
+        return self.catalog.commit(ME, granted.lease, 0, n, sums) if granted.lease else b""
+
+    def put(self, segment: int, entries: list[tuple[Identity, bytes]]) -> bytes:
+        """Frames of these blocks, one after the other in this segment."""
+        frames = b""
+        for entry in entries:
+            self.disk[segment, self.page] = entry
+            frames += FRAME.pack(segment, self.page, SIZE, 0, 1, bool(entry[1]), 0)
+            self.page += 2
+        return frames
+
+    def write(self, plan: Demotion, segment: int = 1) -> int:
+        frames = self.put(segment, [(one.identity, one.parent) for one in plan.blocks])
+        digests = b"".join(sha256(one.identity.key).digest()[:16] for one in plan.blocks)
+        return self.cold.demoted(plan.ids, frames, digests)
+
+    def read(self, plan: Promotion) -> None:
+        """What is read is what the block is, and its digest is the one that was written."""
+        keys = self.store.keys_of(plan.ids)
+        for at, frame in enumerate(FRAME.iter_unpack(plan.frames)):
+            identity, _ = self.disk[frame[0], frame[1]]
+            assert identity.key == keys[32 * at : 32 * at + 32]
+            assert identity.space == self.space.identity
+            digest = sha256(identity.key).digest()[:16]
+            assert plan.digests[16 * at : 16 * at + 16] == digest
+
+    def move_out(self, keys: bytes, segment: int = 1) -> None:
+        """Write what there is of these, and evict it."""
+        groups = range(len(self.space.spec.cache_groups))
+        ids = b"".join(self.store.present(self.space.index, at, 0, keys) for at in groups)
+        plan = self.cold.plan_write_through(ids)
+        assert self.write(plan, segment) == 0
+        self.store.evict(ids)
+        self.policy.removed(ids)
+
+    def found(self, keys: bytes) -> tuple[int, int]:
+        found = self.catalog.match(self.space, keys, count=False)
+        return found.ready, found.coming
+
+    def rows(self, segment: int) -> bytes:
+        """The segment's footer."""
+        return b"".join(
+            ROW.pack(
+                one.key, parent, 0, one.group, one.shard, page, 2, 1, 0, SIZE, SIZE, page,
+                sha256(one.key).digest()[:16], HAS_PARENT if parent else 0,
+            )
+            for (number, page), (one, parent) in sorted(self.disk.items())
+            if number == segment
+        )  # fmt: skip
+
+    def check(self) -> None:
+        self.store.check()
+        counts = self.catalog.counts()["blocks"]
+        reads = self.cold.reading
+        assert reads >= counts["promoting"]
+        if not self.cold.writing:
+            assert len(self.policy) == counts["ready"]
+
+
+def chain(blocks: int) -> bytes:
+    """The keys of a prompt nobody sent before."""
+    start = next(counter) * 1_000_000
+    return token_keys(bytes(32), list(range(start, start + 16 * blocks)), 16).packed
+
+
+def test_a_catalog_that_never_wrote_to_a_disk_has_nothing_coming() -> None:
+    tenant, keys = Tenant(8), chain(8)
+    tenant.save(keys)
+    tenant.save(chain(4))
+    assert tenant.found(keys) == (4, 0)
+    assert tenant.catalog.evicted_blocks["capacity"] == 4
+    assert tenant.catalog.evicted_blocks["demoted"] == 0
+    assert tenant.cold.plan_promotion(tenant.space, keys, 100) == Promotion()
+
+
+def test_the_coldest_are_written_and_stay_the_coldest() -> None:
+    tenant, old, new = Tenant(8), chain(4), chain(4)
+    tenant.save(old)
+    tenant.save(new)
+    victims = tenant.policy.victims(8)
+    plan = tenant.cold.plan_demotion(100 * SIZE, 3 * SIZE)
+    assert plan.ids == victims[:12]
+    tail_first = [old[at : at + 32] for at in (96, 64, 32)]
+    assert [one.identity.key for one in plan.blocks] == tail_first
+    assert [one.parent for one in plan.blocks] == [*tail_first[1:], old[:32]]
+    assert plan.blocks[0].identity == Identity(tenant.space.identity, 0, 0, tail_first[0])
+    assert {len(one.slot) for one in plan.blocks} == {SLOT_BYTES}
+    assert tenant.cold.writing == 3
+    assert tenant.write(plan) == 0
+    assert tenant.policy.victims(8) == victims
+    tenant.save(chain(3))
+    assert tenant.catalog.evicted_blocks["demoted"] == 3
+    assert tenant.catalog.evicted_blocks["capacity"] == 0
+    assert (tenant.found(old), tenant.found(new)) == ((1, 3), (4, 0))
+    tenant.check()
+
+
+def test_no_more_is_written_than_the_watermark_and_the_limit_ask_for() -> None:
+    tenant = Tenant(200)
+    tenant.save(chain(200))
+    victims = tenant.policy.victims(200)
+    assert tenant.cold.plan_demotion(0, 10 * SIZE).ids == b""
+    assert tenant.cold.plan_demotion(100 * SIZE, 0).ids == b""
+    first = tenant.cold.plan_demotion(2 * SIZE + 1, 10 * SIZE)
+    assert first.ids == victims[:8]
+    second = tenant.cold.plan_demotion(300 * SIZE, 6 * SIZE)
+    assert second.ids == victims[8:24], "what is being written is as good as clean"
+    assert (tenant.write(first), tenant.write(second)) == (0, 0)
+    assert tenant.cold.plan_demotion(100 * SIZE, 6 * SIZE).ids == b"", "they are clean"
+    assert len(tenant.cold.plan_demotion(300 * SIZE, 300 * SIZE).blocks) == 194
+    tenant.check()
+
+
+def test_a_watermark_reaches_over_many_small_blocks() -> None:
+    tenant = Tenant(200)
+    group = Group(layers=1, opaque_bytes=4096)
+    spec = KvSpec.groups([group], model="s", dtype="int8", block_tokens=16, weights="rev:1")
+    small = tenant.catalog.open(space_id(spec, "t"), spec)
+    granted = tenant.catalog.reserve(ME, small, 0, 0, b"", chain(300))
+    tenant.catalog.commit(ME, granted.lease, 0, 300)
+    tenant.save(chain(100))
+    plan = tenant.cold.plan_demotion(1000 * SIZE, 300 * 4096)
+    assert [one.space for one in plan.blocks] == [small] * 300
+
+
+def test_what_is_being_written_is_not_evicted() -> None:
+    tenant, keys = Tenant(4), chain(4)
+    tenant.save(keys)
+    plan = tenant.cold.plan_demotion(2 * SIZE, 4 * SIZE)
+    assert len(tenant.save(chain(4))) == 2 * 4
+    tenant.cold.not_demoted(plan.ids)
+    assert tenant.cold.writing == 0
+    assert tenant.store.dirty(plan.ids) == plan.ids
+    assert len(tenant.save(chain(4))) == 4 * 4
+    assert tenant.catalog.evicted_blocks["capacity"] == 6
+    tenant.check()
+
+
+def test_what_was_written_goes_in_the_order_in_which_it_would_have_gone() -> None:
+    tenant = Tenant(32)
+    for _ in range(8):
+        tenant.save(chain(4))
+    victims = tenant.policy.victims(32)
+    plans = [tenant.cold.plan_demotion(4 * SIZE, 32 * SIZE) for _ in range(3)]
+    assert b"".join(plan.ids for plan in plans) == victims[: 3 * 16]
+    for plan in (plans[1], plans[0], plans[2]):
+        tenant.write(plan)
+    assert tenant.policy.victims(32) == victims
+    tenant.check()
+
+
+def test_what_is_read_while_it_is_written_is_recent_after() -> None:
+    tenant, chains = Tenant(16), [chain(4) for _ in range(4)]
+    for keys in chains:
+        tenant.save(keys)
+    victims = tenant.policy.victims(16)
+    plan = tenant.cold.plan_demotion(12 * SIZE, 12 * SIZE)
+    first = tenant.catalog.load(ME, tenant.space, chains[0], 10.0, [0], now=0.0)
+    tenant.catalog.release(ME, first.lease)
+    second = tenant.catalog.load(ME, tenant.space, chains[1], 10.0, [0], now=0.0)
+    tenant.catalog.match(tenant.space, chains[2])
+    assert tenant.catalog.forget(tenant.space, chains[3]) == 4
+    tenant.write(plan)
+    matched, loaded = victims[32:48], victims[:16]
+    assert tenant.policy.victims(16) == matched + loaded
+    tenant.catalog.release(ME, second.lease)
+    assert tenant.policy.victims(16) == matched + loaded + victims[16:32]
+    tenant.check()
+
+
+def test_what_is_being_written_stands_in_nobodys_way() -> None:
+    tenant = Tenant(16)
+    tenant.save(chain(16))
+    plan = tenant.cold.plan_demotion(12 * SIZE, 16 * SIZE)
+    assert len(tenant.save(chain(3))) == 3 * 4
+    tenant.cold.not_demoted(plan.ids)
+    assert tenant.catalog.evicted_blocks["capacity"] == 3
+    tenant.check()
+
+
+def test_a_plan_may_end_in_parts() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    ids = tenant.save(keys, checksums=True)
+    plan = tenant.cold.plan_write_through(ids)
+    assert plan.ids == ids and plan.blocks[0].checksum == bytes(16)
+    frames = tenant.put(1, [(one.identity, one.parent) for one in plan.blocks])
+    assert tenant.cold.demoted(ids[:8], frames[:32]) == 0
+    tenant.cold.not_demoted(ids[8:])
+    assert tenant.store.dirty(ids) == ids[8:]
+    tenant.check()
+
+
+def test_a_commit_is_written_through_once() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    ids = tenant.save(keys)
+    plan = tenant.cold.plan_write_through(ids)
+    assert plan.ids == ids and plan.blocks[0].checksum == b""
+    assert [one.parent for one in plan.blocks[:2]] == [b"", keys[:32]]
+    assert tenant.cold.plan_write_through(ids).ids == b""
+    tenant.write(plan)
+    assert tenant.cold.plan_write_through(ids).ids == b""
+    tenant.check()
+
+
+def test_a_block_forgotten_while_it_is_written_leaves_a_dead_frame() -> None:
+    tenant, keys = Tenant(8), chain(2)
+    ids = tenant.save(keys)
+    plan = tenant.cold.plan_write_through(ids)
+    assert tenant.catalog.forget(tenant.space, keys[32:]) == 1
+    assert tenant.write(plan, segment=3) == 1
+    assert tenant.cold.take_died() == struct.pack("<II", 3, 3)
+    assert tenant.cold.take_died() == b""
+    assert tenant.catalog.counts()["blocks"]["doomed"] == 0
+    assert tenant.found(keys) == (1, 0)
+    tenant.check()
+
+
+def test_a_prefix_on_disk_is_promoted_and_ready() -> None:
+    tenant, keys = Tenant(8), chain(6)
+    tenant.save(keys)
+    tenant.move_out(keys[64:])
+    found = tenant.catalog.load(ME, tenant.space, keys, 10.0, [0], now=0.0)
+    assert (found.ready, found.coming) == (2, 4)
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    assert len(plan.ids) == 4 * 4 and len(plan.slots) == 4 * SLOT_BYTES
+    assert (plan.joined, plan.left_out, tenant.cold.reading) == (b"", 0, 4)
+    tenant.read(plan)
+    again = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    assert (again.ids, again.joined) == (b"", plan.ids)
+    assert tenant.cold.promoted(plan.ids) == plan.ids
+    assert tenant.found(keys) == (6, 0)
+    assert tenant.cold.reading == 0
+    assert tenant.store.dirty(plan.ids) == b""
+    tenant.catalog.release(ME, found.lease)
+    tenant.check()
+    tenant.save(chain(4))
+    assert tenant.found(keys) == (4, 2), "the tail goes first, and to the disk only"
+
+
+def test_promoted_blocks_are_the_most_recent_and_heads_outlive_tails() -> None:
+    tenant, keys = Tenant(16), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    other = tenant.save(chain(2))
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    tenant.cold.promoted(plan.ids)
+    order = array("I", tenant.policy.victims(9)).tolist()
+    assert order[:2] == array("I", other).tolist()[::-1]
+    assert order[2:] == array("I", plan.ids).tolist()[::-1]
+
+
+def test_a_load_of_what_is_on_disk_alone_says_that_it_is_coming() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    found = tenant.catalog.load(ME, tenant.space, keys, 10.0, [0], now=0.0)
+    assert (found.ready, found.coming, found.lease) == (0, 4, 0)
+
+
+def test_a_promotion_never_evicts_its_own_chain() -> None:
+    tenant, keys = Tenant(4), chain(6)
+    tenant.save(keys[:128])
+    tenant.move_out(keys[:32])
+    tenant.save(chain(1))
+    assert tenant.found(keys) == (0, 4)
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    tenant.read(plan)
+    tenant.cold.promoted(plan.ids)
+    assert tenant.found(keys) == (4, 0)
+    tenant.check()
+
+
+def test_no_more_is_in_flight_than_allowed() -> None:
+    tenant, keys, other = Tenant(32), chain(16), chain(8)
+    tenant.save(keys)
+    tenant.save(other)
+    tenant.move_out(keys)
+    tenant.move_out(other)
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 6)
+    assert plan.ids == tenant.store.resident(tenant.space.index, keys[: 6 * 32])
+    assert plan.left_out == 10
+    none = tenant.cold.plan_promotion(tenant.space, other, 6)
+    assert (none.ids, none.left_out) == (b"", 8)
+    joins = tenant.cold.plan_promotion(tenant.space, keys, 6)
+    assert (joins.ids, joins.joined, joins.left_out) == (b"", plan.ids, 10)
+    tenant.cold.promoted(plan.ids)
+    assert tenant.found(keys) == (6, 10)
+    assert len(tenant.cold.plan_promotion(tenant.space, other, 6).ids) == 6 * 4
+    tenant.check()
+
+
+def test_where_room_is_short_the_head_comes_first() -> None:
+    tenant, keys = Tenant(4), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    held = chain(2)
+    tenant.save(held)
+    lease = tenant.catalog.load(ME, tenant.space, held, 10.0, [0], now=0.0).lease
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    assert (len(plan.ids), plan.left_out) == (2 * 4, 2)
+    tenant.cold.promoted(plan.ids)
+    assert tenant.found(keys) == (2, 2)
+    tenant.catalog.release(ME, lease)
+    tenant.check()
+
+
+def test_reads_that_bring_nothing_are_counted_by_their_reason() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    tenant.save(chain(2))
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    tenant.cold.unpromoted(plan.ids[:8], "deadline")
+    tenant.cold.promoted(plan.ids[12:])
+    tenant.cold.spoilt(plan.ids[8:12], "damaged")
+    assert tenant.cold.failed == {"deadline": 2, "damaged": 1}
+    assert tenant.catalog.evicted_blocks["spoilt"] == 1
+    assert tenant.cold.take_died() == struct.pack("<II", 1, 5)
+    assert tenant.cold.reading == 0
+    assert tenant.found(keys) == (0, 2)
+    victims = tenant.policy.victims(1)
+    assert victims == plan.ids[12:], "what no match can reach goes first"
+    tenant.check()
+
+
+def test_a_miss_says_that_the_disk_has_it() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    tenant.catalog.match(tenant.space, keys)
+    plan = tenant.cold.plan_promotion(tenant.space, keys[:32], 100)
+    tenant.catalog.match(tenant.space, keys[:64])
+    tenant.cold.promoted(plan.ids)
+    assert tenant.catalog.miss_tokens == {"cold": 4 * 16, "promoting": 2 * 16}
+
+
+def test_a_save_of_what_is_on_disk_costs_nothing() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys[64:])
+    longer = keys + chain(1)
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", longer)
+    assert granted.outcomes == bytes([PRESENT] * 4 + [GRANTED])
+    tenant.catalog.commit(ME, granted.lease, 0, 1)
+    assert tenant.found(longer) == (2, 3)
+    tenant.check()
+
+
+def test_forgetting_reaches_the_disk() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    plan = tenant.cold.plan_promotion(tenant.space, keys[:64], 100)
+    assert tenant.catalog.forget(tenant.space, keys) == 4
+    assert tenant.found(keys) == (0, 0)
+    died = struct.iter_unpack("<II", tenant.cold.take_died())
+    assert sorted(died) == [(1, 1), (1, 3), (1, 5), (1, 7)]
+    assert tenant.cold.reading == 2
+    assert tenant.cold.promoted(plan.ids) == b""
+    assert tenant.catalog.evicted_blocks["forgotten"] == 4
+    assert tenant.catalog.counts()["free_bytes"] == 8 * SIZE
+    tenant.check()
+
+
+def test_used_blocks_of_a_segment_get_a_second_chance() -> None:
+    tenant, used, unused = Tenant(16), chain(4), chain(4)
+    tenant.save(used)
+    tenant.save(unused)
+    tenant.move_out(used)
+    tenant.move_out(unused)
+    tenant.found(used)
+    rescue = tenant.cold.reclaim(1, keep=3)
+    assert rescue.ids == tenant.store.resident(tenant.space.index, used)[:12]
+    tenant.catalog.forget(tenant.space, used[:32])
+    entries = [tenant.disk[1, page] for _, page, *_ in FRAME.iter_unpack(rescue.frames)]
+    frames = tenant.put(2, entries)
+    assert tenant.cold.rescued(rescue.ids, rescue.frames, frames) == 1
+    assert tenant.cold.take_died()[8:] == frames[:8]
+    assert tenant.cold.drop_segment(1) == 5
+    assert tenant.catalog.evicted_blocks["lost"] == 5
+    ids, flags = tenant.store.in_segment(2)
+    assert (ids, flags) == (rescue.ids[4:], bytes([2, 2]))
+    plan = tenant.cold.plan_promotion(tenant.space, used[32:], 100)
+    tenant.read(plan)
+    assert len(plan.ids) == 8
+    assert tenant.cold.reclaim(2, keep=9).ids == b"", "what is being read is in memory soon"
+    tenant.check()
+
+
+def test_what_memory_has_too_is_written_again_after_its_segment_went() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    ids = tenant.save(keys)
+    tenant.write(tenant.cold.plan_write_through(ids))
+    tenant.found(keys)
+    assert tenant.cold.reclaim(1, keep=9).ids == b""
+    assert tenant.cold.drop_segment(1) == 0
+    assert tenant.found(keys) == (4, 0)
+    assert len(tenant.cold.plan_demotion(100 * SIZE, 100 * SIZE).blocks) == 4
+
+
+def test_what_hung_on_a_dropped_segment_goes_first() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(chain(2))
+    tenant.save(keys)
+    tenant.move_out(keys[:32])
+    below = tenant.store.present(tenant.space.index, 0, 0, keys)
+    assert tenant.cold.drop_segment(1) == 1
+    first = array("I", tenant.policy.victims(3))
+    assert sorted(first) == sorted(array("I", below))
+    tenant.check()
+
+
+def test_a_restart_finds_what_the_footers_list() -> None:
+    before, keys = Tenant(8), chain(4)
+    before.save(keys)
+    before.move_out(keys)
+    after = Tenant(8)
+    identity = before.space.identity
+    assert after.cold.restore(identity, SPEC, before.rows(1), 1) == (4, 0)
+    after.disk = before.disk
+    assert after.found(keys) == (0, 4)
+    plan = after.cold.plan_promotion(after.space, keys, 100)
+    after.read(plan)
+    after.cold.promoted(plan.ids)
+    assert after.found(keys) == (4, 0)
+    assert after.save(keys + chain(1)) != b""
+    after.check()
+
+
+def test_a_space_of_which_a_segment_lists_nothing_usable_is_not_kept() -> None:
+    tenant = Tenant(8)
+    other = spec_of("other")
+    rows = bytearray(ROW.size)
+    struct.pack_into("<HH", rows, 68, 9, 0)
+    assert tenant.cold.restore(space_id(other, "t"), other, bytes(rows), 1) == (0, 1)
+    assert tenant.catalog.spaces == 1
+    tenant.store.check()
+
+
+def test_groups_that_need_only_their_trailing_blocks_are_promoted_alone() -> None:
+    groups = [
+        Group(layers=2, kv_heads=2, head_dim=64),
+        Group(kind="window", layers=2, kv_heads=2, head_dim=64, window_tokens=32),
+    ]
+    spec = KvSpec.groups(groups, model="w", dtype="bfloat16", block_tokens=16, weights="rev:1")
+    tenant, keys = Tenant(64, spec), chain(8)
+    for group in range(2):
+        tenant.save(keys, group=group)
+    tenant.move_out(keys)
+    assert tenant.found(keys) == (0, 8)
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 100)
+    assert len(plan.ids) == 4 * (8 + 2)
+    tenant.cold.promoted(plan.ids)
+    assert tenant.found(keys) == (8, 0)
+    tenant.move_out(keys)
+    few = tenant.cold.plan_promotion(tenant.space, keys, 6)
+    assert len(few.ids) == 4 * 6, "four blocks and a window of two"
+    tenant.cold.promoted(few.ids)
+    assert tenant.found(keys)[0] == 4
+    tenant.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_and_goes_a_read_finds_what_it_was_planned_for(seed: int) -> None:
+    rnd = random.Random(seed)
+    tenant = Tenant(24)
+    chains = [chain(rnd.randint(1, 9)) for _ in range(8)]
+    reads: list[bytes] = []
+    writes: list[Demotion] = []
+    segment = 4
+    for _ in range(300):
+        keys = rnd.choice(chains)
+        act = rnd.randrange(10)
+        if act < 2:
+            tenant.save(keys)
+        elif act == 2:
+            writes.append(tenant.cold.plan_demotion(rnd.randint(1, 9) * SIZE, 12 * SIZE))
+        elif act == 3 and writes:
+            plan = writes.pop(rnd.randrange(len(writes)))
+            if rnd.random() < 0.8:
+                tenant.write(plan, segment)
+            else:
+                tenant.cold.not_demoted(plan.ids)
+        elif act < 6:
+            promotion = tenant.cold.plan_promotion(tenant.space, keys, 8)
+            tenant.read(promotion)
+            reads += [promotion.ids] if promotion.ids else []
+        elif act == 6 and reads:
+            ids = reads.pop(rnd.randrange(len(reads)))
+            rnd.choice(
+                [
+                    tenant.cold.promoted,
+                    tenant.cold.promoted,
+                    lambda ids: tenant.cold.unpromoted(ids, "deadline"),
+                    lambda ids: tenant.cold.spoilt(ids, "damaged"),
+                ]
+            )(ids)
+        elif act == 7 and rnd.random() < 0.3:
+            tenant.catalog.forget(tenant.space, keys[: 32 * rnd.randint(1, 3)])
+        elif act == 8 and rnd.random() < 0.4:
+            segment += 1
+            rescue = tenant.cold.reclaim(segment - 3, keep=2)
+            entries = [
+                tenant.disk[number, page] for number, page, *_ in FRAME.iter_unpack(rescue.frames)
+            ]
+            tenant.cold.rescued(rescue.ids, rescue.frames, tenant.put(segment, entries))
+            tenant.cold.drop_segment(segment - 3)
+            assert tenant.store.in_segment(segment - 3) == (b"", b"")
+        ready, coming = tenant.found(keys)
+        assert 0 <= ready <= ready + coming <= len(keys) // 32
+        tenant.check()
+    for ids in reads:
+        tenant.cold.promoted(ids)
+    for plan in writes:
+        tenant.cold.not_demoted(plan.ids)
+    assert tenant.cold.reading == tenant.cold.writing == 0
+    assert tenant.catalog.counts()["blocks"]["promoting"] == 0
+    tenant.check()
+    assert tenant.catalog.evicted_blocks["demoted"]
