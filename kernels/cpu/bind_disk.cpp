@@ -137,7 +137,8 @@ class Disk {
             Operation& to = batch.emplace_back();
             place(from, name, false, to);
             to.kind = Kind::kWrite;
-            if ((from.flags & ~kDigest) != 0) unknown_flags(name);
+            if ((from.flags & ~(kDigest | kSeal)) != 0) unknown_flags(name);
+            to.seal = (from.flags & kSeal) != 0;
             const uint64_t at = from.header.at, nbytes = from.header.nbytes;
             if (at > held.size() || nbytes > held.size() - at) {
                 throw nb::index_error((name + ": its header is not in the headers").c_str());
@@ -345,7 +346,8 @@ class Disk {
                                       .c_str());
         }
         const Mapping& mapping = *extents_[from.extent];
-        if (from.nbytes == 0) throw nb::value_error((name + ": no bytes").c_str());
+        const bool has_header = !writes_memory && from.header.nbytes != 0;
+        if (from.nbytes == 0 && !has_header) throw nb::value_error((name + ": no bytes").c_str());
         if (from.file_offset % kPage != 0 || from.memory_offset % kPage != 0) {
             throw nb::value_error((name + ": its offsets are not whole pages").c_str());
         }

@@ -9,6 +9,8 @@
 #include <iterator>
 #include <new>
 
+#include "frame.h"
+
 namespace kvtier {
 namespace {
 
@@ -25,6 +27,12 @@ Pages::Pages(uint64_t nbytes) {
     data_.reset(static_cast<uint8_t*>(std::aligned_alloc(kPage, whole_pages(nbytes))));
     if (data_ == nullptr) throw std::bad_alloc();
     std::memset(data_.get(), 0, whole_pages(nbytes));
+}
+
+bool Operation::begin() {
+    if (!seal) return true;
+    if (!seal_frame(own.data(), header_bytes, payload, nbytes, digest.data())) error = EINVAL;
+    return error == 0;
 }
 
 int Operation::rest(uint64_t most) {
@@ -60,7 +68,7 @@ bool Operation::advance(int64_t result) {
 }
 
 void Operation::finish() {
-    if (error != 0 || !with_digest) return;
+    if (error != 0 || !with_digest || seal) return;
     Digest found;
     xxh3_128(payload, nbytes, 0, found.data());
     if (kind == Kind::kWrite) {

@@ -116,8 +116,14 @@ void RingWorker::run() {
     while (true) {
         taken.clear();
         if (!queue_->take(taken, depth_ - under_way_, under_way_ != 0, wake_fd_)) return;
-        for (Operation* operation : taken) prepare(*operation);
         under_way_ += taken.size();
+        for (Operation* operation : taken) {
+            if (operation->begin()) {
+                prepare(*operation);
+            } else {
+                over.push_back(operation);
+            }
+        }
         const int error = ring_.enter(!registering);
         const size_t found = ring_.completions([&](uint64_t user_data, int32_t result) {
             if (user_data == 0) {
@@ -143,6 +149,10 @@ void RingWorker::run() {
 
 void run_pool_worker(DiskQueue& queue) {
     while (Operation* const operation = queue.wait_for_one()) {
+        if (!operation->begin()) {
+            queue.complete({operation});
+            continue;
+        }
         int64_t result;
         do {
             if (operation->kind == Kind::kSync) {

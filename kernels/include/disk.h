@@ -52,6 +52,7 @@ static_assert(sizeof(PackedOperation) == 64);
 
 inline constexpr uint32_t kUrgent = 1;  // reads only
 inline constexpr uint32_t kDigest = 2;  // a read must match its digest, a write returns it
+inline constexpr uint32_t kSeal = 4;    // the header is a frame's, and its digests are missing
 
 inline constexpr uint64_t whole_pages(uint64_t nbytes) {
     return (nbytes + kPage - 1) / kPage * kPage;
@@ -80,6 +81,7 @@ struct Operation {
     Kind kind = Kind::kRead;
     bool urgent = false;
     bool with_digest = false;
+    bool seal = false;
     uint32_t extent = 0;
     uint64_t file_offset = 0;    // as the kernel sees it: a multiple of a page
     uint64_t total = 0;          // bytes for the kernel, whole pages
@@ -108,6 +110,8 @@ struct Operation {
 
     // Where the next call begins: what was moved of a part of a page is moved again.
     uint64_t from() const { return moved / kPage * kPage; }
+    // Before the first call: seals the frame. False, with an error, where that can't be done.
+    bool begin();
     // What is left to move, in parts of at most `most` bytes together.
     int rest(uint64_t most);
     // Takes in what a call returned, a negative errno or bytes, and says whether that was the last.

@@ -25,6 +25,7 @@ from kvtier_kernels._native import (
     nt_loops,
     release_views,
     scatter,
+    seal_frame,
     views,
     xxh3_128,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "nt_loops",
     "release_views",
     "scatter",
+    "seal_frame",
     "views",
     "xxh3_128",
 ]

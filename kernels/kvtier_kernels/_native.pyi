@@ -85,7 +85,8 @@ class Disk:
 
     def write(self, ops: Buffer, headers: Buffer = b"") -> None:
         """Queues writes, as `read` does: the header, copied here and filled up with zeros to whole pages,
-        and after it the payload, as one record. With flag 2, `done` has the payload's xxh3-128."""
+        and after it the payload, as one record. With flag 2, `done` has the payload's xxh3-128. Flag 4
+        seals the header as `seal_frame` does before it goes; EINVAL where that can't be done."""
 
     def sync(self, token: int, fd: int, deadline_ms: int = 0) -> None:
         """Queues an fdatasync for when every write to `fd` so far is over. Ends with the error of the
@@ -193,6 +194,10 @@ def copy_out(
 ) -> bytes:
     """Copies each slot into its target: the reverse of `copy_in`."""
 
+def seal_frame(header: bytearray, payload: Buffer) -> bytes:
+    """Fills in a frame header's digests, as kvtier/codec/frame.py has them, and returns the payload's.
+    ValueError where the header is none, or not of so many bytes."""
+
 @final
 class Pieces:
     """Says where the pieces of an engine's paged blocks lie: piece j of block b is `piece_bytes[j]`
@@ -278,6 +283,8 @@ def force(kind: str, impl: str) -> None:
 class Counts(TypedDict):
     blocks: dict[str, int]
     bytes: dict[str, int]
+    framed_blocks: int  # that have a frame on disk, in memory or not
+    framed_bytes: int
     nodes: int
     ghosts: int
     capacity_bytes: int

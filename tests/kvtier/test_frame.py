@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from kvtier.codec import frame, raw
 from kvtier.codec.frame import Entry, Frame, Identity, Template
 from kvtier.errors import FrameError
 from kvtier.layout import Group, KvSpec
-from kvtier_kernels import xxh3_128
+from kvtier_kernels import seal_frame, xxh3_128
 from specs import spec_of
 
 DIGESTS = st.binary(min_size=16, max_size=16)
@@ -118,6 +119,33 @@ def test_a_raw_block_has_an_entry_for_each_layer_and_part() -> None:
     assert [(e.layer, e.part) for e in raw.entries(spec, 0)] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
+
+
+@given(frames(), st.booleans(), st.integers(0, 2**32))
+def test_the_native_seal_is_its_twins(one: Frame, known: bool, seed: int) -> None:
+    payload = random.Random(seed).randbytes(one.payload_bytes)
+    zeros = bytes(16)
+    for codec in (frame.RAW, 3):
+        header = replace(one, codec=codec, raw_digest=b"r" * 16 if known else zeros).encode()
+        expected = frame.seal(header, payload)
+        native = bytearray(header)
+        digest = seal_frame(native, payload)
+        assert native == expected
+        assert digest == frame.decode(expected).payload_digest
+
+
+def test_a_header_of_another_payload_is_not_sealed() -> None:
+    header = example().encode()
+    payload = bytes(example().payload_bytes)
+    beyond = replace(example(), entries=(Entry(0, 0, 0, len(payload) - 4, 8, len(payload)),))
+    for text, body in (
+        (header, payload[1:]), (header, payload + b"x"), (b"no frame" + header[8:], payload),
+        (header[:200], payload), (header[:300], payload), (beyond.encode(), payload),
+    ):  # fmt: skip
+        native = bytearray(text)
+        with pytest.raises(ValueError, match="none of this payload"):
+            seal_frame(native, body)
+        assert native == text
 
 
 @pytest.mark.parametrize("known", [True, False])
