@@ -341,6 +341,8 @@ class PyStore {
         }
         all["blocks"] = blocks;
         all["bytes"] = bytes;
+        all["framed_blocks"] = store_.framed_blocks();
+        all["framed_bytes"] = store_.framed_bytes();
         all["nodes"] = counts.nodes;
         all["ghosts"] = counts.ghosts;
         all["capacity_bytes"] = store_.slabs().capacity_bytes();

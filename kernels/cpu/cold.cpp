@@ -108,7 +108,8 @@ const Frame& Store::frame(Id id) const {
 IdList Store::dirty(Ids ids) const {
     IdList without;
     for (Id id : ids)
-        if (block(id).is() == State::ready && !records_[id].framed) without.push_back(id);
+        if (records_.known(id) && records_[id].is() == State::ready && !records_[id].framed)
+            without.push_back(id);
     return without;
 }
 

@@ -519,7 +519,8 @@ void Store::detach(Id id) {
     Record& record = records_[id];
     Id node = records_.node_of(id);
     record.slab = none;
-    record.summed = record.framed = record.used = record.filling = 0;
+    records_.drop_frame(id);
+    record.summed = record.filling = 0;
     if (record.further) {
         records_[record.prev_sibling].more = record.more;
         if (record.more != none) records_[record.more].prev_sibling = record.prev_sibling;

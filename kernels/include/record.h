@@ -88,8 +88,11 @@ class Records {
     const Checksum& checksum(Id id) const { return checksums_[id]; }
     const Frame& frame(Id id) const { return frames_[id]; }
     void set_frame(Id id, const Frame& frame) {
+        forget_frame(id);
         frames_.reach(id);
         frames_[id] = frame;
+        ++framed_blocks_;
+        framed_bytes_ += frame.payload_bytes;
         items_[id].framed = 1;
         items_[id].used = 0;
     }
@@ -100,8 +103,10 @@ class Records {
     // Its frame is nothing any more, and what is known of the payload alone isn't either.
     void drop_frame(Id id) {
         items_[id].summed = summed(id);
-        items_[id].framed = items_[id].used = 0;
+        forget_frame(id);
     }
+    std::uint64_t framed_blocks() const { return framed_blocks_; }
+    std::uint64_t framed_bytes() const { return framed_bytes_; }  // of their payloads
 
     // Every id that was ever given out is below this.
     Id limit() const { return limit_; }
@@ -137,9 +142,17 @@ class Records {
     }
 
  private:
+    void forget_frame(Id id) {
+        if (!items_[id].framed) return;
+        --framed_blocks_;
+        framed_bytes_ -= frames_[id].payload_bytes;
+        items_[id].framed = items_[id].used = 0;
+    }
+
     Chunks<Record> items_;
     Chunks<Checksum> checksums_;
     Chunks<Frame> frames_;
+    std::uint64_t framed_blocks_ = 0, framed_bytes_ = 0;
     Id limit_ = 0;
     Id free_ = none;
 };

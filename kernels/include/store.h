@@ -155,6 +155,8 @@ class Store {
         return slabs_.pitch_of(places_[place(space, group, 0)].size_class);
     }
     const Counts& counts() const { return counts_; }
+    std::uint64_t framed_blocks() const { return records_.framed_blocks(); }
+    std::uint64_t framed_bytes() const { return records_.framed_bytes(); }
     const Slabs& slabs() const { return slabs_; }
     std::size_t memory_bytes() const;
     void check() const;

@@ -690,8 +690,9 @@ class Store:
         return packed, digests
 
     def dirty(self, ids: bytes) -> bytes:
-        """Those that are READY and have no frame, in order."""
-        return join(b.id for b in self._known(ids) if b.state == READY and not b.frame)
+        """Those that are READY and have no frame, in order; ids that no block has are passed over."""
+        blocks = filter(None, map(self._blocks.get, unpack(ids)))
+        return join(b.id for b in blocks if b.state == READY and not b.frame)
 
     def coldest(self, ids: bytes, within_bytes: int, limit_bytes: int) -> tuple[bytes, bool]:
         """The dirty, unleased ones among the leading ids that make up so many bytes, no more of them than the
@@ -827,6 +828,7 @@ class Store:
     def counts(self) -> Counts:
         """Blocks and bytes by state, nodes, ghosts, and the arena's bytes."""
         states = (WRITING, READY, DOOMED, QUARANTINED, COLD, PROMOTING)
+        framed = [block.frame for block in self._blocks.values() if block.frame]
         blocks = dict.fromkeys(states, 0)
         sizes = dict(blocks)
         capacity = sum(pages for pages, _ in self._slabs.extents) * PAGE
@@ -838,6 +840,8 @@ class Store:
         return {
             "blocks": blocks,
             "bytes": sizes,
+            "framed_blocks": len(framed),
+            "framed_bytes": sum(frame.payload_bytes for frame in framed),
             "nodes": len(self._index),
             "ghosts": self._ghosts(),
             "capacity_bytes": capacity,

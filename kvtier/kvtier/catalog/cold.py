@@ -207,8 +207,11 @@ class Cold:
 
     def _demotion(self, ids: bytes, victims: bool) -> Demotion:
         self._writing.update(dict.fromkeys(array("I", ids), victims))
+        return Demotion(ids, tuple(self.described(ids, self._blocks.store.slots(ids))))
+
+    def described(self, ids: bytes, slots: bytes = b"") -> list[Outgoing]:
+        """All that a frame says of these blocks, for as long as the ids are theirs."""
         store = self._blocks.store
-        slots = store.slots(ids)
         digests, has_digest = store.checksums(ids)
         blocks = []
         names = IDENTITY.iter_unpack(store.identities(ids))
@@ -222,7 +225,7 @@ class Cold:
                     slots[at * SLOT_BYTES : (at + 1) * SLOT_BYTES],
                 )
             )  # fmt: skip
-        return Demotion(ids, tuple(blocks))
+        return blocks
 
     def demoted(self, ids: bytes, frames: bytes, digests: bytes = b"") -> int:
         """These are on disk from now on; how many of them were forgotten meanwhile.
