@@ -47,7 +47,7 @@ def test_segments_are_used_again_in_the_order_in_which_they_were_begun() -> None
 def test_one_that_could_not_be_sealed_leaves_like_a_full_one() -> None:
     log = a_log(1)
     segment = opened(log)
-    segment.rows.append(bytes(ENTRY.size))
+    segment.rows.append((1, bytes(ENTRY.size)))
     log.failed(segment)
     assert log.open is None and segment.stage is Stage.SEALED
     assert log.leave() is segment
@@ -83,8 +83,10 @@ def test_frames_are_placed_so_that_the_footer_fits(seed: int) -> None:
         page, number = place
         assert page * PAGE >= last and segment.spaces[number] == space
         last = page * PAGE + size
-        segment.rows.append(bytes(ENTRY.size))
+        segment.rows.append((page, bytes(ENTRY.size)))
     assert segment.head is not None and segment.end == last
-    at, text = encode_footer(segment.head, segment.spaces, segment.rows, segment.end)
+    at, text = encode_footer(
+        segment.head, segment.spaces, [row for _, row in segment.rows], segment.end
+    )
     assert at >= last and at + len(text) == segment.nbytes
     assert len(segment.rows) == segment.taken

@@ -42,12 +42,14 @@ class Segment:
     head: Head | None = None
     end: int = FIRST_FRAME  # where the next frame goes
     taken: int = 0  # how many frames it has room for so far
-    rows: list[bytes] = field(default_factory=list)  # of its table to come
+    rows: list[tuple[int, bytes]] = field(default_factory=list)  # of its table to come, by page
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of that table
     number_of: dict[bytes, int] = field(default_factory=dict)
     described: int = 0  # bytes that describing them takes
     writing: int = 0
     reading: int = 0
+    gone: bool = False  # nothing names it any more
+    buried: list[int] = field(default_factory=list)  # pages of frames that were forgotten
 
     @property
     def idle(self) -> bool:
@@ -69,6 +71,14 @@ class Segment:
         self.end += frame_bytes
         self.taken += 1
         return page, self.number_of[space[0]]
+
+    def resume(
+        self, spaces: list[tuple[bytes, KvSpec]], rows: list[tuple[int, bytes]], end: int
+    ) -> None:
+        """Go on where another life has stopped."""
+        self.end, self.taken, self.rows, self.spaces = end, len(rows), rows, list(spaces)
+        self.number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
+        self.described = described_bytes(spaces)
 
     def empty(self) -> None:
         """Forget what was written to it."""
@@ -115,6 +125,14 @@ class Log:
         _step(segment, Stage.BEGINNING, Stage.OPEN)
         self.others.discard(segment)
         self.open = segment
+
+    def resume(self, segment: Segment) -> None:
+        """The newest one is written on, as if it were just begun: `begun` is to be said when its disk
+        knows."""
+        assert self.sealed[-1] is segment
+        self.sealed.pop()
+        segment.stage = Stage.BEGINNING
+        self.others.add(segment)
 
     def seal(self) -> Segment:
         """The open segment takes no more; its footer is to be written when its frames are on disk."""

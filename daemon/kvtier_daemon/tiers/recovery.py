@@ -6,7 +6,7 @@ Runs in a thread: each call is a few long ones without the GIL.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,17 @@ from kvtier.codec import frame
 from kvtier.codec.frame import PAGE, Frame, pages
 from kvtier.errors import FrameError, TierError
 from kvtier.layout import KvSpec
-from kvtier_daemon.tiers.segment import ENTRY, FIRST_FRAME, Head, Listed, Trailer, encode_row
+from kvtier_daemon.tiers.segment import (
+    ENTRY,
+    FIRST_FRAME,
+    Head,
+    Listed,
+    Trailer,
+    encode_row,
+    end_of,
+    page_of,
+    space_of,
+)
 from kvtier_kernels import xxh3_128
 
 
@@ -30,6 +40,13 @@ class Recovered:
     rows: bytes = b""
     end: int = FIRST_FRAME  # of the frames of one that is not sealed
     remark: str = ""
+
+    def leave_out(self, pages: Iterable[int]) -> None:
+        """The frames at these pages count no more."""
+        out = set(pages)
+        if out:
+            rows = (self.rows[at : at + ENTRY.size] for at in range(0, len(self.rows), ENTRY.size))
+            self.rows = b"".join(row for row in rows if page_of(row) not in out)
 
 
 def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Recovered:
@@ -67,6 +84,7 @@ def _look(fd: int, found: Recovered, tenant: bytes, described: Mapping[bytes, Kv
         table = os.pread(fd, trailer.table_bytes, trailer.table_at)
         found.spaces, found.rows = trailer.split(table)
         found.sealed = True
+        found.end = end_of(found.rows)
     except FrameError as error:
         found.remark = f"no footer: {error}"
         _walk(fd, found, head, described)
@@ -105,11 +123,26 @@ def _frame_at(fd: int, at: int, head: Head) -> Frame | None:
     return one if good else None
 
 
+def by_space(found: Recovered) -> Iterator[tuple[bytes, KvSpec, bytes]]:
+    """The rows of each space, in their order."""
+    if len(found.spaces) == 1:
+        identity, spec = found.spaces[0]
+        yield identity, spec, found.rows
+        return
+    rows: dict[int, list[bytes]] = {}
+    for at in range(0, len(found.rows), ENTRY.size):
+        row = found.rows[at : at + ENTRY.size]
+        rows.setdefault(space_of(row), []).append(row)
+    for number, theirs in rows.items():
+        if number < len(found.spaces):
+            yield *found.spaces[number], b"".join(theirs)
+
+
 def entries_of(found: Recovered) -> int:
     """How many frames it lists."""
     return len(found.rows) // ENTRY.size
 
 
 def free_bytes(found: Recovered) -> int:
-    """What may still be written to one that is not sealed."""
+    """What may still be written to it."""
     return found.nbytes - found.end - pages(len(found.rows)) - PAGE

@@ -115,6 +115,24 @@ def encode_row(one: Listed, space: int) -> bytes:
     )  # fmt: skip
 
 
+def end_of(rows: bytes) -> int:
+    """Where the last frame of a table ends."""
+    if not rows:
+        return FIRST_FRAME
+    fields = ENTRY.unpack_from(rows, len(rows) - ENTRY.size)
+    return int(fields[5] + fields[6]) * PAGE
+
+
+def space_of(row: bytes) -> int:
+    """The number that an entry's space has in its table."""
+    return int(ENTRY.unpack_from(row)[2])
+
+
+def page_of(row: bytes) -> int:
+    """Where the frame of an entry begins."""
+    return int(ENTRY.unpack_from(row)[5])
+
+
 def encode_footer(
     head: Head, spaces: Sequence[tuple[bytes, KvSpec]], rows: Sequence[bytes], end: int
 ) -> tuple[int, bytes]:

@@ -1,0 +1,65 @@
+"""`kvtier fsck`: look at every frame of a cold directory, and mend its footers."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_DAMAGED = 1
+SHOWN = 20
+
+
+def fsck(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIRECTORY...", help="As cold.directories has them.")
+    ],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Take what is damaged out of the footers.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Check cold directories that no daemon is using. Exits with 1 if something is damaged and stays so."""
+    from kvtier_daemon.fsck import check
+    from kvtier_daemon.tiers.volume import Volume
+
+    reports: dict[str, Any] = {}
+    damaged = False
+    for directory in directories:
+        volume = Volume(directory.absolute(), None)
+        try:
+            report = check(volume, repair)
+        finally:
+            volume.close()
+        damaged |= not report.is_clean and not repair
+        reports[str(directory)] = {
+            "segments": report.segments,
+            "frames": report.frames,
+            "payload_bytes": report.payload_bytes,
+            "wrong": dict(report.wrong),
+            "repaired_segments": report.repaired,
+            "remarks": report.remarks,
+        }
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(reports, indent=2))
+    else:
+        for name, found in reports.items():
+            _show(name, found)
+    raise typer.Exit(EXIT_DAMAGED if damaged else 0)
+
+
+def _show(directory: str, found: dict[str, Any]) -> None:
+    from kvtier.units import format_bytes
+
+    typer.echo(
+        f"{directory}: {found['frames']:,} frames in {found['segments']} segments,"
+        f" {format_bytes(found['payload_bytes'])}"
+    )
+    for remark in found["remarks"][:SHOWN]:
+        typer.echo(f"  {remark}")
+    if len(found["remarks"]) > SHOWN:
+        typer.echo(f"  and {len(found['remarks']) - SHOWN} more (--json has them all)")
+    wrong = ", ".join(f"{count} by {kind}" for kind, count in found["wrong"].items())
+    mended = f"; {found['repaired_segments']} footers mended" if found["repaired_segments"] else ""
+    typer.echo(f"  damaged: {wrong}{mended}" if wrong else "  all right")

@@ -1,0 +1,110 @@
+"""Looks at every frame of a cold directory that no daemon uses, and can mend its segments' footers.
+
+A frame that is damaged is a miss to a daemon anyway; this tells before, and takes what is bad out of the
+footers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.codec import frame
+from kvtier.codec.frame import PAGE
+from kvtier.errors import FrameError
+from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.recovery import Recovered, recover
+from kvtier_daemon.tiers.segment import ENTRY, Listed, decode_entries, encode_footer
+from kvtier_daemon.tiers.volume import Volume, spaces_of, tenant_digest
+from kvtier_kernels import xxh3_128
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. `wrong` counts frames and segments by what is wrong with them."""
+
+    segments: int = 0
+    frames: int = 0
+    payload_bytes: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+    remarks: list[str] = field(default_factory=list)
+    repaired: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.wrong
+
+    def note(self, kind: str, remark: str) -> None:
+        self.wrong[kind] += 1
+        self.remarks.append(remark)
+
+
+def check(volume: Volume, repair: bool = False) -> Report:
+    """Read everything in the directory, whose lock is held. With `repair`, write footers that list what is
+    good."""
+    report = Report()
+    for tenant in volume.tenants():
+        described = spaces_of(volume, tenant)
+        for path in volume.files(tenant):
+            _check_segment(path, tenant, described, report, repair)
+    return report
+
+
+def _check_segment(
+    path: Path, tenant: str, described: dict[bytes, KvSpec], report: Report, repair: bool
+) -> None:
+    report.segments += 1
+    found = recover(path, tenant_digest(tenant), described)
+    if found.head is None:
+        # A file that was made and not written to yet has no head either.
+        with path.open("rb") as file:
+            if any(file.read(PAGE)):
+                report.note("head", f"{path}: {found.remark}")
+        return
+    rows = [found.rows[at : at + ENTRY.size] for at in range(0, len(found.rows), ENTRY.size)]
+    good = []
+    with path.open("rb") as file:
+        for row, listed in zip(rows, decode_entries(found.spaces, found.rows), strict=True):
+            report.frames += 1
+            report.payload_bytes += listed.payload_bytes
+            wrong = _wrong_with(file.fileno(), listed, found)
+            if wrong:
+                report.note(wrong, f"{path}: page {listed.page}: {wrong}")
+            else:
+                good.append(row)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if not found.sealed:
+        # A daemon that was killed leaves it so, and the next one finds its frames.
+        report.remarks.append(f"{path}: {found.remark}; {len(good)} frames")
+    if repair and len(good) < len(rows):
+        _rewrite(path, found, good)
+        report.repaired += 1
+
+
+def _wrong_with(fd: int, listed: Listed, found: Recovered) -> str:
+    assert found.head is not None
+    at = listed.page * PAGE
+    try:
+        one = frame.decode(os.pread(fd, listed.header_pages * PAGE, at), found.head.epoch)
+    except FrameError:
+        return "header"
+    if one.identity != listed.identity or one.payload_digest != listed.payload_digest:
+        return "identity"
+    payload = os.pread(fd, one.payload_bytes, at + one.header_bytes)
+    if len(payload) != one.payload_bytes or xxh3_128(payload) != one.payload_digest:
+        return "payload"
+    return ""
+
+
+def _rewrite(path: Path, found: Recovered, rows: list[bytes]) -> None:
+    """A footer that lists these frames alone."""
+    assert found.head is not None
+    at, text = encode_footer(found.head, found.spaces, rows, found.end)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, text, at)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)

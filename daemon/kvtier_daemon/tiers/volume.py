@@ -1,0 +1,150 @@
+"""A directory of the cold tier: whose it is, its index, its segment files.
+
+DIRECTORY/kvtier.lock              held by the daemon that uses it
+          index/                   LMDB
+          segments/TENANT/000017   4096-byte pages, see segment.py
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+
+from kvtier.errors import TierError
+from kvtier.layout import KvSpec
+from kvtier_daemon.index import FIRST_MAP_BYTES, Index
+from kvtier_daemon.tiers.segment import Head
+
+LOCK = "kvtier.lock"
+SEGMENTS = "segments"
+# What is not segments: lock, directories, and the index as far as it may grow.
+INDEX_SHARE = 1 / 256
+OTHER_BYTES = 1 << 20
+BURIED = struct.Struct(">QI")  # epoch, page
+
+
+class Volume:
+    """Holds the directory's lock for as long as it lives. Raises TierError where it can't be had."""
+
+    def __init__(self, directory: Path, size_bytes: int | None) -> None:
+        """`size_bytes` is what all in it may take; None for somebody who only looks."""
+        self.directory = directory
+        index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
+        self.segments_bytes = (size_bytes or 0) - index_bytes - OTHER_BYTES
+        if size_bytes is not None and self.segments_bytes < size_bytes // 2:
+            least = 2 * (FIRST_MAP_BYTES + OTHER_BYTES)
+            raise TierError(
+                f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed"
+            )
+        self._buried: defaultdict[int, list[int]] | None = None
+        self._lock_fd = _locked(directory)
+        try:
+            self.index = Index(directory / "index", index_bytes)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    def folder(self, tenant: str) -> Path:
+        """Where this tenant's segments lie; made on first sight."""
+        folder = self.directory / SEGMENTS / tenant
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise TierError(f"cold: {folder} can't be made: {error.strerror}") from error
+        return folder
+
+    def tenants(self) -> list[str]:
+        """Who has segments here."""
+        folder = self.directory / SEGMENTS
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def files(self, tenant: str) -> list[Path]:
+        """The tenant's segment files, by number."""
+        return sorted(path for path in self.folder(tenant).iterdir() if path.name.isdecimal())
+
+    def buried(self, head: Head) -> list[int]:
+        """The pages of those frames of this segment that were forgotten."""
+        if self._buried is None:
+            self._buried = defaultdict(list)
+            for key, _ in self.index.entries(b"forgotten"):
+                if len(key) == BURIED.size:
+                    epoch, page = BURIED.unpack(key)
+                    self._buried[epoch].append(page)
+        return self._buried[head.epoch]
+
+    def make(self, path: Path, nbytes: int) -> int:
+        """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing
+        behind where it fails."""
+        fd = open_direct(path, os.O_CREAT | os.O_EXCL)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            os.fsync(fd)
+            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        return fd
+
+    def close(self) -> None:
+        self.index.close()
+        os.close(self._lock_fd)
+
+
+def buried_key(head: Head, page: int) -> bytes:
+    """How the index names a frame that was forgotten. The epoch is a random number of 64 bits."""
+    return BURIED.pack(head.epoch, page)
+
+
+def open_direct(path: Path, flags: int = 0) -> int:
+    """Open for reading and writing past the page cache, where the file system can."""
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != 22:
+            raise
+        return os.open(path, flags & ~os.O_EXCL, 0o600)
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """What a segment's head says whose it is by."""
+    return hashlib.sha256(tenant.encode()).digest()
+
+
+def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
+    """The spaces that the index describes."""
+    start = tenant.encode() + b"\0"
+    return {
+        key[len(start) :]: msgspec.msgpack.decode(text, type=KvSpec)
+        for key, text in volume.index.entries(b"spaces")
+        if key.startswith(start)
+    }
+
+
+def _locked(directory: Path) -> int:
+    path = directory / LOCK
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        remedy = f"make it, and let uid {os.geteuid()} write there"
+        raise TierError(f"cold: {directory} can't be used: {error.strerror}; {remedy}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise TierError(f"cold: {directory} is used by another daemon, pid {owner}") from error
+    os.truncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd

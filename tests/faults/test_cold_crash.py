@@ -1,0 +1,74 @@
+"""A cold tier is killed at any moment, again and again: what it said is on disk is there, and is itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from daemon.test_cold import BLOCK, SIZE, Bench, key, used
+from specs import pattern
+
+CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 20
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3].split(":")
+from daemon.test_cold import Bench, run
+
+async def work():
+    bench = Bench([Path(sys.argv[1])])
+    await bench.recover()
+    number = int(sys.argv[2])
+    print("ready", flush=True)
+    while True:
+        failed = await bench.write(range(number, number + 16))
+        assert not failed
+        number += 16
+        print(number, flush=True)
+
+run(work())
+"""
+
+
+def test_what_was_said_to_be_on_disk_survives_any_kill(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    number = 0
+    for _cycle in range(CYCLES):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(number), ":".join(sys.path)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(chance.random() * 0.15)
+        child.send_signal(signal.SIGKILL)
+        said = [int(line) for line in child.stdout if line.strip().isdecimal()]
+        child.stdout.close()
+        child.wait()
+        before, number = number, max([number, *said])
+        assert used(tmp_path) <= SIZE
+        asyncio.run(verify(tmp_path, range(before, number)))
+        # A block that was not announced may be there all the same; its number is not used again.
+        number += 64
+
+
+async def verify(folder: Path, announced: range) -> None:
+    bench = Bench([folder])
+    await bench.recover()
+    room = SIZE // BLOCK // 3
+    missing = set(announced[-room:]) - set(bench.on_disk)
+    assert not missing, f"{len(missing)} blocks that were on disk are not: {sorted(missing)[:5]}"
+    sample = random.Random(len(announced)).sample(
+        sorted(bench.on_disk), min(40, len(bench.on_disk))
+    )
+    for number in [*sample, *announced[-40:]]:
+        if number in bench.on_disk or number in announced[-40:]:  # the oldest may leave meanwhile
+            assert await bench.read(number) == pattern(key(number), BLOCK)
+    await bench.tier.close()
