@@ -23,6 +23,7 @@ from kvtier_daemon.sources import KeyPath, Leaf, Section, dotted, unfit
 from kvtier_daemon.values import EVERYONE, PAGE_BYTES, whole_pages
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
+LEAST_SEGMENTS: Final = 4
 SYSTEM_SOCKET: Final = Path("/run/kvtier/kvtier.sock")
 SYSTEM_STATE: Final = Path("/var/lib/kvtier")
 
@@ -35,6 +36,18 @@ class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     policy: Annotated[str, values.POLICY] = "lru"
     lock: Annotated[bool, values.SWITCH] = False
     huge_pages: Annotated[bool, values.SWITCH] = False
+
+
+class Cold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The cold tier: files in directories, one for each disk. `size` is a cap over all that is in them."""
+
+    directories: Annotated[tuple[Path, ...], values.PATHS]
+    size_bytes: Annotated[int, values.SIZE] = msgspec.field(name="size")
+    segment_bytes: Annotated[int, values.SIZE] = msgspec.field(name="segment")
+    codec: Annotated[str, values.CODEC] = "raw"
+    write: Annotated[str, values.WRITE] = "back"
+    engine: Annotated[str, values.ENGINE] = "auto"
+    daily_bytes: Annotated[int, values.BUDGET] = msgspec.field(name="daily_writes", default=0)
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +67,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     log_level: Annotated[str, values.LEVEL] = "info"
     max_clients: Annotated[int, values.CLIENTS] = 256
     warm: Warm
+    cold: Cold | None
     tenants: dict[str, Tenant]
 
 
@@ -180,6 +194,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> Loaded:
     quotas = _quotas(shares, size_bytes, place)
     extent_bytes = _settled_extent(parsed, size_bytes, quotas)
     tenants = {name: Tenant(uids=uids, quota_bytes=quotas[name]) for name, uids, _ in shares}
+    cold = _settled_cold(parsed, min(quotas.values()) / size_bytes, place)
 
     warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
     top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
@@ -188,10 +203,13 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> Loaded:
     config = Config(
         **top,
         warm=Warm(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
+        cold=cold,
         tenants=tenants,
     )
     named = {name: f"tenants.{name}." for name in tenants}
     every = [key for key in dotted_keys() if "NAME" not in key]
+    if cold is None:
+        every = [key for key in every if not key.startswith("cold.")]
     every += [prefix + key for prefix in named.values() for key in ("uids", "quota")]
     return Loaded(config, {key: origins.get(key, "default") for key in every})
 
@@ -244,6 +262,37 @@ def _quotas(shares: list[_TenantShare], size_bytes: int, place: str) -> dict[str
 
 def _of(amount: int, whole: int) -> str:
     return f"{amount * 100 / whole:.6g}%"
+
+
+def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> Cold | None:
+    """Return the cold tier if there is to be one. Every tenant has segments of its own in each directory."""
+    said = {path[1]: pair for path, pair in parsed.items() if path[:-1] == ("cold",)}
+    if not said:
+        return None
+    for key, example in (("directories", '["/var/lib/kvtier/cold"]'), ("size", '"2TiB"')):
+        if key not in said:
+            raise ConfigError(
+                f"{place}cold.{key}: is not set; write {key} = {example} under [cold]"
+            )
+    values_said = {key: value for key, (value, _) in said.items()}
+    size, directories = values_said.pop("size"), values_said.pop("directories")
+    smallest = int(size / len(directories) * least_share)
+    segment = values_said.pop("segment", None)
+    daily = values_said.pop("daily_writes", 0)
+    if segment is None:
+        segment = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
+    if segment > size // 64 and "segment" in said:
+        what = f"{format_bytes(segment)} is more than 1/64 of cold.size {format_bytes(size)}"
+        raise unfit(("cold", "segment"), said["segment"][1].origin, what)
+    if smallest < LEAST_SEGMENTS * segment:
+        what = (
+            f"{format_bytes(size)} is too little: the smallest tenant would have {format_bytes(smallest)} in"
+            f" a directory, and {LEAST_SEGMENTS} segments of {format_bytes(segment)} are needed"
+        )
+        raise unfit(("cold", "size"), said["size"][1].origin, what)
+    return Cold(
+        directories=directories, size_bytes=size, segment_bytes=segment, daily_bytes=daily, **values_said
+    )  # fmt: skip
 
 
 def _settled_extent(parsed: _Parsed, size_bytes: int, quotas: Mapping[str, int]) -> int:

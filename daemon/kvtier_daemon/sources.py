@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args
 
 import msgspec
@@ -115,12 +116,18 @@ class Section:
                 yield above + name
 
 
+def is_union(kind: object) -> bool:
+    return isinstance(kind, UnionType)
+
+
 def section_of(struct: type[msgspec.Struct]) -> Section:
     """Return the keys of `struct`: each field's type is a struct or says its Key beside it."""
     keys: dict[str, Key | Section] = {}
     for field in msgspec.structs.fields(struct):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            keys[field.encode_name] = section_of(field.type)
+        # A section that may be left out is a struct or None.
+        below = next(iter(get_args(field.type)), None) if is_union(field.type) else field.type
+        if isinstance(below, type) and issubclass(below, msgspec.Struct):
+            keys[field.encode_name] = section_of(below)
         else:
             last = get_args(field.type)[-1]  # Annotated[type, Key] or dict[str, Struct]
             keys[field.encode_name] = (
@@ -167,7 +174,9 @@ def _unknown(schema: Section, path: KeyPath, depth: int, at: Section, leaf: Leaf
     above, name = path[:depth], path[depth]
     is_value = depth == len(path) - 1 and leaf.value != {}
     here = {key: dotted((*above, key)) for key in at.keys}
-    anywhere = {key.rpartition(".")[2]: key for key in schema.dotted_keys()} if is_value else {}
+    # Of two sections that have it, the first is meant.
+    keys = reversed(list(schema.dotted_keys())) if is_value else ()
+    anywhere = {key.rpartition(".")[2]: key for key in keys}
     what = "unknown key" if is_value else "unknown section"
     if hint := _nearest_variable(schema, leaf):
         return unfit(path[: depth + 1], leaf.origin, what + hint)

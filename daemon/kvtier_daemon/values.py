@@ -16,6 +16,9 @@ from kvtier.units import GIB, MIB, format_bytes, parse_bytes, parse_share
 
 PAGE_BYTES: Final = 4096
 POLICIES: Final = ("lru",)
+CODECS: Final = ("raw",)
+WRITES: Final = ("back", "through")
+ENGINES: Final = ("auto", "io_uring", "threads")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 EVERYONE: Final = "*"
 
@@ -134,6 +137,17 @@ def _bytes_from(low: int) -> Callable[[object], int]:
     return parse
 
 
+def _paths(value: object) -> tuple[Path, ...]:
+    if isinstance(value, str):  # from the environment or a flag
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError
+    paths = tuple(_path(item) for item in value)
+    if len(set(paths)) < len(paths):
+        raise ValueError("a directory is there twice")
+    return paths
+
+
 def _share(value: object) -> str | int:
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise ValueError
@@ -146,6 +160,11 @@ EXTENT: Final = Key(_bytes_from(PAGE_BYTES), "a size such as 1GiB")
 SHARE: Final = Key(_share, 'a share such as "40%" or a size such as 16GiB')
 UIDS: Final = Key(_uids, 'a list of "*", numbers and user names')
 PATH: Final = Key(_path, "an absolute path")
+PATHS: Final = Key(_paths, "a list of absolute paths, each once")
+CODEC: Final = Key(_one_of(CODECS), f"a codec that is there: {', '.join(CODECS)}")
+WRITE: Final = Key(_one_of(WRITES), f"one of {', '.join(WRITES)}")
+ENGINE: Final = Key(_one_of(ENGINES), f"one of {', '.join(ENGINES)}")
+BUDGET: Final = Key(_bytes_from(0), "a size such as 5TiB, or 0 for no limit")
 MODE: Final = Key(_mode, 'octal digits in quotes, such as "0660"')
 GROUP: Final = Key(_group, "the name or the number of a group")
 LEVEL: Final = Key(_one_of(LOG_LEVELS), f"one of {', '.join(LOG_LEVELS)}")

@@ -37,6 +37,7 @@ def read(tmp_path):
 
 
 WARM = '[warm]\nsize = "64GiB"\n'
+COLD = '[cold]\ndirectories = ["/d"]\nsize = "1TiB"\n'
 
 
 def test_a_size_is_all_that_has_to_be_said(read):
@@ -70,6 +71,8 @@ def test_every_key_can_be_written(read):
         'socket = "/tmp/a.sock"\nsocket_mode = "0666"\nsocket_group = 7\nstate = "/tmp/s"\n'
         'log_level = "debug"\nmax_clients = 3\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
+        '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
+        'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
         '[tenants.b]\nuids = ["*"]\nquota = "256MiB"\n'
     ).config
@@ -86,6 +89,15 @@ def test_every_key_can_be_written(read):
             "extent": 128 * MIB,
             "lock": True,
             "huge_pages": True,
+        },
+        "cold": {
+            "directories": ("/d/a", "/d/b"),
+            "size": 64 * GIB,
+            "segment": 512 * MIB,
+            "codec": "raw",
+            "write": "through",
+            "engine": "threads",
+            "daily_writes": 2048 * GIB,
         },
         "tenants": {
             "a": {"uids": (0, 7), "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES},
@@ -117,7 +129,12 @@ def test_each_source_overrides_the_one_before_it(read):
 def test_every_settled_key_has_an_origin(read):
     loaded = read(WARM + '[tenants.a]\nuids = ["*"]', environ={"KVTIER_WARM__LOCK": "yes"})
     expected = {key.replace("NAME", "a") for key in dotted_keys()}
-    assert set(loaded.origins) == expected
+    without = {key for key in expected if key.startswith("cold.")}
+    assert set(loaded.origins) == expected - without, (
+        "there is no cold tier unless somebody says so"
+    )
+    cold = COLD + '[tenants.a]\nuids = ["*"]'
+    assert set(read(WARM + cold).origins) == expected
     assert loaded.origins["warm.lock"] == "environment KVTIER_WARM__LOCK"
     assert loaded.origins["warm.policy"] == loaded.origins["tenants.a.quota"] == "default"
     assert loaded.origins["tenants.a.uids"].endswith("kvtier.toml")
@@ -192,8 +209,8 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ('size = "4GiB"', "size: unknown key; did you mean warm.size?"),
         ("lock = true", "lock: unknown key; did you mean warm.lock?"),
         ("[wram]\nsize = 1", "wram: unknown section; did you mean warm?"),
-        ("[cold]\nsize = '2TiB'", "cold: unknown section; known here: tenants, warm"),
-        ("[http]", "http: unknown section; known here: tenants, warm"),
+        ("[hot]\nsize = '2TiB'", "hot: unknown section; known here: cold, tenants, warm"),
+        ("[http]", "http: unknown section; known here: cold, tenants, warm"),
         ("[tenants.a]\nuid = [1]", "tenants.a.uid: unknown key; did you mean tenants.a.uids?"),
         ('"a\\nb" = 1', '"a\\nb": unknown key; known here: '),
         ("warm = 5", "warm: expected a section, got 5"),
@@ -250,7 +267,7 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
         f"{file}: max_client: unknown key; did you mean max_clients?",
         f"{file}: log_level: expected one of",
         f"{file}: warm.sise: unknown key; did you mean warm.size?",
-        f"{file}: http: unknown section; known here: tenants, warm",
+        f"{file}: http: unknown section; known here: cold, tenants, warm",
         f"{pieces}/2.toml: warm.lok: unknown key; did you mean warm.lock?",
         "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
         "--warm-size: warm.size: '64G' is ambiguous",
@@ -460,3 +477,37 @@ def test_the_documents_example_loads(read):
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     assert set(read(example.replace('"vllm"', "1000")).config.tenants) == {"serving", "default"}
+
+
+# --- the cold tier --------------------------------------------------------------------------------
+
+
+def test_segments_are_small_enough_for_every_tenant(read):
+    assert read(WARM).config.cold is None
+    assert read(WARM + COLD).config.cold.segment_bytes == GIB
+    small = '[cold]\ndirectories = ["/d", "/e"]\nsize = "16GiB"\n'
+    assert read(WARM + small).config.cold.segment_bytes == 256 * MIB
+    tenants = '[tenants.a]\nuids = [1]\nquota = "1%"\n[tenants.b]\nuids = ["*"]\nquota = "99%"\n'
+    cold = COLD.replace("1TiB", "256GiB")
+    segment = read(WARM + cold + tenants).config.cold.segment_bytes
+    assert 256 * GIB // 100 // 8 >= segment > 256 * GIB // 100 // 8 - MIB
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('[cold]\nsize = "1TiB"', "cold.directories: is not set"),
+        ('[cold]\ndirectories = ["/d"]', "cold.size: is not set"),
+        ('[cold]\ndirectories = []\nsize = "1TiB"', "cold.directories: expected a list of absolute"),
+        ('[cold]\ndirectories = ["/d", "/d"]\nsize = "1TiB"', "cold.directories: a directory is there"),
+        ('[cold]\ndirectories = ["d"]\nsize = "1TiB"', "cold.directories: expected a list of absolute"),
+        (COLD + 'segment = "32GiB"', "cold.segment: 32 GiB is more than 1/64 of cold.size"),
+        ('[cold]\ndirectories = ["/d"]\nsize = "2MiB"', "cold.size: 2 MiB is too little"),
+        (COLD + 'write = "around"', "cold.write: expected one of back, through"),
+        (COLD + 'codec = "zip"', "cold.codec: expected a codec that is there: raw"),
+    ],
+)  # fmt: skip
+def test_a_cold_tier_that_can_not_be_is_said(read, text, expected):
+    with pytest.raises(ConfigError) as error:
+        read(WARM + text)
+    assert expected in str(error.value)
