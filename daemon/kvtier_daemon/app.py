@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,17 +20,23 @@ from kvtier.catalog import Catalog
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
 from kvtier_daemon.claim import claim_socket, release_socket
-from kvtier_daemon.config import Config, Loaded, tenant_of
+from kvtier_daemon.config import Cold, Config, Loaded, tenant_of
+from kvtier_daemon.mover import Mover
 from kvtier_daemon.notify import Notifier
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.cold import ColdTier, Shelf
+from kvtier_daemon.tiers.log import Segment
+from kvtier_daemon.tiers.recovery import Recovered, by_space
+from kvtier_daemon.tiers.segment import ENTRY
 from kvtier_daemon.tiers.warm import WarmTier
-from kvtier_kernels import Store
+from kvtier_kernels import Mapping, Store
 
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
+RESTORE_ROWS = 4096  # in one go: about a millisecond
 
 
 def run(loaded: Loaded) -> None:
@@ -66,6 +73,7 @@ class App:
         self.warm = WarmTier(
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages
         )
+        self.cold: ColdTier | None = None
         self._notifier = Notifier.from_environment()
         self._listener = listener
         self._server: Server | None = None
@@ -83,6 +91,8 @@ class App:
             self.stats,
             self.config.max_clients,
         )
+        if self.config.cold is not None:
+            self.cold = self._open_cold(loop, self.config.cold)
         loop.add_reader(self.warm.start(), self._extents_ready)
         # What start-up made stays for good: a collection need not walk it again.
         gc.collect()
@@ -96,14 +106,60 @@ class App:
             ", ".join(f"{t.name} {format_bytes(t.quota_bytes)}" for t in self.tenants.values()),
         )
         async with asyncio.TaskGroup() as tasks:
-            tending = tasks.create_task(self._tend(), name="tend")
+            running = [tasks.create_task(self._tend(), name="tend")]
+            if self.cold is not None:
+                running.append(tasks.create_task(self._run_cold(self.cold), name="cold"))
             await stopped.wait()
-            tending.cancel()
+            for task in running:
+                task.cancel()
         self._notifier.stopping()
         log.info("going down")
         self._server.close("it was asked to stop")
+        if self.cold is not None:
+            await self.cold.close()
         loop.remove_reader(self.warm.event_fd)
         self.warm.close()
+
+    def _open_cold(self, loop: asyncio.AbstractEventLoop, cold: Cold) -> ColdTier:
+        warm = self.config.warm.size_bytes
+        shares = {name: tenant.quota_bytes / warm for name, tenant in self.tenants.items()}
+        tier = ColdTier(
+            loop, cold.directories, cold.size_bytes, cold.segment_bytes, shares, self._leaving,
+            cold.engine,
+        )  # fmt: skip
+        for name, tenant in self.tenants.items():
+            tenant.mover = Mover(
+                name, tenant.catalog, tier, tenant.quota_bytes, through=cold.write == "through",
+                daily_bytes=int(cold.daily_bytes * shares[name]),
+            )  # fmt: skip
+        return tier
+
+    def _leaving(self, shelf: Shelf, segment: Segment) -> None:
+        mover = self.tenants[shelf.tenant].mover
+        assert mover is not None
+        mover.leave(shelf, segment)
+
+    async def _run_cold(self, cold: ColdTier) -> None:
+        """Find what is there, then move blocks for as long as the daemon lives."""
+        started = time.monotonic()
+        found = 0
+
+        async def restored(tenant: str, one: Recovered, segment: int) -> None:
+            nonlocal found
+            for identity, spec, rows in by_space(one):
+                catalog = self.tenants[tenant].catalog
+                for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
+                    some = rows[at : at + RESTORE_ROWS * ENTRY.size]
+                    found += catalog.cold.restore(identity, spec, some, segment)[0]
+                    await asyncio.sleep(0)
+
+        await cold.recover(restored)
+        seconds = time.monotonic() - started
+        log.info("cold tier is there: %d blocks found in %.2f s", found, seconds)
+        async with asyncio.TaskGroup() as tasks:
+            for name, tenant in self.tenants.items():
+                assert tenant.mover is not None
+                tasks.create_task(tenant.mover.run(), name=f"mover {name}")
 
     async def _tend(self) -> None:
         """What happens by itself: leases run out, silent strangers are shown the door."""
@@ -113,6 +169,8 @@ class App:
             now = self._server.clock()
             for tenant in self.tenants.values():
                 tenant.catalog.expire(now)
+                if self.cold is not None:
+                    self.cold.bury(tenant.catalog.cold.take_died())
             self._server.tend()
 
     def _tenant_of(self, uid: int) -> Tenant | None:
@@ -121,7 +179,11 @@ class App:
 
     def _extents_ready(self) -> None:
         for extent in self.warm.ready():
-            self.tenants[extent.tenant].add(extent)
+            tenant = self.tenants[extent.tenant]
+            tenant.add(extent)
+            if self.cold is not None and tenant.mover is not None:
+                mapping = Mapping(extent.fd, extent.nbytes, True)
+                tenant.mover.extents.append(self.cold.register(mapping))
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         if self.warm.complete:
@@ -130,6 +192,20 @@ class App:
                 format_bytes(self.warm.allocated_bytes),
                 format_bytes(self.warm.huge_bytes),
             )
+
+    def _cold_stats(self, cold: ColdTier, tenants: Sequence[Tenant]) -> dict[str, Any]:
+        counts = [tenant.catalog.counts() for tenant in tenants]
+        movers = [tenant.mover for tenant in tenants if tenant.mover is not None]
+        return {
+            "capacity_bytes": int(cold.size_bytes * _share(tenants, self.config.warm.size_bytes)),
+            "used_bytes": sum(count["framed_bytes"] for count in counts),
+            "blocks": sum(count["framed_blocks"] for count in counts),
+            "states": _sum(mover.counts for mover in movers),
+            "engine": cold.disk.engine,
+            "on": cold.is_on,
+            "faults": cold.faults,
+            "failure": cold.failure,
+        }
 
     # --- saying how it is --------------------------------------------------------------------
 
@@ -189,7 +265,13 @@ class App:
                 for each, count in zip(tenants, counts, strict=True)
             },
         }
+        if self.cold is not None:
+            body["tiers"]["cold"] = self._cold_stats(self.cold, tenants)
         return {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in body.items()}
+
+
+def _share(tenants: Iterable[Tenant], warm_bytes: int) -> float:
+    return sum(each.quota_bytes for each in tenants) / warm_bytes
 
 
 def _sum(counters: Any) -> dict[str, int]:

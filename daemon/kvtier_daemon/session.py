@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvtier
 from kvtier import wire
-from kvtier.catalog import Found, LeaseId, SessionId
+from kvtier.catalog import Found, LeaseId, SessionId, Space
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
@@ -207,7 +207,8 @@ class Session:
         found = tenant.catalog.match(space, request.keys, count)
         if count:
             self._counted = _lookup(request)
-        return wire.Matched(request.id, found.ready, found.coming, 0.0)
+        coming, eta_ms = _coming(tenant, space, request.keys, found)
+        return wire.Matched(request.id, found.ready, coming, eta_ms)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
         space = tenant.catalog.space(request.space)
@@ -222,7 +223,8 @@ class Session:
             self.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), count,
         )  # fmt: skip
-        return _loaded(request.id, found)
+        coming, eta_ms = _coming(tenant, space, request.keys, found)
+        return _loaded(request.id, found, coming, eta_ms)
 
     def _adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_shards(request.shards)
@@ -243,9 +245,11 @@ class Session:
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
 
     def _commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
-        tenant.catalog.commit(
+        ids = tenant.catalog.commit(
             self.id, LeaseId(request.lease), request.first, request.count, request.checksums
         )
+        if tenant.mover is not None:
+            tenant.mover.saved(ids)
         return wire.Done(request.id)
 
     def _abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
@@ -460,9 +464,16 @@ ANSWERS: dict[type[wire.Message], Answer] = {
 }
 
 
-def _loaded(request_id: int, found: Found) -> wire.Loaded:
+def _coming(tenant: Tenant, space: Space, keys: bytes, found: Found) -> tuple[int, float]:
+    """Begin to bring what is on disk: how many blocks are to be expected, and in how many milliseconds."""
+    if not found.coming or tenant.mover is None:
+        return 0, 0.0
+    return tenant.mover.promote(space, keys, found.coming)
+
+
+def _loaded(request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0) -> wire.Loaded:
     return wire.Loaded(
-        request_id, found.ready, found.coming, 0.0, found.lease, found.token, list(found.parts)
+        request_id, found.ready, coming, eta_ms, found.lease, found.token, list(found.parts)
     )
 
 

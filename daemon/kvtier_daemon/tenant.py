@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvtier.catalog import Catalog
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec, space_id
+from kvtier_daemon.mover import Mover
 from kvtier_daemon.tiers.warm import Extent
 
 
@@ -18,6 +19,7 @@ class Tenant:
     secret: bytes
     quota_bytes: int
     catalog: Catalog
+    mover: Mover | None = None
     extents: list[Extent] = field(default_factory=list)
 
     def add(self, extent: Extent) -> int:

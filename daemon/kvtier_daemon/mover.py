@@ -1,0 +1,312 @@
+"""Moves one tenant's blocks between memory and disk: what, when, and what becomes of it. The catalog decides
+which blocks; the cold tier has the files; nothing here waits for a disk but these tasks themselves.
+
+Reads are begun by a match and are before everything else. Writes keep the coldest blocks of the warm tier
+clean, so that room can be made at once; or, write-through, follow each save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import struct
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from kvtier.catalog import Catalog, Space
+from kvtier.catalog.blocks import ID_BYTES
+from kvtier.catalog.cold import Demotion, Rescue
+from kvtier.catalog.cold import Outgoing as Described
+from kvtier.codec.frame import RAW, pages
+from kvtier_daemon.tiers.cold import ColdTier, Incoming, Landed, Outgoing, Shelf, anonymous
+from kvtier_daemon.tiers.log import Segment
+
+log = logging.getLogger(__name__)
+
+SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
+FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
+DIGEST_BYTES = 16
+
+WRITE_BYTES = 32 << 20  # made durable by one sync
+WRITES_AT_ONCE = 2
+READING_BLOCKS = 4096  # asked for and not there yet
+CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
+PAUSE_S = 0.05
+SECOND_CHANCE = 0.25  # of what is written may be written a second time
+SECOND_CHANCE_MOST = 4 << 30
+KEEP_MOST = 1 << 20
+DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.EIO)
+DAY_S = 86_400.0
+
+
+class Budget:
+    """Bytes that may be written, by the day; nothing is saved up for longer than an hour."""
+
+    def __init__(self, daily_bytes: int, clock: Callable[[], float]) -> None:
+        self._rate = daily_bytes / DAY_S
+        self._most = daily_bytes / 24
+        self._clock = clock
+        self._left = self._most
+        self._at = clock()
+
+    def left(self) -> float:
+        """How many bytes may be written now."""
+        if not self._rate:
+            return float("inf")
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._at) * self._rate)
+        self._at = now
+        return self._left
+
+    def spend(self, nbytes: int) -> None:
+        if self._rate:
+            self._left -= nbytes
+
+
+class Mover:
+    """One tenant's. `extents` is filled by whoever adds extents to the tenant: their numbers with the cold
+    tier, in the tenant's order."""
+
+    def __init__(
+        self,
+        tenant: str,
+        catalog: Catalog,
+        cold: ColdTier,
+        quota_bytes: int,
+        *,
+        through: bool = False,
+        daily_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.extents: list[int] = []
+        self.counts: Counter[str] = Counter(written=0, read=0, written_again=0, spoilt=0, late=0)
+        self._tenant = tenant
+        self._catalog = catalog
+        self._cold = cold
+        self._through = through
+        self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
+        self._budget = Budget(daily_bytes, clock)
+        self._clock = clock
+        self._leaving: asyncio.Queue[tuple[Shelf, Segment]] = asyncio.Queue()
+        self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
+        self._wake = asyncio.Event()
+        self._reading_bytes = 0
+        self._rate = 0.0  # of reads, bytes a second
+        self._again_bytes = 0.0  # that may be written a second time
+        self._bounce: tuple[int, int] | None = None
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def promote(self, space: Space, keys: bytes, coming: int) -> tuple[int, float]:
+        """Begin to read what this prefix needs and memory lacks: how many of the `coming` blocks are to be
+        expected, and in how many milliseconds, as far as can be told."""
+        if not self._cold.is_on:
+            return 0, 0.0
+        plan = self._catalog.cold.plan_promotion(space, keys, READING_BLOCKS)
+        if plan.ids:
+            self._read(plan.ids, plan.slots, plan.frames, plan.digests)
+            self._wake.set()  # others went for these, so others are the coldest now
+        elif not plan.joined:
+            return 0, 0.0
+        eta_s = self._reading_bytes / self._rate if self._rate else 0.0
+        return max(0, coming - plan.left_out), eta_s * 1000
+
+    def _read(self, ids: bytes, slots: bytes, frames: bytes, digests: bytes) -> None:
+        begun = self._clock()
+        blocks = []
+        for at, number in enumerate(array("I", ids)):
+            extent, _, offset, _ = SLOT.unpack_from(slots, at * SLOT.size)
+            place = (self.extents[extent], offset)
+            blocks.append(_incoming(number, frames, digests, at, place))
+            self._reading_bytes += blocks[-1].payload_bytes
+
+        def over(block: Incoming, code: int) -> None:
+            self._reading_bytes -= block.payload_bytes
+            self._have_read(block, code, begun)
+
+        self._cold.read(blocks, over)
+
+    def _have_read(self, block: Incoming, code: int, begun: float) -> None:
+        ids, cold = array("I", [block.id]).tobytes(), self._catalog.cold
+        if not code:
+            cold.promoted(ids)
+            self.counts["read"] += 1
+            rate = block.payload_bytes / max(1e-6, self._clock() - begun)
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * max(rate, self._rate)
+        elif code in DAMAGED:
+            log.warning(
+                "cold: a frame in segment %d, page %d, is damaged", block.segment, block.page
+            )
+            cold.spoilt(ids, errno.errorcode.get(code, str(code)))
+            self.counts["spoilt"] += 1
+        else:
+            cold.unpromoted(ids, errno.errorcode.get(code, str(code)))
+            self.counts["late"] += 1
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def saved(self, ids: bytes) -> None:
+        """These blocks were committed."""
+        if self._through:
+            self._saved.append(ids)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write what is to be written, for as long as the daemon lives."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(WRITES_AT_ONCE):
+                tasks.create_task(self._write_on(), name=f"write {self._tenant} {number}")
+            tasks.create_task(self._bring_away_on(), name=f"bring away {self._tenant}")
+
+    async def _write_on(self) -> None:
+        while True:
+            plan = self._plan()
+            if plan is None or (left := await self._write(plan)):
+                if plan is not None and self._through:
+                    self._saved.appendleft(left)
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), PAUSE_S)
+
+    def _plan(self) -> Demotion | None:
+        """What to write next, or None."""
+        if not self._cold.is_on or (left := self._budget.left()) <= 0:
+            return None
+        cold = self._catalog.cold
+        while self._saved:
+            plan = cold.plan_write_through(self._saved.popleft())
+            if plan.ids:
+                return plan
+        plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes)
+        return plan if plan.ids else None
+
+    async def _write(self, plan: Demotion) -> bytes:
+        """Write these, as far as there is a place for them; the ids of those for which there was none."""
+        ids = array("I", plan.ids)
+        at = 0
+        try:
+            while at < len(ids):
+                blocks = [
+                    self._outgoing(number, block, self._place(block.slot))
+                    for number, block in zip(ids[at:], plan.blocks[at:], strict=True)
+                ]
+                landed, count = await self._written(blocks)
+                if not count:
+                    break
+                good = {one.id for one in landed}
+                bad = array("I", (one for one in ids[at : at + count] if one not in good))
+                at += count
+                self._landed(landed)
+                self._catalog.cold.not_demoted(bad.tobytes())
+                if bad:
+                    break
+        finally:
+            self._catalog.cold.not_demoted(ids[at:].tobytes())
+        return ids[at:].tobytes()
+
+    def _landed(self, landed: list[Landed]) -> None:
+        nbytes = sum(one.payload_bytes for one in landed)
+        self._budget.spend(nbytes)
+        self._again_bytes = min(self._again_bytes + SECOND_CHANCE * nbytes, SECOND_CHANCE_MOST)
+        self.counts["written"] += len(landed)
+        numbers = array("I", (one.id for one in landed)).tobytes()
+        frames = b"".join(map(_frame, landed))
+        self._catalog.cold.demoted(numbers, frames, b"".join(one.digest for one in landed))
+
+    async def _written(self, blocks: Sequence[Outgoing]) -> tuple[list[Landed], int]:
+        """Those of the leading blocks that are on disk now; how many were tried."""
+        for block in {block.space: block for block in blocks}.values():
+            await self._cold.describe(self._tenant, block.space, block.spec)
+        done: asyncio.Future[list[Landed]] = asyncio.get_running_loop().create_future()
+
+        def over(landed: list[Landed], _: list[int]) -> None:
+            # A task that was cancelled does not wait any more; what landed is found at the next start.
+            if not done.cancelled():
+                done.set_result(landed)
+
+        count = self._cold.write(self._tenant, blocks, over)
+        return (await done, count) if count else ([], 0)
+
+    def _outgoing(self, number: int, block: Described, place: tuple[int, int]) -> Outgoing:
+        name = block.identity
+        return Outgoing(
+            number, name.space, block.space.spec, name.group, name.shard, name.key, block.parent,
+            block.checksum, *place,
+        )  # fmt: skip
+
+    def _place(self, slot: bytes) -> tuple[int, int]:
+        extent, _, offset, _ = SLOT.unpack(slot)
+        return self.extents[extent], offset
+
+    # --- segments that are used again --------------------------------------------------------
+
+    def leave(self, shelf: Shelf, segment: Segment) -> None:
+        """This segment is to be used again, once what deserves it was brought away."""
+        self._leaving.put_nowait((shelf, segment))
+
+    async def _bring_away_on(self) -> None:
+        while True:
+            shelf, segment = await self._leaving.get()
+            try:
+                await self._bring_away(segment)
+            finally:
+                self._catalog.cold.drop_segment(segment.number)
+                self._cold.left(shelf, segment)
+
+    async def _bring_away(self, segment: Segment) -> None:
+        """Write again, elsewhere, what was wanted since it was written and is nowhere else."""
+        cold = self._catalog.cold
+        found = cold.reclaim(segment.number, KEEP_MOST)
+        # Now, as by the time a frame is copied its block may be gone, and its id another's.
+        described = cold.described(found.ids)
+        for at in range(len(found.ids) // ID_BYTES):
+            if self._again_bytes <= 0 or not self._cold.is_on:
+                break
+            await self._copy(found, at, described[at])
+
+    async def _copy(self, found: Rescue, at: int, described: Described) -> None:
+        number = array("I", found.ids)[at]
+        ids = array("I", [number]).tobytes()
+        before = found.frames[at * FRAME.size : (at + 1) * FRAME.size]
+        nbytes = FRAME.unpack(before)[2]
+        place = (self._bounce_of(nbytes), 0)
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def over(_: Incoming, code: int) -> None:
+            if not done.cancelled():
+                done.set_result(code)
+
+        self._cold.read([_incoming(number, found.frames, found.digests, at, place)], over)
+        if await done:
+            return  # what asks for it next will be told
+        landed, _ = await self._written([self._outgoing(number, described, place)])
+        for one in landed:
+            self._again_bytes -= nbytes
+            self._budget.spend(nbytes)
+            self.counts["written_again"] += 1
+            self._catalog.cold.rescued(ids, before, _frame(one))
+
+    def _bounce_of(self, nbytes: int) -> int:
+        """Memory of our own, of so many bytes at least; its number with the cold tier."""
+        if self._bounce is None or self._bounce[1] < nbytes:
+            self._bounce = (self._cold.register(anonymous(pages(nbytes))), nbytes)
+        return self._bounce[0]
+
+    def stats(self) -> dict[str, int]:
+        return dict(self.counts)
+
+
+def _incoming(
+    number: int, frames: bytes, digests: bytes, at: int, place: tuple[int, int]
+) -> Incoming:
+    segment, page, nbytes, _, header_pages, _, _ = FRAME.unpack_from(frames, at * FRAME.size)
+    digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+    return Incoming(number, segment, page, header_pages, nbytes, digest, *place)
+
+
+def _frame(one: Landed) -> bytes:
+    return FRAME.pack(one.segment, one.page, one.payload_bytes, RAW, one.header_pages, 0, 0)

@@ -1,0 +1,150 @@
+"""The cold tier as its users see it: what left memory comes back, after a restart and a kill too."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from kvtier import Client, Match
+from specs import pattern, spec_of
+
+SPEC = spec_of("cold e2e")
+CHAIN = 32  # blocks: 2 MiB
+
+
+def cold_daemon(
+    daemon_of: Callable[..., Daemon], disk: Path, write: str = "back", **options: Any
+) -> Daemon:
+    config = f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\n'
+    return daemon_of(config=config + f'segment = "1MiB"\nwrite = "{write}"\n', **options)
+
+
+def tokens(chain: int) -> list[int]:
+    return [chain * 1_000_000 + n for n in range(16 * CHAIN)]
+
+
+def save(client: Client, chain: int) -> None:
+    space = client.open(SPEC)
+    keys = space.keys(tokens(chain))
+    space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
+
+
+def settled(daemon: Daemon) -> None:
+    """Wait until nothing more is written."""
+    last = -1
+    while (now := daemon.stats()["tiers"]["cold"]["states"]["written"]) != last:
+        last = now
+        time.sleep(0.3)
+
+
+def brought(client: Client, chain: int, seconds: float = 10.0) -> Match:
+    """The match of a chain, once nothing of it is coming any more."""
+    space = client.open(SPEC)
+    keys = space.keys(tokens(chain))
+    deadline = time.monotonic() + seconds
+    while (found := space.match(keys)).coming and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return found
+
+
+def whole(client: Client, chain: int) -> int:
+    """How many leading blocks of a chain come back; each is compared."""
+    ready = brought(client, chain).ready
+    space = client.open(SPEC)
+    keys = space.keys(tokens(chain))
+    with space.load(keys, deadline_ms=5000) as blocks:
+        assert len(blocks) >= ready
+        for key, block in zip(keys, blocks, strict=False):
+            assert bytes(block or b"") == pattern(key, SPEC.block_bytes)
+        return len(blocks)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_what_left_memory_comes_back(
+    daemon_of: Callable[..., Daemon], disk: Path, write: str
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, write)
+    with daemon.connect() as client:
+        for chain in range(20):  # 40 MiB through 16
+            save(client, chain)
+            settled(daemon)
+        cold = daemon.stats()["tiers"]["cold"]
+        assert cold["blocks"] > 300, cold
+        space = client.open(SPEC)
+        found = space.match(space.keys(tokens(0)))
+        assert found.ready + found.coming == CHAIN and found.coming
+        for chain in range(20):
+            assert whole(client, chain) == CHAIN, chain
+            settled(daemon)
+        assert daemon.stats()["tiers"]["cold"]["states"]["read"] > 300
+
+
+@pytest.mark.parametrize("way", [signal.SIGTERM, signal.SIGKILL])
+def test_what_is_on_disk_is_there_after_a_start(
+    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path, way: signal.Signals
+) -> None:
+    folder = tmp_path / "daemon"
+    for turn in range(3):
+        daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+        with daemon.connect() as client:
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= turn * 2 * CHAIN)  # noqa: B023
+            for chain in range(2 * turn):
+                assert whole(client, chain) == CHAIN, (turn, chain)
+            for chain in (2 * turn, 2 * turn + 1):
+                save(client, chain)
+            settled(daemon)
+        daemon.process.send_signal(way)
+        daemon.process.wait(20)
+
+
+def test_what_was_forgotten_stays_so(
+    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "daemon"
+    daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+    with daemon.connect() as client:
+        for chain in range(3):
+            save(client, chain)
+        settled(daemon)
+        space = client.open(SPEC)
+        assert space.forget(space.keys(tokens(1))) == CHAIN
+        assert brought(client, 1).ready == 0
+    time.sleep(0.5)
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
+    with daemon.connect() as client:
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 2 * CHAIN)
+        assert [whole(client, chain) for chain in range(3)] == [CHAIN, 0, CHAIN]
+
+
+def test_the_cap_holds_over_everything(daemon_of: Callable[..., Daemon], disk: Path) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+
+    def used() -> int:
+        return sum(path.lstat().st_blocks * 512 for path in disk.rglob("*"))
+
+    with daemon.connect() as client:
+        for chain in range(70):  # 140 MiB through 96
+            save(client, chain)
+            assert used() <= 96 << 20
+            if chain % 4 == 3:
+                settled(daemon)
+        settled(daemon)
+        assert used() <= 96 << 20
+        assert daemon.stats()["tiers"]["cold"]["blocks"] > 500
+        newest = [whole(client, chain) for chain in range(60, 70)]
+        assert newest == [CHAIN] * 10
