@@ -140,7 +140,15 @@ class App:
         mover.leave(shelf, segment)
 
     async def _run_cold(self, cold: ColdTier) -> None:
-        """Find what is there, then move blocks for as long as the daemon lives."""
+        """Move blocks for as long as the daemon lives. What goes wrong here is no end of the warm tier."""
+        try:
+            await self._move(cold)
+        except Exception as error:
+            log.exception("the cold tier failed: the daemon goes on without it")
+            cold.give_up(f"it failed: {error!r}; the daemon's log says how")
+
+    async def _move(self, cold: ColdTier) -> None:
+        """Find what is there, then move blocks."""
         started = time.monotonic()
         found = 0
 

@@ -250,6 +250,11 @@ class ColdTier:
             return False
         return not self._off_until or self._clock() >= self._off_until
 
+    def give_up(self, why: str) -> None:
+        """Nothing moves any more, until a restart."""
+        self._off_until = float("inf")
+        self.failure = why
+
     def _fault(self, what: str, code: int) -> None:
         self.faults += 1
         self.failure = f"{what}: {os.strerror(code)}"
@@ -514,9 +519,16 @@ class ColdTier:
                 described = spaces_of(shelf.volume, tenant)
                 for path in shelf.volume.files(tenant):
                     shelf.next_file = max(shelf.next_file, int(path.name) + 1)
-                    one = await self._loop.run_in_executor(
-                        None, recover, path, tenant_digest(tenant), described
-                    )
+                    try:
+                        one = await self._loop.run_in_executor(
+                            None, recover, path, tenant_digest(tenant), described
+                        )
+                    except TierError as error:
+                        # It takes room that the cap has to know of, and holds nothing that can be had.
+                        log.error("cold: %s", error)
+                        self.faults += 1
+                        shelf.most -= 1
+                        continue
                     found.append((shelf, one))
             found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
             left = Counter(id(shelf) for shelf, _ in found)
