@@ -349,6 +349,16 @@ def test_no_more_is_in_flight_than_allowed() -> None:
     tenant.check()
 
 
+def test_a_small_part_of_a_long_prefix_is_found() -> None:
+    tenant, keys = Tenant(300), chain(300)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    plan = tenant.cold.plan_promotion(tenant.space, keys, 2)
+    assert (len(plan.ids), plan.left_out) == (2 * 4, 298)
+    many = tenant.cold.plan_promotion(tenant.space, keys, 202)
+    assert 200 - 26 <= len(many.ids) // 4 <= 200
+
+
 def test_where_room_is_short_the_head_comes_first() -> None:
     tenant, keys = Tenant(4), chain(4)
     tenant.save(keys)

@@ -25,7 +25,6 @@ FRAME_BYTES = 16  # "<IIIBBBB": segment, page, payload bytes, codec, header page
 PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 IDENTITY = struct.Struct("<IIIB3x32s32s")
-LOOKS = 6  # for a prefix that is short enough, each at half of what is left
 FEW_VICTIMS = 64
 
 Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
@@ -146,7 +145,7 @@ class Cold:
             return prefix, wanted
         best: tuple[int, list[Missing]] = (0, [])
         low, high = 0, prefix
-        for _ in range(LOOKS):
+        while high - low > 1 + limit_blocks // 8:  # close enough
             middle = (low + high) // 2
             shorter = store.match(space.index, keys[: middle * KEY_BYTES])[1]
             parts = store.cold(space.index, keys, shorter)
