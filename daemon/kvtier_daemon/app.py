@@ -201,6 +201,10 @@ class App:
                 format_bytes(self.warm.huge_bytes),
             )
 
+    def _hits(self, catalogs: Sequence[Catalog]) -> dict[str, int]:
+        hits = _sum(catalog.hit_tokens for catalog in catalogs)
+        return hits if self.cold is not None else {"warm": hits["warm"]}
+
     def _cold_stats(self, cold: ColdTier, tenants: Sequence[Tenant]) -> dict[str, Any]:
         counts = [tenant.catalog.counts() for tenant in tenants]
         movers = [tenant.mover for tenant in tenants if tenant.mover is not None]
@@ -249,7 +253,7 @@ class App:
                 }
             },
             "lookup_tokens": sum(catalog.lookup_tokens for catalog in catalogs),
-            "hit_tokens": {"warm": sum(catalog.hit_tokens for catalog in catalogs)},
+            "hit_tokens": self._hits(catalogs),
             "miss_tokens": _sum(catalog.miss_tokens for catalog in catalogs),
             "saved_tokens": sum(catalog.saved_tokens for catalog in catalogs),
             "refused_tokens": _sum(catalog.refused_tokens for catalog in catalogs),

@@ -99,6 +99,10 @@ class Mover:
         self._again_bytes = 0.0  # that may be written a second time
         self._bounce: tuple[int, int] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        return self._cold.is_on
+
     # --- reading -----------------------------------------------------------------------------
 
     def promote(self, space: Space, keys: bytes, coming: int) -> tuple[int, float]:

@@ -73,6 +73,7 @@ class Session:
         self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._spaces: set[bytes] = set()
         self._counted = NO_LOOKUP
+        self._coming = NO_LOOKUP  # the last one, if something of it was on its way
         server.loop.add_reader(sock.fileno(), self._readable)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
@@ -203,11 +204,14 @@ class Session:
 
     def _match(self, tenant: Tenant, request: wire.Match | wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
-        count = isinstance(request, wire.Match)
-        found = tenant.catalog.match(space, request.keys, count)
+        # Who asks again how far it is asks nothing new.
+        lookup = _lookup(request)
+        count = isinstance(request, wire.Match) and self._coming != lookup
+        found = tenant.catalog.match(space, request.keys, count, tenant.brings)
         if count:
-            self._counted = _lookup(request)
+            self._counted = lookup
         coming, eta_ms = _coming(tenant, space, request.keys, found)
+        self._coming = lookup if coming else NO_LOOKUP
         return wire.Matched(request.id, found.ready, coming, eta_ms)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
@@ -221,7 +225,7 @@ class Session:
         self._counted = NO_LOOKUP
         found = tenant.catalog.load(
             self.id, space, request.keys, request.deadline_ms / 1000, request.shards,
-            self._server.clock(), count,
+            self._server.clock(), count, tenant.brings,
         )  # fmt: skip
         coming, eta_ms = _coming(tenant, space, request.keys, found)
         return _loaded(request.id, found, coming, eta_ms)

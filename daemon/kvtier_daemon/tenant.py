@@ -22,6 +22,11 @@ class Tenant:
     mover: Mover | None = None
     extents: list[Extent] = field(default_factory=list)
 
+    @property
+    def brings(self) -> bool:
+        """Whether what is on disk can be had now."""
+        return self.mover is not None and self.mover.is_on
+
     def add(self, extent: Extent) -> int:
         """Take this extent for life; its number among the tenant's."""
         index = self.catalog.add_extent(extent.nbytes, extent.table)

@@ -35,12 +35,29 @@ def save(client: Client, chain: int) -> None:
     space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
 
 
+def test_who_asks_how_far_it_is_is_counted_once(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        for chain in range(10):
+            save(client, chain)
+            settled(daemon)
+        before = daemon.stats()
+        assert whole(client, 0) == CHAIN
+        after = daemon.stats()
+    assert after["lookup_tokens"] - before["lookup_tokens"] == 16 * CHAIN
+    hits = {tier: after["hit_tokens"][tier] - n for tier, n in before["hit_tokens"].items()}
+    assert hits["cold"] > 0 and hits["warm"] + hits["cold"] == 16 * CHAIN
+    assert after["miss_tokens"] == before["miss_tokens"]
+
+
 def settled(daemon: Daemon) -> None:
     """Wait until nothing more is written."""
     last = -1
     while (now := daemon.stats()["tiers"]["cold"]["states"]["written"]) != last:
         last = now
-        time.sleep(0.3)
+        time.sleep(0.15)
 
 
 def brought(client: Client, chain: int, seconds: float = 10.0) -> Match:

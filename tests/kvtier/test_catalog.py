@@ -370,7 +370,7 @@ def test_lookups_have_one_denominator() -> None:
     catalog.match(space, keys)
     catalog.abort(ME, pending.lease)
     assert catalog.lookup_tokens == 12 * 16
-    assert catalog.hit_tokens == 4 * 16
+    assert catalog.hit_tokens == {"warm": 4 * 16, "cold": 0}
     assert catalog.miss_tokens == {"absent": 6 * 16, "in_progress": 2 * 16}
 
 

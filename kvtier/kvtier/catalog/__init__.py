@@ -59,7 +59,7 @@ class Catalog:
         self._writing = Writing(self._blocks, self._spaces, self._leases)
         self.cold = Cold(self._blocks, self._spaces)
         self.lookup_tokens = 0
-        self.hit_tokens = 0
+        self.hit_tokens: Counter[str] = Counter(warm=0, cold=0)
         self.miss_tokens: Counter[str] = Counter()
         self.saved_tokens = 0
         self.saved_bytes = 0
@@ -82,14 +82,15 @@ class Catalog:
 
     # --- looking and reading -----------------------------------------------------------------
 
-    def match(self, space: Space, keys: bytes, count: bool = True) -> Found:
-        """The longest prefix that every group can restore; it counts as used from now."""
+    def match(self, space: Space, keys: bytes, count: bool = True, brings: bool = False) -> Found:
+        """The longest prefix that every group can restore; it counts as used from now. `brings` says that
+        what is on disk will be brought, and so is no miss."""
         space.check_keys(keys)
         ready, coming, parts = self._reading.find(space, keys)
         for held in parts:
             self._policy.touched(last_first(held.ids))
         if count:
-            self._count_lookup(space, keys, ready)
+            self._count_lookup(space, keys, ready, coming if brings else 0)
         return Found(ready, coming)
 
     def load(
@@ -101,13 +102,14 @@ class Catalog:
         shards: Sequence[int],
         now: float,
         count: bool = True,
+        brings: bool = False,
     ) -> Found:
         """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
         space.check_keys(keys)
         ready, coming, held = self._reading.find(space, keys)
         parts = self._reading.tell(held, shards)
         if count:
-            self._count_lookup(space, keys, ready)
+            self._count_lookup(space, keys, ready, coming if brings else 0)
         if ready == 0:
             return Found(0, coming)
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
@@ -235,13 +237,15 @@ class Catalog:
     def memory_bytes(self) -> int:
         return self._store.memory_bytes() + self._policy.memory_bytes()
 
-    def _count_lookup(self, space: Space, keys: bytes, ready: int) -> None:
+    def _count_lookup(self, space: Space, keys: bytes, ready: int, brought: int) -> None:
         tokens = space.spec.block_tokens
         blocks = len(keys) // KEY_BYTES
         self.lookup_tokens += blocks * tokens
-        self.hit_tokens += ready * tokens
-        if ready < blocks:
-            self.miss_tokens[self._why_missing(space, keys, ready)] += (blocks - ready) * tokens
+        self.hit_tokens["warm"] += ready * tokens
+        self.hit_tokens["cold"] += brought * tokens
+        found = ready + brought
+        if found < blocks:
+            self.miss_tokens[self._why_missing(space, keys, found)] += (blocks - found) * tokens
 
     def _why_missing(self, space: Space, keys: bytes, at: int) -> str:
         """Why the prefix ends at block `at`: the worst state that this block has in any part."""
