@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 FORMAT: Final = b"1"
 TABLES: Final = (b"meta", b"spaces", b"segments", b"forgotten")
 FIRST_MAP_BYTES: Final = 16 << 20
+RESERVE_BYTES: Final = 1 << 20
 # LMDB copies every page that it changes; a transaction may need as many pages again as it has entries.
 PAGES_PER_ENTRY: Final = 4
 COALESCED: Final = 4096
@@ -45,7 +46,7 @@ class Index:
         self.folder = folder
         self.failure = ""
         self._limit_bytes = limit_bytes
-        self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes))
+        self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES))
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue: queue.SimpleQueue[Entry | int | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -142,7 +143,8 @@ class Index:
         """Write the batch in one transaction; what went wrong, or nothing."""
         nbytes = sum(len(key) + len(value or b"") for (_, key), value in changes.items())
         try:
-            self._grow(nbytes + 4096 * PAGES_PER_ENTRY * len(changes))
+            only_drops = all(value is None for value in changes.values())
+            self._grow(nbytes + 4096 * PAGES_PER_ENTRY * len(changes), only_drops)
             with self._env.begin(write=True) as writing:
                 for (table, key), value in changes.items():
                     if value is None:
@@ -155,15 +157,17 @@ class Index:
             return f"the index {self.folder} can't be written: {error}"
         return ""
 
-    def _grow(self, wanted: int) -> None:
-        """Room for so many bytes more, before they are written."""
+    def _grow(self, wanted: int, only_drops: bool) -> None:
+        """Room for so many bytes more, before they are written. To drop something takes room too: some is
+        kept for that."""
+        limit = self._limit_bytes - (0 if only_drops else RESERVE_BYTES)
         info, page = self._env.info(), self._env.stat()["psize"]
         used, size = (info["last_pgno"] + 1) * page, info["map_size"]
-        if used + wanted <= size or size >= self._limit_bytes:
+        if used + wanted <= size or size >= limit:
             return
         while size < used + wanted:
             size *= 2
-        self._env.set_mapsize(min(size, self._limit_bytes))
+        self._env.set_mapsize(min(size, limit))
 
 
 def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
