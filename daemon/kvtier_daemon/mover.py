@@ -39,6 +39,8 @@ PAUSE_S = 0.05
 SECOND_CHANCE = 0.25  # of what is written may be written a second time
 SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
+LIMIT_SAVED = 4096  # commits that wait to be written through
+BEGIN_TRIES = 20
 DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.EIO)
 DAY_S = 86_400.0
 
@@ -155,8 +157,10 @@ class Mover:
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed."""
-        if self._through:
-            self._saved.append(ids)
+        if self._through and self._cold.is_on and len(self._saved) < LIMIT_SAVED:
+            self._saved.append(
+                ids
+            )  # beyond that they are written when they come near to being evicted
         self._wake.set()
 
     async def run(self) -> None:
@@ -169,9 +173,10 @@ class Mover:
     async def _write_on(self) -> None:
         while True:
             plan = self._plan()
-            if plan is None or (left := await self._write(plan)):
-                if plan is not None and self._through:
-                    self._saved.appendleft(left)
+            left, wrote = await self._write(plan) if plan is not None else (b"", False)
+            if left and self._through and len(self._saved) < LIMIT_SAVED:
+                self._saved.append(left)
+            if left or not wrote:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), PAUSE_S)
@@ -188,29 +193,41 @@ class Mover:
         plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes)
         return plan if plan.ids else None
 
-    async def _write(self, plan: Demotion) -> bytes:
-        """Write these, as far as there is a place for them; the ids of those for which there was none."""
-        ids = array("I", plan.ids)
-        at = 0
+    async def _write(self, plan: Demotion) -> tuple[bytes, bool]:
+        """Write these, as far as there is a place for them; the ids of those for which there was none, and
+        whether anything was written at all.
+
+        A block that was handed to the disk is held until the disk has ended with it, whatever becomes of this
+        task: another block in its slot would be written under its name.
+        """
+        cold = self._catalog.cold
+        blocks = [
+            self._outgoing(number, block, self._place(block.slot))
+            for number, block in zip(array("I", plan.ids), plan.blocks, strict=True)
+        ]
+        unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
+        if unfit:
+            log.debug("cold: %d blocks are too large for a segment", len(unfit))
+            cold.not_demoted(_ids_of(unfit))
+            blocks = [block for block in blocks if block not in unfit]
+        sent = 0
         try:
-            while at < len(ids):
-                blocks = [
-                    self._outgoing(number, block, self._place(block.slot))
-                    for number, block in zip(ids[at:], plan.blocks[at:], strict=True)
-                ]
-                landed, count = await self._written(blocks)
-                if not count:
+            await self._describe(blocks)
+            while sent < len(blocks):
+                count, done = self._begin(blocks[sent:])
+                if done is None:
                     break
-                good = {one.id for one in landed}
-                bad = array("I", (one for one in ids[at : at + count] if one not in good))
-                at += count
+                tried, sent = blocks[sent : sent + count], sent + count
+                landed = await done
                 self._landed(landed)
-                self._catalog.cold.not_demoted(bad.tobytes())
+                good = {one.id for one in landed}
+                bad = [block for block in tried if block.id not in good]
+                cold.not_demoted(_ids_of(bad))
                 if bad:
                     break
         finally:
-            self._catalog.cold.not_demoted(ids[at:].tobytes())
-        return ids[at:].tobytes()
+            cold.not_demoted(_ids_of(blocks[sent:]))
+        return _ids_of(blocks[sent:]), sent > 0
 
     def _landed(self, landed: list[Landed]) -> None:
         nbytes = sum(one.payload_bytes for one in landed)
@@ -221,19 +238,20 @@ class Mover:
         frames = b"".join(map(_frame, landed))
         self._catalog.cold.demoted(numbers, frames, b"".join(one.digest for one in landed))
 
-    async def _written(self, blocks: Sequence[Outgoing]) -> tuple[list[Landed], int]:
-        """Those of the leading blocks that are on disk now; how many were tried."""
+    async def _describe(self, blocks: Sequence[Outgoing]) -> None:
         for block in {block.space: block for block in blocks}.values():
             await self._cold.describe(self._tenant, block.space, block.spec)
+
+    def _begin(self, blocks: Sequence[Outgoing]) -> tuple[int, asyncio.Future[list[Landed]] | None]:
+        """Hand the leading blocks to the disk: how many, and then those of them that are on it."""
         done: asyncio.Future[list[Landed]] = asyncio.get_running_loop().create_future()
 
         def over(landed: list[Landed], _: list[int]) -> None:
-            # A task that was cancelled does not wait any more; what landed is found at the next start.
             if not done.cancelled():
                 done.set_result(landed)
 
         count = self._cold.write(self._tenant, blocks, over)
-        return (await done, count) if count else ([], 0)
+        return count, done if count else None
 
     def _outgoing(self, number: int, block: Described, place: tuple[int, int]) -> Outgoing:
         name = block.identity
@@ -287,8 +305,16 @@ class Mover:
         self._cold.read([_incoming(number, found.frames, found.digests, at, place)], over)
         if await done:
             return  # what asks for it next will be told
-        landed, _ = await self._written([self._outgoing(number, described, place)])
-        for one in landed:
+        block = self._outgoing(number, described, place)
+        await self._describe([block])
+        for _ in range(BEGIN_TRIES):
+            _, written = self._begin([block])
+            if written is not None:
+                break
+            await asyncio.sleep(PAUSE_S)  # the next segment is being begun
+        else:
+            return
+        for one in await written:
             self._again_bytes -= nbytes
             self._budget.spend(nbytes)
             self.counts["written_again"] += 1
@@ -310,6 +336,10 @@ def _incoming(
     segment, page, nbytes, _, header_pages, _, _ = FRAME.unpack_from(frames, at * FRAME.size)
     digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
     return Incoming(number, segment, page, header_pages, nbytes, digest, *place)
+
+
+def _ids_of(blocks: Sequence[Outgoing]) -> bytes:
+    return array("I", (block.id for block in blocks)).tobytes()
 
 
 def _frame(one: Landed) -> bytes:

@@ -17,11 +17,9 @@ std::uint64_t pages_for(std::uint64_t bytes) { return (bytes + page_bytes - 1) /
 
 }  // namespace
 
-// A pitch is at least a page, so the slots of a slab start in different pages: one generation each.
+// Whole pages: one generation each, and a disk reads and writes nothing less.
 std::uint64_t Slabs::pitch_for(std::uint64_t block_bytes) {
-    std::uint64_t whole = round_up(block_bytes, page_bytes);
-    if (block_bytes < page_bytes || (whole - block_bytes) * 32 <= block_bytes) return whole;
-    return round_up(block_bytes, 64);
+    return round_up(block_bytes, page_bytes);
 }
 
 std::uint32_t Slabs::join_class(std::uint64_t block_bytes) {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from daemons import Daemon
-from kvtier import Client, Match
+from kvtier import Client, KvSpec, Match
 from specs import pattern, spec_of
 
 SPEC = spec_of("cold e2e")
@@ -29,10 +29,10 @@ def tokens(chain: int) -> list[int]:
     return [chain * 1_000_000 + n for n in range(16 * CHAIN)]
 
 
-def save(client: Client, chain: int) -> None:
-    space = client.open(SPEC)
+def save(client: Client, chain: int, spec: KvSpec = SPEC) -> None:
+    space = client.open(spec)
     keys = space.keys(tokens(chain))
-    space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
+    space.save(keys, [pattern(key, spec.block_bytes) for key in keys], checksum=False)
 
 
 def test_who_asks_how_far_it_is_is_counted_once(
@@ -165,3 +165,47 @@ def test_the_cap_holds_over_everything(daemon_of: Callable[..., Daemon], disk: P
         assert daemon.stats()["tiers"]["cold"]["blocks"] > 500
         newest = [whole(client, chain) for chain in range(60, 70)]
         assert newest == [CHAIN] * 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_heads": 3, "head_dim": 72, "layers": 3}, {"layers": 3000, "kv_heads": 1, "head_dim": 1}],
+    ids=["not whole pages", "many layers"],
+)
+def test_blocks_of_any_shape_go_to_disk_and_back(
+    daemon_of: Callable[..., Daemon], disk: Path, change: dict[str, int]
+) -> None:
+    spec = spec_of("shape", **change)
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        space = client.open(spec)
+        rounds = (24 << 20) // (CHAIN * spec.block_bytes)
+        for chain in range(rounds):
+            save(client, chain, spec)
+            settled(daemon)
+        keys = space.keys(tokens(0))
+        deadline = time.monotonic() + 10
+        while (found := space.match(keys)).coming and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert found.ready == CHAIN
+        with space.load(keys) as blocks:
+            for key, block in zip(keys, blocks, strict=True):
+                assert bytes(block or b"") == pattern(key, spec.block_bytes)
+
+
+def test_a_block_larger_than_a_segment_costs_the_others_nothing(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    large = spec_of("large", layers=80)  # 1.25 MiB, in segments of 1 MiB
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        for chain in range(4):
+            save(client, chain)
+        settled(daemon)
+        before = daemon.stats()["tiers"]["cold"]["blocks"]
+        space = client.open(large)
+        keys = space.keys(tokens(0)[:64])
+        space.save(keys, [pattern(key, large.block_bytes) for key in keys])
+        time.sleep(1)
+        assert daemon.stats()["tiers"]["cold"]["blocks"] == before == 4 * CHAIN
+        assert space.match(keys).ready == 4

@@ -27,11 +27,20 @@ import msgspec
 
 from kvtier.codec.frame import PAGE, RAW, Identity, Template
 from kvtier.codec.raw import entries
-from kvtier.errors import TierError
+from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.log import Log, Segment, Stage
 from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
-from kvtier_daemon.tiers.segment import ENTRY, Listed, encode_footer, encode_row, page_of
+from kvtier_daemon.tiers.segment import (
+    ENTRY,
+    FIRST_FRAME,
+    Listed,
+    described_bytes,
+    encode_footer,
+    encode_row,
+    footer_bytes,
+    page_of,
+)
 from kvtier_daemon.tiers.volume import (
     Volume,
     buried_key,
@@ -50,9 +59,10 @@ BURIED = struct.Struct("<II")
 HEADER_TAIL = struct.Struct("<QQ")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 2000
-WRITE_MS = 10_000
 FAULTS_TO_OFF = 5
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
+GROW_AGAIN_S = 30.0
+LEAST_TO_LEAVE = 3
 RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
 BENIGN = (errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA)
 
@@ -115,6 +125,7 @@ class Shelf:
     making: bool = False
     next_file: int = 0
     full: bool = False  # said once to the owner, until something has left
+    grows_at: float = 0.0  # after a file that could not be made
 
 
 @dataclass(slots=True, eq=False)
@@ -316,6 +327,13 @@ class ColdTier:
                 return count
         return 0
 
+    def fits(self, tenant: str, block: Outgoing) -> bool:
+        """Whether a segment can have such a block at all."""
+        kind = self._template(block)
+        footer = footer_bytes(described_bytes([(block.space, block.spec)]), 1)
+        least = min(shelf.segment_bytes for shelf in self.shelves[tenant])
+        return FIRST_FRAME + kind.total_bytes + footer <= least
+
     def _write_to(self, shelf: Shelf, blocks: Sequence[Outgoing], done: Wrote) -> int:
         segment = shelf.log.open
         if segment is None or segment.head is None:
@@ -344,7 +362,8 @@ class ColdTier:
         if batch.ops:
             segment.writing += 1
             self.disk.write(ops, headers)
-            self.disk.sync(self._token(self._wrote_all(batch)), segment.fd, WRITE_MS)
+            # Without a deadline: it ends after the writes before it, and until then their slots are theirs.
+            self.disk.sync(self._token(self._wrote_all(batch)), segment.fd)
         if full:
             self._seal(shelf)
         return batch.ops
@@ -390,12 +409,13 @@ class ColdTier:
                 batch.landed = []
                 if segment.stage is Stage.OPEN:
                     log_.failed(segment)
-                    self._prepare(batch.shelf)
             else:
                 segment.rows += batch.rows
                 self.written_bytes += sum(one.payload_bytes for one in batch.landed)
                 self._worked()
             batch.done(batch.landed, batch.failed)
+            self._prepare(batch.shelf)
+            self._perhaps_freed(segment)
             if segment.stage is Stage.SEALING and not segment.writing:
                 self._write_footer(batch.shelf, segment)
 
@@ -427,32 +447,31 @@ class ColdTier:
     def _prepare(self, shelf: Shelf) -> None:
         """See to it that there is a segment to write to, and one more to come after it."""
         books = shelf.log
-        if self._closing:
-            return
+        if not self.is_on:
+            return  # a write asks again
         beginning = any(one.stage is Stage.BEGINNING for one in books.others)
         if books.free and books.open is None and not beginning:
             self._begin(shelf)
         if books.free or shelf.making or shelf.full:
             return
-        if len(books) < shelf.most:
+        if len(books) < shelf.most and self._clock() >= shelf.grows_at:
             self._make(shelf)
-        elif (segment := books.leave()) is not None:
+        elif len(books) >= LEAST_TO_LEAVE and (segment := books.leave()) is not None:
             shelf.full = True
             self._leaving(shelf, segment)
 
     def _begin(self, shelf: Shelf) -> None:
         epoch = secrets.randbits(64)
-        self._dig_up(shelf.log.free[0])
         segment = shelf.log.begin(epoch, self._sequence, tenant_digest(shelf.tenant))
         assert segment.head is not None
 
         def over(code: int, _: bytes | None) -> None:
             if code:
                 self._fault(f"{segment.path}: its head can't be written", code)
-                shelf.log.failed(segment)
+                shelf.log.not_begun(segment)
             else:
                 shelf.log.begun(segment)
-            self._prepare(shelf)
+                self._prepare(shelf)
 
         self._write_text(segment, 0, segment.head.encode(), over)
 
@@ -462,13 +481,13 @@ class ColdTier:
         """Write pages of ours, and sync."""
         op = OPERATION.pack(self._token(lambda *_: None), segment.fd, 0, at, 0, 0, 0, 0)
         self.disk.write(op + HEADER_TAIL.pack(0, len(text)), text)
-        self.disk.sync(self._token(over), segment.fd, WRITE_MS)
+        self.disk.sync(self._token(over), segment.fd)
 
     def _make(self, shelf: Shelf) -> None:
         """A new file, made beside the loop."""
         shelf.making = True
         number, shelf.next_file = shelf.next_file, shelf.next_file + 1
-        path = shelf.volume.folder(shelf.tenant) / f"{number:06d}"
+        path = shelf.volume.segment_path(shelf.tenant, number)
         making = self._loop.run_in_executor(None, shelf.volume.make, path, shelf.segment_bytes)
 
         def made(future: asyncio.Future[int]) -> None:
@@ -477,8 +496,8 @@ class ColdTier:
             if error is not None:
                 code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
                 self._fault(f"{path} can't be made", code)
-                # What is there has to do.
-                shelf.most = max(len(shelf.log), 1)
+                # For a while what is there has to do.
+                shelf.grows_at = self._clock() + GROW_AGAIN_S
             else:
                 self._add(shelf, Segment(0, str(path), future.result(), shelf.segment_bytes))
             self._prepare(shelf)
@@ -501,9 +520,18 @@ class ColdTier:
         if segment.gone and segment.idle and segment.stage is Stage.LEAVING:
             shelf = self._shelf_of.pop(segment.number)
             segment.gone = False
-            shelf.log.freed(segment)
-            shelf.full = False
-            self._prepare(shelf)
+
+            def over(code: int, _: bytes | None) -> None:
+                if code:
+                    self._fault(f"{segment.path}: its head can't be taken back", code)
+                else:
+                    self._dig_up(segment)
+                shelf.log.freed(segment)
+                shelf.full = False
+                self._prepare(shelf)
+
+            # A start would find its frames, those that were forgotten since among them.
+            self._write_text(segment, 0, bytes(PAGE), over)
 
     # --- start and end -----------------------------------------------------------------------
 
@@ -513,6 +541,10 @@ class ColdTier:
     ) -> None:
         """Find out what the files hold, oldest first; `restored` is told of each, with its segment's
         number."""
+        for volume in self._volumes:
+            for stranger in set(volume.tenants()) - set(self.shelves):
+                log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
+                await self._loop.run_in_executor(None, volume.remove, stranger)
         for tenant, shelves in self.shelves.items():
             found: list[tuple[Shelf, Recovered]] = []
             for shelf in shelves:
@@ -533,12 +565,16 @@ class ColdTier:
             found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
             left = Counter(id(shelf) for shelf, _ in found)
             for shelf, one in found:
-                if one.nbytes != shelf.segment_bytes or left[id(shelf)] > shelf.most:
-                    log.warning("cold: %s goes: there is no place for it any more", one.path)
-                    one.path.unlink()
-                    left[id(shelf)] -= 1
-                else:
-                    await self._take_up(shelf, one, restored)
+                try:
+                    if one.nbytes != shelf.segment_bytes or left[id(shelf)] > shelf.most:
+                        log.warning("cold: %s goes: there is no place for it any more", one.path)
+                        one.path.unlink()
+                        left[id(shelf)] -= 1
+                    else:
+                        await self._take_up(shelf, one, restored)
+                except (KvtierError, OSError, struct.error) as error:
+                    log.error("cold: %s can't be taken up: %s", one.path, error)
+                    self.faults += 1
             for shelf in shelves:
                 self._resume(shelf, [one for other, one in found if other is shelf])
                 self._prepare(shelf)
@@ -562,10 +598,13 @@ class ColdTier:
         await restored(shelf.tenant, one, segment.number)
 
     def _resume(self, shelf: Shelf, found: Sequence[Recovered]) -> None:
-        """Go on writing to the newest segment, if a good part of it is free."""
+        """Go on writing to the newest segment, if a good part of it is free. One without a footer is not
+        written on: what a kill has left behind its last good frame is of the same epoch."""
         newest = shelf.log.sealed[-1] if shelf.log.sealed else None
         one = next((one for one in found if newest and str(one.path) == newest.path), None)
-        if newest is None or one is None or free_bytes(one) < one.nbytes // RESUME_LEAST:
+        if newest is None or one is None or not one.sealed:
+            return
+        if free_bytes(one) < one.nbytes // RESUME_LEAST:
             return
         rows = [one.rows[at : at + ENTRY.size] for at in range(0, len(one.rows), ENTRY.size)]
         newest.resume(one.spaces, [(page_of(row), row) for row in rows], one.end)
@@ -617,7 +656,11 @@ class ColdTier:
         except BlockingIOError:
             return
         for token, code, extra in self.disk.done():
-            self._waiting.pop(token)(code, extra)
+            try:
+                self._waiting.pop(token)(code, extra)
+            except Exception:
+                log.exception("cold: what was read or written could not be settled")
+                self.give_up("a bug; the daemon's log says which")
         if not self._waiting:
             self._quiet.set()
 

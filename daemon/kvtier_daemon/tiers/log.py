@@ -120,6 +120,12 @@ class Log:
         self.others.add(segment)
         return segment
 
+    def not_begun(self, segment: Segment) -> None:
+        """Its head could not be written: it is free as before."""
+        _step(segment, Stage.BEGINNING, Stage.FREE)
+        self.others.discard(segment)
+        self.free.append(segment)
+
     def begun(self, segment: Segment) -> None:
         assert self.open is None
         _step(segment, Stage.BEGINNING, Stage.OPEN)

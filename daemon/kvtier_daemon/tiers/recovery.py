@@ -85,7 +85,10 @@ def _look(fd: int, found: Recovered, tenant: bytes, described: Mapping[bytes, Kv
         found.spaces, found.rows = trailer.split(table)
         found.sealed = True
         found.end = end_of(found.rows)
+        if len(found.rows) % ENTRY.size or len(found.rows) // ENTRY.size != trailer.entries:
+            raise FrameError("a table of another length than its entries take")
     except FrameError as error:
+        found.spaces, found.rows, found.sealed = [], b"", False
         found.remark = f"no footer: {error}"
         _walk(fd, found, head, described)
 

@@ -7,6 +7,7 @@ DIRECTORY/kvtier.lock              held by the daemon that uses it
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -35,6 +36,7 @@ class Volume:
     def __init__(self, directory: Path, size_bytes: int | None) -> None:
         """`size_bytes` is what all in it may take; None for somebody who only looks."""
         self.directory = directory
+        self.prefix = f"{directory}/"
         index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
         self.segments_bytes = (size_bytes or 0) - index_bytes - OTHER_BYTES
         if size_bytes is not None and self.segments_bytes < size_bytes // 2:
@@ -50,23 +52,28 @@ class Volume:
             os.close(self._lock_fd)
             raise
 
-    def folder(self, tenant: str) -> Path:
-        """Where this tenant's segments lie; made on first sight."""
-        folder = self.directory / SEGMENTS / tenant
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise TierError(f"cold: {folder} can't be made: {error.strerror}") from error
-        return folder
+    def segment_path(self, tenant: str, number: int) -> Path:
+        """What a segment file is called."""
+        return self.directory / SEGMENTS / tenant / f"{number:06d}"
+
+    def remove(self, tenant: str) -> None:
+        """All that this tenant has here. Waits for the disk."""
+        for path in self.files(tenant):
+            path.unlink(missing_ok=True)
 
     def tenants(self) -> list[str]:
         """Who has segments here."""
         folder = self.directory / SEGMENTS
-        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        if not folder.is_dir():
+            return []
+        return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
     def files(self, tenant: str) -> list[Path]:
         """The tenant's segment files, by number."""
-        return sorted(path for path in self.folder(tenant).iterdir() if path.name.isdecimal())
+        folder = self.directory / SEGMENTS / tenant
+        if not folder.is_dir():
+            return []
+        return sorted(path for path in folder.iterdir() if path.name.isdecimal() and path.is_file())
 
     def buried(self, head: Head) -> list[int]:
         """The pages of those frames of this segment that were forgotten."""
@@ -81,6 +88,7 @@ class Volume:
     def make(self, path: Path, nbytes: int) -> int:
         """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing
         behind where it fails."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = open_direct(path, os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -125,11 +133,13 @@ def tenant_digest(tenant: str) -> bytes:
 def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
     """The spaces that the index describes."""
     start = tenant.encode() + b"\0"
-    return {
-        key[len(start) :]: msgspec.msgpack.decode(text, type=KvSpec)
-        for key, text in volume.index.entries(b"spaces")
-        if key.startswith(start)
-    }
+    found = {}
+    for key, text in volume.index.entries(b"spaces"):
+        if key.startswith(start):
+            # What can't be read is not known: its frames without a footer are misses.
+            with contextlib.suppress(msgspec.MsgspecError):
+                found[key[len(start) :]] = msgspec.msgpack.decode(text, type=KvSpec)
+    return found
 
 
 def _locked(directory: Path) -> int:

@@ -86,10 +86,8 @@ def pages_for(nbytes: int) -> int:
 
 
 def pitch_for(block_bytes: int) -> int:
-    whole = pages_for(block_bytes) * PAGE
-    if block_bytes < PAGE or (whole - block_bytes) * 32 <= block_bytes:
-        return whole
-    return -(-block_bytes // 64) * 64
+    """Bytes from one slot to the next: whole pages, as a disk reads and writes nothing less."""
+    return -(-block_bytes // PAGE) * PAGE
 
 
 class Slabs:

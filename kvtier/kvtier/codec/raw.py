@@ -5,6 +5,9 @@ from __future__ import annotations
 from kvtier.codec.frame import RAW, Entry
 from kvtier.layout import KvSpec
 
+LIMIT_LAYERS, LIMIT_PARTS = 1 << 16, 1 << 8
+LIMIT_PIECES = 16_384  # a header of 129 pages
+
 
 def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:
     """One entry for each part of each layer; digests are still to come. What is opaque to us, and what can't
@@ -13,7 +16,8 @@ def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:
     total = spec.group_block_bytes(group)
     parts = kind.parts if kind.kind != "state" else 1
     pieces = kind.layers * parts
-    if kind.opaque_bytes or total % pieces:
+    too_many = kind.layers > LIMIT_LAYERS or parts > LIMIT_PARTS or pieces > LIMIT_PIECES
+    if kind.opaque_bytes or total % pieces or too_many:
         return (Entry(0, 0, RAW, 0, total, total),)
     size = total // pieces
     return tuple(
