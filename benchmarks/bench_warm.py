@@ -153,7 +153,7 @@ def pieces(client: Client, rounds: int) -> list[Row]:
     ]  # fmt: skip
     packed = [target for target, _ in flat], [source for _, source in flat]
     keys = fresh_keys(space, count)
-    extents = client._arena.extents
+    extents = client.link.arena.extents
     rows = []
     with space.reserve(keys) as saving:
         assert len(saving) == count
