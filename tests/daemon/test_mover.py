@@ -1,0 +1,73 @@
+"""What is being written stays what it is until the disk has ended with it, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+
+from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
+from kvtier.catalog import Catalog, SessionId
+from kvtier.policy.base import make
+from kvtier_daemon.mover import Mover
+from kvtier_daemon.tiers.cold import Incoming
+from kvtier_kernels import Store
+from specs import pattern
+
+SLOTS = 64
+
+
+def places(slots: bytes) -> list[int]:
+    return [fields[2] // BLOCK for fields in struct.iter_unpack("<IIQQ", slots)]
+
+
+def keys(first: int, count: int) -> bytes:
+    return b"".join(key(number) for number in range(first, first + count))
+
+
+def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path: Path) -> None:
+    """Blocks without a checksum: the disk would seal whatever lies in their slots under their names."""
+
+    async def first() -> None:
+        bench = Bench([tmp_path], engine="threads")
+        await bench.recover()
+        await bench.write(range(2))
+        catalog = Catalog(Store(), make("lru"))
+        catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
+        mover = Mover("t", catalog, bench.tier, SLOTS * BLOCK, through=True)
+        mover.extents.append(bench.extent)
+        space = catalog.open(SPACE, SPEC, SessionId(1))
+        granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
+        ours = places(granted.slots)
+        for number, place in enumerate(ours):
+            bench.slot(place)[:] = pattern(key(100 + number), BLOCK)
+        ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
+        # Urgent reads keep the writes waiting.
+        one = bench.on_disk[0]
+        place = (bench.extent, (SLOTS - 1) * BLOCK)
+        ahead = Incoming(
+            0, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest, *place
+        )
+        bench.tier.read([ahead] * 4000, lambda *_: None)
+        mover.saved(ids)
+        moving = asyncio.create_task(mover.run())
+        while not bench.tier.disk.queued[2] > 10:
+            await asyncio.sleep(0)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        waiting = bench.tier.disk.queued[2]
+        granted = catalog.reserve(SessionId(2), space, 0, 0, b"", keys(900, 60))
+        assert waiting > 2, "nothing was waiting: the test shows nothing"
+        for number, place_ in enumerate(places(granted.slots)):
+            bench.slot(place_)[:] = pattern(key(900 + number), BLOCK)
+        await bench.tier.close()
+
+    async def again() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert len(bench.on_disk) > 2
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(first())
+    run(again())
