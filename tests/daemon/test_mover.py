@@ -51,7 +51,7 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
         bench.tier.read([ahead] * 4000, lambda *_: None)
         mover.saved(ids)
         moving = asyncio.create_task(mover.run())
-        while not bench.tier.disk.queued[2] > 10:
+        while not bench.tier.disk.queued[2] > 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
         moving.cancel()
         await asyncio.gather(moving, return_exceptions=True)
