@@ -124,8 +124,8 @@ std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint6
         std::uint64_t bytes = places_[record.place].block_bytes;
         seen += bytes;
         if (!record.evictable() || record.framed) continue;
-        // The first goes whatever its size: there is none that could never be written.
-        if (taken != 0 && taken + bytes > limit) return {std::move(without), true};
+        // The first goes whatever its size, if any may: there is none that could never be written.
+        if (limit == 0 || (taken != 0 && taken + bytes > limit)) return {std::move(without), true};
         taken += bytes;
         without.push_back(ids[i]);
     }

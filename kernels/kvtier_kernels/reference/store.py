@@ -708,7 +708,7 @@ class Store:
                 raise ValueError("no block has this id")
             seen += block.place.block_bytes
             if block.evictable() and not block.frame:
-                if taken and taken + block.place.block_bytes > limit_bytes:
+                if not limit_bytes or (taken and taken + block.place.block_bytes > limit_bytes):
                     return join(found), True
                 taken += block.place.block_bytes
                 found.append(number)
