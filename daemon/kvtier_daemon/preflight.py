@@ -183,6 +183,11 @@ def extents(config: Config) -> int:
     return sum(-(-tenant.quota_bytes // each) for tenant in config.tenants.values())
 
 
+def segments(config: Config) -> int:
+    """How many files the cold tier may have open."""
+    return config.cold.size_bytes // config.cold.segment_bytes if config.cold else 0
+
+
 def open_files(
     config: Config,
     getrlimit: Limits = resource.getrlimit,
@@ -190,9 +195,12 @@ def open_files(
 ) -> Finding:
     """Find whether enough files may be open; raises the soft limit to the hard one where needed."""
     need = extents(config) * FDS_PER_EXTENT + config.max_clients * FDS_PER_CLIENT + FDS_RESERVED
+    need += segments(config)
     soft, hard = _raised(resource.RLIMIT_NOFILE, need, getrlimit, setrlimit)
     value = (
-        f"{need} wanted for {extents(config)} extents and {config.max_clients} clients,"
+        f"{need} wanted for {extents(config)} extents"
+        + (f", {segments(config)} segments" if config.cold else "")
+        + f" and {config.max_clients} clients,"
         f" the limit is {soft} (hard {hard})"
     )
     fix = (

@@ -178,6 +178,13 @@ def test_enough_open_files_are_left_as_they_are(make):
     assert limited.now == (1344, 4096)
 
 
+def test_the_segments_of_a_cold_tier_are_counted_too(make):
+    loaded = make("64GiB", cold__directories="/d", cold__size="1TiB")
+    finding = files(loaded, Limited(1344 + 1024, 4096))
+    assert finding.value.startswith("2368 wanted for 64 extents, 1024 segments and 256 clients")
+    assert finding.ok and not files(loaded, Limited(2367, 2367)).ok
+
+
 def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
     limited = Limited(256, 4096)
     assert files(make("64GiB"), limited).ok
