@@ -190,8 +190,12 @@ class App:
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
             if self.cold is not None and tenant.mover is not None:
-                mapping = Mapping(extent.fd, extent.nbytes, True)
-                tenant.mover.extents.append(self.cold.register(mapping))
+                try:
+                    mapping = Mapping(extent.fd, extent.nbytes, True)
+                    tenant.mover.extents.append(self.cold.register(mapping))
+                except (OSError, MemoryError) as error:
+                    log.error("an extent can't be mapped for the cold tier: %s", error)
+                    self.cold.give_up(f"an extent can't be mapped: {error}")
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         if self.warm.complete:
