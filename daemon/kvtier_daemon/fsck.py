@@ -16,7 +16,7 @@ from kvtier.codec.frame import PAGE
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.recovery import Recovered, recover
-from kvtier_daemon.tiers.segment import ENTRY, Listed, decode_entries, encode_footer
+from kvtier_daemon.tiers.segment import Listed, decode_entries, encode_footer, split_rows
 from kvtier_daemon.tiers.volume import Volume, spaces_of, tenant_digest
 from kvtier_kernels import xxh3_128
 
@@ -63,7 +63,7 @@ def _check_segment(
             if any(file.read(PAGE)):
                 report.note("head", f"{path}: {found.remark}")
         return
-    rows = [found.rows[at : at + ENTRY.size] for at in range(0, len(found.rows), ENTRY.size)]
+    rows = split_rows(found.rows)
     good = []
     with path.open("rb") as file:
         for row, listed in zip(rows, decode_entries(found.spaces, found.rows), strict=True):

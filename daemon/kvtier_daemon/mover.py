@@ -22,6 +22,7 @@ from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion, Rescue
 from kvtier.catalog.cold import Outgoing as Described
 from kvtier.codec.frame import RAW, pages
+from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming, Landed, Outgoing, Shelf, anonymous
 from kvtier_daemon.tiers.log import Segment
 
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 
 SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
-DIGEST_BYTES = 16
 
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITES_AT_ONCE = 2
@@ -125,8 +125,7 @@ class Mover:
         begun = self._clock()
         blocks = []
         for at, number in enumerate(array("I", ids)):
-            extent, _, offset, _ = SLOT.unpack_from(slots, at * SLOT.size)
-            place = (self.extents[extent], offset)
+            place = self._place(slots[at * SLOT.size : (at + 1) * SLOT.size])
             blocks.append(_incoming(number, frames, digests, at, place))
             self._reading_bytes += blocks[-1].payload_bytes
 
@@ -158,9 +157,8 @@ class Mover:
     def saved(self, ids: bytes) -> None:
         """These blocks were committed."""
         if self._through and self._cold.is_on and len(self._saved) < LIMIT_SAVED:
-            self._saved.append(
-                ids
-            )  # beyond that they are written when they come near to being evicted
+            # Those beyond the limit are written when they come near to being evicted.
+            self._saved.append(ids)
         self._wake.set()
 
     async def run(self) -> None:
@@ -325,9 +323,6 @@ class Mover:
         if self._bounce is None or self._bounce[1] < nbytes:
             self._bounce = (self._cold.register(anonymous(pages(nbytes))), nbytes)
         return self._bounce[0]
-
-    def stats(self) -> dict[str, int]:
-        return dict(self.counts)
 
 
 def _incoming(

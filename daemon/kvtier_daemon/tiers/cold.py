@@ -32,7 +32,6 @@ from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.log import Log, Segment, Stage
 from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
 from kvtier_daemon.tiers.segment import (
-    ENTRY,
     FIRST_FRAME,
     Listed,
     described_bytes,
@@ -40,6 +39,7 @@ from kvtier_daemon.tiers.segment import (
     encode_row,
     footer_bytes,
     page_of,
+    split_rows,
 )
 from kvtier_daemon.tiers.volume import (
     Volume,
@@ -178,8 +178,6 @@ class ColdTier:
         self.failure = ""
         self._off_until = 0.0
         self._off_s = OFF_S
-        self.written_bytes = 0
-        self.read_bytes = 0
         try:
             for directory in directories:
                 volume = Volume(directory, size_bytes // len(directories))
@@ -248,9 +246,7 @@ class ColdTier:
         segment.buried = []
 
     def _volume_of(self, segment: Segment) -> Volume:
-        return next(
-            one for one in self._volumes if Path(segment.path).is_relative_to(one.directory)
-        )
+        return next(one for one in self._volumes if segment.path.startswith(one.prefix))
 
     # --- health ------------------------------------------------------------------------------
 
@@ -304,7 +300,6 @@ class ColdTier:
         def over(code: int, _: bytes | None) -> None:
             segment.reading -= 1
             if not code:
-                self.read_bytes += block.payload_bytes
                 self._worked()
             elif code not in BENIGN:
                 self._fault(f"{segment.path} at {block.page * PAGE}: a read failed", code)
@@ -411,7 +406,6 @@ class ColdTier:
                     log_.failed(segment)
             else:
                 segment.rows += batch.rows
-                self.written_bytes += sum(one.payload_bytes for one in batch.landed)
                 self._worked()
             batch.done(batch.landed, batch.failed)
             self._prepare(batch.shelf)
@@ -606,8 +600,8 @@ class ColdTier:
             return
         if free_bytes(one) < one.nbytes // RESUME_LEAST:
             return
-        rows = [one.rows[at : at + ENTRY.size] for at in range(0, len(one.rows), ENTRY.size)]
-        newest.resume(one.spaces, [(page_of(row), row) for row in rows], one.end)
+        rows = [(page_of(row), row) for row in split_rows(one.rows)]
+        newest.resume(one.spaces, rows, one.end)
         shelf.log.resume(newest)
 
         def over(code: int, _: bytes | None) -> None:

@@ -24,6 +24,7 @@ from kvtier_daemon.tiers.segment import (
     end_of,
     page_of,
     space_of,
+    split_rows,
 )
 from kvtier_kernels import xxh3_128
 
@@ -45,8 +46,7 @@ class Recovered:
         """The frames at these pages count no more."""
         out = set(pages)
         if out:
-            rows = (self.rows[at : at + ENTRY.size] for at in range(0, len(self.rows), ENTRY.size))
-            self.rows = b"".join(row for row in rows if page_of(row) not in out)
+            self.rows = b"".join(row for row in split_rows(self.rows) if page_of(row) not in out)
 
 
 def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Recovered:
@@ -133,8 +133,7 @@ def by_space(found: Recovered) -> Iterator[tuple[bytes, KvSpec, bytes]]:
         yield identity, spec, found.rows
         return
     rows: dict[int, list[bytes]] = {}
-    for at in range(0, len(found.rows), ENTRY.size):
-        row = found.rows[at : at + ENTRY.size]
+    for row in split_rows(found.rows):
         rows.setdefault(space_of(row), []).append(row)
     for number, theirs in rows.items():
         if number < len(found.spaces):

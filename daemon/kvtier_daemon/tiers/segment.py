@@ -123,6 +123,11 @@ def end_of(rows: bytes) -> int:
     return int(fields[5] + fields[6]) * PAGE
 
 
+def split_rows(rows: bytes) -> list[bytes]:
+    """The entries of a table, one by one."""
+    return [rows[at : at + ENTRY.size] for at in range(0, len(rows), ENTRY.size)]
+
+
 def space_of(row: bytes) -> int:
     """The number that an entry's space has in its table."""
     return int(ENTRY.unpack_from(row)[2])

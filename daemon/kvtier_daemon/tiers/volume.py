@@ -8,6 +8,7 @@ DIRECTORY/kvtier.lock              held by the daemon that uses it
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -120,7 +121,7 @@ def open_direct(path: Path, flags: int = 0) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
-        if error.errno != 22:
+        if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags & ~os.O_EXCL, 0o600)
 
