@@ -427,16 +427,25 @@ class ColdTier:
         assert segment.head is not None
         rows = [row for _, row in sorted(segment.rows)]
         at, text = encode_footer(segment.head, segment.spaces, rows, segment.end)
+        what = f"{segment.path}: its footer can't be written"
+        self._write_text(
+            segment, at, text, self._moved_on(shelf, segment, shelf.log.now_sealed, what)
+        )
+
+    def _moved_on(
+        self, shelf: Shelf, segment: Segment, good: Callable[[Segment], None], what: str
+    ) -> Callable[[int, bytes | None], None]:
+        """What follows a write that brings a segment to its next stage."""
 
         def over(code: int, _: bytes | None) -> None:
             if code:
-                self._fault(f"{segment.path}: its footer can't be written", code)
+                self._fault(what, code)
                 shelf.log.failed(segment)
             else:
-                shelf.log.now_sealed(segment)
+                good(segment)
             self._prepare(shelf)
 
-        self._write_text(segment, at, text, over)
+        return over
 
     def _prepare(self, shelf: Shelf) -> None:
         """See to it that there is a segment to write to, and one more to come after it."""
@@ -603,15 +612,8 @@ class ColdTier:
         rows = [(page_of(row), row) for row in split_rows(one.rows)]
         newest.resume(one.spaces, rows, one.end)
         shelf.log.resume(newest)
-
-        def over(code: int, _: bytes | None) -> None:
-            if code:
-                self._fault(f"{newest.path}: can't be written on", code)
-                shelf.log.failed(newest)
-            else:
-                shelf.log.begun(newest)
-            self._prepare(shelf)
-
+        what = f"{newest.path}: can't be written on"
+        over = self._moved_on(shelf, newest, shelf.log.begun, what)
         # As long as it has a footer, a start would not look for what comes after what that lists.
         self._write_text(newest, newest.nbytes - PAGE, bytes(PAGE), over)
 
