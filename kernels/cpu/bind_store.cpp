@@ -279,10 +279,11 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans)};
     }
 
-    std::pair<std::size_t, std::size_t> restore(std::uint32_t space, nb::bytes rows,
-                                                std::uint32_t segment) {
-        return store_.restore(space, rows.c_str(), count_in(rows, 128, "rows are 128 bytes each"),
-                              segment);
+    std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t space, nb::bytes rows,
+                                                            std::uint32_t segment) {
+        const std::size_t n = count_in(rows, 128, "rows are 128 bytes each");
+        const Restored over = store_.restore(space, rows.c_str(), n, segment);
+        return {over.made, over.unfit, places_out(over.died)};
     }
 
     // "<IIIB3x32s32s": space, group, shard, whether it has a parent, its key, its parent's.

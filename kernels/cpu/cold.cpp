@@ -244,8 +244,7 @@ Left Store::drop_segment(std::uint32_t segment) {
     return left;
 }
 
-std::pair<std::size_t, std::size_t> Store::restore(std::uint32_t in, const char* rows,
-                                                   std::size_t n, std::uint32_t segment) {
+Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::uint32_t segment) {
     constexpr std::size_t step = 12, ring = 32, breath = 256;
     const Space& found = space(in);
     IdList& listed = segments_[segment];  // stays where it is
@@ -257,7 +256,7 @@ std::pair<std::size_t, std::size_t> Store::restore(std::uint32_t in, const char*
         index_.prefetch(hashes[i % ring]);
     };
     for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
-    std::size_t made = 0, unfit = 0;
+    Restored over;
     Id last = none;  // the node of the row before
     for (std::size_t i = 0; i < n; ++i) {
         if (i % breath == 0) begin();
@@ -269,7 +268,7 @@ std::pair<std::size_t, std::size_t> Store::restore(std::uint32_t in, const char*
                     row.header_pages() < 256 && row.payload_bytes() >> 32 == 0 &&
                     (row.codec() || row.payload_bytes() == found.groups[row.group()].block_bytes);
         if (!fits) {
-            ++unfit;
+            ++over.unfit;
             continue;
         }
         Frame frame{segment,
@@ -284,7 +283,12 @@ std::pair<std::size_t, std::size_t> Store::restore(std::uint32_t in, const char*
         Key key = row.key();
         Id node = find(in, key, hash), there = node == none ? none : residency(node, place);
         if (there != none) {
-            if (records_[there].is() == State::cold) note_frame(there, frame, row.digest());
+            if (records_[there].is() == State::cold) {
+                over.died.push_back(records_.frame(there));
+                note_frame(there, frame, row.digest());
+            } else {
+                over.died.push_back(frame);
+            }
             last = node;
             continue;
         }
@@ -308,10 +312,10 @@ std::pair<std::size_t, std::size_t> Store::restore(std::uint32_t in, const char*
         arrived(id);
         if (above != none) tidy(above);
         last = node;
-        ++made;
+        ++over.made;
     }
     if (listed.empty()) segments_.erase(segment);
-    return {made, unfit};
+    return over;
 }
 
 }  // namespace kvtier

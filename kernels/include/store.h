@@ -55,6 +55,13 @@ struct Match {
     std::vector<Part> parts;  // what the READY prefix is restored from
 };
 
+// What became of a footer's rows: `died` are frames of blocks that have another one, or are in
+// memory.
+struct Restored {
+    std::size_t made = 0, unfit = 0;
+    std::vector<Frame> died;
+};
+
 // Of one group and shard, what a prefix needs and memory lacks.
 struct Missing {
     std::uint32_t group, shard;
@@ -131,8 +138,7 @@ class Store {
     void forget_use(Ids ids);
     Left drop_segment(std::uint32_t segment);
     // Rows as a segment's footer has them; how many made a block, and how many fit no block here.
-    std::pair<std::size_t, std::size_t> restore(std::uint32_t space, const char* rows,
-                                                std::size_t n, std::uint32_t segment);
+    Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment);
     IdList dirty(Ids ids) const;
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;

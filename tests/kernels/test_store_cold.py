@@ -347,17 +347,17 @@ def test_identities_are_what_a_frame_is_named_by(store):
 
 def test_a_segment_is_restored_after_a_restart(store, plain):
     rows = row(1) + row(2, key(1), page=3) + row(4, key(3), page=5)
-    assert store.restore(plain, rows, 7) == (3, 0)
+    assert store.restore(plain, rows, 7) == (3, 0, b"")
     store.check()
     assert lengths(store, plain, keys(1, 2)) == (0, 2)
     ids = store.resident(plain, keys(1, 2, 4))
     assert store.in_segment(7) == (ids, bytes([3, 3, 2]))
     assert store.frames(ids[4:8]) == (FRAME.pack(7, 3, PAGE, 0, 1, 1, 0), digest(2))
     assert store.counts()["ghosts"] == 1
-    assert store.restore(plain, row(3, page=1), 8) == (1, 0)
+    assert store.restore(plain, row(3, page=1), 8) == (1, 0, b"")
     assert store.counts()["ghosts"] == 0
     # Where one is there already, the frame that is restored later is the newer one.
-    assert store.restore(plain, row(2, key(1), page=9), 9) == (0, 0)
+    assert store.restore(plain, row(2, key(1), page=9), 9) == (0, 0, struct.pack("<II", 7, 3))
     assert store.in_segment(7)[0] == ids[:4] + ids[8:]
     assert store.in_segment(9)[0] == ids[4:8]
     store.check()
@@ -365,14 +365,14 @@ def test_a_segment_is_restored_after_a_restart(store, plain):
 
 def test_what_is_in_memory_is_not_restored_over(store, plain):
     ids = save(store, plain, [1])
-    assert store.restore(plain, row(1), 7) == (0, 0)
+    assert store.restore(plain, row(1, page=5), 7) == (0, 0, struct.pack("<II", 7, 5))
     assert store.dirty(ids) == ids
     assert store.in_segment(7) == (b"", b"")
 
 
 def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):
     rows = row(1, key(1)) + row(2, key(3), page=3) + row(3, key(2), page=5)
-    assert store.restore(plain, rows, 7) == (3, 0)
+    assert store.restore(plain, rows, 7) == (3, 0, b"")
     store.check()
     assert lengths(store, plain, keys(1, 2, 3)) == (0, 3)
     assert len(store.drop_segment(7)[0]) == 3 * 4
@@ -384,7 +384,7 @@ def test_rows_that_fit_no_block_are_counted_and_passed_over(store, plain):
         row(1, group=1), row(2, shard=1), row(3, payload=PAGE - 1), row(4, payload=1 << 32, codec=3),
         row(5, codec=256), row(6, header_pages=256), row(7, codec=3, payload=5),
     ]  # fmt: skip
-    assert store.restore(plain, b"".join(rows), 7) == (1, 6)
+    assert store.restore(plain, b"".join(rows), 7) == (1, 6, b"")
     assert lengths(store, plain, key(7)) == (0, 1)
     with pytest.raises(ValueError):
         store.restore(plain, rows[0][1:], 7)
@@ -400,5 +400,5 @@ def test_a_frame_costs_little_memory():
     before = store.memory_bytes()
     for segment in range(8):
         rows = b"".join(row((segment, at), page=1 + 2 * at) for at in range(n // 8))
-        assert store.restore(space, rows, segment) == (n // 8, 0)
+        assert store.restore(space, rows, segment) == (n // 8, 0, b"")
     assert (store.memory_bytes() - before) / n < 150  # of whole chunks of memory; 115 at a million

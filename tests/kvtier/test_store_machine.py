@@ -509,12 +509,18 @@ class StoreMachine(RuleBasedStateMachine):
                     made.append(((space, group, shard, key), frame))
                 rows.append(ROW.pack(*row))
         answer = self.both("restore", space, b"".join(rows), segment)
+        died = []
         for name, frame in made:
             if name not in of:
+                died += [named[name]] if name in named else []
                 named[name] = frame
             elif self.states[of[name]] == "cold":
+                died.append(self.frames[of[name]])
                 self.reframe(of[name], frame)
-        assert answer == (len(named), wrong)
+            else:
+                died.append(frame)
+        places = b"".join(struct.pack("<II", *frame[:2]) for frame in died)
+        assert answer == (len(named), wrong, places)
         found = self.both("present", space, group, shard, b"".join(name[3] for name in named))
         assert found == b""
         for i in unpack(self.both("in_segment", segment)[0]):

@@ -746,12 +746,12 @@ class Store:
         self._segments.pop(segment, None)
         return join(freed), evictable_ids(orphans)
 
-    def restore(self, space: int, rows: bytes, segment: int) -> tuple[int, int]:
+    def restore(self, space: int, rows: bytes, segment: int) -> tuple[int, int, bytes]:
         """Makes COLD blocks of the rows of a segment's footer, each of this space: (how many, how many
-        rows fit no block of it). One that is COLD already has the newer frame from now on, and one
-        that is in memory stays as it is."""
+        rows fit no block of it, segment and page of each frame that died). One that is COLD already has
+        the newer frame from now on, and one that is in memory stays as it is."""
         found = self._space(space)
-        made = unfit = 0
+        made, unfit, died = 0, 0, b""
         for at, row in enumerate(split(rows, ROW.size)):
             if at % RESTORED_AT_ONCE == 0:
                 self._begin()
@@ -767,6 +767,7 @@ class Store:
             frame = Frame(segment, page, payload_bytes, codec, header_pages, flags & 255)
             block = self._find(place, key)
             if block is not None:
+                died += (block.frame if block.state == COLD and block.frame else frame).place()
                 if block.state == COLD:
                     self._note_frame(block, frame, digest)
                 continue
@@ -781,7 +782,7 @@ class Store:
             if above is not None:
                 self._tidy(above)
             made += 1
-        return made, unfit
+        return made, unfit, died
 
     def identities(self, ids: bytes) -> bytes:
         """Of each, 80 bytes: "<IIIB3x32s32s" of space, group, shard, whether it has a parent, its key
