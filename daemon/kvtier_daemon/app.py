@@ -26,10 +26,11 @@ from kvtier_daemon.notify import Notifier
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import ColdTier, Shelf
+from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered, by_space
 from kvtier_daemon.tiers.segment import ENTRY
+from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_daemon.tiers.warm import WarmTier
 from kvtier_kernels import Mapping, Store
 
@@ -177,8 +178,10 @@ class App:
             now = self._server.clock()
             for tenant in self.tenants.values():
                 tenant.catalog.expire(now)
-                if self.cold is not None:
-                    self.cold.bury(tenant.catalog.cold.take_died())
+                if tenant.mover is not None:
+                    tenant.mover.bury()
+            if self.cold is not None:
+                self.cold.tend()
             self._server.tend()
 
     def _tenant_of(self, uid: int) -> Tenant | None:
@@ -217,8 +220,8 @@ class App:
             "used_bytes": sum(count["framed_bytes"] for count in counts),
             "blocks": sum(count["framed_blocks"] for count in counts),
             "states": _sum(mover.counts for mover in movers),
-            "engine": cold.disk.engine,
-            "on": cold.is_on,
+            "engine": cold.engine,
+            "on": cold.is_on and cold.takes,
             "faults": cold.faults,
             "failure": cold.failure,
         }

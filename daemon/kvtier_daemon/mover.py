@@ -18,18 +18,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvtier.catalog import Catalog, Space
-from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion, Rescue
 from kvtier.catalog.cold import Outgoing as Described
 from kvtier.codec.frame import RAW, pages
 from kvtier.wire import DIGEST_BYTES
-from kvtier_daemon.tiers.cold import ColdTier, Incoming, Landed, Outgoing, Shelf, anonymous
-from kvtier_daemon.tiers.log import Segment
+from kvtier_daemon.tiers.cold import ColdTier, Incoming
+from kvtier_daemon.tiers.drive import anonymous
+from kvtier_daemon.tiers.log import Segment, Stage
+from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf, Wrote
 
 log = logging.getLogger(__name__)
 
 SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
+PLACE_BYTES = 8  # the first two
 
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITES_AT_ONCE = 2
@@ -39,6 +41,8 @@ PAUSE_S = 0.05
 SECOND_CHANCE = 0.25  # of what is written may be written a second time
 SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
+COPY_BYTES = 8 << 20  # of a segment that leaves, at a time
+FORGET_S = 3.0
 LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_TRIES = 20
 DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.EIO)
@@ -100,6 +104,10 @@ class Mover:
         self._rate = 0.0  # of reads, bytes a second
         self._again_bytes = 0.0  # that may be written a second time
         self._bounce: tuple[int, int] | None = None
+        # Of segments that leave: where frames are copied to, and what from. Both are there for a while.
+        self._copies: dict[Segment, dict[bytes, bytes]] = {}
+        self._forgotten: list[tuple[Space, bytes, Callable[[str], None]]] = []
+        self._forgetting: asyncio.Task[None] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -112,7 +120,8 @@ class Mover:
         expected, and in how many milliseconds, as far as can be told."""
         if not self._cold.is_on:
             return 0, 0.0
-        plan = self._catalog.cold.plan_promotion(space, keys, READING_BLOCKS)
+        out_of_reach = self._cold.out_of_reach()
+        plan = self._catalog.cold.plan_promotion(space, keys, READING_BLOCKS, out_of_reach)
         if plan.ids:
             self._read(plan.ids, plan.slots, plan.frames, plan.digests)
             self._wake.set()  # others went for these, so others are the coldest now
@@ -156,7 +165,7 @@ class Mover:
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed."""
-        if self._through and self._cold.is_on and len(self._saved) < LIMIT_SAVED:
+        if self._through and self._cold.takes and len(self._saved) < LIMIT_SAVED:
             # Those beyond the limit are written when they come near to being evicted.
             self._saved.append(ids)
         self._wake.set()
@@ -181,7 +190,7 @@ class Mover:
 
     def _plan(self) -> Demotion | None:
         """What to write next, or None."""
-        if not self._cold.is_on or (left := self._budget.left()) <= 0:
+        if not self._cold.takes or (left := self._budget.left()) <= 0:
             return None
         cold = self._catalog.cold
         while self._saved:
@@ -210,22 +219,18 @@ class Mover:
             blocks = [block for block in blocks if block not in unfit]
         sent = 0
         try:
-            await self._describe(blocks)
-            while sent < len(blocks):
-                count, done = self._begin(blocks[sent:])
-                if done is None:
-                    break
-                tried, sent = blocks[sent : sent + count], sent + count
-                landed = await done
-                self._landed(landed)
-                good = {one.id for one in landed}
-                bad = [block for block in tried if block.id not in good]
-                cold.not_demoted(_ids_of(bad))
-                if bad:
+            while sent < len(blocks) and await self._describe(blocks):
+                count, settled = self._begin(blocks[sent:], self._settle)
+                sent += count
+                if not count or not await settled:
                     break
         finally:
             cold.not_demoted(_ids_of(blocks[sent:]))
         return _ids_of(blocks[sent:]), sent > 0
+
+    def _settle(self, landed: list[Landed], failed: list[int]) -> None:
+        self._landed(landed)
+        self._catalog.cold.not_demoted(array("I", failed).tobytes())
 
     def _landed(self, landed: list[Landed]) -> None:
         nbytes = sum(one.payload_bytes for one in landed)
@@ -236,20 +241,23 @@ class Mover:
         frames = b"".join(map(_frame, landed))
         self._catalog.cold.demoted(numbers, frames, b"".join(one.digest for one in landed))
 
-    async def _describe(self, blocks: Sequence[Outgoing]) -> None:
+    async def _describe(self, blocks: Sequence[Outgoing]) -> bool:
         for block in {block.space: block for block in blocks}.values():
-            await self._cold.describe(self._tenant, block.space, block.spec)
+            if not await self._cold.describe(self._tenant, block.space, block.spec):
+                return False
+        return True
 
-    def _begin(self, blocks: Sequence[Outgoing]) -> tuple[int, asyncio.Future[list[Landed]] | None]:
-        """Hand the leading blocks to the disk: how many, and then those of them that are on it."""
-        done: asyncio.Future[list[Landed]] = asyncio.get_running_loop().create_future()
+    def _begin(self, blocks: Sequence[Outgoing], settle: Wrote) -> tuple[int, asyncio.Future[bool]]:
+        """Hand the leading blocks to the disk: how many, and, once `settle` was called, whether all of them
+        are on it."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-        def over(landed: list[Landed], _: list[int]) -> None:
-            if not done.cancelled():
-                done.set_result(landed)
+        def over(landed: list[Landed], failed: list[int]) -> None:
+            settle(landed, failed)
+            if not done.done():
+                done.set_result(not failed)
 
-        count = self._cold.write(self._tenant, blocks, over)
-        return count, done if count else None
+        return self._cold.write(self._tenant, blocks, over), done
 
     def _outgoing(self, number: int, block: Described, place: tuple[int, int]) -> Outgoing:
         name = block.identity
@@ -271,9 +279,13 @@ class Mover:
     async def _bring_away_on(self) -> None:
         while True:
             shelf, segment = await self._leaving.get()
+            for other in [one for one in self._copies if one.stage is not Stage.LEAVING]:
+                del self._copies[other]
             try:
                 await self._bring_away(segment)
             finally:
+                # As long as the segment has its epoch.
+                self.bury()
                 self._catalog.cold.drop_segment(segment.number)
                 self._cold.left(shelf, segment)
 
@@ -281,48 +293,121 @@ class Mover:
         """Write again, elsewhere, what was wanted since it was written and is nowhere else."""
         cold = self._catalog.cold
         found = cold.reclaim(segment.number, KEEP_MOST)
+        frames = [
+            found.frames[at : at + FRAME.size] for at in range(0, len(found.frames), FRAME.size)
+        ]
         # Now, as by the time a frame is copied its block may be gone, and its id another's.
         described = cold.described(found.ids)
-        for at in range(len(found.ids) // ID_BYTES):
-            if self._again_bytes <= 0 or not self._cold.is_on:
-                break
-            await self._copy(found, at, described[at])
+        at = 0
+        while at < len(frames) and self._again_bytes > 0 and self._cold.is_on and self._cold.takes:
+            count, nbytes = 0, 0
+            while at + count < len(frames) and (not count or nbytes < COPY_BYTES):
+                nbytes += pages(FRAME.unpack(frames[at + count])[2])
+                count += 1
+            await self._copy(segment, found, described, frames, range(at, at + count), nbytes)
+            at += count
 
-    async def _copy(self, found: Rescue, at: int, described: Described) -> None:
-        number = array("I", found.ids)[at]
-        ids = array("I", [number]).tobytes()
-        before = found.frames[at * FRAME.size : (at + 1) * FRAME.size]
-        nbytes = FRAME.unpack(before)[2]
-        place = (self._bounce_of(nbytes), 0)
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def _copy(
+        self,
+        segment: Segment,
+        found: Rescue,
+        described: Sequence[Described],
+        frames: Sequence[bytes],
+        which: range,
+        nbytes: int,
+    ) -> None:
+        """Write these frames of a segment that leaves again."""
+        ids, extent, offset = array("I", found.ids), self._bounce_of(nbytes), 0
+        reading, writing = [], {}
+        for at in which:
+            reading.append(_incoming(ids[at], found.frames, found.digests, at, (extent, offset)))
+            writing[ids[at]] = self._outgoing(ids[at], described[at], (extent, offset))
+            offset += pages(reading[-1].payload_bytes)
+        await self._read_all(reading, writing)
+        before = dict(zip((ids[at] for at in which), frames[which.start : which.stop], strict=True))
 
-        def over(_: Incoming, code: int) -> None:
-            if not done.cancelled():
-                done.set_result(code)
+        def settle(landed: list[Landed], _: list[int]) -> None:
+            for one in landed:
+                self._rescued(segment, one, before[one.id])
 
-        self._cold.read([_incoming(number, found.frames, found.digests, at, place)], over)
-        if await done:
-            return  # what asks for it next will be told
-        block = self._outgoing(number, described, place)
-        await self._describe([block])
-        for _ in range(BEGIN_TRIES):
-            _, written = self._begin([block])
-            if written is not None:
-                break
-            await asyncio.sleep(PAUSE_S)  # the next segment is being begun
-        else:
-            return
-        for one in await written:
-            self._again_bytes -= nbytes
-            self._budget.spend(nbytes)
-            self.counts["written_again"] += 1
-            self._catalog.cold.rescued(ids, before, _frame(one))
+        blocks, tries = list(writing.values()), 0
+        while blocks and tries < BEGIN_TRIES and await self._describe(blocks):
+            count, settled = self._begin(blocks, settle)
+            blocks = blocks[count:]
+            if count:
+                await settled
+            else:
+                tries += 1
+                await asyncio.sleep(PAUSE_S)  # the next segment is being begun
+
+    async def _read_all(self, blocks: Sequence[Incoming], wanted: dict[int, Outgoing]) -> None:
+        """Read these; take those that are not good out of what is wanted. Who asks for them next will be
+        told."""
+        left = len(blocks)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def over(block: Incoming, code: int) -> None:
+            nonlocal left
+            left -= 1
+            if code:
+                del wanted[block.id]
+            if not left and not done.done():
+                done.set_result(None)
+
+        self._cold.read(blocks, over)
+        await done
+
+    def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
+        self._again_bytes -= one.payload_bytes
+        self._budget.spend(one.payload_bytes)
+        self.counts["written_again"] += 1
+        after = _frame(one)
+        self._copies.setdefault(segment, {})[after[:PLACE_BYTES]] = before[:PLACE_BYTES]
+        self._catalog.cold.rescued(array("I", [one.id]).tobytes(), before, after)
 
     def _bounce_of(self, nbytes: int) -> int:
         """Memory of our own, of so many bytes at least; its number with the cold tier."""
         if self._bounce is None or self._bounce[1] < nbytes:
-            self._bounce = (self._cold.register(anonymous(pages(nbytes))), nbytes)
+            nbytes = max(nbytes, COPY_BYTES)
+            self._bounce = (self._cold.register(anonymous(nbytes)), nbytes)
         return self._bounce[0]
+
+    # --- what was forgotten ------------------------------------------------------------------
+
+    def forget(self, space: Space, keys: bytes, over: Callable[[str], None]) -> None:
+        """See to it that these blocks, which the catalog has forgotten, are so after a start too; then `over`
+        is told what went wrong, or nothing."""
+        self._forgotten.append((space, keys, over))
+        if self._forgetting is None:
+            self._forgetting = asyncio.create_task(self._forget_on(), name="forget")
+
+    async def _forget_on(self) -> None:
+        while self._forgotten:
+            some, self._forgotten = self._forgotten, []
+            failure = ""
+            try:
+                async with asyncio.timeout(FORGET_S):
+                    if not self._cold.recovered.is_set():
+                        # What is found later would be there again.
+                        await self._cold.recovered.wait()
+                        for space, keys, _ in some:
+                            self._catalog.forget(space, keys)
+                    await self._cold.settled(self._tenant)
+                    self.bury()
+                    failure = await self._cold.flush()
+            except TimeoutError:
+                failure = self._cold.failure or "the disk takes too long"
+            for _, _, over in some:
+                over(failure)
+        self._forgetting = None
+
+    def bury(self) -> None:
+        """Tell the index of the frames that are nothing any more."""
+        died = self._catalog.cold.take_died()
+        for copies in self._copies.values():
+            for at in range(0, len(died), PLACE_BYTES):
+                died += copies.get(died[at : at + PLACE_BYTES], b"")
+        self._cold.bury(died)
 
 
 def _incoming(

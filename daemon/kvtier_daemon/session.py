@@ -157,7 +157,7 @@ class Session:
         except SpecError as error:
             self._fail(request.id, "bad_spec", str(error))
             return
-        if request.id:
+        if request.id and reply is not None:
             self.send(reply)
 
     def _hello_or_bye(self, request: wire.Request) -> None:
@@ -277,10 +277,22 @@ class Session:
         blocks = tenant.catalog.hint(space, request.keys, request.importance)
         return wire.Counted(request.id, blocks)
 
-    def _forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply:
+    def _forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
         self._check_may_write()
         space = tenant.catalog.space(request.space)
-        return wire.Counted(request.id, tenant.catalog.forget(space, request.keys))
+        count = tenant.catalog.forget(space, request.keys)
+        if tenant.mover is None:
+            return wire.Counted(request.id, count)
+
+        def over(failure: str) -> None:
+            if failure:
+                text = f"forgotten in memory; after a restart it may be back from disk: {failure}"
+                self._fail(request.id, "disk_failed", text)
+            elif request.id:
+                self.send(wire.Counted(request.id, count))
+
+        tenant.mover.forget(space, request.keys, over)
+        return None
 
     def _check_may_write(self) -> None:
         if self._read_only:
@@ -448,7 +460,7 @@ class Session:
         self.peer.close()
 
 
-Answer = Callable[[Session, Any, Any], wire.Reply]
+Answer = Callable[[Session, Any, Any], wire.Reply | None]  # None: the answer comes later
 WITHOUT_TENANT = (wire.Stats, wire.Ping)
 ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Open: Session._open,

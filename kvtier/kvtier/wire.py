@@ -239,6 +239,7 @@ CODES = (
     "unknown_lease",   # ended, or never this session's
     "bad_request",     # well-formed, but makes no sense
     "read_only",       # this session may not write
+    "disk_failed",     # it holds in memory, and could not be made so on disk
     "internal",        # a bug of the daemon's; fatal
 )  # fmt: skip
 

@@ -12,10 +12,11 @@ import pytest
 
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
-from kvtier_daemon.tiers.cold import ColdTier, Incoming, Landed, Outgoing, Shelf
+from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.segment import decode_entries
+from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf
 from kvtier_kernels import Mapping, views
 from specs import pattern, spec_of
 

@@ -12,7 +12,7 @@ import pytest
 from daemon.test_cold import BLOCK, Bench
 from kvtier.codec.frame import PAGE
 from kvtier_daemon.cli import main
-from kvtier_daemon.tiers.cold import Landed
+from kvtier_daemon.tiers.shelf import Landed
 
 
 def filled(folder: Path, close: bool = True) -> dict[int, tuple[Path, Landed]]:

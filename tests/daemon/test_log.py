@@ -34,6 +34,7 @@ def test_segments_are_used_again_in_the_order_in_which_they_were_begun() -> None
         if not log.free:
             leaving = log.leave()
             assert leaving is begun[turn - 3]
+            log.freeing(leaving)
             log.freed(leaving)
         segment = opened(log, turn)
         begun.append(segment)
@@ -52,6 +53,7 @@ def test_one_that_could_not_be_sealed_leaves_like_a_full_one() -> None:
     assert log.open is None and segment.stage is Stage.SEALED
     assert log.leave() is segment
     assert log.leave() is None
+    log.freeing(segment)
     log.freed(segment)
     again = opened(log, 1)
     assert again is segment and not again.rows
@@ -64,6 +66,7 @@ def test_what_is_read_is_not_used_again() -> None:
     log.leave()
     segment.reading = 1
     with pytest.raises(AssertionError):
+        log.freeing(segment)
         log.freed(segment)
 
 

@@ -51,11 +51,11 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
         bench.tier.read([ahead] * 4000, lambda *_: None)
         mover.saved(ids)
         moving = asyncio.create_task(mover.run())
-        while not bench.tier.disk.queued[2] > 10:  # noqa: ASYNC110
+        while not bench.tier.drives[0].disk.queued[2] > 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
         moving.cancel()
         await asyncio.gather(moving, return_exceptions=True)
-        waiting = bench.tier.disk.queued[2]
+        waiting = bench.tier.drives[0].disk.queued[2]
         granted = catalog.reserve(SessionId(2), space, 0, 0, b"", keys(900, 60))
         assert waiting > 2, "nothing was waiting: the test shows nothing"
         for number, place_ in enumerate(places(granted.slots)):

@@ -2,7 +2,7 @@
 
      FREE ──begin──▶ BEGINNING ──begun──▶ OPEN ──seal──▶ SEALING ──sealed──▶ SEALED
       ▲                                                                        │
-      └────────────── freed, when nothing reads it any more ── LEAVING ◀──leave┘
+      └──freed── FREEING ◀──when nothing names or reads it── LEAVING ◀──leave──┘
 
 Segments are used again in the order in which they were begun: the oldest leaves first, and what of it was
 wanted since it was written is written again, elsewhere, before that.
@@ -28,6 +28,7 @@ class Stage(Enum):
     SEALING = "sealing"
     SEALED = "sealed"
     LEAVING = "leaving"
+    FREEING = "freeing"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,6 @@ class Segment:
     described: int = 0  # bytes that describing them takes
     writing: int = 0
     reading: int = 0
-    gone: bool = False  # nothing names it any more
     buried: list[int] = field(default_factory=list)  # pages of frames that were forgotten
 
     @property
@@ -93,7 +93,7 @@ class Log:
         self.free: deque[Segment] = deque()
         self.open: Segment | None = None
         self.sealed: deque[Segment] = deque()
-        self.others: set[Segment] = set()  # beginning, sealing, leaving
+        self.others: set[Segment] = set()  # beginning, sealing, leaving, freeing
 
     def __len__(self) -> int:
         held = len(self.free) + len(self.sealed) + len(self.others)
@@ -165,10 +165,13 @@ class Log:
         self.others.add(segment)
         return segment
 
-    def freed(self, segment: Segment) -> None:
-        """Nothing names it any more, and nothing reads it."""
+    def freeing(self, segment: Segment) -> None:
+        """Nothing names it any more, and nothing reads it: its head is to be taken back."""
         assert segment.idle
-        _step(segment, Stage.LEAVING, Stage.FREE)
+        _step(segment, Stage.LEAVING, Stage.FREEING)
+
+    def freed(self, segment: Segment) -> None:
+        _step(segment, Stage.FREEING, Stage.FREE)
         self.others.discard(segment)
         self.free.append(segment)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
@@ -35,7 +36,7 @@ class Promotion:
     """Blocks to read into their slots, in the order in which they are wanted.
 
     The ids in `joined` are on their way by an earlier plan; `left_out` more are on disk, for which there
-    was no room or too much in flight."""
+    was no room or too much in flight, or which are out of reach."""
 
     ids: bytes = b""
     slots: bytes = b""
@@ -88,11 +89,18 @@ class Cold:
 
     # --- from the disk -----------------------------------------------------------------------
 
-    def plan_promotion(self, space: Space, keys: bytes, limit_blocks: int) -> Promotion:
+    def plan_promotion(
+        self,
+        space: Space,
+        keys: bytes,
+        limit_blocks: int,
+        out_of_reach: Set[int] = frozenset(),
+    ) -> Promotion:
         """Take slots for what a match of these keys would need from the disk.
 
-        Of a prefix that would put more than `limit_blocks` in flight, a shorter one. Never evicts a block
-        of this very chain. A block that is being read already is not read twice.
+        Of a prefix that would put more than `limit_blocks` in flight, or that needs something of the
+        segments that are `out_of_reach`, a shorter one. Never evicts a block of this very chain. A block
+        that is being read already is not read twice.
         """
         space.check_keys(keys)
         if space.index < 0:
@@ -102,10 +110,9 @@ class Cold:
         if ready == whole:
             return Promotion()
         wanted = store.cold(space.index, keys, whole)
-        cold_blocks = sum(len(cold) for _, _, cold, _ in wanted) // ID_BYTES
-        prefix, wanted = self._within(
-            space, keys, whole, wanted, max(0, limit_blocks - self.reading)
-        )
+        asked = sum(len(cold) + len(promoting) for _, _, cold, promoting in wanted) // ID_BYTES
+        limit_blocks = max(0, limit_blocks - self.reading)
+        prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
         moving = any(cold for _, _, cold, _ in wanted)
         here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
         ids, joined = b"", b""
@@ -122,7 +129,8 @@ class Cold:
         taken = len(ids) // ID_BYTES
         self.reading += taken
         frames, digests = store.frames(ids)
-        return Promotion(ids, store.slots(ids), frames, digests, joined, cold_blocks - taken)
+        left_out = asked - taken - len(joined) // ID_BYTES
+        return Promotion(ids, store.slots(ids), frames, digests, joined, left_out)
 
     def _here(self, space: Space, keys: bytes) -> list[bytes]:
         """What of this prefix is READY, for each shard of each group."""
@@ -133,19 +141,31 @@ class Cold:
         ]
 
     def _within(
-        self, space: Space, keys: bytes, prefix: int, wanted: list[Missing], limit_blocks: int
+        self,
+        space: Space,
+        keys: bytes,
+        prefix: int,
+        wanted: list[Missing],
+        limit_blocks: int,
+        out_of_reach: Set[int],
     ) -> tuple[int, list[Missing]]:
-        """This prefix and what it needs, or a shorter one that needs no more than so many blocks."""
+        """This prefix and what it needs, or a shorter one that needs no more than so many blocks, and
+        nothing that is out of reach."""
         store = self._blocks.store
 
         def fits(parts: list[Missing]) -> bool:
-            return sum(len(cold) for _, _, cold, _ in parts) <= limit_blocks * ID_BYTES
+            if sum(len(cold) for _, _, cold, _ in parts) > limit_blocks * ID_BYTES:
+                return False
+            ids = b"".join(cold + promoting for _, _, cold, promoting in parts if out_of_reach)
+            segments = {one[0] for one in struct.iter_unpack("<I12x", store.frames(ids)[0])}
+            return segments.isdisjoint(out_of_reach)
 
         if fits(wanted):
             return prefix, wanted
         best: tuple[int, list[Missing]] = (0, [])
         low, high = 0, prefix
-        while high - low > 1 + limit_blocks // 8:  # close enough
+        enough = 1 if out_of_reach else 1 + limit_blocks // 8
+        while high - low > enough:
             middle = (low + high) // 2
             shorter = store.match(space.index, keys[: middle * KEY_BYTES])[1]
             parts = store.cold(space.index, keys, shorter)
@@ -294,7 +314,9 @@ class Cold:
         space = self._spaces.open(identity, spec, NOBODY)
         try:
             self._spaces.settle(space)
-            return self._blocks.store.restore(space.index, rows, segment)
+            made, unfit, died = self._blocks.store.restore(space.index, rows, segment)
+            self._blocks.died += died
+            return made, unfit
         finally:
             self._spaces.leave_one(NOBODY, space)
 

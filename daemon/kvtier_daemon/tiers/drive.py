@@ -1,0 +1,234 @@
+"""One directory's disk: the native worker that reads and writes its files, and whether it is worth asking.
+
+Reads and writes are two lanes: a file system without room, or frozen, or read-only, is still read. A lane is
+off while nothing of it comes back, and for a while after several faults in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import struct
+from collections.abc import Callable
+
+from kvtier.codec.frame import PAGE
+from kvtier_kernels import Disk, Mapping
+
+log = logging.getLogger(__name__)
+
+# token, fd, flags, file offset, nbytes, extent, deadline, memory offset
+OPERATION = struct.Struct("<QiIQQIIQ")
+DIGEST_TAIL = struct.Struct("<16s")
+HEADER_TAIL = struct.Struct("<QQ")
+URGENT, DIGEST, SEAL = 1, 2, 4
+READ_MS = 2000
+HANGS_S = 5.0  # without a completion, while there is something to complete
+FAULTS_TO_OFF = 5
+OFF_S, LONGEST_OFF_S = 5.0, 300.0
+# They say nothing of the disk: too late, called off, not the bytes that were asked for.
+BENIGN = (errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA)
+
+Over = Callable[[int, bytes | None], None]  # an errno or 0, and the bytes or the digest
+
+
+class Lane:
+    """The reads, or the writes, of one disk: how they fare."""
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self.failure = ""
+        self._name = name
+        self._clock = clock
+        self._pending = 0
+        self._moved_at = 0.0  # when something last came back, or began to be waited for
+        self._hangs = False
+        self._in_a_row = 0
+        self._off_until = 0.0
+        self._off_s = OFF_S
+
+    @property
+    def is_on(self) -> bool:
+        return not self._hangs and (not self._off_until or self._clock() >= self._off_until)
+
+    def began(self) -> None:
+        if not self._pending:
+            self._moved_at = self._clock()
+        self._pending += 1
+
+    def ended(self) -> None:
+        self._pending -= 1
+        self._moved_at = self._clock()
+
+    def worked(self) -> None:
+        self._in_a_row = 0
+        if self._clock() < self._off_until:
+            return  # begun before; what it shows is old
+        if self.failure and not self._hangs:
+            log.info("cold: %s: works again", self._name)
+            self.failure = ""
+        self._off_until, self._off_s = 0.0, OFF_S
+
+    def fault(self, failure: str) -> None:
+        self.failure = failure
+        self._in_a_row += 1
+        if self._in_a_row % FAULTS_TO_OFF == 0:
+            self._off_until = self._clock() + self._off_s
+            log.error("cold: %s: off for %.0f s", self._name, self._off_s)
+            self._off_s = min(2 * self._off_s, LONGEST_OFF_S)
+
+    def give_up(self, why: str) -> None:
+        self._off_until = float("inf")
+        self.failure = why
+
+    def tend(self) -> None:
+        """See whether it hangs, or has come back."""
+        hangs = self._pending > 0 and self._clock() - self._moved_at > HANGS_S
+        if hangs and not self._hangs:
+            self.failure = f"{self._name}: nothing has come back for {HANGS_S:.0f} s"
+            log.error("cold: %s; off until it does", self.failure)
+        elif self._hangs and not hangs:
+            log.info("cold: %s: comes back", self._name)
+            self.failure = ""
+        self._hangs = hangs
+
+
+class Drive:
+    """The worker of one directory. `over` of an operation is called in the loop when it has ended."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        engine: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.reads, self.writes = Lane(f"reading {name}", clock), Lane(f"writing {name}", clock)
+        self.faults = 0
+        self.short = ""  # why there are no more files
+        self._loop = loop
+        self._clock = clock
+        self._waiting: dict[int, tuple[Lane, Over]] = {}
+        self._last_token = 0
+        self._quiet = asyncio.Event()  # nothing is under way
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.disk = Disk(self._event_fd, engine)
+        self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
+        loop.add_reader(self._event_fd, self._completed)
+
+    @property
+    def failure(self) -> str:
+        return self.writes.failure or self.reads.failure or self.short
+
+    def give_up(self, why: str) -> None:
+        """Nothing moves any more, until a restart."""
+        self.reads.give_up(why)
+        self.writes.give_up(why)
+
+    def fault(self, lane: Lane, what: str, code: int) -> None:
+        """Something that has nothing to do with what the bytes are went wrong."""
+        self.faults += 1
+        failure = f"{what}: {os.strerror(code)}"
+        log.error("cold: %s", failure)
+        lane.fault(failure)
+
+    def tend(self) -> None:
+        self.reads.tend()
+        self.writes.tend()
+
+    # --- operations --------------------------------------------------------------------------
+
+    def read_op(
+        self, fd: int, at: int, nbytes: int, extent: int, offset: int, digest: bytes, urgent: bool,
+        over: Over,
+    ) -> bytes:  # fmt: skip
+        """A read for `read`."""
+
+        def have_read(code: int, extra: bytes | None) -> None:
+            if not code:
+                self.reads.worked()
+            over(code, extra)
+
+        flags = DIGEST | URGENT if urgent else DIGEST
+        token = self._token(self.reads, have_read)
+        return OPERATION.pack(
+            token, fd, flags, at, nbytes, extent, READ_MS, offset
+        ) + DIGEST_TAIL.pack(digest)
+
+    def read(self, ops: bytes | bytearray) -> None:
+        self.disk.read(ops)
+
+    def frame_op(
+        self, fd: int, at: int, nbytes: int, extent: int, offset: int, header: tuple[int, int],
+        over: Over,
+    ) -> bytes:  # fmt: skip
+        """A frame for `write`; `header` says where in the headers its own is, and how long."""
+        token = self._token(self.writes, over)
+        return OPERATION.pack(
+            token, fd, DIGEST | SEAL, at, nbytes, extent, 0, offset
+        ) + HEADER_TAIL.pack(*header)
+
+    def write(
+        self, fd: int, ops: bytes | bytearray, headers: bytes | bytearray, over: Over
+    ) -> None:
+        """Write to this file, then sync it. Neither has a deadline: while a write may still happen, the
+        slot that it is made from is its own. `over` has the first error of them all."""
+
+        def synced(code: int, extra: bytes | None) -> None:
+            if not code:
+                self.writes.worked()
+            over(code, extra)
+
+        self.disk.write(ops, headers)
+        self.disk.sync(self._token(self.writes, synced), fd)
+
+    def write_text(self, fd: int, at: int, text: bytes, over: Over) -> None:
+        """Write pages of ours, and sync."""
+        op = OPERATION.pack(self._token(self.writes, lambda *_: None), fd, 0, at, 0, 0, 0, 0)
+        self.write(fd, op + HEADER_TAIL.pack(0, len(text)), text, over)
+
+    def _token(self, lane: Lane, over: Over) -> int:
+        self._last_token += 1
+        self._waiting[self._last_token] = lane, over
+        lane.began()
+        return self._last_token
+
+    def _completed(self) -> None:
+        try:
+            os.eventfd_read(self._event_fd)
+        except BlockingIOError:
+            return
+        for token, code, extra in self.disk.done():
+            lane, over = self._waiting.pop(token)
+            lane.ended()
+            try:
+                over(code, extra)
+            except Exception:
+                log.exception("cold: what was read or written could not be settled")
+                self.give_up("a bug; the daemon's log says which")
+        if not self._waiting:
+            self._quiet.set()
+
+    async def close(self, timeout_s: float) -> bool:
+        """Wait for what is under way, and end. False if the kernel keeps something: its files, and the
+        memory, are to be left alone."""
+        until = self._clock() + timeout_s
+        self._quiet.clear()
+        if self._waiting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet.wait(), timeout_s)
+        self._loop.remove_reader(self._event_fd)
+        left = self.disk.stop(max(0.0, until - self._clock()))
+        os.close(self._event_fd)
+        return not left
+
+
+def anonymous(nbytes: int) -> Mapping:
+    """Memory of our own that blocks can be read to."""
+    fd = os.memfd_create("kvtier-own", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        return Mapping(fd, nbytes, True)
+    finally:
+        os.close(fd)

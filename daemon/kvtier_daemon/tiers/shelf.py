@@ -1,0 +1,430 @@
+"""What one tenant has in one directory: writes blocks to the open segment, sees to it that there is one.
+
+A write: header and payload to the open segment, then fdatasync of it, and only then is the block said to be
+on disk. Segments come and go as their log says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.codec.frame import PAGE, RAW, Identity, Template
+from kvtier.codec.raw import entries
+from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.drive import Drive, Over
+from kvtier_daemon.tiers.log import Log, Segment, Stage
+from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes
+from kvtier_daemon.tiers.segment import (
+    FIRST_FRAME,
+    Listed,
+    described_bytes,
+    encode_footer,
+    encode_row,
+    footer_bytes,
+    page_of,
+    split_rows,
+)
+from kvtier_daemon.tiers.volume import Volume, buried_key, open_direct, tenant_digest
+
+log = logging.getLogger(__name__)
+
+GROW_AGAIN_S = 30.0
+LEAST_TO_LEAVE = 3
+RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A block to be written: what it is, and the slot that has it. `digest` is empty where none is known."""
+
+    id: int
+    space: bytes
+    spec: KvSpec
+    group: int
+    shard: int
+    key: bytes
+    parent: bytes
+    digest: bytes
+    extent: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A block that is on disk, and where."""
+
+    id: int
+    segment: int
+    page: int
+    header_pages: int
+    payload_bytes: int
+    digest: bytes
+
+
+Wrote = Callable[[list[Landed], list[int]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Writes that one fdatasync makes durable."""
+
+    segment: Segment
+    done: Wrote
+    settled: asyncio.Future[None]
+    ops: int = 0
+    landed: list[Landed] = field(default_factory=list)
+    rows: list[tuple[int, bytes]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+
+class Numbering:
+    """What all shelves of a daemon count together."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.shelves: list[Shelf] = []  # of each segment
+        self.sequence = 1
+        self._templates: dict[tuple[bytes, int, int], Template] = {}
+
+    def add(self, shelf: Shelf, segment: Segment) -> None:
+        segment.number = len(self.segments)
+        self.segments.append(segment)
+        self.shelves.append(shelf)
+
+    def template(self, block: Outgoing) -> Template:
+        """The header that all frames of this kind share."""
+        key = (block.space, block.group, block.shard)
+        kind = self._templates.get(key)
+        if kind is None:
+            pieces = entries(block.spec, block.group)
+            kind = Template(block.space, block.group, block.shard, RAW, pieces)
+            self._templates[key] = kind
+        return kind
+
+
+class Shelf:
+    """`leaving(shelf, segment)` is called when the oldest segment is to be used again: whoever is told brings
+    away what deserves it, and then says `left`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tenant: str,
+        volume: Volume,
+        drive: Drive,
+        numbering: Numbering,
+        segment_bytes: int,
+        most: int,
+        leaving: Callable[[Shelf, Segment], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tenant = tenant
+        self.volume = volume
+        self.drive = drive
+        self.segment_bytes = segment_bytes
+        self.most = most
+        self.next_file = 0
+        self.going: set[Batch] = set()
+        self.parting: dict[Segment, asyncio.Future[None]] = {}  # named no more, and not free yet
+        self.closing = False
+        self.log = Log()
+        self._loop = loop
+        self._numbering = numbering
+        self._leaving = leaving
+        self._clock = clock
+        self._making = False
+        self._full = False  # said once to the owner, until something has left
+        self._grows_at = 0.0  # after a file that could not be made
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def fits(self, block: Outgoing) -> bool:
+        """Whether a segment can have such a block at all."""
+        kind = self._numbering.template(block)
+        footer = footer_bytes(described_bytes([(block.space, block.spec)]), 1)
+        return FIRST_FRAME + kind.total_bytes + footer <= self.segment_bytes
+
+    def write(self, blocks: Sequence[Outgoing], done: Wrote) -> int:
+        """Write the leading blocks, as many as have a place now; how many."""
+        segment = self.log.open
+        if segment is None or segment.head is None:
+            self.prepare()
+            return 0
+        batch = Batch(segment, done, self._loop.create_future())
+        ops, headers, full = bytearray(), bytearray(), False
+        for block in blocks:
+            kind = self._numbering.template(block)
+            place = segment.take(kind.total_bytes, (block.space, block.spec))
+            if place is None:
+                full = True
+                break
+            page, number = place
+            sequence = self._numbering.sequence
+            self._numbering.sequence += 1
+            header = kind.header(
+                block.key, block.parent, segment.head.epoch, sequence, block.digest
+            )
+            ops += self.drive.frame_op(
+                segment.fd, page * PAGE, kind.payload_bytes, block.extent, block.offset,
+                (len(headers), len(header)),
+                self._wrote_one(batch, block, kind, page, number, sequence),
+            )  # fmt: skip
+            headers += header
+            batch.ops += 1
+        if batch.ops:
+            segment.writing += 1
+            self.going.add(batch)
+            self.drive.write(segment.fd, ops, headers, self._wrote_all(batch))
+        if full:
+            self.seal()
+        return batch.ops
+
+    def _wrote_one(
+        self, batch: Batch, block: Outgoing, kind: Template, page: int, number: int, sequence: int
+    ) -> Over:
+        def over(code: int, digest: bytes | None) -> None:
+            if code or digest is None:
+                batch.failed.append(block.id)
+                return
+            header_pages = kind.header_bytes // PAGE
+            listed = Listed(
+                Identity(block.space, block.group, block.shard, block.key), block.parent, page,
+                kind.total_bytes // PAGE, header_pages, RAW, kind.payload_bytes, kind.payload_bytes,
+                sequence, digest,
+            )  # fmt: skip
+            batch.rows.append((page, encode_row(listed, number)))
+            batch.landed.append(
+                Landed(
+                    block.id, batch.segment.number, page, header_pages, kind.payload_bytes, digest
+                )
+            )
+
+        return over
+
+    def _wrote_all(self, batch: Batch) -> Over:
+        def over(code: int, _: bytes | None) -> None:
+            segment = batch.segment
+            segment.writing -= 1
+            if code or batch.failed:
+                self._fault(f"{segment.path}: a write failed", code or errno.EIO)
+                batch.failed += [one.id for one in batch.landed]
+                batch.landed = []
+                if segment.stage is Stage.OPEN:
+                    self.log.failed(segment)
+            else:
+                segment.rows += batch.rows
+            self.going.discard(batch)
+            try:
+                batch.done(batch.landed, batch.failed)
+            finally:
+                batch.settled.set_result(None)
+            self.prepare()
+            self._perhaps_freed(segment)
+            if segment.stage is Stage.SEALING and not segment.writing:
+                self._write_footer(segment)
+
+        return over
+
+    # --- segments ----------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """The open segment takes no more."""
+        segment = self.log.seal()
+        if not segment.writing:
+            self._write_footer(segment)
+        self.prepare()
+
+    def _write_footer(self, segment: Segment) -> None:
+        assert segment.head is not None
+        rows = [row for _, row in sorted(segment.rows)]
+        at, text = encode_footer(segment.head, segment.spaces, rows, segment.end)
+        what = f"{segment.path}: its footer can't be written"
+        self.drive.write_text(
+            segment.fd, at, text, self._moved_on(segment, self.log.now_sealed, what)
+        )
+
+    def _moved_on(self, segment: Segment, good: Callable[[Segment], None], what: str) -> Over:
+        """What follows a write that brings a segment to its next stage."""
+
+        def over(code: int, _: bytes | None) -> None:
+            if code:
+                self._fault(what, code)
+                self.log.failed(segment)
+            else:
+                good(segment)
+            self.prepare()
+
+        return over
+
+    def prepare(self) -> None:
+        """See to it that there is a segment to write to, and one more to come after it."""
+        books = self.log
+        if self.closing or not self.drive.writes.is_on:
+            return  # a write asks again
+        beginning = any(one.stage is Stage.BEGINNING for one in books.others)
+        if books.free and books.open is None and not beginning:
+            self._begin()
+        if books.free or self._making or self._full:
+            return
+        if len(books) < self.most and self._clock() >= self._grows_at:
+            self._make()
+        elif len(books) >= LEAST_TO_LEAVE and (segment := books.leave()) is not None:
+            self._full = True
+            self._leaving(self, segment)
+
+    def _begin(self) -> None:
+        epoch = secrets.randbits(64)
+        segment = self.log.begin(epoch, self._numbering.sequence, tenant_digest(self.tenant))
+        assert segment.head is not None
+
+        def over(code: int, _: bytes | None) -> None:
+            if code:
+                self._fault(f"{segment.path}: its head can't be written", code)
+                self.log.not_begun(segment)
+            else:
+                self.log.begun(segment)
+                self.prepare()
+
+        self.drive.write_text(segment.fd, 0, segment.head.encode(), over)
+
+    def _make(self) -> None:
+        """A new file, made beside the loop."""
+        self._making = True
+        number, self.next_file = self.next_file, self.next_file + 1
+        path = self.volume.segment_path(self.tenant, number)
+        making = self._loop.run_in_executor(None, self.volume.make, path, self.segment_bytes)
+        self.drive.writes.began()
+
+        def made(future: asyncio.Future[int]) -> None:
+            self._making = False
+            self.drive.writes.ended()
+            error = future.exception()
+            if error is not None:
+                code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+                self.drive.faults += 1
+                self.drive.short = f"{path} can't be made: {os.strerror(code)}"
+                log.error("cold: %s; what is there has to do for a while", self.drive.short)
+                self._grows_at = self._clock() + GROW_AGAIN_S
+            elif self.closing:
+                os.close(future.result())
+            else:
+                self.drive.short = ""
+                self._add(Segment(0, str(path), future.result(), self.segment_bytes))
+            self.prepare()
+
+        making.add_done_callback(made)
+
+    def _add(self, segment: Segment) -> None:
+        self._numbering.add(self, segment)
+        self.log.add(segment)
+
+    def left(self, segment: Segment) -> None:
+        """Nothing names this segment any more: it is used again once nothing reads it."""
+        self.parting[segment] = self._loop.create_future()
+        self._perhaps_freed(segment)
+
+    def not_read(self, segment: Segment) -> None:
+        """A read of it has ended."""
+        segment.reading -= 1
+        self._perhaps_freed(segment)
+
+    def _perhaps_freed(self, segment: Segment) -> None:
+        if segment not in self.parting or not segment.idle or segment.stage is not Stage.LEAVING:
+            return
+        self.log.freeing(segment)
+
+        def over(code: int, _: bytes | None) -> None:
+            if code:
+                self._fault(f"{segment.path}: its head can't be taken back", code)
+            else:
+                self._dig_up(segment)
+            self.log.freed(segment)
+            self.parting.pop(segment).set_result(None)
+            self._full = False
+            self.prepare()
+
+        # A start would find its frames, those that were forgotten since among them.
+        self.drive.write_text(segment.fd, 0, bytes(PAGE), over)
+
+    def bury(self, segment: Segment, page: int) -> None:
+        """This frame is nothing any more, after a start neither."""
+        if segment.head is not None:
+            segment.buried.append(page)
+            self.volume.index.put(b"forgotten", buried_key(segment.head, page), b"")
+
+    def _dig_up(self, segment: Segment) -> None:
+        """The segment is used again: what was nothing in it is not to be remembered."""
+        assert segment.head is not None
+        for page in segment.buried:
+            self.volume.index.drop(b"forgotten", buried_key(segment.head, page))
+        segment.buried = []
+
+    def close_files(self) -> None:
+        for segment, shelf in zip(self._numbering.segments, self._numbering.shelves, strict=True):
+            if shelf is self:
+                os.close(segment.fd)
+
+    def _fault(self, what: str, code: int) -> None:
+        self.drive.fault(self.drive.writes, what, code)
+
+    # --- start -------------------------------------------------------------------------------
+
+    def take_up(self, one: Recovered) -> Segment:
+        """A segment that a start has found. Raises OSError where it can't be opened."""
+        segment = Segment(0, str(one.path), open_direct(one.path), one.nbytes)
+        self._add(segment)
+        if one.head is None:
+            return segment
+        self.log.free.remove(segment)
+        segment.head = one.head
+        self.log.add_sealed(segment)
+        self._numbering.sequence = max(
+            self._numbering.sequence, one.head.sequence + entries_of(one) + 1
+        )
+        segment.buried = self.volume.buried(one.head)
+        one.leave_out(segment.buried)
+        if not one.sealed:
+            self._seal_late(segment, one)
+        return segment
+
+    def _seal_late(self, segment: Segment, one: Recovered) -> None:
+        """A kill has left it without a footer. With one, the next start need not walk it."""
+        if free_bytes(one) < described_bytes(one.spaces):
+            return
+        assert one.head is not None
+        at, text = encode_footer(one.head, one.spaces, split_rows(one.rows), one.end)
+        segment.writing += 1
+
+        def over(code: int, _: bytes | None) -> None:
+            segment.writing -= 1
+            if code:
+                self._fault(f"{segment.path}: its footer can't be written", code)
+            self._perhaps_freed(segment)
+
+        self.drive.write_text(segment.fd, at, text, over)
+
+    def resume(self, found: Sequence[Recovered]) -> None:
+        """Go on writing to the newest segment, if a good part of it is free. One without a footer is not
+        written on: what a kill has left behind its last good frame is of the same epoch."""
+        newest = self.log.sealed[-1] if self.log.sealed else None
+        one = next((one for one in found if newest and str(one.path) == newest.path), None)
+        if newest is None or one is None or not one.sealed:
+            return
+        if free_bytes(one) < one.nbytes // RESUME_LEAST:
+            return
+        rows = [(page_of(row), row) for row in split_rows(one.rows)]
+        newest.resume(one.spaces, rows, one.end)
+        self.log.resume(newest)
+        what = f"{newest.path}: can't be written on"
+        # As long as it has a footer, a start would not look for what comes after what that lists.
+        self.drive.write_text(
+            newest.fd, newest.nbytes - PAGE, bytes(PAGE),
+            self._moved_on(newest, self.log.begun, what),
+        )  # fmt: skip
