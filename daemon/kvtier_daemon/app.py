@@ -37,6 +37,7 @@ from kvtier_kernels import Mapping, Store
 log = logging.getLogger(__name__)
 
 TEND_S = 0.1
+EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 RESTORE_ROWS = 4096  # in one go: about a millisecond
 
 
@@ -116,8 +117,11 @@ class App:
         self._notifier.stopping()
         log.info("going down")
         self._server.close("it was asked to stop")
-        if self.cold is not None:
-            await self.cold.close()
+        if self.cold is not None and not await self.cold.close():
+            log.critical("a disk hangs: what it was doing can't be waited for")
+            release_socket(self._listener)
+            logging.shutdown()
+            os._exit(EXIT_HUNG)
         loop.remove_reader(self.warm.event_fd)
         self.warm.close()
 

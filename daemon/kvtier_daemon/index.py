@@ -86,12 +86,15 @@ class Index:
             except queue.Empty:
                 return
 
-    def close(self) -> None:
-        """Write what is left, and close. Waits for the disk."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Write what is left, and close. Waits for the disk; False if that was for nothing."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
         self._env.close()
         os.close(self.event_fd)
+        return True
 
     def __enter__(self) -> Index:
         return self

@@ -43,6 +43,7 @@ SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
 COPY_BYTES = 8 << 20  # of a segment that leaves, at a time
 FORGET_S = 3.0
+EARLY_BYTES = 64 << 20
 LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_TRIES = 20
 DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.EIO)
@@ -106,8 +107,10 @@ class Mover:
         self._bounce: tuple[int, int] | None = None
         # Of segments that leave: where frames are copied to, and what from. Both are there for a while.
         self._copies: dict[Segment, dict[bytes, bytes]] = {}
-        self._forgotten: list[tuple[Space, bytes, Callable[[str], None]]] = []
+        self._forgotten: list[Callable[[str], None]] = []  # who waits until it is so on disk
         self._forgetting: asyncio.Task[None] | None = None
+        self._early: list[tuple[Space, bytes]] = []  # forgotten before all was found that there is
+        self._early_bytes = 0
 
     @property
     def is_on(self) -> bool:
@@ -171,7 +174,8 @@ class Mover:
         self._wake.set()
 
     async def run(self) -> None:
-        """Write what is to be written, for as long as the daemon lives."""
+        """Write what is to be written, for as long as the daemon lives, from when all has been found."""
+        self._forget_early()
         async with asyncio.TaskGroup() as tasks:
             for number in range(WRITES_AT_ONCE):
                 tasks.create_task(self._write_on(), name=f"write {self._tenant} {number}")
@@ -374,32 +378,44 @@ class Mover:
 
     # --- what was forgotten ------------------------------------------------------------------
 
-    def forget(self, space: Space, keys: bytes, over: Callable[[str], None]) -> None:
+    def forget(self, space: Space, keys: bytes, over: Callable[[str], None] | None) -> None:
         """See to it that these blocks, which the catalog has forgotten, are so after a start too; then `over`
         is told what went wrong, or nothing."""
-        self._forgotten.append((space, keys, over))
+        if not self._cold.recovered.is_set():
+            if self._early_bytes + len(keys) > EARLY_BYTES:
+                if over is not None:
+                    over("the cold tier is still looking at what it has")
+                return
+            self._early.append((space, keys))
+            self._early_bytes += len(keys)
+        if over is None:
+            return
+        self._forgotten.append(over)
         if self._forgetting is None:
             self._forgetting = asyncio.create_task(self._forget_on(), name="forget")
 
     async def _forget_on(self) -> None:
         while self._forgotten:
             some, self._forgotten = self._forgotten, []
-            failure = ""
             try:
                 async with asyncio.timeout(FORGET_S):
-                    if not self._cold.recovered.is_set():
-                        # What is found later would be there again.
-                        await self._cold.recovered.wait()
-                        for space, keys, _ in some:
-                            self._catalog.forget(space, keys)
-                    await self._cold.settled(self._tenant)
+                    await self._cold.recovered.wait()
+                    self._forget_early()
                     self.bury()
+                    await self._cold.settled(self._tenant)
+                    self.bury()  # what has landed since
                     failure = await self._cold.flush()
             except TimeoutError:
-                failure = self._cold.failure or "the disk takes too long"
-            for _, _, over in some:
+                failure = self._cold.failure or f"nothing was heard of it for {FORGET_S:.0f} s"
+            for over in some:
                 over(failure)
         self._forgetting = None
+
+    def _forget_early(self) -> None:
+        """What was forgotten may have been found since."""
+        for space, keys in self._early:
+            self._catalog.forget(space, keys)
+        self._early = []
 
     def bury(self) -> None:
         """Tell the index of the frames that are nothing any more."""

@@ -288,10 +288,10 @@ class Session:
             if failure:
                 text = f"forgotten in memory; after a restart it may be back from disk: {failure}"
                 self._fail(request.id, "disk_failed", text)
-            elif request.id:
+            else:
                 self.send(wire.Counted(request.id, count))
 
-        tenant.mover.forget(space, request.keys, over)
+        tenant.mover.forget(space, request.keys, over if request.id else None)
         return None
 
     def _check_may_write(self) -> None:

@@ -213,7 +213,8 @@ class Space:
         return self.link.ask(request, wire.Counted).blocks
 
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
-        """These blocks are not to be found from now on; how many there were."""
+        """These blocks are not to be found from now on, after a restart of the daemon neither; how many
+        there were. Raises Refused, `disk_failed`, where the second can't be promised."""
         packed = Keys.of(keys).packed
         return self.link.ask(
             wire.Forget(self.link.new_id(), self.index, packed), wire.Counted

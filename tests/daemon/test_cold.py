@@ -14,9 +14,10 @@ from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.log import Segment
-from kvtier_daemon.tiers.recovery import Recovered
+from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import decode_entries
 from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf
+from kvtier_daemon.tiers.volume import tenant_digest
 from kvtier_kernels import Mapping, views
 from specs import pattern, spec_of
 
@@ -250,3 +251,57 @@ def test_a_directory_that_is_missing_or_a_cap_that_is_small_is_said(tmp_path: Pa
             Bench([tmp_path], size=8 * MIB)
 
     run(work())
+
+
+def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> None:
+    def footers() -> list[bool]:
+        found = [recover(path, tenant_digest("t"), {}) for path in files_of(tmp_path)]
+        return [one.sealed for one in found if one.head is not None]
+
+    async def killed() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        await bench.write(range(40))
+        bench.tier.drives[0].stop(5)  # and no more
+        for volume in bench.tier._volumes:
+            asyncio.get_running_loop().remove_reader(volume.index.event_fd)
+            volume.close()
+
+    async def again() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(40))
+        await bench.tier.settled("t")
+        await asyncio.sleep(0.1)
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(killed())
+    assert not all(footers())
+    run(again())
+    assert all(footers())
+    run(again())
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted((folder / "segments" / "t").iterdir())
+
+
+def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
+    async def work(size: int, low: int) -> int:
+        bench = Bench([tmp_path], size=size)
+        await bench.recover()
+        assert used(tmp_path) <= size
+        for first in range(low, low + 1200, 64):
+            await bench.write(range(first, first + 64))
+            assert used(tmp_path) <= size
+        await bench.all_read()
+        await bench.tier.close()
+        return len(bench.on_disk)
+
+    async def all_of_it() -> None:
+        much = await work(SIZE, 0)
+        little = await work(SIZE - 12 * MIB, 10_000)
+        assert 0 < little < much
+
+    run(all_of_it())

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import Group, KvSpec
 from kvtier.catalog import Catalog, SessionId
-from kvtier.catalog.cold import Demotion, Promotion
+from kvtier.catalog.cold import PLACE_BYTES, Demotion, Promotion
 from kvtier.codec.frame import HAS_PARENT, Identity
 from kvtier.key import token_keys
 from kvtier.layout import space_id
@@ -498,6 +498,9 @@ def test_a_restart_finds_what_the_footers_list() -> None:
     assert after.found(keys) == (4, 0)
     assert after.save(keys + chain(1)) != b""
     after.check()
+    assert not after.cold.take_died()
+    assert after.cold.restore(identity, SPEC, before.rows(1), 2) == (0, 0)
+    assert len(after.cold.take_died()) == 4 * PLACE_BYTES, "of two frames of a block one is nothing"
 
 
 def test_a_space_of_which_a_segment_lists_nothing_usable_is_not_kept() -> None:

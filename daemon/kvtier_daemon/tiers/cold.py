@@ -15,7 +15,6 @@ import contextlib
 import logging
 import struct
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,9 @@ from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.drive import BENIGN, Drive, Over
 from kvtier_daemon.tiers.log import Segment
-from kvtier_daemon.tiers.recovery import Recovered, recover
+from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Outgoing, Shelf, Wrote
-from kvtier_daemon.tiers.volume import Volume, spaces_of, tenant_digest
+from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Mapping
 
 log = logging.getLogger(__name__)
@@ -101,6 +100,7 @@ class ColdTier:
                         raise TierError(f"cold: {directory}: {text}, and three are needed")
             for volume in self._volumes:
                 drive = Drive(loop, str(volume.directory), engine, clock)
+                undo.callback(drive.stop, 0)
                 self.drives.append(drive)
                 loop.add_reader(volume.index.event_fd, self._index_done, volume, drive)
                 for tenant, share in shares.items():
@@ -275,14 +275,17 @@ class ColdTier:
     async def recover(self, restored: Restored) -> None:
         """Find out what the files hold, oldest first; `restored` is told of each, with its segment's
         number."""
-        for volume in self._volumes:
-            for stranger in set(volume.tenants()) - set(self.shelves):
+        for volume, drive in zip(self._volumes, self.drives, strict=True):
+            for stranger in set(await drive.beside(volume.tenants)) - set(self.shelves):
                 log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
-                await self._loop.run_in_executor(None, volume.remove, stranger)
+                await drive.beside(volume.remove, stranger)
         for shelves in self.shelves.values():
-            found = [pair for shelf in shelves for pair in await self._looked_at(shelf)]
+            looked = await asyncio.gather(*(shelf.look() for shelf in shelves))
+            self._unreadable += sum(shelf.unreadable for shelf in shelves)
+            found = [
+                (shelf, one) for shelf, all_ in zip(shelves, looked, strict=True) for one in all_
+            ]
             found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
-            found = await self._loop.run_in_executor(None, _within_their_caps, found)
             for shelf, one in found:
                 try:
                     segment = shelf.take_up(one)
@@ -296,25 +299,9 @@ class ColdTier:
                 shelf.prepare()
         self.recovered.set()
 
-    async def _looked_at(self, shelf: Shelf) -> list[tuple[Shelf, Recovered]]:
-        found = []
-        described = spaces_of(shelf.volume, shelf.tenant)
-        digest = tenant_digest(shelf.tenant)
-        for path in shelf.volume.files(shelf.tenant):
-            shelf.next_file = max(shelf.next_file, int(path.name) + 1)
-            try:
-                one = await self._loop.run_in_executor(None, recover, path, digest, described)
-            except TierError as error:
-                # It takes room that the cap has to know of, and holds nothing that can be had.
-                log.error("cold: %s", error)
-                self._unreadable += 1
-                shelf.most -= 1
-            else:
-                found.append((shelf, one))
-        return found
-
-    async def close(self, timeout_s: float = 10.0) -> None:
-        """Write footers, so that a start finds everything at once, and let the files go."""
+    async def close(self, timeout_s: float = 10.0) -> bool:
+        """Write footers, so that a start finds everything at once, and let the files go. False if a disk
+        hangs: something is in the kernel that has a file, and perhaps memory, of ours."""
         self._closing = True
         for shelf in self._all_shelves():
             shelf.closing = True
@@ -327,25 +314,8 @@ class ColdTier:
                     shelf.close_files()
         for volume in self._volumes:
             self._loop.remove_reader(volume.index.event_fd)
-            await self._loop.run_in_executor(None, volume.close)
+        closed = [volume.close() for volume in self._volumes]
+        return all(ended) and all(closed)
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]
-
-
-def _within_their_caps(found: Sequence[tuple[Shelf, Recovered]]) -> list[tuple[Shelf, Recovered]]:
-    """Those that there is a place for; the others' files go, the oldest first. Waits for the disk."""
-    left = Counter(id(shelf) for shelf, _ in found)
-    stay = []
-    for shelf, one in found:
-        if one.nbytes == shelf.segment_bytes and left[id(shelf)] <= shelf.most:
-            stay.append((shelf, one))
-            continue
-        log.warning("cold: %s goes: there is no place for it any more", one.path)
-        try:
-            one.path.unlink()
-        except OSError as error:
-            log.error("cold: %s can't be removed: %s", one.path, error)
-            shelf.most -= 1
-        left[id(shelf)] -= 1
-    return stay

@@ -13,11 +13,15 @@ import logging
 import os
 import struct
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.codec.frame import PAGE
 from kvtier_kernels import Disk, Mapping
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 # token, fd, flags, file offset, nbytes, extent, deadline, memory offset
 OPERATION = struct.Struct("<QiIQQIIQ")
@@ -116,6 +120,8 @@ class Drive:
         self.disk = Disk(self._event_fd, engine)
         self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
         loop.add_reader(self._event_fd, self._completed)
+        self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
+        self._jobs: set[Future[Any]] = set()
 
     @property
     def failure(self) -> str:
@@ -188,6 +194,20 @@ class Drive:
         op = OPERATION.pack(self._token(self.writes, lambda *_: None), fd, 0, at, 0, 0, 0, 0)
         self.write(fd, op + HEADER_TAIL.pack(0, len(text)), text, over)
 
+    def beside(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
+        """Do something with this directory's files in a thread of its own."""
+        job = self._thread.submit(work, *args)
+        self._jobs.add(job)
+        self.writes.began()
+
+        def over(_: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+                self._loop.call_soon_threadsafe(self.writes.ended)
+
+        job.add_done_callback(self._jobs.discard)
+        job.add_done_callback(over)
+        return asyncio.wrap_future(job)
+
     def _token(self, lane: Lane, over: Over) -> int:
         self._last_token += 1
         self._waiting[self._last_token] = lane, over
@@ -218,10 +238,15 @@ class Drive:
         if self._waiting:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._quiet.wait(), timeout_s)
+        return self.stop(max(0.0, until - self._clock()))
+
+    def stop(self, timeout_s: float) -> bool:
+        """End at once. False as `close` says."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._loop.remove_reader(self._event_fd)
-        left = self.disk.stop(max(0.0, until - self._clock()))
+        left = self.disk.stop(timeout_s)
         os.close(self._event_fd)
-        return not left
+        return not left and not any(job.running() for job in self._jobs)
 
 
 def anonymous(nbytes: int) -> Mapping:

@@ -14,13 +14,15 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvtier.codec.frame import PAGE, RAW, Identity, Template
 from kvtier.codec.raw import entries
+from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.drive import Drive, Over
 from kvtier_daemon.tiers.log import Log, Segment, Stage
-from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes
+from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
 from kvtier_daemon.tiers.segment import (
     FIRST_FRAME,
     Listed,
@@ -31,7 +33,13 @@ from kvtier_daemon.tiers.segment import (
     page_of,
     split_rows,
 )
-from kvtier_daemon.tiers.volume import Volume, buried_key, open_direct, tenant_digest
+from kvtier_daemon.tiers.volume import (
+    Volume,
+    buried_key,
+    open_direct,
+    spaces_of,
+    tenant_digest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +136,10 @@ class Shelf:
         self.tenant = tenant
         self.volume = volume
         self.drive = drive
-        self.segment_bytes = segment_bytes
-        self.most = most
-        self.next_file = 0
+        self.unreadable = 0  # files that are no use and can't be removed
+        self._segment_bytes = segment_bytes
+        self._most = most
+        self._next_file = 0
         self.going: set[Batch] = set()
         self.parting: dict[Segment, asyncio.Future[None]] = {}  # named no more, and not free yet
         self.closing = False
@@ -149,7 +158,7 @@ class Shelf:
         """Whether a segment can have such a block at all."""
         kind = self._numbering.template(block)
         footer = footer_bytes(described_bytes([(block.space, block.spec)]), 1)
-        return FIRST_FRAME + kind.total_bytes + footer <= self.segment_bytes
+        return FIRST_FRAME + kind.total_bytes + footer <= self._segment_bytes
 
     def write(self, blocks: Sequence[Outgoing], done: Wrote) -> int:
         """Write the leading blocks, as many as have a place now; how many."""
@@ -273,7 +282,7 @@ class Shelf:
             self._begin()
         if books.free or self._making or self._full:
             return
-        if len(books) < self.most and self._clock() >= self._grows_at:
+        if len(books) < self._most and self._clock() >= self._grows_at:
             self._make()
         elif len(books) >= LEAST_TO_LEAVE and (segment := books.leave()) is not None:
             self._full = True
@@ -297,14 +306,14 @@ class Shelf:
     def _make(self) -> None:
         """A new file, made beside the loop."""
         self._making = True
-        number, self.next_file = self.next_file, self.next_file + 1
+        number, self._next_file = self._next_file, self._next_file + 1
         path = self.volume.segment_path(self.tenant, number)
-        making = self._loop.run_in_executor(None, self.volume.make, path, self.segment_bytes)
-        self.drive.writes.began()
+        making = self.drive.beside(self.volume.make, path, self._segment_bytes)
 
         def made(future: asyncio.Future[int]) -> None:
+            if future.cancelled():
+                return
             self._making = False
-            self.drive.writes.ended()
             error = future.exception()
             if error is not None:
                 code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
@@ -316,7 +325,7 @@ class Shelf:
                 os.close(future.result())
             else:
                 self.drive.short = ""
-                self._add(Segment(0, str(path), future.result(), self.segment_bytes))
+                self._add(Segment(0, str(path), future.result(), self._segment_bytes))
             self.prepare()
 
         making.add_done_callback(made)
@@ -375,6 +384,38 @@ class Shelf:
         self.drive.fault(self.drive.writes, what, code)
 
     # --- start -------------------------------------------------------------------------------
+
+    async def look(self) -> list[Recovered]:
+        """What the files hold, oldest first, as many as there is a place for; the others go before anything
+        is made."""
+        described, digest = spaces_of(self.volume, self.tenant), tenant_digest(self.tenant)
+        found = []
+        for path in await self.drive.beside(self.volume.files, self.tenant):
+            self._next_file = max(self._next_file, int(path.name) + 1)
+            try:
+                found.append(await self.drive.beside(recover, path, digest, described))
+            except TierError as error:
+                # It takes room that the cap has to know of, and holds nothing that can be had.
+                log.error("cold: %s", error)
+                self.unreadable += 1
+                self._most -= 1
+        found.sort(key=lambda one: one.head.sequence if one.head else -1)
+        fitting = [one for one in found if one.nbytes == self._segment_bytes]
+        stay = fitting[max(0, len(fitting) - max(0, self._most)) :]
+        kept = {one.path for one in stay}
+        for one in found:
+            if one.path not in kept:
+                await self.drive.beside(self._remove, one.path)
+        return stay
+
+    def _remove(self, path: Path) -> None:
+        log.warning("cold: %s goes: there is no place for it any more", path)
+        try:
+            path.unlink()
+        except OSError as error:
+            log.error("cold: %s can't be removed: %s", path, error)
+            self.unreadable += 1
+            self._most -= 1
 
     def take_up(self, one: Recovered) -> Segment:
         """A segment that a start has found. Raises OSError where it can't be opened."""

@@ -105,9 +105,12 @@ class Volume:
             raise
         return fd
 
-    def close(self) -> None:
-        self.index.close()
+    def close(self) -> bool:
+        """False if the disk doesn't let go: the directory stays locked."""
+        if not self.index.close():
+            return False
         os.close(self._lock_fd)
+        return True
 
 
 def buried_key(head: Head, page: int) -> bytes:

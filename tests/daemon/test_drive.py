@@ -1,0 +1,170 @@
+"""A disk is asked as long as that is worth it: reads and writes each by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from daemon.test_cold import BLOCK, SIZE, Bench, run
+from kvtier_daemon.tiers.drive import FAULTS_TO_OFF, HANGS_S, LONGEST_OFF_S, OFF_S, Drive, Lane
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lane(clock: Clock) -> Lane:
+    return Lane("reading /disk", clock)
+
+
+def faults(lane: Lane, count: int = FAULTS_TO_OFF) -> None:
+    for _ in range(count):
+        lane.fault("it failed")
+
+
+def test_faults_in_a_row_switch_a_lane_off_for_longer_and_longer(lane: Lane, clock: Clock) -> None:
+    pause = OFF_S
+    for _ in range(10):
+        faults(lane, FAULTS_TO_OFF - 1)
+        assert lane.is_on
+        faults(lane, 1)
+        assert not lane.is_on
+        clock.now += pause - 0.1
+        assert not lane.is_on
+        clock.now += 0.2
+        assert lane.is_on
+        pause = min(2 * pause, LONGEST_OFF_S)
+    assert pause == LONGEST_OFF_S
+    assert lane.failure == "it failed"
+    lane.worked()
+    assert lane.is_on and not lane.failure
+    faults(lane)
+    clock.now += OFF_S + 0.1
+    assert lane.is_on, "the pause is short again"
+
+
+def test_what_works_in_between_keeps_a_lane_on(lane: Lane) -> None:
+    for _ in range(10):
+        faults(lane, FAULTS_TO_OFF - 1)
+        lane.worked()
+    assert lane.is_on
+
+
+def test_what_was_begun_before_a_pause_does_not_end_it(lane: Lane, clock: Clock) -> None:
+    faults(lane)
+    lane.worked()
+    assert not lane.is_on
+    clock.now += OFF_S + 0.1
+    lane.worked()
+    assert lane.is_on and not lane.failure
+
+
+def test_a_lane_that_hangs_is_off_until_it_comes_back(lane: Lane, clock: Clock) -> None:
+    lane.tend()
+    clock.now += 10 * HANGS_S
+    lane.tend()
+    assert lane.is_on, "nothing to wait for"
+    lane.began()
+    lane.began()
+    clock.now += HANGS_S - 0.1
+    lane.tend()
+    lane.ended()  # slow is not hanging
+    clock.now += HANGS_S - 0.1
+    lane.tend()
+    assert lane.is_on
+    clock.now += 0.2
+    lane.tend()
+    assert not lane.is_on and "nothing has come back" in lane.failure
+    lane.ended()
+    lane.tend()
+    assert lane.is_on and not lane.failure
+
+
+def test_a_lane_that_was_given_up_stays_off(lane: Lane, clock: Clock) -> None:
+    lane.give_up("a bug")
+    clock.now += 1e9
+    lane.worked()
+    lane.tend()
+    assert not lane.is_on and lane.failure == "a bug"
+
+
+def test_what_is_done_beside_the_loop_counts_as_a_write(tmp_path: Path, clock: Clock) -> None:
+    async def work() -> None:
+        drive = Drive(asyncio.get_running_loop(), str(tmp_path), "threads", clock)
+        go_on = threading.Event()
+        waiting = drive.beside(go_on.wait)
+        clock.now += HANGS_S + 1
+        drive.tend()
+        assert not drive.writes.is_on and drive.reads.is_on
+        assert not drive.stop(0), "a thread is in the kernel still"
+        go_on.set()
+        assert await waiting
+
+    run(work())
+
+
+def test_a_write_that_fails_is_the_writes_fault_alone(tmp_path: Path) -> None:
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        await bench.write(range(4))
+        segment = bench.tier.shelves["t"][0].log.open
+        assert segment is not None
+        (drive,) = bench.tier.drives
+        read_only = os.open(segment.path, os.O_RDONLY | os.O_DIRECT)
+        right = os.dup(segment.fd)
+        os.dup2(read_only, segment.fd)
+        assert await bench.write(range(4, 5)) == [4]
+        os.dup2(right, segment.fd)
+        os.close(right)
+        os.close(read_only)
+        assert drive.faults == 1 and drive.reads.is_on
+        assert isinstance(await bench.read(2), bytes)
+        assert await bench.write(range(5, 9)) == []
+        assert not bench.tier.failure, "another segment takes what is written"
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+
+
+def test_a_directory_that_is_off_takes_only_its_own_away(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
+    async def work() -> None:
+        bench = Bench(folders, 2 * SIZE)
+        await bench.recover()
+        await bench.write(range(48))
+        tier = bench.tier
+        assert not tier.out_of_reach()
+        tier.drives[0].give_up("it is out")
+        theirs = {n for n, one in enumerate(tier.segments) if one.path.startswith(str(folders[0]))}
+        assert tier.out_of_reach() == theirs and 0 < len(theirs) < len(tier.segments)
+        assert tier.is_on and tier.takes
+        before = set(bench.on_disk)
+        await bench.write(range(48, 80))
+        after = {bench.on_disk[number].segment for number in set(bench.on_disk) - before}
+        assert after and not after & theirs
+        tier.drives[1].give_up("this too")
+        assert not tier.is_on and not tier.takes
+        assert tier.failure == "it is out; this too"
+        await tier.close()
+
+    assert BLOCK * 48 < SIZE
+    run(work())

@@ -1,0 +1,220 @@
+"""What was forgotten is so after a start too, whatever was on its way when it was forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+
+import pytest
+
+from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
+from kvtier.catalog import Catalog, SessionId
+from kvtier.policy.base import make
+from kvtier_daemon import mover as mover_module
+from kvtier_daemon.index import Index
+from kvtier_daemon.mover import Mover
+from kvtier_daemon.tiers.recovery import Recovered, by_space
+from kvtier_kernels import Store
+from specs import pattern
+
+SLOTS = 32
+ONE = SessionId(1)
+
+
+class Tenant:
+    """A catalog and a mover over a cold tier, as the daemon puts them together."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bench = Bench([folder])
+        self.catalog = Catalog(Store(), make("lru"))
+        self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
+        self.bench.tier.shelves["t"][0]._leaving = self.mover.leave
+        self.space = self.catalog.open(SPACE, SPEC, ONE)
+        self.running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        async def restored(_: str, one: Recovered, segment: int) -> None:
+            for identity, spec, rows in by_space(one):
+                self.catalog.cold.restore(identity, spec, rows, segment)
+
+        self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
+        self.mover.extents.append(self.bench.extent)
+        await self.bench.tier.recover(restored)
+        self.running = asyncio.create_task(self.mover.run())
+
+    def save(self, number: int) -> None:
+        granted = self.catalog.reserve(ONE, self.space, 0, 0, b"", key(number))
+        (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
+        self.bench.slot(offset // BLOCK)[:] = pattern(key(number), BLOCK)
+        self.mover.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
+
+    async def on_disk(self, count: int) -> None:
+        while self.mover.counts["written"] < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def forget(self, *numbers: int) -> str:
+        said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        keys = b"".join(map(key, numbers))
+        self.catalog.forget(self.space, keys)
+        self.mover.forget(self.space, keys, said.set_result)
+        return await said
+
+    async def kill(self) -> None:
+        """End with nothing written that was not when this was called."""
+        for volume in self.bench.tier._volumes:
+            asyncio.get_running_loop().remove_reader(volume.index.event_fd)
+            volume.index._env.close()
+        for drive in self.bench.tier.drives:
+            drive.stop(5)
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        for volume in self.bench.tier._volumes:
+            volume.close()
+
+    def knows(self, number: int) -> bool:
+        found = self.catalog.match(self.space, key(number), False, True)
+        return bool(found.ready or found.coming)
+
+
+async def after_a_start(folder: Path, numbers: range) -> list[int]:
+    tenant = Tenant(folder)
+    await tenant.start()
+    known = [number for number in numbers if tenant.knows(number)]
+    assert tenant.running is not None
+    tenant.running.cancel()
+    await asyncio.gather(tenant.running, return_exceptions=True)
+    await tenant.bench.tier.close()
+    return known
+
+
+def test_an_answer_means_that_it_holds(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        for number in range(8):
+            tenant.save(number)
+        await tenant.on_disk(8)
+        assert await tenant.forget(3, 5) == ""
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
+
+    run(work())
+
+
+def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        tenant.save(0)
+        await tenant.on_disk(1)
+        for number in range(1, 9):
+            tenant.save(number)
+        while not any(shelf.going for shelf in tenant.bench.tier.shelves["t"]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await tenant.forget(*range(9)) == ""
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(9)) == []
+
+    run(work())
+
+
+def test_what_is_found_after_it_was_forgotten_goes_too(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        for number in range(4):
+            tenant.save(number)
+        await tenant.on_disk(4)
+        await tenant.kill()
+        early = Tenant(tmp_path)
+        answers = [asyncio.create_task(early.forget(1)), asyncio.create_task(early.forget(2))]
+        await asyncio.sleep(0.01)
+        assert not any(one.done() for one in answers), "nobody knows yet what there is"
+        await early.start()
+        assert await asyncio.gather(*answers) == ["", ""]
+        assert [number for number in range(4) if early.knows(number)] == [0, 3]
+        await early.kill()
+        assert await after_a_start(tmp_path, range(4)) == [0, 3]
+
+    run(work())
+
+
+def test_both_copies_of_what_is_brought_away_go(tmp_path: Path) -> None:
+    """Its segment is not free yet, and a start would find the first one."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        for number in range(4):
+            tenant.save(number)
+        await tenant.on_disk(4)
+        shelf = tenant.bench.tier.shelves["t"][0]
+        first = shelf.log.open
+        assert first is not None
+        first.reading += 1  # somebody reads it
+        shelf.seal()
+        while first not in shelf.log.sealed:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        tenant.catalog.load(ONE, tenant.space, key(1), 1.0, [], 0.0, True, False)
+        tenant.catalog.load(ONE, tenant.space, key(2), 1.0, [], 0.0, True, False)
+        evict_all(tenant)
+        tenant.mover._again_bytes = 1 << 30
+        assert shelf.log.leave() is first
+        tenant.mover.leave(shelf, first)
+        while first not in shelf.parting:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert tenant.mover.counts["written_again"] == 2
+        mover_module.FORGET_S = 0.2
+        assert "nothing was heard" in await tenant.forget(1), "its segment has its head still"
+        await tenant.kill()
+        assert 1 not in await after_a_start(tmp_path, range(4))
+
+    before = mover_module.FORGET_S
+    try:
+        run(work())
+    finally:
+        mover_module.FORGET_S = before
+
+
+def evict_all(tenant: Tenant) -> None:
+    """Leave blocks on disk alone."""
+    tenant.catalog.expire(1e9)
+    granted = tenant.catalog.reserve(
+        ONE, tenant.space, 0, 0, b"", b"".join(key(900 + number) for number in range(SLOTS))
+    )
+    tenant.catalog.abort(ONE, granted.lease)
+
+
+def test_an_index_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        tenant.save(0)
+        await tenant.on_disk(1)
+        monkeypatch.setattr(Index, "_commit", lambda *_: "no room in the index")
+        assert await tenant.forget(0) == "no room in the index"
+        assert not tenant.knows(0)
+        await tenant.kill()
+
+    run(work())
+
+
+def test_blocks_that_a_start_could_not_name_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        with monkeypatch.context() as broken:
+            broken.setattr(Index, "_commit", lambda *_: "no room in the index")
+            tenant.save(0)
+            await asyncio.sleep(0.1)
+            assert tenant.mover.counts["written"] == 0
+            assert tenant.knows(0)
+        await tenant.on_disk(1)
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(1)) == [0]
+
+    run(work())
