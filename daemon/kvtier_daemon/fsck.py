@@ -101,7 +101,7 @@ def _wrong_with(fd: int, listed: Listed, found: Recovered) -> str:
 def _rewrite(path: Path, found: Recovered, rows: list[bytes]) -> None:
     """A footer that lists these frames alone."""
     assert found.head is not None
-    at, text = encode_footer(found.head, found.spaces, rows, found.end)
+    at, text = encode_footer(found.head, found.spaces, b"".join(rows), found.end)
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, text, at)

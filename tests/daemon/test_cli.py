@@ -145,12 +145,16 @@ def test_help_imports_nothing_that_it_does_not_need():
 
 
 def test_help_comes_at_once():
-    durations = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, "-c", HELP + "pass"], capture_output=True, check=True)
-        durations.append(time.perf_counter() - begin)
-    assert min(durations) <= 0.150
+    """In about the time that the library of commands takes to be imported."""
+    programs = HELP + "pass", "import typer.main"
+    durations: dict[str, list[float]] = {program: [] for program in programs}
+    for _ in range(7):
+        for program, took in durations.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+            took.append(time.perf_counter() - begin)
+    ours, floor = map(min, durations.values())
+    assert ours <= 1.6 * floor
 
 
 @pytest.mark.parametrize(

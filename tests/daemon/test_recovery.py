@@ -55,7 +55,7 @@ def segment(path: Path, count: int, epoch: int = 5, sealed: bool = False) -> byt
             )
             for n in range(count)
         ]
-        at, footer = encode_footer(head, [(SPACE, SPEC)], rows, FIRST_FRAME + len(new))
+        at, footer = encode_footer(head, [(SPACE, SPEC)], b"".join(rows), FIRST_FRAME + len(new))
         text = text[:at] + footer
     path.write_bytes(text)
     return text

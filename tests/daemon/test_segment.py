@@ -40,8 +40,8 @@ def some_frames(count: int) -> list[Listed]:
 
 def footer(frames: list[Listed]) -> tuple[int, bytes]:
     numbers = [identity for identity, _ in SPACES]
-    rows = [encode_row(one, numbers.index(one.identity.space)) for one in frames]
-    return encode_footer(HEAD, SPACES, rows, (1 + len(rows)) * PAGE)
+    rows = b"".join(encode_row(one, numbers.index(one.identity.space)) for one in frames)
+    return encode_footer(HEAD, SPACES, rows, (1 + len(frames)) * PAGE)
 
 
 def test_a_head_comes_back_as_it_was() -> None:

@@ -161,6 +161,9 @@ def test_no_more_is_written_than_the_watermark_and_the_limit_ask_for() -> None:
     victims = tenant.policy.victims(200)
     assert tenant.cold.plan_demotion(0, 10 * SIZE).ids == b""
     assert tenant.cold.plan_demotion(100 * SIZE, 0).ids == b""
+    few = tenant.cold.plan_demotion(100 * SIZE, 10 * SIZE, 3)
+    assert len(few.blocks) == 3
+    tenant.cold.not_demoted(few.ids)
     large = tenant.cold.plan_demotion(1, 10 * SIZE)
     assert large.ids == victims[:4], "one goes, however large"
     tenant.cold.not_demoted(large.ids)

@@ -276,6 +276,7 @@ class ColdTier:
         """Find out what the files hold, oldest first; `restored` is told of each, with its segment's
         number."""
         for volume, drive in zip(self._volumes, self.drives, strict=True):
+            await drive.beside(volume.read_buried)
             for stranger in set(await drive.beside(volume.tenants)) - set(self.shelves):
                 log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
                 await drive.beside(volume.remove, stranger)

@@ -12,8 +12,10 @@ import errno
 import logging
 import os
 import struct
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.codec.frame import PAGE
@@ -31,6 +33,7 @@ URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 2000
 HANGS_S = 5.0  # without a completion, while there is something to complete
 FAULTS_TO_OFF = 5
+TURN_S = 0.001
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
 # They say nothing of the disk: too late, called off, not the bytes that were asked for.
 BENIGN = (errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA)
@@ -114,6 +117,7 @@ class Drive:
         self._loop = loop
         self._clock = clock
         self._waiting: dict[int, tuple[Lane, Over]] = {}
+        self._over: deque[tuple[int, int, bytes | None]] = deque()
         self._last_token = 0
         self._quiet = asyncio.Event()  # nothing is under way
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -219,7 +223,14 @@ class Drive:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return
-        for token, code, extra in self.disk.done():
+        self._over += self.disk.done()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Tell of what is over, for one turn: clients wait too."""
+        until = time.monotonic() + TURN_S
+        while self._over:
+            token, code, extra = self._over.popleft()
             lane, over = self._waiting.pop(token)
             lane.ended()
             try:
@@ -227,6 +238,9 @@ class Drive:
             except Exception:
                 log.exception("cold: what was read or written could not be settled")
                 self.give_up("a bug; the daemon's log says which")
+            if self._over and time.monotonic() >= until:
+                self._loop.call_soon(self._settle)
+                return
         if not self._waiting:
             self._quiet.set()
 
@@ -246,7 +260,7 @@ class Drive:
         self._loop.remove_reader(self._event_fd)
         left = self.disk.stop(timeout_s)
         os.close(self._event_fd)
-        return not left and not any(job.running() for job in self._jobs)
+        return not left and not wait(list(self._jobs), timeout_s).not_done
 
 
 def anonymous(nbytes: int) -> Mapping:

@@ -13,10 +13,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvtier.codec.frame import PAGE
 from kvtier.layout import KvSpec
-from kvtier_daemon.tiers.segment import FIRST_FRAME, Head, described_bytes, footer_bytes
+from kvtier_daemon.tiers.segment import (
+    ENTRY,
+    FIRST_FRAME,
+    Head,
+    described_bytes,
+    footer_bytes,
+    page_of,
+    split_rows,
+)
 
 
 class Stage(Enum):
@@ -31,6 +40,14 @@ class Stage(Enum):
     FREEING = "freeing"
 
 
+class Taken(NamedTuple):
+    """A place for a frame: its page, the number of its space in the table, and where in that its entry is."""
+
+    page: int
+    space: int
+    at: int
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """A file of a log. `number` is its own among all that the daemon has."""
@@ -42,9 +59,9 @@ class Segment:
     stage: Stage = Stage.FREE
     head: Head | None = None
     end: int = FIRST_FRAME  # where the next frame goes
-    taken: int = 0  # how many frames it has room for so far
-    rows: list[tuple[int, bytes]] = field(default_factory=list)  # of its table to come, by page
-    spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of that table
+    table: bytearray = field(default_factory=bytearray)  # to come: an entry for each frame
+    failed: bool = False  # something was not written
+    spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of the table
     number_of: dict[bytes, int] = field(default_factory=dict)
     described: int = 0  # bytes that describing them takes
     writing: int = 0
@@ -55,9 +72,13 @@ class Segment:
     def idle(self) -> bool:
         return not self.writing and not self.reading
 
-    def take(self, frame_bytes: int, space: tuple[bytes, KvSpec]) -> tuple[int, int] | None:
-        """Where a frame goes, in pages, and the number of its space in the table; None if it does not fit
-        before the footer."""
+    @property
+    def taken(self) -> int:
+        """How many frames there is room for."""
+        return len(self.table) // ENTRY.size
+
+    def take(self, frame_bytes: int, space: tuple[bytes, KvSpec]) -> Taken | None:
+        """Where a frame goes; None if it does not fit before the footer."""
         assert self.stage is Stage.OPEN
         new = space[0] not in self.number_of
         described = described_bytes([*self.spaces, space]) if new else self.described
@@ -67,23 +88,30 @@ class Segment:
             self.number_of[space[0]] = len(self.spaces)
             self.spaces.append(space)
             self.described = described
-        page = self.end // PAGE
+        taken = Taken(self.end // PAGE, self.number_of[space[0]], len(self.table))
         self.end += frame_bytes
-        self.taken += 1
-        return page, self.number_of[space[0]]
+        self.table += bytes(ENTRY.size)
+        return taken
 
-    def resume(
-        self, spaces: list[tuple[bytes, KvSpec]], rows: list[tuple[int, bytes]], end: int
-    ) -> None:
+    def list_frame(self, at: int, row: bytes) -> None:
+        """This frame is on disk: its entry, for a place that was taken."""
+        assert self.stage in (Stage.OPEN, Stage.SEALING)
+        self.table[at : at + ENTRY.size] = row
+
+    def rows(self) -> bytes:
+        """The table, without places that were taken in vain."""
+        return b"".join(row for row in split_rows(bytes(self.table)) if page_of(row))
+
+    def resume(self, spaces: list[tuple[bytes, KvSpec]], rows: bytes, end: int) -> None:
         """Go on where another life has stopped."""
-        self.end, self.taken, self.rows, self.spaces = end, len(rows), rows, list(spaces)
+        self.end, self.table, self.spaces = end, bytearray(rows), list(spaces)
         self.number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
         self.described = described_bytes(spaces)
 
     def empty(self) -> None:
         """Forget what was written to it."""
-        self.end, self.taken, self.described = FIRST_FRAME, 0, 0
-        self.rows, self.spaces, self.number_of = [], [], {}
+        self.end, self.described, self.failed = FIRST_FRAME, 0, False
+        self.table, self.spaces, self.number_of = bytearray(), [], {}
 
 
 class Log:

@@ -139,14 +139,21 @@ def page_of(row: bytes) -> int:
 
 
 def encode_footer(
-    head: Head, spaces: Sequence[tuple[bytes, KvSpec]], rows: Sequence[bytes], end: int
+    head: Head, spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes | bytearray, end: int
 ) -> tuple[int, bytes]:
     """Where the table goes, and the bytes from there to the segment's end; its frames go up to `end`."""
-    table = _described(spaces) + b"".join(rows)
+    table = _described(spaces) + rows
     at = head.nbytes - PAGE - pages(len(table))
     assert end <= at, "no room was left for the footer"
     trailer = TRAILER.pack(
-        TRAILER_MAGIC, VERSION, 0, len(rows), at, len(table), head.epoch, xxh3_128(table)
+        TRAILER_MAGIC,
+        VERSION,
+        0,
+        len(rows) // ENTRY.size,
+        at,
+        len(table),
+        head.epoch,
+        xxh3_128(table),
     )
     return at, table.ljust(pages(len(table)), b"\0") + _page(trailer)
 

@@ -21,7 +21,7 @@ from kvtier.codec.raw import entries
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.drive import Drive, Over
-from kvtier_daemon.tiers.log import Log, Segment, Stage
+from kvtier_daemon.tiers.log import Log, Segment, Stage, Taken
 from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
 from kvtier_daemon.tiers.segment import (
     FIRST_FRAME,
@@ -30,8 +30,6 @@ from kvtier_daemon.tiers.segment import (
     encode_footer,
     encode_row,
     footer_bytes,
-    page_of,
-    split_rows,
 )
 from kvtier_daemon.tiers.volume import (
     Volume,
@@ -88,7 +86,7 @@ class Batch:
     settled: asyncio.Future[None]
     ops: int = 0
     landed: list[Landed] = field(default_factory=list)
-    rows: list[tuple[int, bytes]] = field(default_factory=list)
+    rows: list[tuple[int, bytes]] = field(default_factory=list)  # where in the table, and what
     failed: list[int] = field(default_factory=list)
 
 
@@ -170,20 +168,19 @@ class Shelf:
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
             kind = self._numbering.template(block)
-            place = segment.take(kind.total_bytes, (block.space, block.spec))
-            if place is None:
+            taken = segment.take(kind.total_bytes, (block.space, block.spec))
+            if taken is None:
                 full = True
                 break
-            page, number = place
             sequence = self._numbering.sequence
             self._numbering.sequence += 1
             header = kind.header(
                 block.key, block.parent, segment.head.epoch, sequence, block.digest
             )
             ops += self.drive.frame_op(
-                segment.fd, page * PAGE, kind.payload_bytes, block.extent, block.offset,
+                segment.fd, taken.page * PAGE, kind.payload_bytes, block.extent, block.offset,
                 (len(headers), len(header)),
-                self._wrote_one(batch, block, kind, page, number, sequence),
+                self._wrote_one(batch, block, kind, taken, sequence),
             )  # fmt: skip
             headers += header
             batch.ops += 1
@@ -196,7 +193,7 @@ class Shelf:
         return batch.ops
 
     def _wrote_one(
-        self, batch: Batch, block: Outgoing, kind: Template, page: int, number: int, sequence: int
+        self, batch: Batch, block: Outgoing, kind: Template, taken: Taken, sequence: int
     ) -> Over:
         def over(code: int, digest: bytes | None) -> None:
             if code or digest is None:
@@ -204,16 +201,17 @@ class Shelf:
                 return
             header_pages = kind.header_bytes // PAGE
             listed = Listed(
-                Identity(block.space, block.group, block.shard, block.key), block.parent, page,
+                Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
                 kind.total_bytes // PAGE, header_pages, RAW, kind.payload_bytes, kind.payload_bytes,
                 sequence, digest,
             )  # fmt: skip
-            batch.rows.append((page, encode_row(listed, number)))
+            batch.rows.append((taken.at, encode_row(listed, taken.space)))
             batch.landed.append(
                 Landed(
-                    block.id, batch.segment.number, page, header_pages, kind.payload_bytes, digest
+                    block.id, batch.segment.number, taken.page, header_pages, kind.payload_bytes,
+                    digest,
                 )
-            )
+            )  # fmt: skip
 
         return over
 
@@ -225,10 +223,12 @@ class Shelf:
                 self._fault(f"{segment.path}: a write failed", code or errno.EIO)
                 batch.failed += [one.id for one in batch.landed]
                 batch.landed = []
+                segment.failed = True
                 if segment.stage is Stage.OPEN:
                     self.log.failed(segment)
-            else:
-                segment.rows += batch.rows
+            elif segment.stage in (Stage.OPEN, Stage.SEALING):
+                for at, row in batch.rows:
+                    segment.list_frame(at, row)
             self.going.discard(batch)
             try:
                 batch.done(batch.landed, batch.failed)
@@ -252,7 +252,7 @@ class Shelf:
 
     def _write_footer(self, segment: Segment) -> None:
         assert segment.head is not None
-        rows = [row for _, row in sorted(segment.rows)]
+        rows = segment.rows() if segment.failed else bytes(segment.table)
         at, text = encode_footer(segment.head, segment.spaces, rows, segment.end)
         what = f"{segment.path}: its footer can't be written"
         self.drive.write_text(
@@ -388,7 +388,8 @@ class Shelf:
     async def look(self) -> list[Recovered]:
         """What the files hold, oldest first, as many as there is a place for; the others go before anything
         is made."""
-        described, digest = spaces_of(self.volume, self.tenant), tenant_digest(self.tenant)
+        described = await self.drive.beside(spaces_of, self.volume, self.tenant)
+        digest = tenant_digest(self.tenant)
         found = []
         for path in await self.drive.beside(self.volume.files, self.tenant):
             self._next_file = max(self._next_file, int(path.name) + 1)
@@ -440,7 +441,7 @@ class Shelf:
         if free_bytes(one) < described_bytes(one.spaces):
             return
         assert one.head is not None
-        at, text = encode_footer(one.head, one.spaces, split_rows(one.rows), one.end)
+        at, text = encode_footer(one.head, one.spaces, one.rows, one.end)
         segment.writing += 1
 
         def over(code: int, _: bytes | None) -> None:
@@ -460,8 +461,7 @@ class Shelf:
             return
         if free_bytes(one) < one.nbytes // RESUME_LEAST:
             return
-        rows = [(page_of(row), row) for row in split_rows(one.rows)]
-        newest.resume(one.spaces, rows, one.end)
+        newest.resume(one.spaces, one.rows, one.end)
         self.log.resume(newest)
         what = f"{newest.path}: can't be written on"
         # As long as it has a footer, a start would not look for what comes after what that lists.

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -45,7 +44,7 @@ class Volume:
             raise TierError(
                 f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed"
             )
-        self._buried: defaultdict[int, list[int]] | None = None
+        self._buried: dict[int, list[int]] = {}
         self._lock_fd = _locked(directory)
         try:
             self.index = Index(directory / "index", index_bytes)
@@ -77,14 +76,15 @@ class Volume:
         return sorted(path for path in folder.iterdir() if path.name.isdecimal() and path.is_file())
 
     def buried(self, head: Head) -> list[int]:
-        """The pages of those frames of this segment that were forgotten."""
-        if self._buried is None:
-            self._buried = defaultdict(list)
-            for key, _ in self.index.entries(b"forgotten"):
-                if len(key) == BURIED.size:
-                    epoch, page = BURIED.unpack(key)
-                    self._buried[epoch].append(page)
-        return self._buried[head.epoch]
+        """The pages of those frames of this segment that were forgotten before this start."""
+        return self._buried.pop(head.epoch, [])
+
+    def read_buried(self) -> None:
+        """Learn from the index what was forgotten. Waits for the disk."""
+        for key, _ in self.index.entries(b"forgotten"):
+            if len(key) == BURIED.size:
+                epoch, page = BURIED.unpack(key)
+                self._buried.setdefault(epoch, []).append(page)
 
     def make(self, path: Path, nbytes: int) -> int:
         """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing

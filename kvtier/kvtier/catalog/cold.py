@@ -203,12 +203,16 @@ class Cold:
 
     # --- to the disk -------------------------------------------------------------------------
 
-    def plan_demotion(self, limit_bytes: int, watermark_bytes: int) -> Demotion:
-        """Of the `watermark_bytes` that would be evicted first, what is in memory alone; so many bytes of
-        it as the limit allows, the coldest first."""
+    def plan_demotion(
+        self, limit_bytes: int, watermark_bytes: int, limit_blocks: int = 1 << 31
+    ) -> Demotion:
+        """Of the `watermark_bytes` that would be evicted first, what is in memory alone; about so much of it
+        as the limits allow, the coldest first."""
         counts = self._blocks.store.counts()
         blocks = max(1, counts["blocks"]["ready"])
-        ask = FEW_VICTIMS + watermark_bytes * blocks // max(1, counts["bytes"]["ready"])
+        nbytes = max(1, counts["bytes"]["ready"])
+        limit_bytes = min(limit_bytes, limit_blocks * nbytes // blocks)
+        ask = FEW_VICTIMS + watermark_bytes * blocks // nbytes
         while True:
             victims = self._blocks.policy.victims(min(ask, blocks))
             ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
