@@ -240,6 +240,11 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans)};
     }
     ThreeLists spoilt(nb::bytes ids) { return and_died(store_.spoilt(ids_in(ids))); }
+    ThreeLists damaged(nb::bytes ids, nb::bytes frames) {
+        Ids list = ids_in(ids);
+        need_items(frames, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        return and_died(store_.damaged(list, frames.c_str()));
+    }
 
     TwoLists frames(nb::bytes ids) const {
         Ids list = ids_in(ids);
@@ -274,15 +279,21 @@ class PyStore {
         return {ids_out(ids), mask};
     }
 
+    nb::bytes still(nb::bytes ids, std::uint32_t segment) const {
+        return ids_out(store_.still(ids_in(ids), segment));
+    }
+
+    nb::bytes take_used(std::size_t limit) { return places_out(store_.take_used(limit)); }
+
     TwoLists drop_segment(std::uint32_t segment) {
         Left left = store_.drop_segment(segment);
         return {ids_out(left.gone), ids_out(left.orphans)};
     }
 
     std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t space, nb::bytes rows,
-                                                            std::uint32_t segment) {
+                                                            std::uint32_t segment, nb::bytes used) {
         const std::size_t n = count_in(rows, 128, "rows are 128 bytes each");
-        const Restored over = store_.restore(space, rows.c_str(), n, segment);
+        const Restored over = store_.restore(space, rows.c_str(), n, segment, ids_in(used));
         return {over.made, over.unfit, places_out(over.died)};
     }
 
@@ -426,12 +437,16 @@ void bind_store(nb::module_& m) {
         .def("promoted", &PyStore::promoted, "ids"_a)
         .def("unpromoted", &PyStore::unpromoted, "ids"_a)
         .def("spoilt", &PyStore::spoilt, "ids"_a)
+        .def("damaged", &PyStore::damaged, "ids"_a, "frames"_a)
         .def("frames", &PyStore::frames, "ids"_a)
         .def("dirty", &PyStore::dirty, "ids"_a)
         .def("coldest", &PyStore::coldest, "ids"_a, "within_bytes"_a, "limit_bytes"_a)
         .def("in_segment", &PyStore::in_segment, "segment"_a, "look"_a = false)
+        .def("still", &PyStore::still, "ids"_a, "segment"_a)
+        .def("take_used", &PyStore::take_used, "limit"_a)
         .def("drop_segment", &PyStore::drop_segment, "segment"_a)
-        .def("restore", &PyStore::restore, "space"_a, "rows"_a, "segment"_a)
+        .def("restore", &PyStore::restore, "space"_a, "rows"_a, "segment"_a,
+             "used"_a = nb::bytes("", 0))
         .def("identities", &PyStore::identities, "ids"_a)
         .def("ready", &PyStore::ready, "ids"_a)
         .def("slots", &PyStore::slots, "ids"_a)

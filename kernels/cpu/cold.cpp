@@ -206,6 +206,28 @@ Left Store::spoilt(Ids ids) {
     return left;
 }
 
+// What is being read from its frame is left to what that read finds.
+Left Store::damaged(Ids ids, const char* frames) {
+    Left left;
+    begin();
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        Id id = ids[i];
+        if (!records_.known(id) || !records_[id].framed ||
+            !same_bytes(records_.frame(id), frame_at(frames, i)))
+            continue;
+        State was = records_[id].is();
+        if (was == State::promoting) continue;
+        left.died.push_back(records_.frame(id));
+        records_.drop_frame(id);
+        if (was != State::cold) continue;
+        records_[id].become(after(Event::lost));
+        leave(id, was, &left.orphans);
+        left.gone.push_back(id);
+    }
+    keep_orphans(left.orphans);
+    return left;
+}
+
 // ---- segments ----
 
 // A segment is written from its start to its end, so pages say the order. An id may be listed more
@@ -221,6 +243,23 @@ IdList Store::in_segment(std::uint32_t segment) const {
     auto twice = std::ranges::unique(ids);
     ids.erase(twice.begin(), twice.end());
     return ids;
+}
+
+IdList Store::still(Ids ids, std::uint32_t segment) const {
+    IdList there;
+    for (Id id : ids)
+        if (lies_in(id, segment)) there.push_back(id);
+    return there;
+}
+
+std::vector<Frame> Store::take_used(std::size_t limit) {
+    std::vector<Frame> frames;
+    for (; limit != 0 && !touched_.empty(); --limit) {
+        Id id = touched_.back();
+        touched_.pop_back();
+        if (records_.known(id) && records_[id].used) frames.push_back(records_.frame(id));
+    }
+    return frames;
 }
 
 void Store::forget_use(Ids ids) {
@@ -244,9 +283,11 @@ Left Store::drop_segment(std::uint32_t segment) {
     return left;
 }
 
-Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::uint32_t segment) {
+Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::uint32_t segment,
+                        std::span<const std::uint32_t> used) {
     constexpr std::size_t step = 12, ring = 32, breath = 256;
     const Space& found = space(in);
+    need(std::ranges::is_sorted(used), "used pages ascend");
     IdList& listed = segments_[segment];  // stays where it is
     listed.reserve(listed.size() + n);
     std::array<std::uint64_t, ring> hashes;
@@ -258,6 +299,10 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
     for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
     Restored over;
     Id last = none;  // the node of the row before
+    auto note = [&](Id id, const Frame& frame, const char* digest) {
+        note_frame(id, frame, digest);
+        records_[id].used = std::ranges::binary_search(used, frame.page);
+    };
     for (std::size_t i = 0; i < n; ++i) {
         if (i % breath == 0) begin();
         ask(i + 2 * step);
@@ -285,7 +330,7 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
         if (there != none) {
             if (records_[there].is() == State::cold) {
                 over.died.push_back(records_.frame(there));
-                note_frame(there, frame, row.digest());
+                note(there, frame, row.digest());
             } else {
                 over.died.push_back(frame);
             }
@@ -308,7 +353,7 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
         hang(node, above);
         Id id = attach(node, place, Event::restore);
         records_[id].slab = on_disk;
-        note_frame(id, frame, row.digest());
+        note(id, frame, row.digest());
         arrived(id);
         if (above != none) tidy(above);
         last = node;

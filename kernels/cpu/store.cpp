@@ -677,7 +677,8 @@ std::size_t Store::memory_bytes() const {
     std::size_t listed = 0;
     for (const auto& [segment, ids] : segments_) listed += map_node + ids.capacity() * sizeof(Id);
     return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
-           places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space) + listed;
+           places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space) + listed +
+           touched_.capacity() * sizeof(Id);
 }
 
 }  // namespace kvtier

@@ -134,11 +134,17 @@ class Store {
     std::pair<IdList, IdList> promoted(Ids ids);
     Left unpromoted(Ids ids);
     Left spoilt(Ids ids);
+    Left damaged(Ids ids, const char* frames);
     IdList in_segment(std::uint32_t segment) const;
+    IdList still(Ids ids, std::uint32_t segment) const;
     void forget_use(Ids ids);
+    // The frames of blocks that are used since the last call, of so many at most that were.
+    std::vector<Frame> take_used(std::size_t limit);
     Left drop_segment(std::uint32_t segment);
     // Rows as a segment's footer has them; how many made a block, and how many fit no block here.
-    Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment);
+    // Frames at the pages in `used`, which ascend, were wanted since they were written.
+    Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment,
+                     std::span<const std::uint32_t> used);
     IdList dirty(Ids ids) const;
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
@@ -192,7 +198,9 @@ class Store {
         return prefix - std::min(prefix, n);
     }
     void use(Id id) {
-        if (records_[id].framed && !records_[id].used) records_[id].used = 1;
+        if (!records_[id].framed || records_[id].used) return;
+        records_[id].used = 1;
+        touched_.push_back(id);
     }
     static unsigned order_of(std::uint32_t places) { return std::bit_width(places - 1); }
     std::uint32_t make_places(std::uint32_t n);
@@ -257,8 +265,9 @@ class Store {
     // The blocks of each segment, in the order in which their frames came; some have left since.
     std::unordered_map<std::uint32_t, IdList> segments_;
     Counts counts_;
-    IdList stack_;  // of the tree's walks, kept for its memory
-    IdList late_;   // ghosts that the next call looks at
+    IdList stack_;    // of the tree's walks, kept for its memory
+    IdList late_;     // ghosts that the next call looks at
+    IdList touched_;  // blocks that are used since `take_used` looked
     std::size_t ghost_limit_;
     std::size_t walked_ = 0, climbed_ = 0;
     bool cut_short_ = false;  // a walk met its limit: some `cut` flags may be old

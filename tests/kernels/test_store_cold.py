@@ -154,6 +154,44 @@ def test_a_bad_frame_is_a_block_that_is_nowhere(store, plain):
     store.check()
 
 
+def test_a_frame_that_is_found_damaged_is_forgotten_and_its_block_only_if_it_is_nowhere_else(
+    store, plain
+):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids)
+    frames, _ = store.frames(ids)
+    store.evict(ids[:4])
+    freed, orphans, died = store.damaged(ids[:8], frames[:32])
+    assert freed == ids[:4] and set(unpack(orphans)) == set(unpack(ids[4:]))
+    assert died == struct.pack("<IIII", 1, 1, 1, 3)
+    assert store.dirty(ids) == ids[4:8]
+    assert store.checksums(ids[4:8]) == (digest(unpack(ids)[1]), b"\1")
+    assert store.in_segment(1)[0] == ids[8:]
+    store.check()
+
+
+def test_a_damaged_frame_that_is_not_the_blocks_any_more_is_nobodys(store, plain):
+    ids = saved_cold(store, plain, [1, 2])
+    frames, _ = store.frames(ids)
+    elsewhere = FRAME.pack(2, 1, PAGE, 0, 1, 1, 0)
+    store.moved(ids[:4], frames[:16], elsewhere)
+    store.promote(ids[4:])
+    assert store.damaged(ids + pack(999), frames + frames[:16]) == (b"", b"", b"")
+    assert store.promoted(ids[4:]) == (ids[4:], b"")
+    assert store.frames(ids)[0] == elsewhere + frames[16:]
+    with pytest.raises(ValueError):
+        store.damaged(ids, frames[:16])
+    store.check()
+
+
+def test_who_is_still_in_a_segment_is_told(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids[:8])
+    write(store, ids[4:8], segment=2)
+    assert store.still(ids + pack(999), 1) == ids[:4]
+    assert store.still(ids, 2) == ids[4:8]
+
+
 def test_a_block_forgotten_while_it_is_read_keeps_its_slot_until_the_read_ends(store, plain):
     for end in ("promoted", "unpromoted", "spoilt"):
         ids = saved_cold(store, plain, [end, "2"])
@@ -285,6 +323,37 @@ def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
     write(store, ids[:4], segment=2)
     assert store.in_segment(2) == (ids[:4], b"\0")
     assert store.in_segment(1) == (ids[4:], bytes([1, 3]))
+
+
+def test_use_is_told_once_and_only_of_frames_that_are_there(store, plain):
+    ids = save(store, plain, [1, 2, 3, 4])
+    store.match(plain, keys(1, 2, 3, 4))
+    assert store.take_used(9) == b"", "what has no frame has no use"
+    write(store, ids)
+    store.match(plain, keys(1, 2))
+    store.match(plain, keys(1, 2, 3))
+    assert store.take_used(1) == struct.pack("<II", 1, 5)
+    write(store, ids[4:8], segment=2)
+    assert store.take_used(9) == struct.pack("<II", 1, 1)
+    store.match(plain, keys(1, 2, 3, 4))
+    store.forget(ids[12:])
+    assert store.take_used(9) == struct.pack("<II", 2, 1)
+
+
+def test_use_is_known_again_after_a_restart(store, plain):
+    rows = row(1) + row(2, key(1), page=3) + row(3, key(2), page=5)
+    used = struct.pack("<III", 3, 4, 900)
+    assert store.restore(plain, rows, 7, used) == (3, 0, b"")
+    ids = store.resident(plain, keys(1, 2, 3))
+    assert store.in_segment(7) == (ids, bytes([2, 3, 2]))
+    assert store.take_used(9) == b"", "its owner knows"
+    # A newer frame is used only if that frame was.
+    assert store.restore(plain, row(2, key(1), page=3), 8)[0] == 0
+    assert store.in_segment(8) == (ids[4:8], b"\2")
+    for wrong in (struct.pack("<II", 4, 3), b"abc"):
+        with pytest.raises(ValueError):
+            store.restore(plain, row(4), 7, wrong)
+    store.check()
 
 
 def test_a_segment_used_again_takes_what_was_only_there(store, plain):

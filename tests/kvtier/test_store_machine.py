@@ -84,6 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.frames = {}  # id -> frame
         self.used = set()  # ids with a frame that a match found since it was written
         self.filling = set()  # ids whose slots are being read into
+        self.fresh = set()  # of those that nobody was told of
         self.next_page = 1  # of all segments: their pages only go up
 
     def both(self, name, *arguments):
@@ -115,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def unframe(self, i):
         """Where the frame was, if there was one."""
-        self.used.discard(i)
+        self.unuse(i)
         died = self.frames.pop(i, None)
         if died and died[3]:
             self.summed.discard(i)
@@ -130,6 +131,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.lru.removed(pack(cold))
         self.gone([i for i in ids if i not in self.frames])
         return cold
+
+    def unuse(self, i):
+        self.used.discard(i)
+        self.fresh.discard(i)
 
     def demote(self, orphans):
         """Orphans must be READY, unleased and of a full group."""
@@ -353,7 +358,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert unpack(answer) == [i for i in ids if i not in ready]
         for i in ready:
             self.frames[i] = frames[i]
-            self.used.discard(i)
+            self.unuse(i)
             (self.summed.discard if codec else self.summed.add)(i)
 
     @rule(picks=st.lists(numbers, min_size=1, max_size=4), segment=SEGMENTS, stale=st.booleans())
@@ -371,7 +376,7 @@ class StoreMachine(RuleBasedStateMachine):
         for i, frame in zip(ids, after, strict=True):
             if i not in late:
                 self.frames[i] = tuple(frame)
-                self.used.discard(i)
+                self.unuse(i)
 
     # What brings blocks to the disk and back makes the rest possible, as saving does.
     promotions = rule(
@@ -443,12 +448,50 @@ class StoreMachine(RuleBasedStateMachine):
         assert flags == bytes((i in self.used) + 2 * (i in cold) for i in unpack(ids))
         if look:
             self.used.difference_update(unpack(ids))
+            self.fresh &= self.used
 
     def in_segment(self, segment):
         return sorted(
             (i for i, frame in self.frames.items() if frame[0] == segment),
             key=lambda i: self.frames[i][1],
         )
+
+    @rule(picks=st.lists(numbers, min_size=1, max_size=6), stale=st.booleans())
+    def find_frames_damaged(self, picks, stale):
+        ids = self.choose(self.of(*self.ANY), picks)
+        frames = [list(self.frames.get(i, (8, 0, 0, 0, 0, 0, 0))) for i in ids]
+        if stale:
+            frames[0:1] = [[frame[0], frame[1] + 1, *frame[2:]] for frame in frames[:1]]
+        bad = [
+            i
+            for i, frame in zip(ids, frames, strict=True)
+            if self.frames.get(i) == tuple(frame) and self.states[i] != "promoting"
+        ]
+        packed = b"".join(FRAME.pack(*frame) for frame in frames)
+        freed, orphans, died = self.both("damaged", pack(ids), packed)
+        assert unpack(freed) == [i for i in bad if self.states[i] == "cold"]
+        assert died == b"".join(map(self.unframe, bad))
+        self.gone(unpack(freed))
+        self.demote(orphans)
+        kept = [i for i in bad if i in self.states]
+        assert unpack(self.both("dirty", pack(kept))) == kept
+
+    @rule(limit=st.sampled_from([1, 3, 1000]))
+    def take_what_is_used(self, limit):
+        taken = self.both("take_used", limit)
+        told = set(chunks(taken, 8))
+        of = {FRAME.pack(*self.frames[i])[:8]: i for i in self.used}
+        assert told <= set(of) and len(taken) <= 8 * limit
+        self.fresh -= {of[place] for place in told}
+        assert limit < 1000 or not self.fresh
+
+    @rule(picks=st.lists(numbers, min_size=1, max_size=6), segment=SEGMENTS)
+    def ask_what_is_still_there(self, picks, segment):
+        ids = self.choose(self.of(*self.ANY), picks)
+        found = self.both("still", pack(ids), segment)
+        assert unpack(found) == [
+            i for i in ids if i in self.frames and self.frames[i][0] == segment
+        ]
 
     @rule(segment=SEGMENTS)
     def use_a_segment_again(self, segment):
@@ -471,6 +514,7 @@ class StoreMachine(RuleBasedStateMachine):
         unfit=st.sampled_from(["", "", "group", "shard", "bytes", "codec"]),
         order=st.sampled_from([1, 1, -1]),
         codec=st.sampled_from([0, 0, 3]),
+        wanted=st.booleans(),
         every_place=st.booleans(),
     )
     def restore_a_segment(self, pick, every_place, **rows):
@@ -481,7 +525,7 @@ class StoreMachine(RuleBasedStateMachine):
                 if every_place or (at, one) == (group, shard):
                     self.restore((space, at, one), **rows)
 
-    def restore(self, place, some_leaves, segment, unfit, order, codec):
+    def restore(self, place, some_leaves, segment, unfit, order, codec, wanted):
         space, group, shard = place
         size = self.spaces[space][0][group][2]
         rows, made, wrong = [], [], 0
@@ -508,7 +552,8 @@ class StoreMachine(RuleBasedStateMachine):
                 else:
                     made.append(((space, group, shard, key), frame))
                 rows.append(ROW.pack(*row))
-        answer = self.both("restore", space, b"".join(rows), segment)
+        used = [frame[1] for _, frame in made[::2]] if wanted else []
+        answer = self.both("restore", space, b"".join(rows), segment, pack(used))
         died = []
         for name, frame in made:
             if name not in of:
@@ -516,7 +561,7 @@ class StoreMachine(RuleBasedStateMachine):
                 named[name] = frame
             elif self.states[of[name]] == "cold":
                 died.append(self.frames[of[name]])
-                self.reframe(of[name], frame)
+                self.reframe(of[name], frame, used)
             else:
                 died.append(frame)
         places = b"".join(struct.pack("<II", *frame[:2]) for frame in died)
@@ -528,12 +573,14 @@ class StoreMachine(RuleBasedStateMachine):
                 key = self.both("keys_of", pack([i]))
                 name = space, group, shard, key
                 self.states[i], self.names[i] = "cold", name
-                self.reframe(i, named.pop(name))
+                self.reframe(i, named.pop(name), used)
         assert not named
 
-    def reframe(self, i, frame):
+    def reframe(self, i, frame, used):
         self.frames[i] = frame
-        self.used.discard(i)
+        self.unuse(i)
+        if frame[1] in used:
+            self.used.add(i)
         (self.summed.discard if frame[3] else self.summed.add)(i)
 
     @rule(leaf=leaves)
@@ -663,7 +710,9 @@ class StoreMachine(RuleBasedStateMachine):
         needed = {
             name for length in (ready, restorable) for name in self.needed(space, path, length)
         }
-        self.used.update(i for i in self.frames if self.names[i] in needed)
+        found = {i for i in self.frames if self.names[i] in needed}
+        self.fresh |= found - self.used
+        self.used |= found
         return ready, restorable
 
     def match_path(self, path):

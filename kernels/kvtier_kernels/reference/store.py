@@ -136,6 +136,7 @@ class Store:
         self._index: dict[tuple[int, bytes], Node] = {}
         self._blocks: dict[int, Block] = {}
         self._segments: dict[int, list[int]] = {}  # of each the blocks, as their frames came
+        self._touched: list[int] = []  # blocks that are used since `take_used` looked
         self._ids: set[int] = set()  # of nodes and blocks
         self._spare: list[int] = []
         self._limit = 0
@@ -219,21 +220,22 @@ class Store:
         shard, place of the first one in the prefix, ids). Those it finds count as used."""
         found = self._space(space)
         named = split(keys, 32)
-        prefixes: list[int] = []
+        ready, whole = (self._prefix(found, named, states) for states in ((READY,), RESTORABLE))
         parts: list[tuple[int, int, int, bytes]] = []
-        for states in ((READY,), RESTORABLE):
-            best = self._prefix(found, named, states)
-            prefixes.append(best)
-            for (group, shard), place in found.places.items() if best else ():
-                first = self._first_needed(found, group, best)
-                blocks = [self._find(place, key) for key in named[first:best]]
-                for block in blocks:
-                    assert block is not None
-                    block.used = block.frame is not None
-                if states == (READY,):
-                    ids = join(block.id for block in blocks if block)
-                    parts.append((group, shard, first, ids))
-        return prefixes[0], prefixes[1], parts
+        for (group, shard), place in found.places.items():
+            first, later = (self._first_needed(found, group, best) for best in (ready, whole))
+            here = [self._find(place, key) for key in named[first:ready]]
+            for block in [*here, *(self._find(place, key) for key in named[later:whole])]:
+                assert block is not None
+                self._use(block)
+            if ready:
+                parts.append((group, shard, first, join(block.id for block in here if block)))
+        return ready, whole, parts
+
+    def _use(self, block: Block) -> None:
+        if block.frame is not None and not block.used:
+            block.used = True
+            self._touched.append(block.id)
 
     def _prefix(self, found: Space, named: list[bytes], states: Sequence[str]) -> int:
         """The longest prefix that every group can restore from blocks in these states."""
@@ -678,6 +680,28 @@ class Store:
                 freed.append(block.id)
         return join(freed), evictable_ids(orphans), died
 
+    def damaged(self, ids: bytes, frames: bytes) -> tuple[bytes, bytes, bytes]:
+        """Blocks that still have these frames have none any more: READY ones are in memory alone, COLD
+        ones gone. Those that are being read from them are passed over: (gone, orphans, segment and
+        page of the frames)."""
+        numbers = unpack(ids)
+        packed = split_for(numbers, frames, FRAME.size)
+        orphans: list[Block] = []
+        freed: list[int] = []
+        died = b""
+        self._begin()
+        for number, frame in zip(numbers, packed, strict=True):
+            block = self._blocks.get(number)
+            same = block and block.frame and block.frame.place() == frame[:8]
+            if block is None or not same or block.state == PROMOTING:
+                continue
+            died += block.drop_frame()
+            if block.state == COLD:
+                block.state = ABSENT
+                self._leave(block, COLD, orphans)
+                freed.append(number)
+        return join(freed), evictable_ids(orphans), died
+
     def frames(self, ids: bytes) -> tuple[bytes, bytes]:
         """The frames of these blocks, and the digests of their payloads. ValueError without one."""
         packed, digests = b"", b""
@@ -731,6 +755,21 @@ class Store:
                 found[block.frame.page, number] = block
         return [block for _, block in sorted(found.items(), key=lambda item: item[0])]
 
+    def still(self, ids: bytes, segment: int) -> bytes:
+        """Those that have a frame in this segment, in order."""
+        blocks = filter(None, map(self._blocks.get, unpack(ids)))
+        return join(b.id for b in blocks if b.frame and b.frame.segment == segment)
+
+    def take_used(self, limit: int) -> bytes:
+        """Segment and page of the frames whose blocks are used since the last call, the latest first; of
+        so many blocks at most that were."""
+        places = b""
+        for _ in range(min(limit, len(self._touched))):
+            block = self._blocks.get(self._touched.pop())
+            if block and block.frame and block.used:
+                places += block.frame.place()
+        return places
+
     def drop_segment(self, segment: int) -> tuple[bytes, bytes]:
         """No block has a frame in this segment any more; those that were only there are gone: (gone,
         orphans)."""
@@ -746,11 +785,17 @@ class Store:
         self._segments.pop(segment, None)
         return join(freed), evictable_ids(orphans)
 
-    def restore(self, space: int, rows: bytes, segment: int) -> tuple[int, int, bytes]:
+    def restore(
+        self, space: int, rows: bytes, segment: int, used: bytes = b""
+    ) -> tuple[int, int, bytes]:
         """Makes COLD blocks of the rows of a segment's footer, each of this space: (how many, how many
         rows fit no block of it, segment and page of each frame that died). One that is COLD already has
-        the newer frame from now on, and one that is in memory stays as it is."""
+        the newer frame from now on, and one that is in memory stays as it is. Those whose frames are at
+        the pages in `used`, 4 bytes each in ascending order, count as used."""
         found = self._space(space)
+        wanted = unpack(used)
+        if wanted != sorted(wanted):
+            raise ValueError("used pages ascend")
         made, unfit, died = 0, 0, b""
         for at, row in enumerate(split(rows, ROW.size)):
             if at % RESTORED_AT_ONCE == 0:
@@ -770,6 +815,7 @@ class Store:
                 died += (block.frame if block.state == COLD and block.frame else frame).place()
                 if block.state == COLD:
                     self._note_frame(block, frame, digest)
+                    block.used = page in wanted
                 continue
             above = None
             if flags & HAS_PARENT:
@@ -778,6 +824,7 @@ class Store:
             self._hang(node, above)
             block = self._attach(node, place, COLD)
             self._note_frame(block, frame, digest)
+            block.used = page in wanted
             self._arrived(block)
             if above is not None:
                 self._tidy(above)
