@@ -16,7 +16,7 @@ from kvtier.codec.frame import PAGE
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.recovery import Recovered, recover
-from kvtier_daemon.tiers.segment import Listed, decode_entries, encode_footer, split_rows
+from kvtier_daemon.tiers.segment import Listed, decode_entries, encode_footer, page_of, split_rows
 from kvtier_daemon.tiers.volume import Volume, spaces_of, tenant_digest
 from kvtier_kernels import xxh3_128
 
@@ -66,12 +66,12 @@ def _check_segment(
     rows = split_rows(found.rows)
     good = []
     with path.open("rb") as file:
-        for row, listed in zip(rows, decode_entries(found.spaces, found.rows), strict=True):
+        for row in rows:
             report.frames += 1
-            report.payload_bytes += listed.payload_bytes
-            wrong = _wrong_with(file.fileno(), listed, found)
+            wrong, nbytes = _wrong_with(file.fileno(), row, found)
+            report.payload_bytes += nbytes
             if wrong:
-                report.note(wrong, f"{path}: page {listed.page}: {wrong}")
+                report.note(wrong, f"{path}: page {page_of(row)}: {wrong}")
             else:
                 good.append(row)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -83,11 +83,20 @@ def _check_segment(
         report.repaired += 1
 
 
-def _wrong_with(fd: int, listed: Listed, found: Recovered) -> str:
+def _wrong_with(fd: int, row: bytes, found: Recovered) -> tuple[str, int]:
+    """What is wrong with the frame of this row, or nothing; and how many bytes its payload has."""
     assert found.head is not None
+    try:
+        (listed,) = decode_entries(found.spaces, row)
+    except FrameError:
+        return "entry", 0
+    return _wrong_frame(fd, listed, found.head.epoch), listed.payload_bytes
+
+
+def _wrong_frame(fd: int, listed: Listed, epoch: int) -> str:
     at = listed.page * PAGE
     try:
-        one = frame.decode(os.pread(fd, listed.header_pages * PAGE, at), found.head.epoch)
+        one = frame.decode(os.pread(fd, listed.header_pages * PAGE, at), epoch)
     except FrameError:
         return "header"
     if one.identity != listed.identity or one.payload_digest != listed.payload_digest:

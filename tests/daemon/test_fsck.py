@@ -12,7 +12,10 @@ import pytest
 from daemon.test_cold import BLOCK, Bench
 from kvtier.codec.frame import PAGE
 from kvtier_daemon.cli import main
+from kvtier_daemon.tiers.recovery import recover
+from kvtier_daemon.tiers.segment import encode_footer, page_of, split_rows
 from kvtier_daemon.tiers.shelf import Landed
+from kvtier_daemon.tiers.volume import tenant_digest
 
 
 def filled(folder: Path, close: bool = True) -> dict[int, tuple[Path, Landed]]:
@@ -85,6 +88,23 @@ def test_damage_is_found_told_by_kind_and_repaired(
         await bench.tier.close()
 
     asyncio.run(work())
+
+
+def test_an_entry_of_a_space_that_is_not_there_is_one_wrong_entry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, one = filled(tmp_path)[3]
+    found = recover(path, tenant_digest("t"), {})
+    assert found.sealed and found.head
+    rows = split_rows(found.rows)
+    bad = next(at for at, row in enumerate(rows) if page_of(row) == one.page)
+    rows[bad] = rows[bad][:64] + (7).to_bytes(4, "little") + rows[bad][68:]
+    write_over(path, *encode_footer(found.head, found.spaces, b"".join(rows), found.end))
+    code, told = fsck(tmp_path, capsys)
+    assert code == 1 and told["frames"] == 40 and told["wrong"] == {"entry": 1}
+    fsck(tmp_path, capsys, "--repair")
+    code, told = fsck(tmp_path, capsys)
+    assert code == 0 and told["frames"] == 39
 
 
 def test_a_head_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
