@@ -23,6 +23,7 @@ from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.config import Cold, Config, Loaded, tenant_of
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.notify import Notifier
+from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
 from kvtier_daemon.tenant import Tenant
@@ -76,6 +77,7 @@ class App:
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages
         )
         self.cold: ColdTier | None = None
+        self._scrub: Scrub | None = None
         self._notifier = Notifier.from_environment()
         self._listener = listener
         self._server: Server | None = None
@@ -137,7 +139,14 @@ class App:
                 name, tenant.catalog, tier, tenant.quota_bytes, through=cold.write == "through",
                 daily_bytes=int(cold.daily_bytes * shares[name]),
             )  # fmt: skip
+        catalogs = {name: tenant.catalog for name, tenant in self.tenants.items()}
+        self._scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
         return tier
+
+    def _dirty(self, tenant: str, ids: bytes) -> None:
+        mover = self.tenants[tenant].mover
+        assert mover is not None
+        mover.saved(ids)
 
     def _leaving(self, shelf: Shelf, segment: Segment) -> None:
         mover = self.tenants[shelf.tenant].mover
@@ -173,6 +182,8 @@ class App:
             for name, tenant in self.tenants.items():
                 assert tenant.mover is not None
                 tasks.create_task(tenant.mover.run(), name=f"mover {name}")
+            if self._scrub is not None and self._scrub.rate:
+                tasks.create_task(self._scrub.run(), name="scrub")
 
     async def _tend(self) -> None:
         """What happens by itself: leases run out, silent strangers are shown the door."""
@@ -228,6 +239,7 @@ class App:
             "on": cold.is_on and cold.takes,
             "faults": cold.faults,
             "failure": cold.failure,
+            "scrub": self._scrub.stats() if self._scrub is not None else None,
         }
 
     # --- saying how it is --------------------------------------------------------------------

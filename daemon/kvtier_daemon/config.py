@@ -48,6 +48,7 @@ class Cold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     write: Annotated[str, values.WRITE] = "back"
     engine: Annotated[str, values.ENGINE] = "auto"
     daily_bytes: Annotated[int, values.BUDGET] = msgspec.field(name="daily_writes", default=0)
+    scrub_bytes: Annotated[int, values.RATE] = msgspec.field(name="scrub", default=16 * MIB)
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -278,7 +279,8 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> Cold | Non
     size, directories = values_said.pop("size"), values_said.pop("directories")
     smallest = int(size / len(directories) * least_share)
     segment = values_said.pop("segment", None)
-    daily = values_said.pop("daily_writes", 0)
+    renamed = {"daily_writes": "daily_bytes", "scrub": "scrub_bytes"}
+    amounts = {renamed[key]: values_said.pop(key) for key in renamed if key in values_said}
     if segment is None:
         segment = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
     if segment > size // 64 and "segment" in said:
@@ -291,7 +293,7 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> Cold | Non
         )
         raise unfit(("cold", "size"), said["size"][1].origin, what)
     return Cold(
-        directories=directories, size_bytes=size, segment_bytes=segment, daily_bytes=daily, **values_said
+        directories=directories, size_bytes=size, segment_bytes=segment, **amounts, **values_said
     )  # fmt: skip
 
 

@@ -137,6 +137,15 @@ def _bytes_from(low: int) -> Callable[[object], int]:
     return parse
 
 
+def _rate(value: object) -> int:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError
+    amount = parse_bytes(value)
+    if 0 < amount < PAGE_BYTES:
+        raise ValueError(f"{format_bytes(amount)} is less than a page")
+    return amount
+
+
 def _paths(value: object) -> tuple[Path, ...]:
     if isinstance(value, str):  # from the environment or a flag
         value = [part.strip() for part in value.split(",")]
@@ -165,6 +174,7 @@ CODEC: Final = Key(_one_of(CODECS), f"a codec that is there: {', '.join(CODECS)}
 WRITE: Final = Key(_one_of(WRITES), f"one of {', '.join(WRITES)}")
 ENGINE: Final = Key(_one_of(ENGINES), f"one of {', '.join(ENGINES)}")
 BUDGET: Final = Key(_bytes_from(0), "a size such as 5TiB, or 0 for no limit")
+RATE: Final = Key(_rate, "bytes a second such as 16MiB, or 0 for none")
 MODE: Final = Key(_mode, 'octal digits in quotes, such as "0660"')
 GROUP: Final = Key(_group, "the name or the number of a group")
 LEVEL: Final = Key(_one_of(LOG_LEVELS), f"one of {', '.join(LOG_LEVELS)}")

@@ -72,7 +72,7 @@ def test_every_key_can_be_written(read):
         'log_level = "debug"\nmax_clients = 3\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
-        'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\n'
+        'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
         '[tenants.b]\nuids = ["*"]\nquota = "256MiB"\n'
     ).config
@@ -98,6 +98,7 @@ def test_every_key_can_be_written(read):
             "write": "through",
             "engine": "threads",
             "daily_writes": 2048 * GIB,
+            "scrub": 4 * MIB,
         },
         "tenants": {
             "a": {"uids": (0, 7), "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES},
@@ -485,6 +486,8 @@ def test_the_documents_example_loads(read):
 def test_segments_are_small_enough_for_every_tenant(read):
     assert read(WARM).config.cold is None
     assert read(WARM + COLD).config.cold.segment_bytes == GIB
+    assert read(WARM + COLD).config.cold.scrub_bytes == 16 * MIB
+    assert read(WARM + COLD + 'scrub = "0"').config.cold.scrub_bytes == 0
     small = '[cold]\ndirectories = ["/d", "/e"]\nsize = "16GiB"\n'
     assert read(WARM + small).config.cold.segment_bytes == 256 * MIB
     tenants = '[tenants.a]\nuids = [1]\nquota = "1%"\n[tenants.b]\nuids = ["*"]\nquota = "99%"\n'
@@ -504,6 +507,8 @@ def test_segments_are_small_enough_for_every_tenant(read):
         (COLD + 'segment = "32GiB"', "cold.segment: 32 GiB is more than 1/64 of cold.size"),
         ('[cold]\ndirectories = ["/d"]\nsize = "2MiB"', "cold.size: 2 MiB is too little"),
         (COLD + 'write = "around"', "cold.write: expected one of back, through"),
+        (COLD + 'scrub = "4095"', "cold.scrub: 4.00 KiB is less than a page"),
+        (COLD + 'scrub = "fast"', "expected bytes a second such as 16MiB, or 0 for none"),
         (COLD + 'codec = "zip"', "cold.codec: expected a codec that is there: raw"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -146,6 +147,27 @@ def test_what_was_forgotten_stays_so(
     with daemon.connect() as client:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 2 * CHAIN)
         assert [whole(client, chain) for chain in range(3)] == [CHAIN, 0, CHAIN]
+
+
+def test_damage_that_nobody_asked_about_is_found(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        for chain in range(3):
+            save(client, chain)
+        settled(daemon)
+        first = disk / "segments" / "default" / "000000"
+        with first.open("r+b") as file:
+            file.seek(200 << 10)
+            file.write(b"damage")
+            os.fsync(file.fileno())
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["scrub"]["damaged"] == 1)
+        # It was in memory too, and is written again.
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] == 3 * CHAIN + 1)
+        scrub = daemon.stats()["tiers"]["cold"]["scrub"]
+        assert scrub["frames"] > 0 and scrub["bytes"] > 0 and scrub["rate"] == 16 << 20
+        assert [whole(client, chain) for chain in range(3)] == [CHAIN] * 3
 
 
 def test_the_cap_holds_over_everything(daemon_of: Callable[..., Daemon], disk: Path) -> None:

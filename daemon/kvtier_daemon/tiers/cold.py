@@ -233,6 +233,18 @@ class ColdTier:
         for drive, theirs in ops.items():
             drive.read(theirs)
 
+    def read_header(self, block: Incoming, done: Callable[[int, bytes], None]) -> None:
+        """The header of a block's frame, after all that is urgent; `done` is told an errno or 0."""
+        segment, shelf = self.segments[block.segment], self._numbering.shelves[block.segment]
+        segment.reading += 1
+
+        def over(code: int, text: bytes | None) -> None:
+            has = self._read_one(shelf, segment, block, lambda _, code: done(code, text or b""))
+            has(code, None)
+
+        at, nbytes = block.page * PAGE, block.header_pages * PAGE
+        shelf.drive.read_text(segment.fd, at, nbytes, over)
+
     def _read_one(self, shelf: Shelf, segment: Segment, block: Incoming, done: Read) -> Over:
         def over(code: int, _: bytes | None) -> None:
             if code and code not in BENIGN:
@@ -265,6 +277,15 @@ class ColdTier:
         if fits is None:
             fits = self._fits[kind] = all(shelf.fits(block) for shelf in self.shelves[tenant])
         return fits
+
+    def sealed(self) -> list[tuple[Shelf, Segment]]:
+        """Each segment that is full and not to be used again yet, if it can be read now."""
+        return [
+            (shelf, segment)
+            for shelf in self._all_shelves()
+            if shelf.drive.reads.is_on
+            for segment in shelf.log.sealed
+        ]
 
     def left(self, shelf: Shelf, segment: Segment) -> None:
         """Nothing names this segment any more."""

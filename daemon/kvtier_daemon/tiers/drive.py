@@ -169,6 +169,16 @@ class Drive:
     def read(self, ops: bytes | bytearray) -> None:
         self.disk.read(ops)
 
+    def read_text(self, fd: int, at: int, nbytes: int, over: Over) -> None:
+        """Read bytes of this file, after all that is urgent."""
+
+        def have_read(code: int, text: bytes | None) -> None:
+            if not code:
+                self.reads.worked()
+            over(code, text)
+
+        self.disk.read_bytes(self._token(self.reads, have_read), fd, at, nbytes, False, READ_MS)
+
     def frame_op(
         self, fd: int, at: int, nbytes: int, extent: int, offset: int, header: tuple[int, int],
         over: Over,

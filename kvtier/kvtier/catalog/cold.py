@@ -75,6 +75,16 @@ class Rescue:
     digests: bytes
 
 
+@dataclass(slots=True, frozen=True)
+class Framed:
+    """A block's frame, and what it has to say."""
+
+    id: int
+    frame: bytes
+    digest: bytes
+    identity: Identity
+
+
 class Cold:
     def __init__(self, blocks: Blocks, spaces: Spaces) -> None:
         self._blocks = blocks
@@ -284,6 +294,40 @@ class Cold:
 
     # --- segments ----------------------------------------------------------------------------
 
+    def in_segment(self, segment: int) -> bytes:
+        """The ids of the blocks that have a frame in this segment, in the order in which they lie."""
+        return self._blocks.store.in_segment(segment)[0]
+
+    def still_in(self, ids: bytes, segment: int) -> list[Framed]:
+        """Those of these blocks whose frames are in this segment yet."""
+        ids = self._blocks.store.still(ids, segment)
+        frames, digests = self._blocks.store.frames(ids)
+        return [
+            Framed(
+                number, frames[at * FRAME_BYTES : (at + 1) * FRAME_BYTES],
+                digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES], block.identity,
+            )
+            for at, (number, block) in enumerate(
+                zip(array("I", ids), self.described(ids), strict=True)
+            )
+        ]  # fmt: skip
+
+    def damaged(self, ids: bytes, frames: bytes) -> tuple[int, bytes]:
+        """These frames are not what they should be: of those that are their blocks' yet, how many were
+        forgotten; and which of the blocks are in memory alone. What is being read from such a frame is left
+        to that read."""
+        store = self._blocks.store
+        gone, orphans, died = store.damaged(ids, frames)
+        self._blocks.policy.demoted(orphans)
+        self._blocks.evicted["spoilt"] += len(gone) // ID_BYTES
+        self._blocks.died += died
+        return len(died) // PLACE_BYTES, store.dirty(ids) if died else b""
+
+    def take_used(self, limit: int) -> bytes:
+        """Segment and page, 4 bytes each, of frames whose blocks were wanted for the first time since they
+        were written; those since the last call, and of so many blocks at most."""
+        return self._blocks.store.take_used(limit)
+
     def reclaim(self, segment: int, keep: int) -> Rescue:
         """What of this segment deserves a second chance: the first `keep` blocks, in the order in which
         they were written, that are there alone and were wanted since. What is in memory too needs none.
@@ -312,13 +356,16 @@ class Cold:
         self._blocks.evicted["lost"] += len(gone) // ID_BYTES
         return len(gone) // ID_BYTES
 
-    def restore(self, identity: bytes, spec: KvSpec, rows: bytes, segment: int) -> tuple[int, int]:
+    def restore(
+        self, identity: bytes, spec: KvSpec, rows: bytes, segment: int, used: bytes = b""
+    ) -> tuple[int, int]:
         """Know what a segment's footer lists of this space: (blocks that are new, rows that are none of
-        its blocks). Of two frames of a block the one restored later counts."""
+        its blocks). Of two frames of a block the one restored later counts. `used` has the pages, 4 bytes
+        each in ascending order, of frames whose blocks were wanted since they were written."""
         space = self._spaces.open(identity, spec, NOBODY)
         try:
             self._spaces.settle(space)
-            made, unfit, died = self._blocks.store.restore(space.index, rows, segment)
+            made, unfit, died = self._blocks.store.restore(space.index, rows, segment, used)
             self._blocks.died += died
             return made, unfit
         finally:
