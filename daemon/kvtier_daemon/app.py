@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 TEND_S = 0.1
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 RESTORE_ROWS = 4096  # in one go: about a millisecond
+USE_S = 2.0
+USE_BLOCKS, USE_PIECES = 1024, 64  # in one go: less than that
+LAST_USE_S = 1.0
 
 
 def run(loaded: Loaded) -> None:
@@ -119,11 +122,13 @@ class App:
         self._notifier.stopping()
         log.info("going down")
         self._server.close("it was asked to stop")
-        if self.cold is not None and not await self.cold.close():
-            log.critical("a disk hangs: what it was doing can't be waited for")
-            release_socket(self._listener)
-            logging.shutdown()
-            os._exit(EXIT_HUNG)
+        if self.cold is not None:
+            self._remember(self.cold)
+            if not await self.cold.close():
+                log.critical("a disk hangs: what it was doing can't be waited for")
+                release_socket(self._listener)
+                logging.shutdown()
+                os._exit(EXIT_HUNG)
         loop.remove_reader(self.warm.event_fd)
         self.warm.close()
 
@@ -172,7 +177,7 @@ class App:
                 catalog = self.tenants[tenant].catalog
                 for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
                     some = rows[at : at + RESTORE_ROWS * ENTRY.size]
-                    found += catalog.cold.restore(identity, spec, some, segment)[0]
+                    found += catalog.cold.restore(identity, spec, some, segment, one.used)[0]
                     await asyncio.sleep(0)
 
         await cold.recover(restored)
@@ -184,6 +189,31 @@ class App:
                 tasks.create_task(tenant.mover.run(), name=f"mover {name}")
             if self._scrub is not None and self._scrub.rate:
                 tasks.create_task(self._scrub.run(), name="scrub")
+            tasks.create_task(self._keep_use(cold), name="use")
+
+    async def _keep_use(self, cold: ColdTier) -> None:
+        """Have the index know what is wanted, a few seconds later at most."""
+        while True:
+            await asyncio.sleep(USE_S)
+            while self._note_use(cold) or cold.write_use(USE_PIECES):  # noqa: ASYNC110
+                await asyncio.sleep(0)  # others have their turn
+
+    def _note_use(self, cold: ColdTier) -> bool:
+        """Note some of what is newly wanted; False if nothing is."""
+        for tenant in self.tenants.values():
+            if places := tenant.catalog.cold.take_used(USE_BLOCKS):
+                cold.note_use(places)
+                return True
+        return False
+
+    def _remember(self, cold: ColdTier) -> None:
+        """Have the index know all that it should before the end, as far as there is time."""
+        until = time.monotonic() + LAST_USE_S
+        for tenant in self.tenants.values():
+            if tenant.mover is not None:
+                tenant.mover.bury()
+        while time.monotonic() < until and (self._note_use(cold) or cold.write_use(USE_PIECES)):
+            pass
 
     async def _tend(self) -> None:
         """What happens by itself: leases run out, silent strangers are shown the door."""

@@ -66,22 +66,19 @@ class Kept(Bench):
     def leave(self, shelf: Shelf, segment: Segment) -> None:
         self.mover.leave(shelf, segment)
 
-    async def save(self) -> None:
-        """Save blocks, and wait until all are on disk."""
+    async def save(self, first: int = 0, known: int = 0) -> None:
+        """Save blocks, and wait until all are on disk, beside those that are known to be."""
         await self.recover()
         self.moving = asyncio.create_task(self.mover.run())
         space = self.catalog.open(SPACE, SPEC, SessionId(1))
-        granted = self.catalog.reserve(SessionId(1), space, 0, 0, b"", keys(0, SAVED))
+        granted = self.catalog.reserve(SessionId(1), space, 0, 0, b"", keys(first, SAVED))
         for number, place in enumerate(places(granted.slots)):
-            self.slot(place)[:] = pattern(key(number), BLOCK)
+            self.slot(place)[:] = pattern(key(first + number), BLOCK)
         self.ids = self.catalog.commit(SessionId(1), granted.lease, 0, SAVED, b"")
         self.mover.saved(self.ids)
-        await self.written()
-        while len(self.tier.sealed()) < 2:  # noqa: ASYNC110
+        while self.catalog.counts()["framed_blocks"] < known + SAVED:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-
-    async def written(self) -> None:
-        while self.catalog.counts()["framed_blocks"] < SAVED:  # noqa: ASYNC110
+        while len(self.tier.sealed()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     def frame_of(self, number: int) -> tuple[Segment, int, int]:

@@ -13,6 +13,7 @@ import pytest
 
 from daemons import Daemon
 from kvtier import Client, KvSpec, Match
+from kvtier_daemon.index import Index
 from specs import pattern, spec_of
 
 SPEC = spec_of("cold e2e")
@@ -128,8 +129,29 @@ def test_what_is_on_disk_is_there_after_a_start(
         daemon.process.wait(20)
 
 
+@pytest.mark.parametrize(("way", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 2.5)])
+def test_the_index_knows_what_was_wanted_before_the_end(
+    daemon_of: Callable[..., Daemon], disk: Path, way: signal.Signals, after_s: float
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        save(client, 0)
+        settled(daemon)
+        assert whole(client, 0) == CHAIN
+        time.sleep(after_s)
+    daemon.process.send_signal(way)
+    daemon.process.wait(20)
+    with Index(disk / "index", 16 << 20) as index:
+        assert sum(len(pages) for _, pages in index.entries(b"segments")) == 4 * CHAIN
+
+
+@pytest.mark.parametrize(("way", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 0.5)])
 def test_what_was_forgotten_stays_so(
-    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path
+    daemon_of: Callable[..., Daemon],
+    disk: Path,
+    tmp_path: Path,
+    way: signal.Signals,
+    after_s: float,
 ) -> None:
     folder = tmp_path / "daemon"
     daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
@@ -140,9 +162,9 @@ def test_what_was_forgotten_stays_so(
         space = client.open(SPEC)
         assert space.forget(space.keys(tokens(1))) == CHAIN
         assert brought(client, 1).ready == 0
-    time.sleep(0.5)
-    daemon.process.kill()
-    daemon.process.wait()
+    time.sleep(after_s)
+    daemon.process.send_signal(way)
+    daemon.process.wait(20)
     daemon = cold_daemon(daemon_of, disk, "through", folder=folder)
     with daemon.connect() as client:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 2 * CHAIN)

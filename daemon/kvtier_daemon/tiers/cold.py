@@ -15,6 +15,7 @@ import contextlib
 import logging
 import struct
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +214,20 @@ class ColdTier:
         for number, page in BURIED.iter_unpack(places):
             self._numbering.shelves[number].bury(self.segments[number], page)
 
+    def note_use(self, places: bytes) -> None:
+        """The blocks of these frames, segment and page of each, are wanted for the first time."""
+        pages: dict[int, array[int]] = {}
+        for number, page in BURIED.iter_unpack(places):
+            if number not in pages:
+                head = self.segments[number].head
+                assert head is not None, "a frame of a segment without a head"
+                pages[number] = self._numbering.shelves[number].volume.uses.add(head.epoch)
+            pages[number].append(page)
+
+    def write_use(self, limit: int) -> int:
+        """Give the index so many pieces of what is new of that; how many there were."""
+        return sum(volume.uses.write(limit) for volume in self._volumes)
+
     # --- reading and writing -----------------------------------------------------------------
 
     def read(self, blocks: Iterable[Incoming], done: Read, urgent: bool = True) -> None:
@@ -298,6 +313,7 @@ class ColdTier:
         number."""
         for volume, drive in zip(self._volumes, self.drives, strict=True):
             await drive.beside(volume.read_buried)
+            await drive.beside(volume.uses.load)
             for stranger in set(await drive.beside(volume.tenants)) - set(self.shelves):
                 log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
                 await drive.beside(volume.remove, stranger)
@@ -319,6 +335,9 @@ class ColdTier:
             for shelf in shelves:
                 shelf.resume([one for other, one in found if other is shelf])
                 shelf.prepare()
+        heads = [segment.head for segment in self.segments if segment.head is not None]
+        for volume in self._volumes:
+            volume.uses.keep_only({head.epoch for head in heads})
         self.recovered.set()
 
     async def close(self, timeout_s: float = 10.0) -> bool:

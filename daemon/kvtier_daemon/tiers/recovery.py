@@ -41,6 +41,7 @@ class Recovered:
     rows: bytes = b""
     end: int = FIRST_FRAME  # of the frames of one that is not sealed
     remark: str = ""
+    used: bytes = b""  # pages of frames that were wanted, 4 bytes each, in ascending order
 
     def leave_out(self, pages: Iterable[int]) -> None:
         """The frames at these pages count no more."""

@@ -374,6 +374,7 @@ class Shelf:
         for page in segment.buried:
             self.volume.index.drop(b"forgotten", buried_key(segment.head, page))
         segment.buried = []
+        self.volume.uses.drop(segment.head.epoch)
 
     def close_files(self) -> None:
         for segment, shelf in zip(self._numbering.segments, self._numbering.shelves, strict=True):
@@ -432,6 +433,7 @@ class Shelf:
         )
         segment.buried = self.volume.buried(one.head)
         one.leave_out(segment.buried)
+        one.used = self.volume.uses.pages(one.head.epoch)
         if not one.sealed:
             self._seal_late(segment, one)
         return segment

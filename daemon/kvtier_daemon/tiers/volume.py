@@ -21,6 +21,7 @@ from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.index import FIRST_MAP_BYTES, Index
 from kvtier_daemon.tiers.segment import Head
+from kvtier_daemon.tiers.use import Uses
 
 LOCK = "kvtier.lock"
 SEGMENTS = "segments"
@@ -51,6 +52,7 @@ class Volume:
         except BaseException:
             os.close(self._lock_fd)
             raise
+        self.uses = Uses(self.index)
 
     def segment_path(self, tenant: str, number: int) -> Path:
         """What a segment file is called."""
