@@ -260,13 +260,20 @@ class App:
     def _cold_stats(self, cold: ColdTier, tenants: Sequence[Tenant]) -> dict[str, Any]:
         counts = [tenant.catalog.counts() for tenant in tenants]
         movers = [tenant.mover for tenant in tenants if tenant.mover is not None]
+        share = _share(tenants, self.config.warm.size_bytes)
+        assert self.config.cold is not None
         return {
-            "capacity_bytes": int(cold.size_bytes * _share(tenants, self.config.warm.size_bytes)),
+            "capacity_bytes": int(cold.size_bytes * share),
             "used_bytes": sum(count["framed_bytes"] for count in counts),
             "blocks": sum(count["framed_blocks"] for count in counts),
             "states": _sum(mover.counts for mover in movers),
+            "bytes": _sum(mover.bytes for mover in movers),
+            "day_bytes": sum(mover.day_bytes for mover in movers),
+            "day_limit_bytes": int(self.config.cold.daily_bytes * share),
+            "not_read": _sum(tenant.catalog.cold.failed for tenant in tenants),
             "engine": cold.engine,
             "on": cold.is_on and cold.takes,
+            "given_up": cold.given_up,
             "faults": cold.faults,
             "failure": cold.failure,
             "scrub": self._scrub.stats() if self._scrub is not None else None,

@@ -49,6 +49,7 @@ LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_TRIES = 20
 DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.EIO)
 DAY_S = 86_400.0
+HOUR_S = 3600.0
 
 
 class Budget:
@@ -60,6 +61,7 @@ class Budget:
         self._clock = clock
         self._left = self._most
         self._at = clock()
+        self._hours: deque[tuple[int, int]] = deque()  # number of the hour, bytes
 
     def left(self) -> float:
         """How many bytes may be written now."""
@@ -73,6 +75,16 @@ class Budget:
     def spend(self, nbytes: int) -> None:
         if self._rate:
             self._left -= nbytes
+        hour, spent = int(self._clock() // HOUR_S), 0
+        if self._hours and self._hours[-1][0] == hour:
+            _, spent = self._hours.pop()
+        self._hours.append((hour, spent + nbytes))
+
+    def day_bytes(self) -> int:
+        """How many bytes were written in this hour and the 23 before it."""
+        while self._hours and self._hours[0][0] <= self._clock() // HOUR_S - 24:
+            self._hours.popleft()
+        return sum(nbytes for _, nbytes in self._hours)
 
 
 class Mover:
@@ -92,6 +104,7 @@ class Mover:
     ) -> None:
         self.extents: list[int] = []
         self.counts: Counter[str] = Counter(written=0, read=0, written_again=0, spoilt=0, late=0)
+        self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -116,6 +129,10 @@ class Mover:
     @property
     def is_on(self) -> bool:
         return self._cold.is_on
+
+    @property
+    def day_bytes(self) -> int:
+        return self._budget.day_bytes()
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -153,6 +170,7 @@ class Mover:
         if not code:
             cold.promoted(ids)
             self.counts["read"] += 1
+            self.bytes["read"] += block.payload_bytes
             rate = block.payload_bytes / max(1e-6, self._clock() - begun)
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * max(rate, self._rate)
         elif code in DAMAGED:
@@ -242,6 +260,7 @@ class Mover:
         self._budget.spend(nbytes)
         self._again_bytes = min(self._again_bytes + SECOND_CHANCE * nbytes, SECOND_CHANCE_MOST)
         self.counts["written"] += len(landed)
+        self.bytes["written"] += nbytes
         numbers = array("I", (one.id for one in landed)).tobytes()
         frames = b"".join(map(_frame, landed))
         self._catalog.cold.demoted(numbers, frames, b"".join(one.digest for one in landed))
@@ -370,6 +389,7 @@ class Mover:
         self._again_bytes -= one.payload_bytes
         self._budget.spend(one.payload_bytes)
         self.counts["written_again"] += 1
+        self.bytes["written_again"] += one.payload_bytes
         after = _frame(one)
         self._copies.setdefault(segment, {})[after[:PLACE_BYTES]] = before[:PLACE_BYTES]
         self._catalog.cold.rescued(array("I", [one.id]).tobytes(), before, after)

@@ -365,6 +365,64 @@ def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
     ]
 
 
+COLD = {
+    "capacity_bytes": 2048 * GIB,
+    "used_bytes": 512 * GIB,
+    "blocks": 8_000_000,
+    "states": {"written": 9_000_000, "read": 70_000, "written_again": 900_000, "late": 3},
+    "bytes": {"written": 600 * GIB, "written_again": 60 * GIB, "read": 5 * GIB},
+    "day_bytes": 40 * GIB,
+    "day_limit_bytes": 1024 * GIB,
+    "not_read": {"EBADMSG": 2, "ETIMEDOUT": 3},
+    "on": True,
+    "given_up": False,
+    "faults": 0,
+    "failure": "",
+    "scrub": {
+        "bytes": 1,
+        "frames": 1_234_567,
+        "damaged": 2,
+        "last_round_s": 3725.5,
+        "rate": 16 << 20,
+    },
+}
+
+
+def cold_lines(**change):
+    tiers = STATS["tiers"] | {"cold": COLD | change}
+    lines = drawn(STATS | {"tiers": tiers})
+    first = next(at for at, line in enumerate(lines) if line.startswith(" cold blocks"))
+    return lines[first : lines.index("", first)]
+
+
+def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
+    assert cold_lines() == [
+        " cold blocks     written 9,000,000, written_again 900,000, read 70,000, late 3",
+        " cold written    660 GiB, 1.10 for each new byte",
+        "   in 24 hours   40 GiB, 984 GiB left of 1 TiB",
+        " cold not read   ETIMEDOUT 3, EBADMSG 2",
+        " cold scrub      16 MiB/s, 1,234,567 frames, 2 damaged, last round 1 h 2 min",
+    ]
+    nothing = cold_lines(bytes={}, not_read={}, day_bytes=0, day_limit_bytes=0, scrub={})
+    assert nothing[1:] == ["   in 24 hours   0 B, no limit", " cold scrub      off"]
+    new = COLD["scrub"] | {"last_round_s": None, "frames": 1, "damaged": 0}
+    assert cold_lines(scrub=new)[-1] == " cold scrub      16 MiB/s, 1 frame, 0 damaged, first round"
+
+
+def test_the_table_says_what_to_do_about_disks_that_fail():
+    def said(**change):
+        text = " ".join(line.strip() for line in cold_lines(**change))
+        return "cold faults" + text.partition("cold faults")[2].replace("    ", "")
+
+    failure = "/mnt/nvme0/segments/default/000017: a write failed: Input/output error"
+    assert said(faults=3, failure=failure).startswith(f"cold faults 3; {failure}; it is tried")
+    assert said(faults=3) == "cold faults 3, and all works again"
+    off = said(faults=5, failure=failure, on=False)
+    assert off.startswith(f"cold faults 5; off: {failure}; it is tried again") and "dmesg" in off
+    over = said(failure="an extent can't be mapped", on=False, given_up=True)
+    assert over == "cold faults off: an extent can't be mapped; mend that and restart the daemon"
+
+
 def test_a_daemon_that_has_done_nothing_yet_has_a_table_too():
     stats = {"version": "0.1.0", "tiers": {"warm": {"capacity_bytes": GIB}}}
     assert drawn(stats)[2] == " warm  ░░░░░░░░░░░░░░░░░░░░░░░░  0%  0 B of 1 GiB  0 blocks"
@@ -398,7 +456,20 @@ tenants = with_fill(blocks=counts, spaces=small, sessions=small, leases=small)
             "uptime_s": st.floats(0, 1e9),
             "sessions": st.integers(0, 65_536),
             "tiers": st.fixed_dictionaries(
-                {"warm": with_fill(blocks=counts, allocated_bytes=amounts, states=reasons)}
+                {
+                    "warm": with_fill(blocks=counts, allocated_bytes=amounts, states=reasons),
+                    "cold": with_fill(
+                        blocks=counts,
+                        states=reasons,
+                        not_read=reasons,
+                        day_bytes=amounts,
+                        day_limit_bytes=amounts,
+                        faults=small,
+                        on=st.booleans(),
+                        failure=st.text("abc /", max_size=200),
+                        bytes=st.fixed_dictionaries({"written": amounts, "written_again": amounts}),
+                    ),
+                }
             ),
             "lookup_tokens": counts,
             "hit_tokens": st.fixed_dictionaries({"warm": counts}),

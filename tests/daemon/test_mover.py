@@ -9,7 +9,7 @@ from pathlib import Path
 from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.policy.base import make
-from kvtier_daemon.mover import Mover
+from kvtier_daemon.mover import Budget, Mover
 from kvtier_daemon.tiers.cold import Incoming
 from kvtier_kernels import Store
 from specs import pattern
@@ -71,3 +71,19 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
 
     run(first())
     run(again())
+
+
+def test_what_was_written_in_a_day_is_forgotten_by_the_hour() -> None:
+    now = 5000.0
+    budget = Budget(0, lambda: now)
+    for nbytes in (1, 20, 300):
+        budget.spend(nbytes)
+        budget.spend(nbytes)
+        now += 3600
+    assert budget.day_bytes() == 642
+    now += 21 * 3600
+    assert budget.day_bytes() == 640
+    now += 3600
+    assert budget.day_bytes() == 600
+    now += 3600
+    assert budget.day_bytes() == 0

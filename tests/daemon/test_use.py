@@ -118,7 +118,7 @@ async def second_life(folder: Path) -> int:
     assert segment is not None
     epoch = segment.head.epoch if segment.head else 0
     kept.leave(shelf, segment)
-    while segment.stage is Stage.LEAVING:  # noqa: ASYNC110
+    while segment.stage in (Stage.LEAVING, Stage.FREEING):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
     assert kept.tier._volumes[0].uses.pages(epoch) == b""

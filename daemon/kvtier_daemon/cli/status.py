@@ -182,10 +182,51 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
     }
     lines = {"bytes": moved, "evicted blocks": evicted}
     lines |= {f"{name} blocks": counts for name, counts in states.items()}
+    if cold := stats.get("tiers", {}).get("cold"):
+        lines |= _cold_notes(cold)
     for label, counts in lines.items():
         if counts:
             _row(table, label, ", ".join(counts))
     return table if table.row_count else None
+
+
+def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what wears the disks, what was found on them, and what is wrong with them."""
+    from kvtier.units import format_bytes
+
+    moved, scrub = cold.get("bytes", {}), cold.get("scrub", {})
+    new, again = moved.get("written", 0), moved.get("written_again", 0)
+    day, limit = cold.get("day_bytes", 0), cold.get("day_limit_bytes", 0)
+    left = f"{format_bytes(max(0, limit - day))} left of {format_bytes(limit)}"
+    each = f"{(new + again) / new:.2f} for each new byte" if new else ""
+    looked = f"{_count(scrub.get('frames', 0), 'frame')}, {scrub.get('damaged', 0):,} damaged"
+    took = scrub.get("last_round_s")
+    return {
+        "cold written": [format_bytes(new + again), each] if new else [],
+        "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
+        "cold not read": [f"{why} {n:,}" for why, n in _falling(cold.get("not_read", {}))],
+        "cold scrub": [
+            f"{format_bytes(rate)}/s, {looked}",
+            f"last round {_duration(took)}" if took is not None else "first round",
+        ]
+        if (rate := scrub.get("rate", 0))
+        else ["off"],
+        "cold faults": _faults(cold),
+    }
+
+
+def _faults(cold: Mapping[str, Any]) -> list[str]:
+    """Return how often the disks failed, what is wrong now, and what to do about it."""
+    faults, failure = cold.get("faults", 0), cold.get("failure", "")
+    if cold.get("given_up"):
+        return [f"off: {failure}; mend that and restart the daemon"]
+    if failure:
+        off = "" if cold.get("on", True) else "off: "
+        advice = (
+            "it is tried again by itself; if it stays so, look at the disk with dmesg and smartctl"
+        )
+        return [f"{faults:,}; {off}{failure}; {advice}"]
+    return [f"{faults:,}, and all works again"] if faults else []
 
 
 def _tenants(tenants: Mapping[str, Any]) -> Table:

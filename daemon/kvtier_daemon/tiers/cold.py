@@ -160,6 +160,11 @@ class ColdTier:
         for drive in self.drives:
             drive.give_up(why)
 
+    @property
+    def given_up(self) -> bool:
+        """Whether something of it is off until a restart."""
+        return any(drive.writes.given_up for drive in self.drives)
+
     def tend(self) -> None:
         for drive in self.drives:
             drive.tend()

@@ -59,6 +59,10 @@ class Lane:
     def is_on(self) -> bool:
         return not self._hangs and (not self._off_until or self._clock() >= self._off_until)
 
+    @property
+    def given_up(self) -> bool:
+        return self._off_until == float("inf")
+
     def began(self) -> None:
         if not self._pending:
             self._moved_at = self._clock()
