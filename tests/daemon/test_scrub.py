@@ -8,6 +8,7 @@ import errno
 import os
 from array import array
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,32 @@ def test_what_was_nothing_in_a_segment_is_not_told_of_after_its_end(tmp_path: Pa
         while segment.stage is Stage.LEAVING:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert kept.catalog.cold.take_died() == b""
+        await kept.close()
+
+    run(work())
+
+
+def test_what_was_read_of_an_earlier_use_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        segment, _, _ = kept.frame_of(5)
+        read_header = kept.tier.read_header
+
+        def begun_again(block: Incoming, done: Callable[[int, bytes], None]) -> None:
+            if block.id == array("I", kept.ids)[5]:
+                assert segment.head is not None
+                segment.head = replace(segment.head)
+                kept.loop.call_soon(done, 0, b"another")
+            else:
+                read_header(block, done)
+
+        monkeypatch.setattr(kept.tier, "read_header", begun_again)
+        await kept.scrub.round()
+        assert kept.scrub.counts["frames"] == 6 + FULL // 2
+        assert kept.scrub.counts["damaged"] == 0
         await kept.close()
 
     run(work())
