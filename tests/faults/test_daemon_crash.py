@@ -1,0 +1,393 @@
+"""A daemon is killed at any moment under load, again and again: it never serves what it should not, what it
+called settled is there, and its directories stay within their cap."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon, start_daemon
+from faults.oracle import Oracle
+from kvtier import Client, KvSpec, Unavailable
+from kvtier.key import Keys
+from kvtier.space import Space
+from specs import spec_of
+
+MIB = 1 << 20
+CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 30
+CAP = 80 * MIB
+CHAINS, CHAIN = 24, 12
+PROMISED = 7 * MIB  # a tenant's newest saves: with frames and second chances half of what its segments hold
+FORGET_ON_DISK_S = 0.5
+FOUND = re.compile(r"cold tier is there: (\d+) blocks found")
+AS_ANOTHER = threading.Lock()
+OTHER_UID = pwd.getpwnam("nobody").pw_uid
+TENANTS = {"ours": 0, "theirs": OTHER_UID} if os.getuid() == 0 else {"ours": os.getuid()}
+SPECS = (
+    spec_of("crash"),  # 64 KiB
+    spec_of("crash, no whole pages", layers=3, kv_heads=3, head_dim=72),
+)
+
+
+def config(disks: list[Path], write: str) -> str:
+    quota = 100 // len(TENANTS)
+    tenants = "".join(
+        f'[tenants.{name}]\nuids = [{uid}]\nquota = "{quota}%"\n' for name, uid in TENANTS.items()
+    )
+    folders = ", ".join(f'"{disk}"' for disk in disks)
+    return (
+        f'socket_mode = "0666"\n[warm]\nsize = "16MiB"\nextent = "4MiB"\n[cold]\ndirectories = [{folders}]\n'
+        f'size = "{CAP}"\nsegment = "1MiB"\nwrite = "{write}"\n{tenants}'
+    )
+
+
+def connect(daemon: Daemon, uid: int) -> Client:
+    """A client that the daemon takes for this user's."""
+    with AS_ANOTHER:
+        own = os.geteuid()
+        os.seteuid(uid)
+        try:
+            return daemon.connect(timeout_s=20.0)
+        finally:
+            os.seteuid(own)
+
+
+def used(folders: list[Path]) -> int:
+    """What all in the directories takes, as the file system counts."""
+    total = 0
+    with AS_ANOTHER:
+        for folder in folders:
+            for path in folder.rglob("*"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += path.lstat().st_blocks * 512
+    return total
+
+
+class Watcher(threading.Thread):
+    """Looks at the directories all the time."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        super().__init__(daemon=True)
+        self._folders = folders
+        self._over = threading.Event()
+        self.most = 0
+        self.looks = 0
+
+    def run(self) -> None:
+        while not self._over.wait(0.01):
+            self.most = max(self.most, used(self._folders))
+            self.looks += 1
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+@dataclass
+class Place:
+    """A space of a tenant, and its chains."""
+
+    tenant: str
+    space: Space
+    chains: list[Keys]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.space.block_bytes()
+
+    def served(self, oracle: Oracle, keys: Keys) -> int:
+        """How many leading blocks are served from memory; each is judged."""
+        dead = [oracle.dead(key) for key in keys]
+        with self.space.load(keys, deadline_ms=60_000) as blocks:
+            for key, block, limit in zip(keys, blocks, dead, strict=False):
+                assert block is not None
+                oracle.judge(key, bytes(block), limit)
+            return len(blocks)
+
+
+def places_of(client: Client) -> list[Place]:
+    def chains(space: Space, spec: KvSpec) -> list[Keys]:
+        tokens = spec.block_tokens * CHAIN
+        return [space.keys([number * 1000 + n for n in range(tokens)]) for number in range(CHAINS)]
+
+    spaces = [(client.open(spec), spec) for spec in SPECS]
+    return [Place(client.tenant, space, chains(space, spec)) for space, spec in spaces]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a chain: all of its `count` blocks were new, or it was forgotten."""
+
+    own: int
+    chain: int
+    count: int
+    nbytes: int  # that were new in any case
+
+
+class Engine(threading.Thread):
+    """One client at work: it alone saves to one space and forgets there, and reads from all of its
+    tenant's, until it is stopped or its daemon is gone."""
+
+    def __init__(
+        self,
+        client: Client,
+        own: int,
+        oracle: Oracle,
+        done: list[Done],
+        seed: int,
+        stop: threading.Event,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.places = places_of(client)
+        self._own = own
+        self._oracle = oracle
+        self._done = done
+        self._chance = random.Random(seed)
+        self._over = stop
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                chance = self._chance.random()
+                if chance < 0.45:
+                    self._save()
+                elif chance < 0.9:
+                    self._read()
+                else:
+                    self._forget()
+        except Unavailable:
+            pass  # what this was the answer to may have happened, or not
+        except BaseException as error:  # noqa: BLE001: told by the test
+            self.failure = error
+
+    def _save(self) -> None:
+        place = self.places[self._own]
+        number = self._chance.randrange(CHAINS)
+        keys = place.chains[number][: self._chance.randint(1, CHAIN)]
+        blocks = [self._oracle.saving(key, place.block_bytes) for key in keys]
+        saved = place.space.save(keys, blocks, checksum=self._chance.random() < 0.5)
+        whole = saved.stored if saved.stored == len(keys) else 0
+        self._done.append(Done(self._own, number, whole, saved.stored * place.block_bytes))
+
+    def _read(self) -> None:
+        place = self._chance.choice(self.places)
+        keys = self._chance.choice(place.chains)
+        if place.space.match(keys).coming and self._chance.random() < 0.7:
+            time.sleep(0.002)
+        place.served(self._oracle, keys)
+
+    def _forget(self) -> None:
+        place = self.places[self._own]
+        number = self._chance.randrange(CHAINS)
+        keys = place.chains[number][self._chance.choice([0, CHAIN // 2]) :]
+        place.space.forget(keys)
+        for key in keys:
+            self._oracle.forgotten(key)
+        self._done.append(Done(self._own, number, 0, 0))
+
+
+def brought(place: Place, keys: Keys) -> None:
+    """Wait until nothing of a chain is coming any more."""
+    until = time.monotonic() + 10
+    while place.space.match(keys).coming:
+        assert time.monotonic() < until, "what is coming never comes"
+        time.sleep(0.001)
+
+
+def at_rest(stats: dict[str, Any]) -> bool:
+    states = stats["tiers"]["warm"]["states"]
+    held = [tenant["leases"] for tenant in stats["tenants"].values()]
+    return not any([states["writing"], states["doomed"], states["quarantined"], *held])
+
+
+def settle(daemon: Daemon) -> dict[str, Any]:
+    """The report once nothing is held and nothing more is written."""
+    last = -1
+    while True:
+        stats = daemon.wait_for(at_rest)
+        now = stats["tiers"]["cold"]["states"]["written"]
+        if now == last:
+            return stats
+        last = now
+        time.sleep(0.25)
+
+
+@dataclass
+class Crashes:
+    """A daemon's lives over the same directories, and what came of them."""
+
+    folder: Path
+    disks: list[Path]
+    oracle: Oracle = field(default_factory=Oracle)
+    promised: dict[tuple[str, int, int], int] = field(default_factory=dict)  # blocks, by chain
+    reported: int = 0  # blocks on disk, by the daemon's own word
+    kept: int = 0
+    on_disk: int = 0  # blocks that were found after a start
+    cold_hits: int = 0
+
+    def start(self, write: str) -> Daemon:
+        log = self.folder / "daemon.log"
+        before = log.stat().st_size if log.exists() else 0
+        daemon = start_daemon(self.folder, config=config(self.disks, write))
+        until = time.monotonic() + 20
+        while (found := FOUND.search(log.read_text(), before)) is None:
+            assert time.monotonic() < until, log.read_text()[before:]
+            time.sleep(0.005)
+        self.on_disk += (blocks := int(found[1]))
+        assert blocks >= self.reported, f"{blocks} of {self.reported} blocks that were on disk"
+        self.reported = 0
+        return daemon
+
+    def look(self, daemon: Daemon) -> None:
+        """Everything that a start serves is what it should be, and what was promised is among it."""
+        for uid in TENANTS.values():
+            with connect(daemon, uid) as client:
+                for own, place in enumerate(places_of(client)):
+                    for number, keys in enumerate(place.chains):
+                        brought(place, keys)
+                        served = place.served(self.oracle, keys)
+                        wanted = self.promised.get((place.tenant, own, number), 0)
+                        assert served >= wanted, f"{served} of {wanted} blocks that were on disk"
+                        self.kept += wanted
+        self.promised = {}
+        stats = daemon.wait_for(at_rest)
+        self.cold_hits += stats["hit_tokens"]["cold"]
+        consistent(stats)
+
+    def live(self, daemon: Daemon, chance: random.Random, settled: bool) -> None:
+        """Work until the kill; or stop before it, and note what has to be there afterwards."""
+        stop = threading.Event()
+        done: dict[str, list[Done]] = {name: [] for name in TENANTS}
+        clients = [connect(daemon, uid) for uid in TENANTS.values() for _ in SPECS]
+        engines = [
+            Engine(client, at % len(SPECS), self.oracle, done[client.tenant], chance.getrandbits(32), stop)
+            for at, client in enumerate(clients)
+        ]  # fmt: skip
+        for engine in engines:
+            engine.start()
+        time.sleep(0.02 + chance.random() * 0.3)
+        if settled:
+            stop.set()
+            for engine in engines:
+                engine.join()
+            stats = settle(daemon)
+            consistent(stats)
+            self.reported = stats["tiers"]["cold"]["blocks"]
+            for engine in engines[:: len(SPECS)]:
+                self.promise(engine.places, done[engine.places[0].tenant])
+        killed_at = time.monotonic()
+        daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait()
+        for engine in engines:
+            engine.join(30)
+            assert not engine.is_alive(), "a client hangs where its daemon is gone"
+            if engine.failure is not None:
+                raise engine.failure
+        self.oracle.killed(killed_at)
+        for client in clients:
+            client.close()
+
+    def promise(self, places: list[Place], done: list[Done]) -> None:
+        """The chains that were saved last, not forgotten since, and are here: what left memory before it was
+        written is not."""
+        left, seen = PROMISED, set()
+        for one in reversed(done):
+            left -= one.nbytes
+            chain = (one.own, one.chain)
+            if left >= 0 and one.count and chain not in seen:
+                place = places[one.own]
+                found = place.space.match(place.chains[one.chain])
+                here = min(one.count, found.ready + found.coming)
+                self.promised[place.tenant, *chain] = here
+            if one.count or not one.nbytes:
+                seen.add(chain)
+
+
+def consistent(stats: dict[str, Any]) -> None:
+    warm, cold = stats["tiers"]["warm"], stats["tiers"]["cold"]
+    assert warm["used_bytes"] == sum(each["used_bytes"] for each in stats["tenants"].values())
+    assert warm["blocks"] == sum(each["blocks"] for each in stats["tenants"].values())
+    assert warm["used_bytes"] <= warm["capacity_bytes"]
+    smallest, largest = sorted(spec.block_bytes for spec in SPECS)
+    assert smallest * cold["blocks"] <= cold["used_bytes"] <= largest * cold["blocks"]
+    assert cold["used_bytes"] <= cold["capacity_bytes"] == CAP
+    assert cold["on"] and not cold["faults"], cold
+
+
+def emptied(daemon: Daemon, oracle: Oracle) -> None:
+    """With all forgotten nothing is left, and each tenant can save as much as it could at first."""
+    for uid in TENANTS.values():
+        with connect(daemon, uid) as client:
+            for place in places_of(client):
+                for keys in place.chains:
+                    place.space.forget(keys)
+    stats = daemon.wait_for(at_rest)
+    assert not stats["tiers"]["warm"]["used_bytes"] and not stats["tiers"]["cold"]["blocks"], stats
+    for name, uid in TENANTS.items():
+        with connect(daemon, uid) as client:
+            space = client.open(SPECS[0])
+            count = stats["tenants"][name]["capacity_bytes"] // SPECS[0].block_bytes
+            keys = space.keys(list(range(10**6, 10**6 + 16 * count)))
+            assert space.save(keys, bytes(count * SPECS[0].block_bytes)).stored == count
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashes]:
+    folder = tmp_path_factory.mktemp("crashes")
+    for each in (folder, *folder.parents[:2]):
+        each.chmod(0o755)  # another user connects, too
+    disks = [folder / name for name in ("disk-0", "disk-1")]
+    for disk in disks:
+        disk.mkdir()
+    crashes = Crashes(folder, disks)
+    chance = random.Random(17)
+    watcher = Watcher(disks)
+    watcher.start()
+    daemon = None
+    try:
+        for cycle in range(CYCLES):
+            write = "through" if cycle % 3 else "back"
+            daemon = crashes.start(write)
+            crashes.look(daemon)
+            assert used(disks) <= CAP
+            crashes.live(daemon, chance, settled=cycle % 3 == 1)
+            assert used(disks) <= CAP
+        daemon = crashes.start("through")
+        crashes.look(daemon)
+        emptied(daemon, crashes.oracle)
+        yield crashes
+    finally:
+        watcher.stop()
+        if daemon is not None:
+            daemon.stop()
+    text = (folder / "daemon.log").read_text()
+    assert "Traceback" not in text, text
+    assert watcher.looks > CYCLES and 0 < watcher.most <= CAP
+
+
+def test_no_kill_makes_a_daemon_serve_what_it_should_not(crashes: Crashes) -> None:
+    """Every block that was served, before and after each kill, was judged; this tells that there were
+    enough of them."""
+    assert crashes.oracle.served > 100 * CYCLES
+    assert crashes.on_disk > 50 * CYCLES and crashes.cold_hits > 0
+    assert crashes.kept > 10 * CYCLES
+    late = [age for age in crashes.oracle.returned if age > FORGET_ON_DISK_S]
+    assert not late, f"{len(late)} forgotten blocks came back, the oldest after {max(late):.2f} s"
+
+
+@pytest.mark.xfail(strict=False, reason="a forget is on disk a moment after its answer")
+def test_what_was_forgotten_and_answered_stays_so(crashes: Crashes) -> None:
+    assert not crashes.oracle.returned
