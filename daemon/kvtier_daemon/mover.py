@@ -365,6 +365,8 @@ class Mover:
             if count:
                 await settled
             else:
+                if not any(shelf.log.has_place for shelf in self._cold.shelves[self._tenant]):
+                    break  # it is this segment's leaving that makes a place, for these and all others
                 tries += 1
                 await asyncio.sleep(PAUSE_S)  # the next segment is being begun
 

@@ -92,3 +92,20 @@ def test_frames_are_placed_so_that_the_footer_fits(seed: int) -> None:
     at, text = encode_footer(segment.head, segment.spaces, segment.rows(), segment.end)
     assert at >= last and at + len(text) == segment.nbytes
     assert len(segment.rows()) // ENTRY.size == segment.taken - lost
+
+    assert len(segment.rows) == segment.taken
+
+
+def test_a_place_is_promised_only_where_no_segment_has_to_leave_for_it() -> None:
+    log = a_log(2)
+    assert log.has_place
+    segment = log.begin(epoch=1, sequence=0, tenant=TENANT)
+    log.begin(epoch=2, sequence=1, tenant=TENANT)
+    assert log.has_place, "they are being begun"
+    log.begun(segment)
+    log.now_sealed(log.seal())
+    assert log.has_place, "the other is still being begun"
+    log.others.clear()
+    assert not log.has_place
+    log.leave()
+    assert not log.has_place, "what leaves takes nothing"

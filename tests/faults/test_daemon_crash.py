@@ -28,9 +28,10 @@ from specs import spec_of
 MIB = 1 << 20
 CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 30
 CAP = 80 * MIB
-CHAINS, CHAIN = 24, 12
-PROMISED = 7 * MIB  # a tenant's newest saves: with frames and second chances half of what its segments hold
-FORGET_ON_DISK_S = 0.5
+CHAINS, CHAIN = 16, 12
+PROMISED = (
+    7 * MIB
+)  # a tenant's newest saves: with frames and second chances half of what its segments hold
 FOUND = re.compile(r"cold tier is there: (\d+) blocks found")
 AS_ANOTHER = threading.Lock()
 OTHER_UID = pwd.getpwnam("nobody").pw_uid
@@ -278,7 +279,7 @@ class Crashes:
         ]  # fmt: skip
         for engine in engines:
             engine.start()
-        time.sleep(0.02 + chance.random() * 0.3)
+        time.sleep(0.02 + chance.random() * 0.25)
         if settled:
             stop.set()
             for engine in engines:
@@ -384,10 +385,8 @@ def test_no_kill_makes_a_daemon_serve_what_it_should_not(crashes: Crashes) -> No
     assert crashes.oracle.served > 100 * CYCLES
     assert crashes.on_disk > 50 * CYCLES and crashes.cold_hits > 0
     assert crashes.kept > 10 * CYCLES
-    late = [age for age in crashes.oracle.returned if age > FORGET_ON_DISK_S]
-    assert not late, f"{len(late)} forgotten blocks came back, the oldest after {max(late):.2f} s"
 
 
-@pytest.mark.xfail(strict=False, reason="a forget is on disk a moment after its answer")
 def test_what_was_forgotten_and_answered_stays_so(crashes: Crashes) -> None:
-    assert not crashes.oracle.returned
+    ages = crashes.oracle.returned
+    assert not ages, f"{len(ages)} came back, the kill up to {max(ages):.3f} s after the answer"

@@ -127,6 +127,12 @@ class Log:
         held = len(self.free) + len(self.sealed) + len(self.others)
         return held + (self.open is not None)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether something can be written, now or soon, without a segment leaving first."""
+        beginning = any(one.stage is Stage.BEGINNING for one in self.others)
+        return self.open is not None or bool(self.free) or beginning
+
     def add(self, segment: Segment) -> None:
         """One that holds nothing yet."""
         segment.stage = Stage.FREE
