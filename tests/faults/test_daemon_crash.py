@@ -171,7 +171,7 @@ class Engine(threading.Thread):
                     self._forget()
         except Unavailable:
             pass  # what this was the answer to may have happened, or not
-        except BaseException as error:  # noqa: BLE001: told by the test
+        except BaseException as error:  # noqa: BLE001
             self.failure = error
 
     def _save(self) -> None:

@@ -1,0 +1,273 @@
+"""Damage on the disk is a miss that is counted, never other bytes; saved again, a block is a hit again, after a
+start too."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from kvtier import Client
+from kvtier.codec import frame
+from kvtier.codec.frame import PAGE
+from kvtier_daemon.tiers.recovery import entries_of, recover
+from kvtier_daemon.tiers.segment import Listed, decode_entries
+from kvtier_daemon.tiers.volume import tenant_digest
+from specs import pattern, spec_of
+
+SPEC = spec_of("self-heal")
+CHAINS, CHAIN = 6, 16  # 6 MiB, in segments of 1 MiB
+Damage = Callable[[list[Path], random.Random], None]
+
+
+class Site:
+    """A daemon over a directory, started and stopped as a test likes, and what is saved to it."""
+
+    def __init__(self, daemon_of: Callable[..., Daemon], folder: Path) -> None:
+        self.disk, self._folder, self._start = folder / "disk", folder / "daemon", daemon_of
+        self.disk.mkdir()
+        self.start()
+
+    def start(self, tenant: str = "default") -> None:
+        config = (
+            f'[warm]\nsize = "8MiB"\n[cold]\ndirectories = ["{self.disk}"]\nsize = "64MiB"\n'
+            f'segment = "1MiB"\nwrite = "through"\n[tenants.{tenant}]\nuids = ["*"]\n'
+        )
+        self.daemon = self._start(config=config, folder=self._folder)
+        self.tenant = tenant
+        before = "cold tier is there"
+        starts = self._log().count("serves on")
+        until = time.monotonic() + 10
+        while self._log().count(before) < starts:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def _log(self) -> str:
+        return self.daemon.log.read_text()
+
+    def stop(self, kill: bool = False) -> None:
+        if kill:
+            self.daemon.process.kill()
+            self.daemon.process.wait()
+        else:
+            self.daemon.stop()
+
+    def cold(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.daemon.stats()["tiers"]["cold"]
+        return found
+
+    def save(self, chains: range = range(CHAINS), blocks: int = CHAIN) -> None:
+        with self.daemon.connect() as client:
+            space = client.open(SPEC)
+            for chain in chains:
+                keys = space.keys(tokens(chain))[:blocks]
+                data = [pattern(key, SPEC.block_bytes) for key in keys]
+                space.save(keys, data, checksum=chain % 2 == 0)
+                if chain % 4 == 3:
+                    self.settle()  # what leaves memory has to be on disk by then
+            self.settle()
+
+    def settle(self) -> None:
+        last = -1
+        while (now := self.cold()["states"]["written"]) != last:
+            last = now
+            time.sleep(0.08)
+
+    def forget_memory(self) -> None:
+        """Fill memory with others, so that what was saved is on disk alone."""
+        self.save(range(100, 100 + CHAINS + 3))
+
+    def hits(self) -> int:
+        """How many blocks are served; each is compared."""
+        served = 0
+        with self.daemon.connect() as client:
+            for chain in range(CHAINS):
+                served += loaded(client, chain)
+        return served
+
+    def segments(self) -> list[Path]:
+        """Those that hold frames, oldest first."""
+        paths = sorted((self.disk / "segments" / self.tenant).iterdir())
+        return [path for path in paths if entries_of(recover(path, tenant_digest(self.tenant), {}))]
+
+
+def tokens(chain: int) -> list[int]:
+    return [chain * 1_000_000 + n for n in range(16 * CHAIN)]
+
+
+def loaded(client: Client, chain: int) -> int:
+    space = client.open(SPEC)
+    keys = space.keys(tokens(chain))
+    until = time.monotonic() + 10
+    while space.match(keys).coming:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    with space.load(keys, deadline_ms=10_000) as blocks:
+        for key, block in zip(keys, blocks, strict=False):
+            assert bytes(block or b"") == pattern(key, SPEC.block_bytes), "wrong bytes"
+        return len(blocks)
+
+
+@pytest.fixture
+def site(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Site:
+    return Site(daemon_of, tmp_path)
+
+
+# --- kinds of damage ----------------------------------------------------------------------------
+
+
+def write_over(path: Path, at: int, text: bytes) -> None:
+    """As a disk would have it: on it, and in no cache."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def listed(path: Path) -> list[Listed]:
+    one = recover(path, tenant_digest("default"), {})
+    return decode_entries(one.spaces, one.rows)
+
+
+def in_payload(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    one = chance.choice(listed(path))
+    start = (one.page + one.header_pages) * PAGE
+    write_over(path, start + chance.randrange(one.payload_bytes - 64), bytes(64))
+
+
+def in_header(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    one = chance.choice(listed(path))
+    write_over(path, one.page * PAGE + chance.randrange(frame.HEADER.size - 64), bytes(64))
+
+
+def in_entries(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    one = chance.choice(listed(path))
+    write_over(path, one.page * PAGE + frame.HEADER.size + chance.randrange(128), bytes(64))
+
+
+def in_head(paths: list[Path], chance: random.Random) -> None:
+    write_over(chance.choice(paths[1:4]), chance.randrange(16), bytes(64))
+
+
+def in_footer(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    write_over(path, path.stat().st_size - PAGE + chance.randrange(16), bytes(64))
+
+
+def in_table(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    write_over(path, path.stat().st_size - 2 * PAGE + chance.randrange(1024), bytes(64))
+
+
+def copied_over(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    one, other = chance.sample(listed(path), 2)
+    text = path.read_bytes()[one.page * PAGE : (one.page + one.pages) * PAGE]
+    write_over(path, other.page * PAGE, text)
+
+
+def truncated(paths: list[Path], chance: random.Random) -> None:
+    path = chance.choice(paths[1:4])
+    os.truncate(path, chance.randrange(1, 128) * PAGE)
+
+
+def swapped(paths: list[Path], chance: random.Random) -> None:
+    one, other = chance.sample(paths[:4], 2)
+    aside = one.with_suffix(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+# What costs at least one block where the daemon reads it while it runs, and where a start after it does.
+DAMAGES: dict[Damage, tuple[bool, bool]] = {
+    in_payload: (True, True), in_header: (False, False), in_entries: (False, False),
+    in_head: (False, True), in_footer: (False, False), in_table: (False, False),
+    copied_over: (True, True), truncated: (True, True), swapped: (False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_a_miss_and_heals_by_saving_again(
+    site: Site, damage: Damage, running: bool
+) -> None:
+    chance = random.Random(damage.__name__)
+    every = CHAINS * CHAIN
+    site.save()
+    site.forget_memory()
+    if not running:
+        site.stop()
+    damage(site.segments(), chance)
+    if not running:
+        site.start()
+    served = site.hits()
+    after = site.daemon.stats()
+    assert (served < every) == DAMAGES[damage][0 if running else 1], served
+    spoilt = after["tiers"]["cold"]["states"]["spoilt"]
+    missed = sum(after["miss_tokens"].values())
+    if running or damage not in (in_head, truncated):
+        assert (spoilt > 0) == (served < every)
+    else:
+        assert missed >= 16 * (every - served) and not spoilt, "a start knows nothing of them"
+    assert after["evicted_blocks"]["spoilt"] == spoilt
+    assert after["tiers"]["cold"]["on"] and not after["tiers"]["cold"]["failure"]
+    site.save()
+    assert site.hits() == every
+    site.stop(kill=True)
+    site.start()
+    if running and damage not in (in_payload, copied_over):
+        site.save()  # what only a start reads was not noticed before
+    assert site.hits() == every
+
+
+def test_no_byte_of_a_header_makes_a_start_serve_other_bytes(site: Site) -> None:
+    """What a kill has left open is found frame by frame; behind a header that is not whole it ends."""
+    blocks = 10  # of a segment that takes more
+    site.save(range(1), blocks)
+    site.stop(kill=True)
+    path = site.disk / "segments" / "default" / "000000"
+    text = path.read_bytes()
+    chance = random.Random(5)
+    size = frame.peek(text[PAGE : 2 * PAGE])
+    total = frame.decode(text[PAGE : PAGE + size]).total_bytes
+    lost = []
+    for at in chance.sample(range(frame.HEADER.size + 8 * frame.ENTRY.size), 6):
+        block = chance.randrange(blocks)
+        path.write_bytes(text)
+        place = PAGE + block * total + at
+        write_over(path, place, bytes([text[place] ^ 1 << chance.randrange(8)]))
+        site.start()
+        lost.append((block, site.hits()))
+        site.stop(kill=True)
+    assert all(hits == block for block, hits in lost), lost
+    path.write_bytes(text)
+    site.start()
+    assert site.hits() == blocks
+
+
+def test_a_segment_of_another_tenant_is_none(site: Site, tmp_path: Path) -> None:
+    """Even where the two have one secret, and so the same names."""
+    site.save()
+    site.stop()
+    segments, secrets = site.disk / "segments", tmp_path / "daemon" / "state" / "secrets"
+    shutil.copy(secrets / "default", secrets / "other")
+    os.chmod(secrets / "other", 0o600)
+    shutil.copytree(segments / "default", segments / "other")
+    site.start("other")
+    assert site.cold()["blocks"] == 0 and site.hits() == 0
+    assert not (segments / "default").exists() or not any((segments / "default").iterdir())
+    site.save()
+    assert site.hits() == CHAINS * CHAIN
