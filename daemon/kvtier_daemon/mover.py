@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from kvtier.catalog import Catalog, Space
 from kvtier.catalog.cold import Demotion, Rescue
 from kvtier.catalog.cold import Outgoing as Described
-from kvtier.codec.frame import RAW, pages
+from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.drive import anonymous
@@ -256,7 +256,7 @@ class Mover:
         self._catalog.cold.not_demoted(array("I", failed).tobytes())
 
     def _landed(self, landed: list[Landed]) -> None:
-        nbytes = sum(one.payload_bytes for one in landed)
+        nbytes = sum(map(_frame_bytes, landed))
         self._budget.spend(nbytes)
         self._again_bytes = min(self._again_bytes + SECOND_CHANCE * nbytes, SECOND_CHANCE_MOST)
         self.counts["written"] += len(landed)
@@ -388,8 +388,8 @@ class Mover:
         await done
 
     def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
-        self._again_bytes -= one.payload_bytes
-        self._budget.spend(one.payload_bytes)
+        self._again_bytes -= _frame_bytes(one)
+        self._budget.spend(_frame_bytes(one))
         self.counts["written_again"] += 1
         self.bytes["written_again"] += one.payload_bytes
         after = _frame(one)
@@ -463,6 +463,11 @@ def _incoming(
 
 def _ids_of(blocks: Sequence[Outgoing]) -> bytes:
     return array("I", (block.id for block in blocks)).tobytes()
+
+
+def _frame_bytes(one: Landed) -> int:
+    """What was written for it."""
+    return one.header_pages * PAGE + pages(one.payload_bytes)
 
 
 def _frame(one: Landed) -> bytes:

@@ -53,17 +53,17 @@ class Cold:
     async def _open(self, folder: Path, engine: str) -> None:
         self._tier = ColdTier(
             self._loop, [folder], 36 * MIB, SEGMENT, SHARES,
-            lambda shelf, segment: self._mover.leave(shelf, segment), engine,
+            lambda shelf, segment: self.mover.leave(shelf, segment), engine,
         )  # fmt: skip
-        self._mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True)
-        self._mover.extents.append(self._tier.register(self._memory))
+        self.mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True)
+        self.mover.extents.append(self._tier.register(self._memory))
         self._catalog.add_extent(SLOTS * BLOCK, self._table)
 
         async def nothing(*_: object) -> None:
             raise AssertionError("an empty directory holds nothing")
 
         await self._tier.recover(nothing)
-        self._moving = self._loop.create_task(self._mover.run())
+        self._moving = self._loop.create_task(self.mover.run())
 
     def _until(self, holds: Callable[[], bool]) -> None:
         async def wait() -> None:
@@ -109,7 +109,7 @@ class Cold:
             return b""
         cold.reading += 1
         frames, digests = store.frames(promoting)
-        self._mover._read(promoting, store.slots(promoting), frames, digests)
+        self.mover._read(promoting, store.slots(promoting), frames, digests)
         self._until(lambda: not cold.reading)
         return store.present(space.index, identity.group, identity.shard, identity.key)
 
@@ -124,7 +124,7 @@ class Cold:
             return False
         views([self._memory], granted.slots, BLOCK, True)[0][:] = data
         ids = self._catalog.commit(ME, granted.lease, 0, 1)
-        self._mover.saved(ids)
+        self.mover.saved(ids)
         store = self._catalog._store
         self._until(lambda: not store.dirty(ids) and not self._catalog.cold.writing)
         return True
@@ -134,7 +134,7 @@ class Cold:
         if not ids:
             return None
         (slot,) = views([self._memory], self._catalog._store.slots(ids), BLOCK, False)
-        self._catalog._policy.touched(ids)
+        self._catalog.match(self._space(identity), identity.key)  # it was wanted
         return bytes(slot)
 
     def hold(self, identity: Identity) -> bool:
@@ -150,7 +150,7 @@ class Cold:
 
     def forget(self, identity: Identity) -> None:
         self._catalog._blocks.forget(self._ids(identity))
-        self._mover.bury()
+        self.mover.bury()
 
     def used_bytes(self) -> int:
         return self._catalog.counts()["framed_bytes"]

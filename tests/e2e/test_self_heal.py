@@ -1,5 +1,5 @@
-"""Damage on the disk is a miss that is counted, never other bytes; saved again, a block is a hit again, after a
-start too."""
+"""Damage on the disk is a miss that is counted, never other bytes; saved again, a block is a hit again, also
+after a start."""
 
 from __future__ import annotations
 
