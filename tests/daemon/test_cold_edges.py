@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.test_cold import BLOCK, MIB, SEGMENT, SIZE, SPACE, Bench, files_of, key, run, used
+from daemon.test_cold import MIB, SEGMENT, SIZE, SPACE, Bench, files_of, run, used
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
 from kvtier_daemon.tiers import shelf as shelves
@@ -19,7 +19,6 @@ from kvtier_daemon.tiers.log import Stage
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.shelf import GROW_AGAIN_S
 from kvtier_daemon.tiers.volume import Volume, tenant_digest
-from specs import pattern
 
 
 def filled(folder: Path, count: int = 100) -> None:
@@ -77,7 +76,6 @@ def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> 
     volume = Volume(tmp_path, None)
     volume.index.put(b"spaces", b"t\0" + b"x" * 32, b"no description")
     volume.index.put(b"spaces", b"t\0" + SPACE, b"\xc1")
-    volume.index.put(b"spaces", b"", b"")
     volume.index.put(b"forgotten", b"short", b"")
     volume.index.put(b"forgotten", bytes(12), b"and more")
     volume.close()
@@ -255,25 +253,3 @@ def test_what_one_tenant_has_too_much_goes_before_another_has_more(
     monkeypatch.setattr(Volume, "make", making)
     run(work())
     assert beside and max(beside) < most
-
-
-def test_a_block_that_was_never_written_is_none_of_a_batch_that_fails(tmp_path: Path) -> None:
-    async def work() -> None:
-        bench = Bench([tmp_path])
-        await bench.recover()
-        await bench.write(range(16))
-        segment = bench.tier.shelves["t"][0].log.open
-        assert segment is not None
-        rows = len(segment.rows)
-        read_only, right = os.open(segment.path, os.O_RDONLY | os.O_DIRECT), os.dup(segment.fd)
-        os.dup2(read_only, segment.fd)
-        assert await bench.write(range(16, 17)) == [16]
-        os.dup2(right, segment.fd)
-        os.close(right)
-        os.close(read_only)
-        assert len(segment.rows) <= rows and 16 not in bench.on_disk
-        assert not await bench.write(range(17, 40))
-        assert await bench.read(20) == pattern(key(20), BLOCK)
-        await bench.tier.close()
-
-    run(work())
