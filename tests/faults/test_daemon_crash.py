@@ -216,10 +216,11 @@ def at_rest(stats: dict[str, Any]) -> bool:
 
 def settle(daemon: Daemon) -> dict[str, Any]:
     """The report once nothing is held and nothing more is written."""
-    last = -1
+    last = None
     while True:
         stats = daemon.wait_for(at_rest)
-        now = stats["tiers"]["cold"]["states"]["written"]
+        cold = stats["tiers"]["cold"]
+        now = (cold["states"]["written"], cold["states"]["written_again"], cold["blocks"])
         if now == last:
             return stats
         last = now
