@@ -161,6 +161,10 @@ def _locked(directory: Path) -> int:
         owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
         os.close(fd)
         raise TierError(f"cold: {directory} is used by another daemon, pid {owner}") from error
-    os.truncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.truncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise TierError(f"cold: {path} can't be written: {error.strerror}") from error
     return fd
