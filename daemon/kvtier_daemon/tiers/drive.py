@@ -68,9 +68,11 @@ class Lane:
             self._moved_at = self._clock()
         self._pending += 1
 
-    def ended(self) -> None:
+    def ended(self, code: int = 0) -> None:
         self._pending -= 1
-        self._moved_at = self._clock()
+        # One that was too late never was with the disk.
+        if code != errno.ETIMEDOUT:
+            self._moved_at = self._clock()
 
     def worked(self) -> None:
         self._in_a_row = 0
@@ -246,7 +248,7 @@ class Drive:
         while self._over:
             token, code, extra = self._over.popleft()
             lane, over = self._waiting.pop(token)
-            lane.ended()
+            lane.ended(code)
             try:
                 over(code, extra)
             except Exception:
