@@ -179,7 +179,9 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
         try:
             return _open(folder, map_bytes)
         except lmdb.Error as error:
-            if isinstance(error, (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError)):
+            # What has no class of its own is an error of the system: it says nothing of the file.
+            of_the_system = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
+            if type(error) is lmdb.Error or isinstance(error, of_the_system):
                 raise
             log.error("the index %s is damaged (%s): a new one is begun", folder, error)
             (folder / "data.mdb").replace(folder / "data.mdb.damaged")
@@ -189,10 +191,11 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
 
 
 def _open(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
-    # Without `metasync` a power cut loses the last commit at most; without `sync` a file opens cleanly
-    # after one and has wrong values.
+    # Without `metasync` a power cut, or a file system that becomes read-only, loses the last commit: a forget
+    # that was answered, or the only description of what an open segment holds. Without `sync` a file opens
+    # cleanly after one and has wrong values.
     env = lmdb.open(
-        str(folder), map_size=map_bytes, max_dbs=len(TABLES), metasync=False, sync=True, mode=0o600,
+        str(folder), map_size=map_bytes, max_dbs=len(TABLES), metasync=True, sync=True, mode=0o600,
         max_readers=4, readahead=False,
     )  # fmt: skip
     try:
