@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from kvtier import Client, Unavailable
 
 START_S = 20.0
+SERVE = (sys.executable, "-m", "kvtier_daemon.cli", "serve")
 
 
 @dataclass
@@ -76,7 +77,14 @@ class Daemon:
         return self.process.wait(10)
 
 
-def start_daemon(folder: Path, warm: str = "64MiB", config: str = "", wait: bool = True) -> Daemon:
+def start_daemon(
+    folder: Path,
+    warm: str = "64MiB",
+    config: str = "",
+    wait: bool = True,
+    command: Sequence[str] = SERVE,
+    env: Mapping[str, str] | None = None,
+) -> Daemon:
     """Start a daemon and wait until it takes clients and, if asked to, until its arena is there."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
@@ -86,9 +94,7 @@ def start_daemon(folder: Path, warm: str = "64MiB", config: str = "", wait: bool
     path.write_text(text)
     log = folder / "daemon.log"
     with log.open("ab") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--config", str(path)], stderr=sink
-        )
+        process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)
     daemon = Daemon(process, socket, log)
     deadline = time.monotonic() + START_S
     while True:

@@ -36,13 +36,15 @@ def key(number: int) -> bytes:
 class Bench:
     """A cold tier with some memory to write from and read to, and nothing that decides."""
 
-    def __init__(self, folders: list[Path], size: int = SIZE, engine: str = "auto") -> None:
+    def __init__(
+        self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.on_disk: dict[int, Landed] = {}
         self.lost: list[int] = []
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
-        self.tier = ColdTier(self.loop, folders, size, SEGMENT, {"t": 1.0}, self.leave, engine)
+        self.tier = ColdTier(self.loop, folders, size, SEGMENT, {"t": share}, self.leave, engine)
         fd = os.memfd_create("arena")
         os.ftruncate(fd, 64 * BLOCK)
         self.memory = Mapping(fd, 64 * BLOCK, True)
