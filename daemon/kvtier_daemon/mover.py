@@ -47,7 +47,7 @@ FORGET_S = 3.0
 EARLY_BYTES = 64 << 20
 LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_TRIES = 20
-DAMAGED = (errno.EBADMSG, errno.ENODATA, errno.EIO)
+DAMAGED = (errno.EBADMSG, errno.ENODATA)
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 

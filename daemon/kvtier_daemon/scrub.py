@@ -128,7 +128,7 @@ class Scrub:
     async def _is_damaged(self, one: Framed, segment: Segment, head: Head, drive: Drive) -> bool:
         """Whether the frame is not what it should be, or can't be had. What a disk does not give once it may
         give later, and a disk that gives nothing at all says nothing of its frames."""
-        code = 0
+        code, good = 0, drive.reads.good
         for _ in range(TRIES):
             await self._wait(one, drive)
             if not _lasts(segment, head) or not drive.reads.is_on:
@@ -138,7 +138,7 @@ class Scrub:
             if not code:
                 self.counts["frames"] += 1
                 return payload in SPOILT or not _names(header, head.epoch, one)
-        return code == errno.EIO
+        return code == errno.EIO and drive.reads.good > good
 
     async def _read(self, one: Framed) -> tuple[int, bytes, int]:
         """What the disk says, 0 if all is well with it; the header; and what is wrong with the payload."""

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 LIMIT_UNSENT_BYTES = 1 << 20  # of answers, beyond which no more requests are read
 LIMIT_NAME = 64
-NO_LOOKUP = (-1, 0, b"")
+Lookup = tuple[int, int, bytes]
+NO_LOOKUP: Lookup = (-1, 0, b"")
 LIMIT_SESSION_SPACES = 256
 TOKEN_BYTES = 16
 TURN_S = 0.001  # how long one client is served before the others have their turn
@@ -72,8 +73,13 @@ class Session:
         self._parked_at = 0  # of the bytes that were sent
         self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._spaces: set[bytes] = set()
-        self._counted = NO_LOOKUP
-        self._coming = NO_LOOKUP  # the last one, if something of it was on its way
+        self._counted: Lookup = NO_LOOKUP
+        self._coming: Lookup = NO_LOOKUP  # the last one, if something of it was on its way
+        self._promised: tuple[Lookup, int, int] = (
+            NO_LOOKUP,
+            0,
+            0,
+        )  # blocks there, and of those coming
         server.loop.add_reader(sock.fileno(), self._readable)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
@@ -206,12 +212,15 @@ class Session:
         space = tenant.catalog.space(request.space)
         # Who asks again how far it is asks nothing new.
         lookup = _lookup(request)
-        count = isinstance(request, wire.Match) and self._coming != lookup
+        asks = isinstance(request, wire.Match)
+        count = asks and self._coming != lookup
         found = tenant.catalog.match(space, request.keys, count, tenant.brings)
         if count:
             self._counted = lookup
         coming, eta_ms = _coming(tenant, space, request.keys, found)
-        self._coming = lookup if coming else NO_LOOKUP
+        if asks:
+            self._coming = lookup if coming else NO_LOOKUP
+            self._promise(tenant, space, lookup, found, count)
         return wire.Matched(request.id, found.ready, coming, eta_ms)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
@@ -228,7 +237,23 @@ class Session:
             self._server.clock(), count, tenant.brings,
         )  # fmt: skip
         coming, eta_ms = _coming(tenant, space, request.keys, found)
+        self._promise(tenant, space, _lookup(request), found, count)
         return _loaded(request.id, found, coming, eta_ms)
+
+    def _promise(
+        self, tenant: Tenant, space: Space, lookup: Lookup, found: Found, counted: bool
+    ) -> None:
+        """Note what was counted as coming: as far as it is lost by the time that is asked about again, it was
+        a miss."""
+        coming = found.coming if tenant.brings else 0
+        if not counted:
+            promised, there, of_it_coming = self._promised
+            if promised != lookup:
+                return
+            tenant.catalog.count_lost(
+                space, max(0, min(there - found.ready - coming, of_it_coming))
+            )
+        self._promised = lookup, found.ready + coming, coming
 
     def _adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_shards(request.shards)
@@ -493,7 +518,7 @@ def _loaded(request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0)
     )
 
 
-def _lookup(request: wire.Match | wire.Load | wire.Prefetch) -> tuple[int, int, bytes]:
+def _lookup(request: wire.Match | wire.Load | wire.Prefetch) -> Lookup:
     """What tells a lookup from another: the last key of a chain names all before it."""
     return request.space, len(request.keys), request.keys[-KEY_BYTES:]
 

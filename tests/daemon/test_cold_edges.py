@@ -224,7 +224,6 @@ def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "segments" / "t" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.xfail(strict=True, reason="a tenant's first file is made before the next one's go")
 def test_what_one_tenant_has_too_much_goes_before_another_has_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ class Site:
     def start(self, tenant: str = "default") -> None:
         config = (
             f'[warm]\nsize = "8MiB"\n[cold]\ndirectories = ["{self.disk}"]\nsize = "64MiB"\n'
-            f'segment = "1MiB"\nwrite = "through"\n[tenants.{tenant}]\nuids = ["*"]\n'
+            f'segment = "1MiB"\nwrite = "through"\nscrub = "0"\n[tenants.{tenant}]\nuids = ["*"]\n'
         )
         self.daemon = self._start(config=config, folder=self._folder)
         self.tenant = tenant

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import struct
 import time
@@ -35,6 +36,8 @@ from kvtier_kernels import Mapping
 log = logging.getLogger(__name__)
 
 BURIED = struct.Struct("<II")
+DOUBTED_MOST = 4096
+LOOK_S = 10.0
 NOWHERE: frozenset[int] = frozenset()
 
 
@@ -84,8 +87,11 @@ class ColdTier:
         self._fits: dict[tuple[str, bytes, int], bool] = {}
         self._flushing: dict[int, asyncio.Future[str]] = {}
         self._last_token = 0
-        self._unreadable = 0  # files that a start could not look into
+        self._doubted: dict[
+            tuple[int, int], int
+        ] = {}  # epoch and page of frames that could not be read
         self._turn = 0
+        self._looks_at = clock() + LOOK_S
         self._closing = False
         with contextlib.ExitStack() as undo:
             for directory in directories:
@@ -100,7 +106,11 @@ class ColdTier:
                         )
                         raise TierError(f"cold: {directory}: {text}, and three are needed")
             for volume in self._volumes:
-                drive = Drive(loop, str(volume.directory), engine, clock)
+                try:
+                    drive = Drive(loop, str(volume.directory), engine, clock)
+                except (OSError, RuntimeError) as error:
+                    text = f"cold: {volume.directory}: no worker can be had ({engine}): {error}"
+                    raise TierError(text) from error
                 undo.callback(drive.stop, 0)
                 self.drives.append(drive)
                 loop.add_reader(volume.index.event_fd, self._index_done, volume, drive)
@@ -141,7 +151,8 @@ class ColdTier:
 
     @property
     def faults(self) -> int:
-        return self._unreadable + sum(drive.faults for drive in self.drives)
+        unreadable = sum(shelf.unreadable for shelf in self._all_shelves())
+        return unreadable + sum(drive.faults for drive in self.drives)
 
     @property
     def failure(self) -> str:
@@ -166,8 +177,20 @@ class ColdTier:
         return any(drive.writes.given_up for drive in self.drives)
 
     def tend(self) -> None:
+        """What has to be looked at now and then."""
         for drive in self.drives:
             drive.tend()
+        if self._clock() >= self._looks_at and not self._closing:
+            self._looks_at = self._clock() + LOOK_S
+            for volume, drive in zip(self._volumes, self.drives, strict=True):
+                if not drive.is_busy:
+                    self._loop.create_task(self._look_where_it_is(volume, drive))
+
+    async def _look_where_it_is(self, volume: Volume, drive: Drive) -> None:
+        elsewhere = await drive.beside(volume.elsewhere)
+        if elsewhere and not drive.elsewhere:
+            log.error("cold: %s", elsewhere)
+        drive.elsewhere = elsewhere
 
     # --- the index ---------------------------------------------------------------------------
 
@@ -270,12 +293,27 @@ class ColdTier:
             if code and code not in BENIGN:
                 what = f"{segment.path} at {block.page * PAGE}: a read failed"
                 shelf.drive.fault(shelf.drive.reads, what, code)
+            if (code or self._doubted) and self._is_lost(shelf, segment, block, code):
+                code = errno.ENODATA
             try:
                 done(block, code)
             finally:
                 shelf.not_read(segment)
 
         return over
+
+    def _is_lost(self, shelf: Shelf, segment: Segment, block: Incoming, code: int) -> bool:
+        """Whether the disk has failed to give this twice, and gave other things in between: one that gives
+        nothing at all says nothing of its blocks."""
+        place = (segment.head.epoch if segment.head else 0, block.page)
+        before = self._doubted.pop(place, None)
+        if code != errno.EIO:
+            return False
+        if before is not None and shelf.drive.reads.good > before:
+            return True
+        if len(self._doubted) < DOUBTED_MOST:
+            self._doubted[place] = shelf.drive.reads.good if before is None else before
+        return False
 
     def write(self, tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
         """Write the leading blocks, as many as have a place now; how many. `done` is told when they are on
@@ -322,24 +360,22 @@ class ColdTier:
             for stranger in set(await drive.beside(volume.tenants)) - set(self.shelves):
                 log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
                 await drive.beside(volume.remove, stranger)
-        for shelves in self.shelves.values():
-            looked = await asyncio.gather(*(shelf.look() for shelf in shelves))
-            self._unreadable += sum(shelf.unreadable for shelf in shelves)
-            found = [
-                (shelf, one) for shelf, all_ in zip(shelves, looked, strict=True) for one in all_
-            ]
-            found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
-            for shelf, one in found:
-                try:
-                    segment = shelf.take_up(one)
-                    if one.head is not None:
-                        await restored(shelf.tenant, one, segment.number)
-                except (KvtierError, OSError, struct.error) as error:
-                    log.error("cold: %s can't be taken up: %s", one.path, error)
-                    self._unreadable += 1
-            for shelf in shelves:
-                shelf.resume([one for other, one in found if other is shelf])
-                shelf.prepare()
+        shelves = self._all_shelves()
+        # Of all, before anything is made: what is too much of one may be the place of another.
+        looked = await asyncio.gather(*(shelf.look() for shelf in shelves))
+        found = [(shelf, one) for shelf, all_ in zip(shelves, looked, strict=True) for one in all_]
+        found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
+        for shelf, one in found:
+            try:
+                segment = shelf.take_up(one)
+                if one.head is not None:
+                    await restored(shelf.tenant, one, segment.number)
+            except (KvtierError, OSError, struct.error) as error:
+                log.error("cold: %s can't be taken up: %s", one.path, error)
+                shelf.unreadable += 1
+        for shelf in shelves:
+            shelf.resume([one for other, one in found if other is shelf])
+            shelf.prepare()
         heads = [segment.head for segment in self.segments if segment.head is not None]
         for volume in self._volumes:
             volume.uses.keep_only({head.epoch for head in heads})

@@ -46,6 +46,7 @@ class Lane:
 
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         self.failure = ""
+        self.good = 0  # what has worked so far
         self._name = name
         self._clock = clock
         self._pending = 0
@@ -75,6 +76,7 @@ class Lane:
             self._moved_at = self._clock()
 
     def worked(self) -> None:
+        self.good += 1
         self._in_a_row = 0
         if self._clock() < self._off_until:
             return  # begun before; what it shows is old
@@ -120,6 +122,7 @@ class Drive:
         self.reads, self.writes = Lane(f"reading {name}", clock), Lane(f"writing {name}", clock)
         self.faults = 0
         self.short = ""  # why there are no more files
+        self.elsewhere = ""  # where the directory is not what it was any more
         self._loop = loop
         self._clock = clock
         self._waiting: dict[int, tuple[Lane, Over]] = {}
@@ -135,7 +138,7 @@ class Drive:
 
     @property
     def failure(self) -> str:
-        return self.writes.failure or self.reads.failure or self.short
+        return self.writes.failure or self.reads.failure or self.elsewhere or self.short
 
     def give_up(self, why: str) -> None:
         """Nothing moves any more, until a restart."""
@@ -213,6 +216,11 @@ class Drive:
         """Write pages of ours, and sync."""
         op = OPERATION.pack(self._token(self.writes, lambda *_: None), fd, 0, at, 0, 0, 0, 0)
         self.write(fd, op + HEADER_TAIL.pack(0, len(text)), text, over)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is done with its files."""
+        return bool(self._jobs)
 
     def beside(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
         """Do something with this directory's files in a thread of its own."""

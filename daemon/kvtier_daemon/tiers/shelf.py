@@ -42,6 +42,8 @@ from kvtier_daemon.tiers.volume import (
 log = logging.getLogger(__name__)
 
 GROW_AGAIN_S = 30.0
+TRY_AGAIN_S = 1.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_TO_LEAVE = 3
 RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
 
@@ -148,7 +150,8 @@ class Shelf:
         self._clock = clock
         self._making = False
         self._full = False  # said once to the owner, until something has left
-        self._grows_at = 0.0  # after a file that could not be made
+        self._grows_at = 0.0  # after a file for which there was no room
+        self._tries_at = 0.0  # after one that could not be made at all
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class Shelf:
     def prepare(self) -> None:
         """See to it that there is a segment to write to, and one more to come after it."""
         books = self.log
-        if self.closing or not self.drive.writes.is_on:
+        if self.closing or not self.drive.writes.is_on or self._clock() < self._tries_at:
             return  # a write asks again
         beginning = any(one.stage is Stage.BEGINNING for one in books.others)
         if books.free and books.open is None and not beginning:
@@ -317,10 +320,7 @@ class Shelf:
             error = future.exception()
             if error is not None:
                 code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-                self.drive.faults += 1
-                self.drive.short = f"{path} can't be made: {os.strerror(code)}"
-                log.error("cold: %s; what is there has to do for a while", self.drive.short)
-                self._grows_at = self._clock() + GROW_AGAIN_S
+                self._not_made(path, code)
             elif self.closing:
                 os.close(future.result())
             else:
@@ -329,6 +329,18 @@ class Shelf:
             self.prepare()
 
         making.add_done_callback(made)
+
+    def _not_made(self, path: Path, code: int) -> None:
+        """What is there has to do for a while; or, where nothing can be written at all, stays."""
+        what = f"{path} can't be made"
+        if code in NO_ROOM:
+            self.drive.faults += 1
+            self.drive.short = f"{what}: {os.strerror(code)}"
+            log.error("cold: %s; what is there has to do for a while", self.drive.short)
+            self._grows_at = self._clock() + GROW_AGAIN_S
+        else:
+            self._fault(what, code)
+            self._tries_at = self._clock() + TRY_AGAIN_S
 
     def _add(self, segment: Segment) -> None:
         self._numbering.add(self, segment)

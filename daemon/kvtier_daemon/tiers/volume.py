@@ -24,6 +24,7 @@ from kvtier_daemon.tiers.segment import Head
 from kvtier_daemon.tiers.use import Uses
 
 LOCK = "kvtier.lock"
+LOST = "what is written is not found by the next start: put it back, or restart"
 SEGMENTS = "segments"
 # What is not segments: lock, directories, and the index as far as it may grow.
 INDEX_SHARE = 1 / 256
@@ -46,11 +47,12 @@ class Volume:
                 f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed"
             )
         self._buried: dict[int, list[int]] = {}
-        self._lock_fd = _locked(directory)
+        self._lock_fd, self._folder_fd = _locked(directory)
         try:
             self.index = Index(directory / "index", index_bytes)
         except BaseException:
             os.close(self._lock_fd)
+            os.close(self._folder_fd)
             raise
         self.uses = Uses(self.index)
 
@@ -91,28 +93,53 @@ class Volume:
     def make(self, path: Path, nbytes: int) -> int:
         """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing
         behind where it fails."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = open_direct(path, os.O_CREAT | os.O_EXCL)
+        # From the directory that is locked: its path may lead elsewhere by now.
+        folder = self._folder_of(path.parent)
         try:
-            os.posix_fallocate(fd, 0, nbytes)
-            os.fsync(fd)
-            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_direct(path.name, os.O_CREAT | os.O_EXCL, folder)
             try:
+                os.posix_fallocate(fd, 0, nbytes)
+                os.fsync(fd)
                 os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
+            except OSError:
+                os.close(fd)
+                os.unlink(path.name, dir_fd=folder)
+                raise
+        finally:
+            os.close(folder)
         return fd
+
+    def _folder_of(self, path: Path) -> int:
+        """A descriptor of this folder of the directory, made if it has to be."""
+        folder = os.dup(self._folder_fd)
+        for name in path.relative_to(self.directory).parts:
+            above = folder
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=above)
+                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
+            finally:
+                os.close(above)
+        return folder
 
     def close(self) -> bool:
         """False if the disk doesn't let go: the directory stays locked."""
         if not self.index.close():
             return False
         os.close(self._lock_fd)
+        os.close(self._folder_fd)
         return True
+
+    def elsewhere(self) -> str:
+        """What has become of the directory, if its path doesn't lead to it any more. Waits for the disk."""
+        ours = os.fstat(self._folder_fd)
+        try:
+            there = self.directory.stat()
+        except OSError as error:
+            return f"{self.directory}: {error.strerror}; {LOST}"
+        if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+            return ""
+        return f"{self.directory} is another directory than at the start; {LOST}"
 
 
 def buried_key(head: Head, page: int) -> bytes:
@@ -120,15 +147,15 @@ def buried_key(head: Head, page: int) -> bytes:
     return BURIED.pack(head.epoch, page)
 
 
-def open_direct(path: Path, flags: int = 0) -> int:
+def open_direct(path: Path | str, flags: int = 0, folder: int | None = None) -> int:
     """Open for reading and writing past the page cache, where the file system can."""
     flags |= os.O_RDWR | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600)
+        return os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags & ~os.O_EXCL, 0o600)
+        return os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder)
 
 
 def tenant_digest(tenant: str) -> bytes:
@@ -148,23 +175,31 @@ def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
     return found
 
 
-def _locked(directory: Path) -> int:
-    path = directory / LOCK
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        remedy = f"make it, and let uid {os.geteuid()} write there"
-        raise TierError(f"cold: {directory} can't be used: {error.strerror}; {remedy}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise TierError(f"cold: {directory} is used by another daemon, pid {owner}") from error
-    try:
-        os.truncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        os.close(fd)
-        raise TierError(f"cold: {path} can't be written: {error.strerror}") from error
-    return fd
+def _locked(directory: Path) -> tuple[int, int]:
+    """Descriptors of the lock and of the directory."""
+    with contextlib.ExitStack() as undo:
+        try:
+            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, folder)
+            fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            undo.callback(os.close, fd)
+        except OSError as error:
+            remedy = f"make it, and let uid {os.geteuid()} write there"
+            text = f"cold: {directory} can't be used: {error.strerror}; {remedy}"
+            raise TierError(text) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            raise TierError(f"cold: {directory} is used by another daemon, pid {owner}") from error
+        except OSError as error:
+            text = f"cold: {directory / LOCK} can't be locked: {error.strerror}"
+            raise TierError(text) from error
+        try:
+            os.truncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            text = f"cold: {directory / LOCK} can't be written: {error.strerror}"
+            raise TierError(text) from error
+        undo.pop_all()
+    return fd, folder

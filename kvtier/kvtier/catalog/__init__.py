@@ -247,6 +247,14 @@ class Catalog:
         if found < blocks:
             self.miss_tokens[self._why_missing(space, keys, found)] += (blocks - found) * tokens
 
+    def count_lost(self, space: Space, blocks: int) -> None:
+        """So many blocks that were counted as coming will not come."""
+        if not blocks:
+            return
+        tokens = blocks * space.spec.block_tokens
+        self.hit_tokens["cold"] -= tokens
+        self.miss_tokens["not_read"] += tokens
+
     def _why_missing(self, space: Space, keys: bytes, at: int) -> str:
         """Why the prefix ends at block `at`: the worst state that this block has in any part."""
         if space.index < 0:
