@@ -46,7 +46,8 @@ COPY_BYTES = 8 << 20  # of a segment that leaves, at a time
 FORGET_S = 3.0
 EARLY_BYTES = 64 << 20
 LIMIT_SAVED = 4096  # commits that wait to be written through
-BEGIN_TRIES = 20
+BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
+BRING_AWAY_S = 3.0  # that writes wait for what goes before them
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
 DAY_S = 86_400.0
 HOUR_S = 3600.0
@@ -113,6 +114,8 @@ class Mover:
         self._budget = Budget(daily_bytes, clock)
         self._clock = clock
         self._leaving: asyncio.Queue[tuple[Shelf, Segment]] = asyncio.Queue()
+        self._left = asyncio.Event()  # nothing is to be brought away
+        self._left.set()
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._wake = asyncio.Event()
         self._reading_bytes = 0
@@ -243,7 +246,7 @@ class Mover:
         sent = 0
         try:
             while sent < len(blocks) and await self._describe(blocks):
-                count, settled = self._begin(blocks[sent:], self._settle)
+                count, settled = await self._begin_soon(blocks[sent:])
                 sent += count
                 if not count or not await settled:
                     break
@@ -283,6 +286,23 @@ class Mover:
 
         return self._cold.write(self._tenant, blocks, over), done
 
+    async def _begin_soon(self, blocks: Sequence[Outgoing]) -> tuple[int, asyncio.Future[bool]]:
+        """The same for what leaves memory, in a while if the next segment is just being begun. What is
+        brought away goes first: it would find no place any more, and until it has one there is no next
+        segment."""
+        for tries in range(BEGIN_TRIES):
+            if tries:
+                await asyncio.sleep(BEGIN_S)
+            try:
+                async with asyncio.timeout(BRING_AWAY_S):
+                    await self._left.wait()
+            except TimeoutError:
+                self._left.set()  # a disk that hangs holds up no other
+            count, settled = self._begin(blocks, self._settle)
+            if count:
+                break
+        return count, settled
+
     def _outgoing(self, number: int, block: Described, place: tuple[int, int]) -> Outgoing:
         name = block.identity
         return Outgoing(
@@ -299,6 +319,7 @@ class Mover:
     def leave(self, shelf: Shelf, segment: Segment) -> None:
         """This segment is to be used again, once what deserves it was brought away."""
         self._leaving.put_nowait((shelf, segment))
+        self._left.clear()
 
     async def _bring_away_on(self) -> None:
         while True:
@@ -312,6 +333,8 @@ class Mover:
                 self.bury()
                 self._catalog.cold.drop_segment(segment.number)
                 self._cold.left(shelf, segment)
+                if self._leaving.empty():
+                    self._left.set()
 
     async def _bring_away(self, segment: Segment) -> None:
         """Write again, elsewhere, what was wanted since it was written and is nowhere else."""
@@ -332,7 +355,10 @@ class Mover:
             ):
                 nbytes += pages(FRAME.unpack(frames[at + count])[2])
                 count += 1
-            await self._copy(segment, found, described, frames, range(at, at + count), nbytes)
+            if not await self._copy(
+                segment, found, described, frames, range(at, at + count), nbytes
+            ):
+                break
             at += count
 
     async def _copy(
@@ -343,8 +369,9 @@ class Mover:
         frames: Sequence[bytes],
         which: range,
         nbytes: int,
-    ) -> None:
-        """Write these frames of a segment that leaves again."""
+    ) -> bool:
+        """Write these frames of a segment that leaves again; False if there is no place for them, as there
+        will be none for others."""
         ids, extent, offset = array("I", found.ids), self._bounce_of(nbytes), 0
         reading, writing = [], {}
         for at in which:
@@ -368,7 +395,8 @@ class Mover:
                 if not any(shelf.log.has_place for shelf in self._cold.shelves[self._tenant]):
                     break  # it is this segment's leaving that makes a place, for these and all others
                 tries += 1
-                await asyncio.sleep(PAUSE_S)  # the next segment is being begun
+                await asyncio.sleep(BEGIN_S)
+        return not blocks
 
     async def _read_all(self, blocks: Sequence[Incoming], wanted: dict[int, Outgoing]) -> None:
         """Read these; take those that are not good out of what is wanted. Who asks for them next will be

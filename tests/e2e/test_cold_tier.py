@@ -211,6 +211,25 @@ def test_the_cap_holds_over_everything(daemon_of: Callable[..., Daemon], disk: P
         assert newest == [CHAIN] * 10
 
 
+def test_what_was_wanted_is_brought_away_while_much_more_is_written(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    """Many segments at once: what is written must not take the place of what is brought away."""
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        for chain in range(12):
+            save(client, chain)
+            settled(daemon)
+        assert [whole(client, chain) for chain in range(4)] == [CHAIN] * 4
+        for first in range(12, 48, 6):  # 96 MiB, 12 at a time
+            for chain in range(first, first + 6):
+                save(client, chain)
+            saved = CHAIN * (first + 6)
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= saved)  # noqa: B023
+        assert daemon.stats()["evicted_blocks"]["lost"] > 4 * CHAIN, "the segments did not leave"
+        assert [whole(client, chain) for chain in range(4)] == [CHAIN] * 4
+
+
 @pytest.mark.parametrize(
     "change",
     [{"kv_heads": 3, "head_dim": 72, "layers": 3}, {"layers": 3000, "kv_heads": 1, "head_dim": 1}],
