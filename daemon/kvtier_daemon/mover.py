@@ -48,6 +48,7 @@ EARLY_BYTES = 64 << 20
 LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
 BRING_AWAY_S = 3.0  # that writes wait for what goes before them
+PACE_S = 1.0  # of reads: how fast those before it were counts for half
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
 DAY_S = 86_400.0
 HOUR_S = 3600.0
@@ -88,6 +89,34 @@ class Budget:
         return sum(nbytes for _, nbytes in self._hours)
 
 
+class Pace:
+    """How fast reads bring what is waited for, all of them together, and so how long the rest will take."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting_bytes = 0
+        self._at = 0.0
+        self._busy_s = self._come_bytes = 0.0  # lately
+
+    def asked(self, nbytes: int) -> None:
+        if not self._waiting_bytes:
+            self._at = self._clock()
+        self._waiting_bytes += nbytes
+        if self._busy_s > PACE_S:
+            self._busy_s, self._come_bytes = self._busy_s / 2, self._come_bytes / 2
+
+    def over(self, nbytes: int, good: bool) -> None:
+        """A read has ended, and brought what it should or not."""
+        now = self._clock()
+        self._busy_s, self._at = self._busy_s + now - self._at, now
+        self._waiting_bytes -= nbytes
+        self._come_bytes += nbytes if good else 0
+
+    def eta_s(self) -> float:
+        """0 where nothing can be told."""
+        return self._waiting_bytes * self._busy_s / self._come_bytes if self._come_bytes else 0.0
+
+
 class Mover:
     """One tenant's. `extents` is filled by whoever adds extents to the tenant: their numbers with the cold
     tier, in the tenant's order."""
@@ -118,8 +147,7 @@ class Mover:
         self._left.set()
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._wake = asyncio.Event()
-        self._reading_bytes = 0
-        self._rate = 0.0  # of reads, bytes a second
+        self._pace = Pace(clock)
         self._again_bytes = 0.0  # that may be written a second time
         self._bounce: tuple[int, int] | None = None
         # Of segments that leave: where frames are copied to, and what from. Both are there for a while.
@@ -151,31 +179,23 @@ class Mover:
             self._wake.set()  # others went for these, so others are the coldest now
         elif not plan.joined:
             return 0, 0.0
-        eta_s = self._reading_bytes / self._rate if self._rate else 0.0
-        return max(0, coming - plan.left_out), eta_s * 1000
+        return max(0, coming - plan.left_out), self._pace.eta_s() * 1000
 
     def _read(self, ids: bytes, slots: bytes, frames: bytes, digests: bytes) -> None:
-        begun = self._clock()
         blocks = []
         for at, number in enumerate(array("I", ids)):
             place = self._place(slots[at * SLOT.size : (at + 1) * SLOT.size])
             blocks.append(_incoming(number, frames, digests, at, place))
-            self._reading_bytes += blocks[-1].payload_bytes
+            self._pace.asked(blocks[-1].payload_bytes)
+        self._cold.read(blocks, self._have_read)
 
-        def over(block: Incoming, code: int) -> None:
-            self._reading_bytes -= block.payload_bytes
-            self._have_read(block, code, begun)
-
-        self._cold.read(blocks, over)
-
-    def _have_read(self, block: Incoming, code: int, begun: float) -> None:
+    def _have_read(self, block: Incoming, code: int) -> None:
+        self._pace.over(block.payload_bytes, not code)
         ids, cold = array("I", [block.id]).tobytes(), self._catalog.cold
         if not code:
             cold.promoted(ids)
             self.counts["read"] += 1
             self.bytes["read"] += block.payload_bytes
-            rate = block.payload_bytes / max(1e-6, self._clock() - begun)
-            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * max(rate, self._rate)
         elif code in DAMAGED:
             log.warning(
                 "cold: a frame in segment %d, page %d, is damaged", block.segment, block.page

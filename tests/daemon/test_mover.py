@@ -9,7 +9,7 @@ from pathlib import Path
 from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.policy.base import make
-from kvtier_daemon.mover import Budget, Mover
+from kvtier_daemon.mover import Budget, Mover, Pace
 from kvtier_daemon.tiers.cold import Incoming
 from kvtier_kernels import Store
 from specs import pattern
@@ -87,3 +87,25 @@ def test_what_was_written_in_a_day_is_forgotten_by_the_hour() -> None:
     assert budget.day_bytes() == 600
     now += 3600
     assert budget.day_bytes() == 0
+
+
+def test_how_long_reads_take_is_told_by_how_fast_all_of_them_were() -> None:
+    now = 0.0
+    pace = Pace(lambda: now)
+    assert pace.eta_s() == 0
+    for seconds in (8, 2, 2, 2, 2, 2, 2):  # side by side: all of them come at last
+        for _ in range(8):
+            pace.asked(100)
+        now += seconds
+        for _ in range(8):
+            pace.over(100, True)
+        now += 100  # nobody asks
+    pace.asked(400)
+    assert 1 <= pace.eta_s() <= 1.1
+    for _ in range(20):  # the disk has become slow
+        pace.asked(100)
+        now += 10
+        pace.over(100, True)
+    assert 35 <= pace.eta_s() <= 40
+    pace.over(400, False)
+    assert pace.eta_s() == 0
