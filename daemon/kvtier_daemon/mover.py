@@ -18,7 +18,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvtier.catalog import Catalog, Space
-from kvtier.catalog.cold import Demotion, Rescue
+from kvtier.catalog.blocks import ID_BYTES
+from kvtier.catalog.cold import Demotion, Promotion, Rescue
 from kvtier.catalog.cold import Outgoing as Described
 from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.wire import DIGEST_BYTES
@@ -36,6 +37,7 @@ PLACE_BYTES = 8  # the first two
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITE_BLOCKS = 128  # planned in one go: each costs the loop some 20 us
 WRITES_AT_ONCE = 2
+READ_BLOCKS = 128  # handed over in one go, as with writes
 READING_BLOCKS = 4096  # asked for and not there yet
 CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
 PAUSE_S = 0.05
@@ -141,7 +143,6 @@ class Mover:
         self._through = through
         self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
         self._budget = Budget(daily_bytes, clock)
-        self._clock = clock
         self._leaving: asyncio.Queue[tuple[Shelf, Segment]] = asyncio.Queue()
         self._left = asyncio.Event()  # nothing is to be brought away
         self._left.set()
@@ -175,19 +176,30 @@ class Mover:
         out_of_reach = self._cold.out_of_reach()
         plan = self._catalog.cold.plan_promotion(space, keys, READING_BLOCKS, out_of_reach)
         if plan.ids:
-            self._read(plan.ids, plan.slots, plan.frames, plan.digests)
+            self._pace.asked(sum(fields[2] for fields in FRAME.iter_unpack(plan.frames)))
+            self._read(plan)
             self._wake.set()  # others went for these, so others are the coldest now
         elif not plan.joined:
             return 0, 0.0
         return max(0, coming - plan.left_out), self._pace.eta_s() * 1000
 
-    def _read(self, ids: bytes, slots: bytes, frames: bytes, digests: bytes) -> None:
-        blocks = []
-        for at, number in enumerate(array("I", ids)):
-            place = self._place(slots[at * SLOT.size : (at + 1) * SLOT.size])
-            blocks.append(_incoming(number, frames, digests, at, place))
-            self._pace.asked(blocks[-1].payload_bytes)
-        self._cold.read(blocks, self._have_read)
+    def _read(self, plan: Promotion, first: int = 0) -> None:
+        """Hand these to the disk, from the first on, some at a time."""
+        numbers = array("I", plan.ids)
+        if first and not self._cold.is_on:
+            for at in range(first, len(numbers)):
+                self._have_read(self._wanted(plan, numbers[at], at), errno.ECANCELED)
+            return
+        last = min(first + READ_BLOCKS, len(numbers))
+        self._cold.read(
+            [self._wanted(plan, numbers[at], at) for at in range(first, last)], self._have_read
+        )
+        if last < len(numbers):
+            asyncio.get_running_loop().call_soon(self._read, plan, last)
+
+    def _wanted(self, plan: Promotion, number: int, at: int) -> Incoming:
+        place = self._place(plan.slots[at * SLOT.size : (at + 1) * SLOT.size])
+        return _incoming(number, plan.frames, plan.digests, at, place)
 
     def _have_read(self, block: Incoming, code: int) -> None:
         self._pace.over(block.payload_bytes, not code)
@@ -240,7 +252,10 @@ class Mover:
             return None
         cold = self._catalog.cold
         while self._saved:
-            plan = cold.plan_write_through(self._saved.popleft())
+            ids, some = self._saved.popleft(), WRITE_BLOCKS * ID_BYTES
+            if len(ids) > some:
+                self._saved.appendleft(ids[some:])
+            plan = cold.plan_write_through(ids[:some])
             if plan.ids:
                 return plan
         plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes, WRITE_BLOCKS)

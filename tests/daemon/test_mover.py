@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.policy.base import make
+from kvtier_daemon import mover as mover_module
 from kvtier_daemon.mover import Budget, Mover, Pace
-from kvtier_daemon.tiers.cold import Incoming
+from kvtier_daemon.tiers.cold import Incoming, Read
+from kvtier_daemon.tiers.shelf import Outgoing, Wrote
 from kvtier_kernels import Store
 from specs import pattern
 
@@ -87,6 +93,61 @@ def test_what_was_written_in_a_day_is_forgotten_by_the_hour() -> None:
     assert budget.day_bytes() == 600
     now += 3600
     assert budget.day_bytes() == 0
+
+
+def test_much_is_handed_to_the_disk_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it takes, nobody else is served."""
+    monkeypatch.setattr(mover_module, "WRITE_BLOCKS", 8)
+    monkeypatch.setattr(mover_module, "READ_BLOCKS", 8)
+    handed: Counter[str] = Counter()
+
+    async def moves(through: bool) -> None:
+        folder = tmp_path / str(through)
+        folder.mkdir()
+        bench = Bench([folder])
+        await bench.recover()
+        read, write = bench.tier.read, bench.tier.write
+
+        def few_read(blocks: Sequence[Incoming], done: Read) -> None:
+            handed["read"] = max(handed["read"], len(blocks))
+            read(blocks, done)
+
+        def few_written(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
+            handed["written"] = max(handed["written"], len(blocks))
+            return write(tenant, blocks, done)
+
+        monkeypatch.setattr(bench.tier, "read", few_read)
+        monkeypatch.setattr(bench.tier, "write", few_written)
+        catalog = Catalog(Store(), make("lru"))
+        catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
+        mover = Mover("t", catalog, bench.tier, 4 * SLOTS * BLOCK, through=through)
+        mover.extents.append(bench.extent)
+        space = catalog.open(SPACE, SPEC, SessionId(1))
+        granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
+        ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
+        mover.saved(ids)
+        moving = asyncio.create_task(mover.run())
+        await until(lambda: mover.counts["written"] == 32)
+        granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(900, SLOTS))
+        assert granted.outcomes == bytes(SLOTS), "they did not leave memory"
+        catalog.abort(SessionId(1), granted.lease)
+        assert mover.promote(space, keys(100, 32), 32)[0] == 32
+        await until(lambda: mover.counts["read"] == 32)
+        assert handed == {"read": 8, "written": 8}
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        await bench.tier.close()
+
+    run(moves(through=True))
+    run(moves(through=False))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def test_how_long_reads_take_is_told_by_how_fast_all_of_them_were() -> None:
