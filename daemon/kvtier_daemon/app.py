@@ -271,6 +271,8 @@ class App:
             "day_bytes": sum(mover.day_bytes for mover in movers),
             "day_limit_bytes": int(self.config.cold.daily_bytes * share),
             "not_read": _sum(tenant.catalog.cold.failed for tenant in tenants),
+            "reading": sum(tenant.catalog.cold.reading for tenant in tenants),
+            "writing": sum(tenant.catalog.cold.writing for tenant in tenants),
             "engine": cold.engine,
             "on": cold.is_on and cold.takes,
             "given_up": cold.given_up,

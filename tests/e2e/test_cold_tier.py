@@ -226,6 +226,7 @@ def test_what_was_wanted_is_brought_away_while_much_more_is_written(
                 save(client, chain)
             saved = CHAIN * (first + 6)
             daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= saved)  # noqa: B023
+        daemon.wait_for(lambda stats: not stats["tiers"]["cold"]["writing"])
         assert daemon.stats()["evicted_blocks"]["lost"] > 4 * CHAIN, "the segments did not leave"
         assert [whole(client, chain) for chain in range(4)] == [CHAIN] * 4
 
