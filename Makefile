@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h)
 
-.PHONY: help venv demo test check format bench figures faults clean
+.PHONY: help venv demo test check format bench bench-cold figures faults clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -43,6 +43,9 @@ format: venv    ## mend the format
 bench: venv     ## the benchmarks, against memcpy in the same run; results in benchmarks/results
 	$(BIN)/python benchmarks/bench_warm.py
 	$(BIN)/python benchmarks/bench_control.py
+
+bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DIR --trace FILE" says where, and with what
+	$(BIN)/python benchmarks/bench_cold.py $(COLD)
 
 figures: venv   ## put the figures of the last benchmarks into the README
 	$(BIN)/python benchmarks/figures.py
