@@ -378,8 +378,6 @@ class Mover:
         frames = [
             found.frames[at : at + FRAME.size] for at in range(0, len(found.frames), FRAME.size)
         ]
-        # Now, as by the time a frame is copied its block may be gone, and its id another's.
-        described = cold.described(found.ids)
         at = 0
         while at < len(frames) and self._again_bytes > 0 and self._cold.is_on and self._cold.takes:
             count, nbytes = 0, 0
@@ -390,9 +388,7 @@ class Mover:
             ):
                 nbytes += pages(FRAME.unpack(frames[at + count])[2])
                 count += 1
-            if not await self._copy(
-                segment, found, described, frames, range(at, at + count), nbytes
-            ):
+            if not await self._copy(segment, found, frames, range(at, at + count), nbytes):
                 break
             at += count
 
@@ -400,7 +396,6 @@ class Mover:
         self,
         segment: Segment,
         found: Rescue,
-        described: Sequence[Described],
         frames: Sequence[bytes],
         which: range,
         nbytes: int,
@@ -408,11 +403,19 @@ class Mover:
         """Write these frames of a segment that leaves again; False if there is no place for them, as there
         will be none for others."""
         ids, extent, offset = array("I", found.ids), self._bounce_of(nbytes), 0
+        # Some may be gone by now, and their ids others'.
+        named = self._catalog.cold.described_in(
+            ids[which.start : which.stop].tobytes(), segment.number
+        )
         reading, writing = [], {}
         for at in which:
-            reading.append(_incoming(ids[at], found.frames, found.digests, at, (extent, offset)))
-            writing[ids[at]] = self._outgoing(ids[at], described[at], (extent, offset))
-            offset += pages(reading[-1].payload_bytes)
+            if block := named.get(ids[at]):
+                place = (extent, offset)
+                reading.append(_incoming(ids[at], found.frames, found.digests, at, place))
+                writing[ids[at]] = self._outgoing(ids[at], block, place)
+                offset += pages(reading[-1].payload_bytes)
+        if not reading:
+            return True
         await self._read_all(reading, writing)
         before = dict(zip((ids[at] for at in which), frames[which.start : which.stop], strict=True))
 

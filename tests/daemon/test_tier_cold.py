@@ -14,7 +14,7 @@ from pathlib import Path
 from conformance.tier_tests import Identity, TierTests
 from kvtier import Group, KvSpec
 from kvtier.catalog import Catalog, LeaseId, SessionId, Space
-from kvtier.catalog.cold import IDENTITY
+from kvtier.catalog.cold import IDENTITY, Promotion
 from kvtier.catalog.reading import Held
 from kvtier.layout import space_id
 from kvtier.policy.base import make
@@ -108,8 +108,7 @@ class Cold:
         if not promoting:
             return b""
         cold.reading += 1
-        frames, digests = store.frames(promoting)
-        self.mover._read(promoting, store.slots(promoting), frames, digests)
+        self.mover._read(Promotion(promoting, store.slots(promoting), *store.frames(promoting)))
         self._until(lambda: not cold.reading)
         return store.present(space.index, identity.group, identity.shard, identity.key)
 

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import compress, islice
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
 from kvtier.catalog.leases import NOBODY
@@ -25,6 +26,7 @@ COLD, PROMOTING = 5, 6  # what `Store.states` says of a block, after the wire's 
 FRAME_BYTES = 16  # "<IIIBBBB": segment, page, payload bytes, codec, header pages, flags, 0
 PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
+WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 IDENTITY = struct.Struct("<IIIB3x32s32s")
 FEW_VICTIMS = 64
 
@@ -298,6 +300,11 @@ class Cold:
         """The ids of the blocks that have a frame in this segment, in the order in which they lie."""
         return self._blocks.store.in_segment(segment)[0]
 
+    def described_in(self, ids: bytes, segment: int) -> dict[int, Outgoing]:
+        """All that a frame says of those of these blocks whose frames are in this segment yet."""
+        ids = self._blocks.store.still(ids, segment)
+        return dict(zip(array("I", ids), self.described(ids), strict=True))
+
     def still_in(self, ids: bytes, segment: int) -> list[Framed]:
         """Those of these blocks whose frames are in this segment yet."""
         ids = self._blocks.store.still(ids, segment)
@@ -334,12 +341,8 @@ class Cold:
         Their use is forgotten. The segment is dropped after `rescued`, or they go with it."""
         store = self._blocks.store
         ids, flags = store.in_segment(segment, True)
-        wanted = [
-            one
-            for one, flag in zip(array("I", ids), flags, strict=True)
-            if flag == USED | ONLY_THERE
-        ]
-        kept = array("I", wanted[:keep]).tobytes()
+        wanted = compress(array("I", ids), flags.translate(WANTED))
+        kept = array("I", islice(wanted, keep)).tobytes()
         return Rescue(kept, *store.frames(kept))
 
     def rescued(self, ids: bytes, before: bytes, frames: bytes) -> int:
