@@ -52,6 +52,7 @@ BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
 BRING_AWAY_S = 3.0  # that writes wait for what goes before them
 PACE_S = 1.0  # of reads: how fast those before it were counts for half
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
+NOT_FREE_YET = (Stage.LEAVING, Stage.FREEING)
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 
@@ -359,8 +360,6 @@ class Mover:
     async def _bring_away_on(self) -> None:
         while True:
             shelf, segment = await self._leaving.get()
-            for other in [one for one in self._copies if one.stage is not Stage.LEAVING]:
-                del self._copies[other]
             try:
                 await self._bring_away(segment)
             finally:
@@ -513,6 +512,9 @@ class Mover:
     def bury(self) -> None:
         """Tell the index of the frames that are nothing any more."""
         died = self._catalog.cold.take_died()
+        # Once a segment is free its pages are others'.
+        for segment in [one for one in self._copies if one.stage not in NOT_FREE_YET]:
+            del self._copies[segment]
         for copies in self._copies.values():
             for at in range(0, len(died), PLACE_BYTES):
                 died += copies.get(died[at : at + PLACE_BYTES], b"")

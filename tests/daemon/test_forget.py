@@ -14,7 +14,9 @@ from kvtier.policy.base import make
 from kvtier_daemon import mover as mover_module
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
+from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered, by_space
+from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_kernels import Store
 from specs import pattern
 
@@ -141,31 +143,60 @@ def test_what_is_found_after_it_was_forgotten_goes_too(tmp_path: Path) -> None:
     run(work())
 
 
+async def one_that_is_read_leaves(tenant: Tenant) -> tuple[Shelf, Segment]:
+    """A segment with 0 to 3, of which 1 and 2 were brought away; it is free when nobody reads it any more."""
+    for number in range(4):
+        tenant.save(number)
+    await tenant.on_disk(4)
+    shelf = tenant.bench.tier.shelves["t"][0]
+    first = shelf.log.open
+    assert first is not None
+    first.reading += 1
+    shelf.seal()
+    while first not in shelf.log.sealed:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    for number in (1, 2):
+        tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
+    evict_all(tenant)
+    tenant.mover._again_bytes = 1 << 30
+    assert shelf.log.leave() is first
+    tenant.mover.leave(shelf, first)
+    while first not in shelf.parting:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert tenant.mover.counts["written_again"] == 2
+    return shelf, first
+
+
+def test_what_was_brought_away_says_nothing_of_its_place_once_that_is_anothers(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, first = await one_that_is_read_leaves(tenant)
+        shelf.not_read(first)
+        while shelf.log.open is not first:
+            if shelf.log.open is not None:
+                shelf.seal()
+            await asyncio.sleep(0.001)
+        written = tenant.mover.counts["written"]
+        for number in range(10, 14):
+            tenant.save(number)
+        await tenant.on_disk(written + 4)
+        assert await tenant.forget(1, 2) == ""
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(14)) == [10, 11, 12, 13]
+
+    run(work())
+
+
 def test_both_copies_of_what_is_brought_away_go(tmp_path: Path) -> None:
     """Its segment is not free yet, and a start would find the first one."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        for number in range(4):
-            tenant.save(number)
-        await tenant.on_disk(4)
-        shelf = tenant.bench.tier.shelves["t"][0]
-        first = shelf.log.open
-        assert first is not None
-        first.reading += 1  # somebody reads it
-        shelf.seal()
-        while first not in shelf.log.sealed:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        tenant.catalog.load(ONE, tenant.space, key(1), 1.0, [], 0.0, True, False)
-        tenant.catalog.load(ONE, tenant.space, key(2), 1.0, [], 0.0, True, False)
-        evict_all(tenant)
-        tenant.mover._again_bytes = 1 << 30
-        assert shelf.log.leave() is first
-        tenant.mover.leave(shelf, first)
-        while first not in shelf.parting:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        assert tenant.mover.counts["written_again"] == 2
+        await one_that_is_read_leaves(tenant)
         mover_module.FORGET_S = 0.2
         assert "nothing was heard" in await tenant.forget(1), "its segment has its head still"
         await tenant.kill()
