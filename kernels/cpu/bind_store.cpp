@@ -252,7 +252,9 @@ class PyStore {
         nb::bytes first = zeroed(list.size() * sizeof(Frame), packed);
         nb::bytes second = zeroed(list.size() * checksum_bytes, digests);
         for (std::size_t i = 0; i < list.size(); ++i) {
-            std::memcpy(packed + i * sizeof(Frame), &store_.frame(list[i]), sizeof(Frame));
+            Frame frame = store_.frame(list[i]);
+            frame.rounds = 0;
+            std::memcpy(packed + i * sizeof(Frame), &frame, sizeof(Frame));
             std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
                         checksum_bytes);
         }
@@ -273,9 +275,9 @@ class PyStore {
         nb::bytes mask = zeroed(ids.size(), flags);
         for (std::size_t i = 0; i < ids.size(); ++i) {
             const Record& record = store_.block(ids[i]);
-            flags[i] = static_cast<char>(record.used | (record.is() == State::cold) << 1);
+            const bool wanted = look ? store_.deserves(ids[i]) : record.used;
+            flags[i] = static_cast<char>(wanted | (record.is() == State::cold) << 1);
         }
-        if (look) store_.forget_use(ids);
         return {ids_out(ids), mask};
     }
 

@@ -262,9 +262,9 @@ std::vector<Frame> Store::take_used(std::size_t limit) {
     return frames;
 }
 
-void Store::forget_use(Ids ids) {
-    for (Id id : ids) block(id);
-    for (Id id : ids) records_[id].used = 0;
+bool Store::deserves(Id id) {
+    need(block(id).framed, "a block without a frame is in no segment");
+    return records_.judge(id);
 }
 
 Left Store::drop_segment(std::uint32_t segment) {

@@ -76,8 +76,11 @@ struct Checksum {
 // Where a block lies on disk and how it is encoded. The segment is a number that its owner chose.
 struct Frame {
     std::uint32_t segment, page, payload_bytes;
-    std::uint8_t codec, header_pages, flags, spare;
+    std::uint8_t codec, header_pages, flags;
+    std::uint8_t rounds;  // the store's own: in how many of its segments' rounds it was wanted
 };
+inline constexpr std::uint8_t proven = 2;  // rounds are counted no further
+inline constexpr std::uint8_t spared = 4;  // and in the last one it was not
 static_assert(sizeof(Frame) == 16);
 
 class Records {
@@ -88,13 +91,28 @@ class Records {
     const Checksum& checksum(Id id) const { return checksums_[id]; }
     const Frame& frame(Id id) const { return frames_[id]; }
     void set_frame(Id id, const Frame& frame) {
+        std::uint8_t rounds = items_[id].framed ? frames_[id].rounds : 0;
         forget_frame(id);
         frames_.reach(id);
         frames_[id] = frame;
+        frames_[id].rounds = rounds;
         ++framed_blocks_;
         framed_bytes_ += frame.payload_bytes;
         items_[id].framed = 1;
         items_[id].used = 0;
+    }
+    // The round of its segment is over: whether it deserves another. It does if it was wanted in
+    // this one, and once more if it was in two rounds.
+    bool judge(Id id) {
+        std::uint8_t& rounds = frames_[id].rounds;
+        if (items_[id].used) {
+            items_[id].used = 0;
+            rounds = rounds == 0 ? 1 : proven;
+            return true;
+        }
+        if (rounds != proven) return false;
+        rounds |= spared;
+        return true;
     }
     // Whether its checksum is one of the block's own bytes.
     bool summed(Id id) const {

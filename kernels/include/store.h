@@ -137,7 +137,8 @@ class Store {
     Left damaged(Ids ids, const char* frames);
     IdList in_segment(std::uint32_t segment) const;
     IdList still(Ids ids, std::uint32_t segment) const;
-    void forget_use(Ids ids);
+    // Whether a block deserves another round, as that of its segment is over.
+    bool deserves(Id id);
     // The frames of blocks that are used since the last call, of so many at most that were.
     std::vector<Frame> take_used(std::size_t limit);
     Left drop_segment(std::uint32_t segment);

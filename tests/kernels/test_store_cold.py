@@ -325,6 +325,29 @@ def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
     assert store.in_segment(1) == (ids[4:], bytes([1, 3]))
 
 
+def test_what_was_wanted_in_two_rounds_is_spared_once(store, plain):
+    ids = save(store, plain, [1])
+
+    def round_over(segment, wanted):
+        """Its segment is used again, so its frame is copied into another."""
+        before, _ = store.frames(ids)
+        if wanted:
+            store.match(plain, keys(1))
+        _, flags = store.in_segment(segment, look=True)
+        assert store.frames(ids)[0] == before, "who reads frames sees nothing of it"
+        store.moved(ids, before, FRAME.pack(segment + 1, 1, PAGE, 0, 1, 0, 9))
+        return flags[0] & 1
+
+    write(store, ids)
+    wanted = [True, False, True, False, False, True, False, False, False]
+    assert [round_over(1 + at, one) for at, one in enumerate(wanted)] == [
+        1, 0, 1, 1, 0, 1, 1, 0, 0,
+    ]  # fmt: skip
+    store.drop_segment(1 + len(wanted))
+    write(store, ids, segment=20)
+    assert [round_over(20 + at, not at) for at in range(2)] == [1, 0], "another frame, another life"
+
+
 def test_use_is_told_once_and_only_of_frames_that_are_there(store, plain):
     ids = save(store, plain, [1, 2, 3, 4])
     store.match(plain, keys(1, 2, 3, 4))

@@ -82,6 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.left = []  # places of blocks that left
         self.summed = set()  # ids of blocks with a checksum of their own bytes
         self.frames = {}  # id -> frame
+        self.rounds = {}  # of the blocks with a frame: in how many they were wanted, two at most, and spared
         self.used = set()  # ids with a frame that a match found since it was written
         self.filling = set()  # ids whose slots are being read into
         self.fresh = set()  # of those that nobody was told of
@@ -117,6 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
     def unframe(self, i):
         """Where the frame was, if there was one."""
         self.unuse(i)
+        self.rounds.pop(i, None)
         died = self.frames.pop(i, None)
         if died and died[3]:
             self.summed.discard(i)
@@ -445,7 +447,16 @@ class StoreMachine(RuleBasedStateMachine):
         ids, flags = self.both("in_segment", segment, look)
         assert unpack(ids) == self.in_segment(segment)
         cold = self.of("cold")
-        assert flags == bytes((i in self.used) + 2 * (i in cold) for i in unpack(ids))
+        wanted = {i for i in unpack(ids) if i in self.used}
+        if look:
+            for i in unpack(ids):
+                rounds, spared = self.rounds.get(i, (0, False))
+                if i in self.used:
+                    self.rounds[i] = min(2, rounds + 1), False
+                elif rounds == 2 and not spared:
+                    self.rounds[i] = 2, True
+                    wanted.add(i)
+        assert flags == bytes((i in wanted) + 2 * (i in cold) for i in unpack(ids))
         if look:
             self.used.difference_update(unpack(ids))
             self.fresh &= self.used

@@ -89,6 +89,8 @@ class Block:
     slot: int = 0
     frame: Frame | None = None
     used: bool = False  # wanted again since its frame was written
+    rounds: int = 0  # of its segments in which it was wanted, two at most
+    spared: bool = False  # in the last one it was not
     filling: bool = False  # a read from the disk fills its slot
 
     def evictable(self) -> bool:
@@ -105,7 +107,20 @@ class Block:
         """Where the frame was that is nothing any more."""
         self.checksum = self.own_checksum()
         died, self.frame, self.used = self.frame, None, False
+        self.rounds, self.spared = 0, False
         return died.place() if died else b""
+
+    def deserves(self) -> bool:
+        """The round of its segment is over: whether it deserves another. It does if it was wanted in this
+        one, and once more if it was in two rounds."""
+        if self.used:
+            self.used, self.spared = False, False
+            self.rounds = min(2, self.rounds + 1)
+            return True
+        if self.rounds < 2 or self.spared:
+            return False
+        self.spared = True
+        return True
 
 
 @dataclass(eq=False)
@@ -740,11 +755,13 @@ class Store:
 
     def in_segment(self, segment: int, look: bool = False) -> tuple[bytes, bytes]:
         """The blocks whose frames lie in this segment, by page, and a byte each: 1 where it is used, and
-        2 more where it is COLD. With `look` they aren't used from now on."""
+        2 more where it is COLD. With `look` the segment's round is over: 1 where it deserves another, and
+        none is used from now on."""
         blocks = self._in_segment(segment)
-        flags = bytes(block.used + 2 * (block.state == COLD) for block in blocks)
-        for block in blocks if look else ():
-            block.used = False
+        flags = bytes(
+            (block.deserves() if look else block.used) + 2 * (block.state == COLD)
+            for block in blocks
+        )
         return join(block.id for block in blocks), flags
 
     def _in_segment(self, segment: int) -> list[Block]:

@@ -337,7 +337,8 @@ class Cold:
 
     def reclaim(self, segment: int, keep: int) -> Rescue:
         """What of this segment deserves a second chance: the first `keep` blocks, in the order in which
-        they were written, that are there alone and were wanted since. What is in memory too needs none.
+        they were written, that are there alone and were wanted since, or in two rounds before and not
+        spared for that yet. What is in memory too needs none.
         Their use is forgotten. The segment is dropped after `rescued`, or they go with it."""
         store = self._blocks.store
         ids, flags = store.in_segment(segment, True)
