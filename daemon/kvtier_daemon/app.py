@@ -273,6 +273,7 @@ class App:
             "not_read": _sum(tenant.catalog.cold.failed for tenant in tenants),
             "reading": sum(tenant.catalog.cold.reading for tenant in tenants),
             "writing": sum(tenant.catalog.cold.writing for tenant in tenants),
+            "leaving": cold.leaving,
             "engine": cold.engine,
             "on": cold.is_on and cold.takes,
             "given_up": cold.given_up,

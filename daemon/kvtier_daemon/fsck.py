@@ -110,7 +110,8 @@ def _wrong_frame(fd: int, listed: Listed, epoch: int) -> str:
 def _rewrite(path: Path, found: Recovered, rows: list[bytes]) -> None:
     """A footer that lists these frames alone."""
     assert found.head is not None
-    at, text = encode_footer(found.head, found.spaces, b"".join(rows), found.end)
+    torn = found.torn or not found.sealed
+    at, text = encode_footer(found.head, found.spaces, b"".join(rows), found.end, torn)
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, text, at)

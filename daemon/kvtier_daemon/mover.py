@@ -25,7 +25,7 @@ from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.drive import anonymous
-from kvtier_daemon.tiers.log import Segment, Stage
+from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf, Wrote
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
 BRING_AWAY_S = 3.0  # that writes wait for what goes before them
 PACE_S = 1.0  # of reads: how fast those before it were counts for half
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
-NOT_FREE_YET = (Stage.LEAVING, Stage.FREEING)
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 

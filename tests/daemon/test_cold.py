@@ -264,10 +264,7 @@ def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> No
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(40))
-        bench.tier.drives[0].stop(5)  # and no more
-        for volume in bench.tier._volumes:
-            asyncio.get_running_loop().remove_reader(volume.index.event_fd)
-            volume.close()
+        kill(bench)
 
     async def again() -> None:
         bench = Bench([tmp_path])
@@ -283,6 +280,48 @@ def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> No
     run(again())
     assert all(footers())
     run(again())
+
+
+def kill(bench: Bench) -> None:
+    """End as it is."""
+    for drive in bench.tier.drives:
+        drive.stop(5)
+    for volume in bench.tier._volumes:
+        bench.loop.remove_reader(volume.index.event_fd)
+        volume.close()
+
+
+def test_what_was_being_written_at_a_kill_does_not_come_with_what_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames behind one that was not finished: whole, of this epoch, and never said to be there."""
+
+    async def first() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        await bench.write(range(10))
+        one = bench.on_disk[5]
+        kill(bench)
+        with (tmp_path / "segments" / "t" / "000000").open("r+b") as file:
+            file.seek((one.page + one.header_pages) * PAGE)
+            file.write(bytes(PAGE))
+
+    async def again(known: list[int], new: range) -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == known
+        await bench.write(new)
+        if new:
+            kill(bench)
+        else:
+            await bench.tier.close()
+
+    run(first())
+    with monkeypatch.context() as early:  # it ends before it has begun another segment
+        early.setattr(Shelf, "prepare", lambda _: None)
+        run(again([0, 1, 2, 3, 4], range(0)))
+    run(again([0, 1, 2, 3, 4], range(20, 21)))
+    run(again([0, 1, 2, 3, 4, 20], range(0)))
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -215,13 +215,14 @@ def at_rest(stats: dict[str, Any]) -> bool:
 
 
 def settle(daemon: Daemon) -> dict[str, Any]:
-    """The report once nothing is held and nothing more is written."""
+    """The report once nothing is held and nothing moves."""
     last = None
     while True:
         stats = daemon.wait_for(at_rest)
         cold = stats["tiers"]["cold"]
         now = (cold["states"]["written"], cold["states"]["written_again"], cold["blocks"])
-        if now == last:
+        under_way = cold["writing"] or cold["reading"] or cold["leaving"]
+        if now == last and not under_way:
             return stats
         last = now
         time.sleep(0.25)
@@ -285,11 +286,12 @@ class Crashes:
             stop.set()
             for engine in engines:
                 engine.join()
-            stats = settle(daemon)
-            consistent(stats)
-            self.reported = stats["tiers"]["cold"]["blocks"]
+            settle(daemon)
             for engine in engines[:: len(SPECS)]:
                 self.promise(engine.places, done[engine.places[0].tenant])
+            stats = settle(daemon)  # who asks what is there has it brought
+            consistent(stats)
+            self.reported = stats["tiers"]["cold"]["blocks"]
         killed_at = time.monotonic()
         daemon.process.send_signal(signal.SIGKILL)
         daemon.process.wait()

@@ -27,7 +27,7 @@ from kvtier.codec.frame import PAGE
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.drive import BENIGN, Drive, Over
-from kvtier_daemon.tiers.log import Segment
+from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Outgoing, Shelf, Wrote
 from kvtier_daemon.tiers.volume import Volume
@@ -344,6 +344,11 @@ class ColdTier:
             if shelf.drive.reads.is_on
             for segment in shelf.log.sealed
         ]
+
+    @property
+    def leaving(self) -> int:
+        """How many segments are on their way to being free."""
+        return sum(one.stage in NOT_FREE_YET for one in self.segments)
 
     def left(self, shelf: Shelf, segment: Segment) -> None:
         """Nothing names this segment any more."""

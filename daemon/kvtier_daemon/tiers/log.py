@@ -48,6 +48,9 @@ class Taken(NamedTuple):
     at: int
 
 
+NOT_FREE_YET = (Stage.LEAVING, Stage.FREEING)
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """A file of a log. `number` is its own among all that the daemon has."""

@@ -37,6 +37,7 @@ class Recovered:
     nbytes: int
     head: Head | None = None
     sealed: bool = False
+    torn: bool = False  # it was sealed after a kill had left it open
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)
     rows: bytes = b""
     end: int = FIRST_FRAME  # of the frames of one that is not sealed
@@ -84,7 +85,7 @@ def _look(fd: int, found: Recovered, tenant: bytes, described: Mapping[bytes, Kv
         trailer = Trailer.decode(os.pread(fd, PAGE, head.nbytes - PAGE), head)
         table = os.pread(fd, trailer.table_bytes, trailer.table_at)
         found.spaces, found.rows = trailer.split(table)
-        found.sealed = True
+        found.sealed, found.torn = True, trailer.torn
         found.end = end_of(found.rows)
         if len(found.rows) % ENTRY.size or len(found.rows) // ENTRY.size != trailer.entries:
             raise FrameError("a table of another length than its entries take")

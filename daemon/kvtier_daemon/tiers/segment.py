@@ -9,11 +9,12 @@ A segment is used again and again, each time with a new epoch, which is in the h
 the trailer: what an earlier use left behind is of another epoch, and so is nothing. The head is on disk
 before the first frame is written; the frames are before the trailer. A segment with a good trailer of its
 head's epoch is sealed, and the table says all that is in it; without one it is open, and its frames are found
-by walking from the first page until one is none.
+by walking from the first page until one is none. Flag 1 of a trailer: a kill has left the segment open, and
+what was being written then may lie behind its last frame, of the same epoch. Nothing is added to such a one.
 
 Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ tenant 32
                   │ digest 16
-Trailer, "KVTe":  version u16 │ zero u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
+Trailer, "KVTe":  version u16 │ flags u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
                   │ table digest 16 │ digest 16
 
 Both fill a page with zeros, and their digest, the last field, is the XXH3-128 of that page with it zero.
@@ -40,6 +41,7 @@ from kvtier.layout import KvSpec
 from kvtier_kernels import xxh3_128
 
 VERSION = 1
+TORN = 1
 HEAD = struct.Struct("<4sHHIQQQ32s")
 TRAILER = struct.Struct("<4sHHIQQQ16s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
@@ -139,22 +141,21 @@ def page_of(row: bytes) -> int:
 
 
 def encode_footer(
-    head: Head, spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes | bytearray, end: int
+    head: Head,
+    spaces: Sequence[tuple[bytes, KvSpec]],
+    rows: bytes | bytearray,
+    end: int,
+    torn: bool = False,
 ) -> tuple[int, bytes]:
-    """Where the table goes, and the bytes from there to the segment's end; its frames go up to `end`."""
+    """Where the table goes, and the bytes from there to the segment's end; its frames go up to `end`. `torn`
+    says that a kill has left it open."""
     table = _described(spaces) + rows
     at = head.nbytes - PAGE - pages(len(table))
     assert end <= at, "no room was left for the footer"
     trailer = TRAILER.pack(
-        TRAILER_MAGIC,
-        VERSION,
-        0,
-        len(rows) // ENTRY.size,
-        at,
-        len(table),
-        head.epoch,
+        TRAILER_MAGIC, VERSION, torn * TORN, len(rows) // ENTRY.size, at, len(table), head.epoch,
         xxh3_128(table),
-    )
+    )  # fmt: skip
     return at, table.ljust(pages(len(table)), b"\0") + _page(trailer)
 
 
@@ -167,18 +168,19 @@ class Trailer:
     table_bytes: int
     epoch: int
     table_digest: bytes
+    torn: bool
 
     @classmethod
     def decode(cls, page: bytes, head: Head) -> Trailer:
         """Raises FrameError unless this seals the segment that has this head."""
         fields = TRAILER.unpack_from(_checked(page, TRAILER.size))
-        magic, version, _, entries, at, nbytes, epoch, digest = fields
+        magic, version, flags, entries, at, nbytes, epoch, digest = fields
         _expect(magic, TRAILER_MAGIC, version)
         if epoch != head.epoch:
             raise FrameError("a trailer of another epoch: the segment was used again")
         if at % PAGE or at < FIRST_FRAME or at + pages(nbytes) != head.nbytes - PAGE:
             raise FrameError(f"a table of {nbytes} bytes at {at}, in a segment of {head.nbytes}")
-        return cls(entries, at, nbytes, epoch, digest)
+        return cls(entries, at, nbytes, epoch, digest, bool(flags & TORN))
 
     def split(self, table: bytes) -> tuple[list[tuple[bytes, KvSpec]], bytes]:
         """The spaces of the table, and its entries as they are. Raises FrameError if a bit is wrong."""

@@ -455,7 +455,7 @@ class Shelf:
         if free_bytes(one) < described_bytes(one.spaces):
             return
         assert one.head is not None
-        at, text = encode_footer(one.head, one.spaces, one.rows, one.end)
+        at, text = encode_footer(one.head, one.spaces, one.rows, one.end, torn=True)
         segment.writing += 1
 
         def over(code: int, _: bytes | None) -> None:
@@ -467,11 +467,11 @@ class Shelf:
         self.drive.write_text(segment.fd, at, text, over)
 
     def resume(self, found: Sequence[Recovered]) -> None:
-        """Go on writing to the newest segment, if a good part of it is free. One without a footer is not
-        written on: what a kill has left behind its last good frame is of the same epoch."""
+        """Go on writing to the newest segment, if a good part of it is free. One that a kill has left open is
+        not written on: what it was writing lies behind the last good frame, and is of the same epoch."""
         newest = self.log.sealed[-1] if self.log.sealed else None
         one = next((one for one in found if newest and str(one.path) == newest.path), None)
-        if newest is None or one is None or not one.sealed:
+        if newest is None or one is None or not one.sealed or one.torn:
             return
         if free_bytes(one) < one.nbytes // RESUME_LEAST:
             return
