@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/CMakeLists.txt)
-CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h)
+NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/CMakeLists.txt)
+CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h)
 
 .PHONY: help venv demo test check format bench bench-cold figures faults clean
 

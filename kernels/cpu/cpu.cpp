@@ -24,7 +24,9 @@ Level processor_level() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        return Level::kAvx512;
+        return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")
+                   ? Level::kVbmi
+                   : Level::kAvx512;
     }
     if (avx2) return Level::kAvx2;
     if (__builtin_cpu_supports("sse4.1")) return Level::kSse41;
@@ -33,10 +35,10 @@ Level processor_level() {
 }
 
 Choice& choice_of(const std::string& kind) {
-    for (Choice* choice : {&copy_choice(), &xxh3_choice(), &blake3_choice()}) {
+    for (Choice* choice : {&copy_choice(), &xxh3_choice(), &codec_choice(), &blake3_choice()}) {
         if (kind == choice->kind()) return *choice;
     }
-    throw nb::value_error(("no kind of kernel '" + kind + "': copy, xxh3, blake3").c_str());
+    throw nb::value_error(("no kind of kernel '" + kind + "': copy, xxh3, codec, blake3").c_str());
 }
 
 }  // namespace
@@ -49,6 +51,8 @@ const char* level_name(Level level) {
             return "avx2";
         case Level::kAvx512:
             return "avx512";
+        case Level::kVbmi:
+            return "avx512vbmi";
         default:
             return "scalar";
     }
@@ -59,7 +63,7 @@ Level machine_level() {
         const Level best = processor_level();
         const char* wanted = std::getenv("KVTIER_CPU");
         if (wanted == nullptr) return best;
-        for (Level limit : {Level::kScalar, Level::kSse41, Level::kAvx2}) {
+        for (Level limit : {Level::kScalar, Level::kSse41, Level::kAvx2, Level::kAvx512}) {
             if (std::strcmp(wanted, level_name(limit)) == 0) return limit < best ? limit : best;
         }
         return best;
@@ -81,6 +85,11 @@ Choice& copy_choice() {
 
 Choice& xxh3_choice() {
     static Choice choice("xxh3", {Level::kAvx512, Level::kAvx2, Level::kScalar});
+    return choice;
+}
+
+Choice& codec_choice() {
+    static Choice choice("codec", {Level::kVbmi, Level::kAvx2, Level::kScalar});
     return choice;
 }
 
@@ -111,6 +120,7 @@ void bind_cpu(nb::module_& m) {
         features["sse41"] = static_cast<bool>(__builtin_cpu_supports("sse4.1"));
         features["avx2"] = static_cast<bool>(__builtin_cpu_supports("avx2"));
         features["avx512f"] = static_cast<bool>(__builtin_cpu_supports("avx512f"));
+        features["avx512vbmi2"] = static_cast<bool>(__builtin_cpu_supports("avx512vbmi2"));
         features["avx512vl"] = static_cast<bool>(__builtin_cpu_supports("avx512vl"));
 #endif
         features["level"] = level_name(machine_level());

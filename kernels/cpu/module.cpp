@@ -10,6 +10,7 @@ void bind_names(nb::module_& m);
 void bind_prefault(nb::module_& m);
 void bind_disk(nb::module_& m);
 void bind_frame(nb::module_& m);
+void bind_codec(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_store(nb::module_& m);
 
@@ -25,6 +26,7 @@ NB_MODULE(_native, m) {
     bind_prefault(m);
     bind_disk(m);
     bind_frame(m);
+    bind_codec(m);
     bind_policy(m);
     bind_store(m);
 }

@@ -10,6 +10,9 @@
 #define KVTIER_X86 1
 #define KVTIER_AVX2 __attribute__((target("avx2,bmi2")))
 #define KVTIER_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")))
+#define KVTIER_VBMI \
+    __attribute__(( \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi2,popcnt")))
 #define KVTIER_SSE41 __attribute__((target("sse4.1,ssse3")))
 #else
 #define KVTIER_X86 0
@@ -18,7 +21,7 @@
 namespace kvtier {
 
 // Ordered: a level has everything that the levels below it have.
-enum class Level : int { kScalar = 0, kSse41 = 1, kAvx2 = 2, kAvx512 = 3 };
+enum class Level : int { kScalar = 0, kSse41 = 1, kAvx2 = 2, kAvx512 = 3, kVbmi = 4 };
 
 const char* level_name(Level level);
 
@@ -44,6 +47,7 @@ class Choice {
 
 Choice& copy_choice();    // copies, with and without the checksum
 Choice& xxh3_choice();    // the checksum alone
+Choice& codec_choice();   // encoding and decoding
 Choice& blake3_choice();  // names; the quickest here, by a trial
 
 }  // namespace kvtier

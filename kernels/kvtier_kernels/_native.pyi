@@ -198,6 +198,21 @@ def seal_frame(header: bytearray, payload: Buffer) -> bytes:
     """Fills in a frame header's digests, as kvtier/codec/frame.py has them, and returns the payload's.
     ValueError where the header is none, or not of so many bytes."""
 
+def encode_parts(
+    codec: int, element: int, block: _Memory, sizes: Sequence[int], into: _Memory
+) -> list[tuple[int, int]]:
+    """Encodes the parts of a block, which follow one another, without the GIL: 0 raw, 1 fix4, 2 r32, of
+    bf16 (0), fp16, fp32, e4m3 or e5m2 (4). Returns each part's codec and bytes; they follow one another in
+    `into` too, which must have room for all of the parts: one that does not shrink is kept raw. Writes the
+    same bytes on every processor."""
+
+def decode_parts(
+    element: int, payload: _Memory, places: Sequence[tuple[int, int, int, int]], into: _Memory
+) -> int:
+    """Decodes parts, given by codec, offset, bytes and raw bytes, one after the other into `into`, without
+    the GIL. Returns how many there are, or the number of one that is damaged; then what lies in `into`
+    means nothing. Never reads outside of the payload or writes outside of `into`."""
+
 @final
 class Pieces:
     """Says where the pieces of an engine's paged blocks lie: piece j of block b is `piece_bytes[j]`

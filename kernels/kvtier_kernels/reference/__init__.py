@@ -14,6 +14,7 @@ from kvtier_kernels.reference.blocks import (
     gather,
     scatter,
 )
+from kvtier_kernels.reference.codec import decode_part, encode_parts
 from kvtier_kernels.reference.disk import OPERATION, Disk
 from kvtier_kernels.reference.names import chain_hashes, chain_keys
 from kvtier_kernels.reference.xxh3 import xxh3_128
@@ -29,6 +30,8 @@ __all__ = [
     "copy",
     "copy_in",
     "copy_out",
+    "decode_part",
+    "encode_parts",
     "fresh",
     "gather",
     "scatter",

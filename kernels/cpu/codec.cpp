@@ -1,0 +1,723 @@
+// Lossless codecs: how parts are laid out, the plain kernels, and the choice among those there are.
+#include "codec/codec.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+namespace kvtier::codec {
+namespace {
+
+// --- plain kernels -------------------------------------------------------------------------------
+
+template <Element kIs, bool kNibbles>
+size_t split_plain(const uint8_t* in, size_t rows, uint8_t top, uint8_t last, uint8_t* codes,
+                   uint8_t* rest, uint8_t* escapes, size_t room) {
+    size_t used = 0;
+    for (size_t row = 0; row < rows; row++, rest += kRestRow<kIs>) {
+        std::memset(rest, 0, kRestRow<kIs>);
+        uint8_t found[kRow];
+        for (size_t i = 0; i < kRow; i++, in += kBytes<kIs>) {
+            typename Form<kIs>::Bits bits;
+            std::memcpy(&bits, in, sizeof bits);
+            const uint32_t exponent = exponent_of<kIs>(bits);
+            found[i] = static_cast<uint8_t>(code_of(exponent, top, last));
+            put_rest<kIs>(rest, i, rest_of<kIs>(bits));
+            if (found[i] != last) continue;
+            if (used == room) return kNoRoom;
+            escapes[used++] = static_cast<uint8_t>(exponent);
+        }
+        if constexpr (kNibbles) {
+            for (size_t i = 0; i < kRowCodes; i++) {
+                *codes++ = static_cast<uint8_t>(found[i] | found[kRowCodes + i] << 4);
+            }
+        } else {
+            std::memcpy(codes, found, kRow);
+            codes += kRow;
+        }
+    }
+    return used;
+}
+
+template <Element kIs, bool kNibbles>
+size_t join_plain(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
+                  uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
+    size_t used = 0;
+    for (size_t row = 0; row < rows; row++, rest += kRestRow<kIs>) {
+        for (size_t i = 0; i < kRow; i++, out += kBytes<kIs>) {
+            const uint8_t code =
+                kNibbles ? codes[i % kRowCodes] >> (i / kRowCodes * 4) & 15 : codes[i];
+            uint8_t exponent = static_cast<uint8_t>(top - code);
+            if (code == last) {
+                if (used == room) return kNoRoom;
+                exponent = escapes[used++];
+            }
+            const auto bits = element_of<kIs>(exponent, get_rest<kIs>(rest, i));
+            std::memcpy(out, &bits, sizeof bits);
+        }
+        codes += kNibbles ? kRowCodes : kRow;
+    }
+    return used;
+}
+
+void encode_plain(Encoder* const* streams, size_t count, size_t rows) {
+    for (size_t s = 0; s < count; s++) {
+        Encoder& stream = *streams[s];
+        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+            stream.codes -= kLanes;
+            for (size_t lane = kLanes; lane-- > 0;) {
+                const uint8_t code = stream.codes[lane];
+                const uint32_t packed = stream.table->packed[code];
+                const Symbol symbol = {stream.table->reciprocal[code], packed & 511,
+                                       packed >> 9 & 2047, packed >> 20};
+                uint32_t& state = stream.state[lane];
+                if (too_full(state, symbol.frequency)) {
+                    *--stream.words = static_cast<uint16_t>(state);
+                    state >>= 16;
+                }
+                state = taken_in(state, symbol);
+            }
+        }
+    }
+}
+
+void decode_plain(Decoder* const* streams, size_t count, size_t rows) {
+    for (size_t s = 0; s < count; s++) {
+        Decoder& stream = *streams[s];
+        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+            for (size_t lane = 0; lane < kLanes; lane++) {
+                uint32_t& state = stream.state[lane];
+                const uint32_t slot = stream.table->slot[state & (kScale - 1)];
+                *stream.codes++ = static_cast<uint8_t>(slot);
+                state = given_out(state, slot >> 8 & 255, slot >> 16);
+                if (state >= kStateLeast) continue;
+                state = state << 16 | stream.words[0] | static_cast<uint32_t>(stream.words[1]) << 8;
+                stream.words += 2;
+            }
+        }
+    }
+}
+
+template <size_t... kIndex>
+constexpr std::array<RowKernels, kElements> plain_rows(std::index_sequence<kIndex...>) {
+    return {{{split_plain<Element{kIndex}, false>, split_plain<Element{kIndex}, true>,
+              join_plain<Element{kIndex}, false>, join_plain<Element{kIndex}, true>}...}};
+}
+
+constexpr Kernels plain() {
+    Kernels kernels{};
+    const auto rows = plain_rows(std::make_index_sequence<kElements>{});
+    for (size_t i = 0; i < kElements; i++) kernels.rows[i] = rows[i];
+    kernels.encode = encode_plain;
+    kernels.decode = decode_plain;
+    return kernels;
+}
+constexpr Kernels kPlain = plain();
+
+const Kernels& kernels() {
+#if KVTIER_X86
+    switch (codec_choice().level()) {
+        case Level::kVbmi:
+            return kKernelsVbmi;
+        case Level::kAvx2:
+            return kKernelsAvx2;
+        default:
+            break;
+    }
+#endif
+    return kPlain;
+}
+
+// --- what does not depend on the processor -------------------------------------------------------
+
+struct Sizes {
+    size_t bytes, rest_row;
+};
+
+constexpr std::array<Sizes, kElements> kSizes = [] {
+    std::array<Sizes, kElements> sizes{};
+    const auto put = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+        ((sizes[kIndex] = {kBytes<Element{kIndex}>, kRestRow<Element{kIndex}>}), ...);
+    };
+    put(std::make_index_sequence<kElements>{});
+    return sizes;
+}();
+constexpr size_t kRowMost = kRow * 4, kRestRowMost = kRow * 3;
+
+uint32_t get32(const uint8_t* at) {
+    return static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8 |
+           static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
+}
+
+void put32(uint8_t* at, size_t value) {
+    for (int i = 0; i < 4; i++) at[i] = static_cast<uint8_t>(value >> (8 * i));
+}
+
+// A part's elements in rows: whole ones, then one that is filled up, then odd bytes.
+struct Shape {
+    Shape(Element is, size_t raw_bytes)
+        : sizes(kSizes[static_cast<size_t>(is)]),
+          elements(raw_bytes / sizes.bytes),
+          whole(elements / kRow),
+          rows(rows_of(elements)),
+          odd(raw_bytes % sizes.bytes) {}
+
+    size_t row_bytes() const { return kRow * sizes.bytes; }
+    size_t tail_bytes() const { return (elements - whole * kRow) * sizes.bytes; }
+
+    Sizes sizes;
+    size_t elements, whole, rows, odd;
+};
+
+// The last row, filled up with elements of exponent `top`.
+template <Element kIs>
+void fill_up(const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row) {
+    const auto bits = element_of<kIs>(top, 0);
+    for (size_t at = 0; at < kRow * kBytes<kIs>; at += kBytes<kIs>) {
+        std::memcpy(row + at, &bits, sizeof bits);
+    }
+    std::memcpy(row, from, nbytes);
+}
+
+void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row) {
+    switch (is) {
+        case Element::kBf16:
+            return fill_up<Element::kBf16>(from, nbytes, top, row);
+        case Element::kFp16:
+            return fill_up<Element::kFp16>(from, nbytes, top, row);
+        case Element::kFp32:
+            return fill_up<Element::kFp32>(from, nbytes, top, row);
+        case Element::kE4m3:
+            return fill_up<Element::kE4m3>(from, nbytes, top, row);
+        case Element::kE5m2:
+            return fill_up<Element::kE5m2>(from, nbytes, top, row);
+    }
+}
+
+// Counts the exponents of some rows; there is at least one.
+void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t least, size_t one_in,
+           uint32_t* counts) {
+    const size_t rows = sampled_rows(shape.whole, least, one_in);
+    uint32_t apart[4][256] = {};  // an exponent that comes twice in a row is not waited for
+    uint8_t codes[kRow], rest[kRestRowMost], escapes[kRow];
+    for (size_t i = 0; i < rows; i++) {
+        // With 255 as the top and the last code, a code is how far below 255 the exponent lies.
+        by.split(in + sampled_row(i, rows, shape.whole) * shape.row_bytes(), 1, 255, 255, codes,
+                 rest, escapes, kRow);
+        for (size_t k = 0; k < kRow; k += 4) {
+            for (size_t j = 0; j < 4; j++) apart[j][255 - codes[k + j]]++;
+        }
+    }
+    for (size_t i = 0; i < 256; i++) {
+        counts[i] = apart[0][i] + apart[1][i] + apart[2][i] + apart[3][i];
+    }
+}
+
+// Splits a part's rows [first, first + rows): whole ones and, at the end, the one that is filled
+// up.
+template <typename Split>
+size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in, size_t first,
+                  size_t rows, size_t row_codes, uint8_t top, uint8_t last, uint8_t* codes,
+                  uint8_t* rest, uint8_t* escapes, size_t room) {
+    const size_t whole = std::min(rows, shape.whole - first);
+    const uint8_t* const from = in + first * shape.row_bytes();
+    size_t used = split(from, whole, top, last, codes, rest, escapes, room);
+    if (used == kNoRoom || whole == rows) return used;
+    uint8_t row[kRowMost];
+    fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row);
+    const size_t more = split(row, 1, top, last, codes + whole * row_codes,
+                              rest + whole * shape.sizes.rest_row, escapes + used, room - used);
+    return more == kNoRoom ? more : used + more;
+}
+
+// And back.
+template <typename Join>
+size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_t row_codes,
+                 uint8_t top, uint8_t last, const uint8_t* codes, const uint8_t* rest,
+                 const uint8_t* escapes, size_t room, uint8_t* out) {
+    const size_t whole = std::min(rows, shape.whole - first);
+    uint8_t* const to = out + first * shape.row_bytes();
+    const size_t used = join(codes, rest, escapes, room, top, last, whole, to);
+    if (used == kNoRoom || whole == rows) return used;
+    uint8_t row[kRowMost];
+    const size_t more = join(codes + whole * row_codes, rest + whole * shape.sizes.rest_row,
+                             escapes + used, room - used, top, last, 1, row);
+    if (more == kNoRoom) return more;
+    std::memcpy(to + whole * shape.row_bytes(), row, shape.tail_bytes());
+    return used + more;
+}
+
+size_t keep_raw(Encoded& part, uint8_t* out) {
+    std::memcpy(out, part.raw, part.raw_bytes);
+    part.codec = Codec::kRaw;
+    part.bytes = part.raw_bytes;
+    return part.bytes;
+}
+
+// --- fix4 ----------------------------------------------------------------------------------------
+
+// The encoded size, or kNoRoom where that would not be less than the part's.
+size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, uint8_t* out) {
+    const Shape shape(is, raw_bytes);
+    const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
+    if (shape.whole == 0 || fixed >= raw_bytes) return kNoRoom;
+    const RowKernels& by = kernels().rows[static_cast<size_t>(is)];
+    uint32_t counts[256];
+    count(by, in, shape, kFix4SampleLeast, kFix4SampleOneIn, counts);
+    const auto top = static_cast<uint8_t>(best_top(counts, kEscape4));
+    uint8_t* const codes = out + kFix4Header;
+    uint8_t* const rest = codes + shape.rows * kRowCodes;
+    uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
+    const size_t used = split_rows(is, by.pack, shape, in, 0, shape.rows, kRowCodes, top, kEscape4,
+                                   codes, rest, escapes, raw_bytes - 1 - fixed);
+    if (used == kNoRoom) return used;
+    std::memcpy(escapes + used, in + raw_bytes - shape.odd, shape.odd);
+    std::memset(out, 0, kFix4Header);
+    out[kElementAt] = static_cast<uint8_t>(is);
+    out[kTopAt] = top;
+    put32(out + kCountAt, used);
+    return fixed + used;
+}
+
+bool decode_fix4(Element is, const Decoded& part) {
+    const Shape shape(is, part.raw_bytes);
+    const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
+    if (part.bytes < fixed || part.from[kElementAt] != static_cast<uint8_t>(is)) return false;
+    const size_t escaped = part.bytes - fixed;
+    if (get32(part.from + kCountAt) != escaped) return false;
+    const uint8_t* const codes = part.from + kFix4Header;
+    const uint8_t* const rest = codes + shape.rows * kRowCodes;
+    const uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
+    const RowKernels& by = kernels().rows[static_cast<size_t>(is)];
+    const size_t used = join_rows(by.unpack, shape, 0, shape.rows, kRowCodes, part.from[kTopAt],
+                                  kEscape4, codes, rest, escapes, escaped, part.raw);
+    if (used != escaped) return false;
+    std::memcpy(part.raw + part.raw_bytes - shape.odd, escapes + escaped, shape.odd);
+    return true;
+}
+
+// --- r32 -----------------------------------------------------------------------------------------
+
+// Rows that are worked on at a time: their codes, of four streams, stay in the nearest cache. With
+// fewer the memory's own prefetching loses its way (16 rows: a quarter slower).
+constexpr size_t kTile = 128;
+
+// Asks for what is needed with the next tile: four streams at once are more than the processor
+// sees.
+void fetch(const uint8_t* from, size_t nbytes) {
+    for (size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(from + at);
+}
+
+// The most words of a stream: no symbol takes more than 8 bits.
+constexpr size_t kStreamWords = kStreamRows * kRow / 2 + kLanes;
+
+// A stream on its way in, beside up to three others, and what belongs to it.
+struct Lane {
+    Encoder stream;
+    EncodeTable table;
+    Encoded* part;
+    size_t first, rows;  // of the part
+    size_t left;         // of these rows, those that are still to be taken in
+    Frequencies frequencies;
+    uint8_t* escaped;  // those that there are so far: they grow towards the front, too
+    uint8_t codes[kTile * kRow];
+    uint8_t rest[kStreamRows * kRestRowMost];
+    uint8_t escapes[kStreamRows * kRow];
+    uint16_t words[kWordSlack + kStreamWords];
+
+    const uint16_t* words_end() const { return words + kWordSlack + kStreamWords; }
+    const uint8_t* escapes_end() const { return escapes + sizeof escapes; }
+};
+
+void make_table(const Frequencies& frequencies, EncodeTable& table) {
+    std::memset(&table, 0, sizeof table);
+    uint32_t start = 0;
+    for (size_t i = 0; i < frequencies.symbols; i++) {
+        const Symbol symbol = symbol_of(frequencies.of[i], start);
+        table.reciprocal[i] = symbol.reciprocal;
+        table.packed[i] = symbol.frequency | symbol.bias << 9 | symbol.shift << 20;
+        start += frequencies.of[i];
+    }
+}
+
+void make_table(const uint8_t* frequencies, DecodeTable& table) {
+    uint32_t start = 0;
+    for (uint32_t i = 0; i < kSymbolsMost; i++) {
+        table.packed[i] = frequencies[i] | start << 16;
+        for (uint32_t k = 0; k < frequencies[i]; k++) {
+            table.symbol[start + k] = static_cast<uint8_t>(i);
+            table.slot[start + k] = i | static_cast<uint32_t>(frequencies[i]) << 8 | k << 16;
+        }
+        start += frequencies[i];
+    }
+}
+
+// Moves all streams on: side by side for as long as each has rows, then what is left of each.
+template <typename Stream, typename Advance>
+void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
+    size_t done = 0;
+    if (count == kSideBySide || count == 2) {
+        done = *std::min_element(rows, rows + count);
+        by(streams, count, done);
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i] != done) by(streams + i, 1, rows[i] - done);
+    }
+}
+
+// Writes the parts of a batch one after the other, as their streams come in.
+class R32Writer {
+ public:
+    R32Writer(Element is, uint8_t* out) : is_(is), by_(kernels()), out_(out), lanes_(lanes()) {}
+
+    void add(Encoded& part) {
+        const Shape shape(is_, part.raw_bytes);
+        if (shape.whole == 0 || fixed(shape) >= part.raw_bytes) {
+            flush();
+            out_ += keep_raw(part, out_);
+            return;
+        }
+        const RowKernels& rows = by_.rows[static_cast<size_t>(is_)];
+        uint32_t counts[256];
+        count(rows, part.raw, shape, kR32SampleLeast, kR32SampleOneIn, counts);
+        const Frequencies frequencies = frequencies_of(counts);
+        for (size_t first = 0; first < shape.rows; first += kStreamRows) {
+            Lane& lane = lanes_[waiting_++];
+            lane.part = &part;
+            lane.first = first;
+            lane.rows = lane.left = std::min(kStreamRows, shape.rows - first);
+            lane.frequencies = frequencies;
+            make_table(frequencies, lane.table);
+            std::fill_n(lane.stream.state, kLanes, kStateLeast);
+            lane.stream.words = lane.words + kWordSlack + kStreamWords;
+            lane.stream.table = &lane.table;
+            lane.escaped = lane.escapes + sizeof lane.escapes;
+            if (waiting_ == kSideBySide) flush();
+        }
+    }
+
+    uint8_t* finish() {
+        flush();
+        return out_;
+    }
+
+ private:
+    static Lane* lanes() {
+        // For each thread its own, kept: half a MiB is too much for a stack and too slow to get
+        // anew.
+        thread_local const std::unique_ptr<Lane[]> kept(new Lane[kSideBySide]);
+        return kept.get();
+    }
+
+    static size_t fixed(const Shape& shape) {
+        const size_t streams = streams_of(shape.rows);
+        return kR32Header + streams * (kStreamEntry + kStatesBytes) +
+               shape.rows * shape.sizes.rest_row + shape.odd;
+    }
+
+    void flush() {
+        for (;;) {
+            Encoder* streams[kSideBySide];
+            size_t rows[kSideBySide] = {};
+            size_t count = 0;
+            for (size_t i = 0; i < waiting_; i++) {
+                if (lanes_[i].left == 0) continue;
+                rows[count] = split(lanes_[i]);
+                streams[count++] = &lanes_[i].stream;
+            }
+            if (count == 0) break;
+            advance(by_.encode, streams, rows, count);
+        }
+        for (size_t i = 0; i < waiting_; i++) place(lanes_[i]);
+        waiting_ = 0;
+    }
+
+    // Makes codes of a stream's last rows that are left; returns how many.
+    size_t split(Lane& lane) {
+        const Shape shape(is_, lane.part->raw_bytes);
+        const size_t rows = (lane.left - 1) % kTile + 1;
+        lane.left -= rows;
+        const size_t first = lane.first + lane.left;
+        if (lane.left != 0) {
+            const size_t nbytes = kTile * shape.row_bytes();
+            fetch(lane.part->raw + first * shape.row_bytes() - nbytes, nbytes);
+        }
+        uint8_t escapes[kTile * kRow];
+        const size_t used =
+            split_rows(is_, by_.rows[static_cast<size_t>(is_)].split, shape, lane.part->raw, first,
+                       rows, kRow, static_cast<uint8_t>(lane.frequencies.top),
+                       static_cast<uint8_t>(lane.frequencies.symbols - 1), lane.codes,
+                       lane.rest + lane.left * shape.sizes.rest_row, escapes, sizeof escapes);
+        lane.escaped -= used;
+        std::memcpy(lane.escaped, escapes, used);
+        lane.stream.codes = lane.codes + rows * kRow;
+        return rows;
+    }
+
+    void place(const Lane& lane) {
+        Encoded& part = *lane.part;
+        const Shape shape(is_, part.raw_bytes);
+        const size_t words = static_cast<size_t>(lane.words_end() - lane.stream.words);
+        const auto escaped = static_cast<size_t>(lane.escapes_end() - lane.escaped);
+        if (lane.first == 0) begin(lane, shape);
+        const size_t number = lane.first / kStreamRows;
+        size_ += 2 * words + escaped;
+        if (size_ < part.raw_bytes) {
+            uint8_t* const entry = out_ + kR32Header + number * kStreamEntry;
+            put32(entry, words);
+            put32(entry + 4, escaped);
+            const size_t rest_row = shape.sizes.rest_row;
+            std::memcpy(rest_ + lane.first * rest_row, lane.rest, lane.rows * rest_row);
+            std::memcpy(at_, lane.stream.state, kStatesBytes);
+            std::memcpy(at_ + kStatesBytes, lane.stream.words, 2 * words);
+            at_ += kStatesBytes + 2 * words;
+            std::memcpy(at_, lane.escaped, escaped);
+            at_ += escaped;
+        }
+        if (lane.first + lane.rows == shape.rows) end(part, shape);
+    }
+
+    void begin(const Lane& lane, const Shape& shape) {
+        size_ = fixed(shape);
+        std::memset(out_, 0, kR32Header);
+        out_[kElementAt] = static_cast<uint8_t>(is_);
+        out_[kTopAt] = static_cast<uint8_t>(lane.frequencies.top);
+        out_[kSymbolsAt] = static_cast<uint8_t>(lane.frequencies.symbols);
+        put32(out_ + kCountAt, streams_of(shape.rows));
+        std::memcpy(out_ + kFrequenciesAt, lane.frequencies.of, kSymbolsMost);
+        rest_ = out_ + kR32Header + streams_of(shape.rows) * kStreamEntry;
+        at_ = rest_ + shape.rows * shape.sizes.rest_row;
+    }
+
+    void end(Encoded& part, const Shape& shape) {
+        if (size_ >= part.raw_bytes) {
+            out_ += keep_raw(part, out_);
+            return;
+        }
+        std::memcpy(at_, part.raw + part.raw_bytes - shape.odd, shape.odd);
+        part.codec = Codec::kR32;
+        part.bytes = size_;
+        out_ += size_;
+    }
+
+    Element is_;
+    const Kernels& by_;
+    uint8_t* out_;  // where the part begins whose streams are being placed
+    Lane* lanes_;
+    size_t waiting_ = 0;
+    size_t size_ = 0;  // of that part, as far as it is known
+    uint8_t* rest_ = nullptr;
+    uint8_t* at_ = nullptr;
+};
+
+constexpr size_t kTileWords = kTile * kRow;  // the most that a tile reads
+
+// A stream on its way out.
+struct Out {
+    Decoder stream;
+    DecodeTable table;
+    const uint8_t* end;  // of its words
+    const uint8_t* rest;
+    const uint8_t* escapes;
+    size_t escaped;
+    const Decoded* part;
+    uint8_t top, last;
+    size_t number;  // of the part in its list
+    size_t row, rows_end;
+    bool ending;  // its words lie in `words` by now
+    uint8_t codes[kTile * kRow];
+    uint8_t words[2 * 2 * (kTileWords + kWordSlack)];
+};
+
+// Reads parts stream by stream, up to four side by side.
+class R32Reader {
+ public:
+    explicit R32Reader(Element is) : is_(is), by_(kernels()) {}
+
+    // False if this part, or one before it, is damaged: `failed` says which.
+    bool add(const Decoded& part, size_t number) {
+        const Shape shape(is_, part.raw_bytes);
+        const size_t streams = streams_of(shape.rows);
+        const size_t rest_bytes = shape.rows * shape.sizes.rest_row;
+        const size_t fixed =
+            kR32Header + streams * (kStreamEntry + kStatesBytes) + rest_bytes + shape.odd;
+        const uint8_t* const from = part.from;
+        if (part.bytes < fixed || from[kElementAt] != static_cast<uint8_t>(is_) ||
+            get32(from + kCountAt) != streams || !sound(from)) {
+            return fail(number);
+        }
+        size_t left = part.bytes - fixed;  // of words and escapes
+        const uint8_t* rest = from + kR32Header + streams * kStreamEntry;
+        const uint8_t* at = rest + rest_bytes;
+        for (size_t i = 0; i < streams; i++) {
+            const uint8_t* const entry = from + kR32Header + i * kStreamEntry;
+            const size_t words = get32(entry), escaped = get32(entry + 4);
+            if (words > left / 2 || escaped > left - 2 * words) return fail(number);
+            left -= 2 * words + escaped;
+            Out& lane = lanes_[waiting_++];
+            lane.row = i * kStreamRows;
+            lane.rows_end = std::min(lane.row + kStreamRows, shape.rows);
+            lane.part = &part;
+            lane.number = number;
+            lane.top = from[kTopAt];
+            lane.last = static_cast<uint8_t>(from[kSymbolsAt] - 1);
+            lane.rest = rest + lane.row * shape.sizes.rest_row;
+            make_table(from + kFrequenciesAt, lane.table);
+            if (!begin(lane, at, words, escaped)) return fail(number);
+            at += kStatesBytes + 2 * words + escaped;
+            if (waiting_ == kSideBySide && !flush()) return false;
+        }
+        if (left != 0) return fail(number);
+        std::memcpy(part.raw + part.raw_bytes - shape.odd, at, shape.odd);
+        return true;
+    }
+
+    bool flush() {
+        while (waiting_ != 0) {
+            Decoder* streams[kSideBySide];
+            size_t rows[kSideBySide] = {};
+            size_t count = 0;
+            for (size_t i = 0; i < waiting_; i++) {
+                Out& lane = lanes_[i];
+                if (lane.row == lane.rows_end) continue;
+                prepare(lane);
+                streams[count] = &lane.stream;
+                rows[count++] = std::min(kTile, lane.rows_end - lane.row);
+            }
+            if (count == 0) break;
+            advance(by_.decode, streams, rows, count);
+            for (size_t i = 0; i < waiting_; i++) {
+                Out& lane = lanes_[i];
+                if (lane.row != lane.rows_end && !take(lane)) return fail(lane.number);
+            }
+        }
+        waiting_ = 0;
+        return true;
+    }
+
+    size_t failed() const { return failed_; }
+
+ private:
+    bool fail(size_t number) {
+        failed_ = number;
+        waiting_ = 0;
+        return false;
+    }
+
+    // Whether the frequencies are such that the encoder writes: every slot has its symbol.
+    static bool sound(const uint8_t* from) {
+        const size_t symbols = from[kSymbolsAt];
+        if (symbols < kSymbolsLeast || symbols > kSymbolsMost) return false;
+        uint32_t sum = 0;
+        for (size_t i = 0; i < kSymbolsMost; i++) {
+            const uint8_t frequency = from[kFrequenciesAt + i];
+            if ((frequency != 0) != (i < symbols)) return false;
+            sum += frequency;
+        }
+        return sum == kScale;
+    }
+
+    static bool begin(Out& lane, const uint8_t* at, size_t words, size_t escaped) {
+        std::memcpy(lane.stream.state, at, kStatesBytes);
+        for (const uint32_t state : lane.stream.state) {
+            if (state < kStateLeast || state >= kStateEnd) return false;
+        }
+        lane.stream.table = &lane.table;
+        lane.stream.words = at + kStatesBytes;
+        lane.end = lane.stream.words + 2 * words;
+        lane.escapes = at + kStatesBytes + 2 * words;
+        lane.escaped = escaped;
+        lane.ending = false;
+        return true;
+    }
+
+    // Sees to it that a tile can be read without a look at how many words are left.
+    static void prepare(Out& lane) {
+        lane.stream.codes = lane.codes;
+        const auto left = static_cast<size_t>(lane.end - lane.stream.words);
+        if (lane.ending || left >= 2 * (kTileWords + kWordSlack)) return;
+        std::memcpy(lane.words, lane.stream.words, left);
+        std::memset(lane.words + left, 0, 2 * (kTileWords + kWordSlack));
+        lane.stream.words = lane.words;
+        lane.end = lane.words + left;
+        lane.ending = true;
+    }
+
+    // Puts a tile's elements together. A stream that is sound ends with its last word and in the
+    // state that the encoder began with.
+    bool take(Out& lane) {
+        if (lane.stream.words > lane.end) return false;
+        const Shape shape(is_, lane.part->raw_bytes);
+        const size_t rows = std::min(kTile, lane.rows_end - lane.row);
+        if (lane.row + 2 * kTile <= lane.rows_end) {
+            fetch(lane.rest + kTile * shape.sizes.rest_row, kTile * shape.sizes.rest_row);
+        }
+        const size_t used = join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.row,
+                                      rows, kRow, lane.top, lane.last, lane.codes, lane.rest,
+                                      lane.escapes, lane.escaped, lane.part->raw);
+        if (used == kNoRoom) return false;
+        lane.escapes += used;
+        lane.escaped -= used;
+        lane.rest += rows * shape.sizes.rest_row;
+        lane.row += rows;
+        if (lane.row != lane.rows_end) return true;
+        return lane.stream.words == lane.end && lane.escaped == 0 &&
+               std::all_of(lane.stream.state, lane.stream.state + kLanes,
+                           [](uint32_t state) { return state == kStateLeast; });
+    }
+
+    Element is_;
+    const Kernels& by_;
+    Out lanes_[kSideBySide];
+    size_t waiting_ = 0;
+    size_t failed_ = 0;
+};
+
+}  // namespace
+
+size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out) {
+    uint8_t* at = out;
+    if (codec == Codec::kR32) {
+        R32Writer writer(element, out);
+        for (Encoded& part : parts) writer.add(part);
+        return static_cast<size_t>(writer.finish() - out);
+    }
+    for (Encoded& part : parts) {
+        const size_t size =
+            codec == Codec::kFix4 ? encode_fix4(element, part.raw, part.raw_bytes, at) : kNoRoom;
+        if (size == kNoRoom) {
+            at += keep_raw(part, at);
+        } else {
+            part.codec = codec;
+            part.bytes = size;
+            at += size;
+        }
+    }
+    return static_cast<size_t>(at - out);
+}
+
+size_t decode(Element element, std::span<const Decoded> parts) {
+    R32Reader reader(element);
+    for (size_t i = 0; i < parts.size(); i++) {
+        const Decoded& part = parts[i];
+        switch (part.codec) {
+            case Codec::kRaw:
+                if (part.bytes != part.raw_bytes) return i;
+                std::memcpy(part.raw, part.from, part.bytes);
+                break;
+            case Codec::kFix4:
+                if (!decode_fix4(element, part)) return i;
+                break;
+            case Codec::kR32:
+                if (!reader.add(part, i)) return reader.failed();
+                break;
+            default:
+                return i;
+        }
+    }
+    return reader.flush() ? parts.size() : reader.failed();
+}
+
+}  // namespace kvtier::codec

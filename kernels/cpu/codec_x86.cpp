@@ -1,0 +1,772 @@
+// The lossless codecs for AVX2 and AVX-512 with VBMI, whose byte shuffles hold whole tables.
+#include "cpu.h"
+
+#if KVTIER_X86
+#include <immintrin.h>
+
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "codec/codec.h"
+
+namespace kvtier::codec {
+namespace {
+
+#define KVTIER_INLINE inline __attribute__((always_inline))
+#define WIDE KVTIER_VBMI KVTIER_INLINE
+#define HALF KVTIER_AVX2 KVTIER_INLINE
+
+// A byte for each of 64 places, as the shuffles want them.
+template <typename Number>
+constexpr std::array<uint8_t, 64> places(Number number) {
+    std::array<uint8_t, 64> found{};
+    for (size_t i = 0; i < 64; i++) found[i] = static_cast<uint8_t>(number(i));
+    return found;
+}
+
+// --- AVX-512 -------------------------------------------------------------------------------------
+
+WIDE __m512i line(const void* at) { return _mm512_loadu_si512(at); }
+HALF __m256i half(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
+WIDE __m512i line(const std::array<uint8_t, 64>& at) { return _mm512_loadu_si512(at.data()); }
+
+constexpr auto kEven = places([](size_t i) { return 2 * i; });
+constexpr auto kOdd = places([](size_t i) { return 2 * i + 1; });
+constexpr auto kFirstPairs = places([](size_t i) { return i / 2 + i % 2 * 64; });
+constexpr auto kLastPairs = places([](size_t i) { return 32 + i / 2 + i % 2 * 64; });
+constexpr auto kBytes01 = places([](size_t i) { return i % 32 * 4 + i / 32; });
+constexpr auto kBytes23 = places([](size_t i) { return i % 32 * 4 + i / 32 + 2; });
+constexpr auto kFirstFours = places([](size_t i) { return i / 4 + i % 4 * 32; });
+constexpr auto kLastFours = places([](size_t i) { return 16 + i / 4 + i % 4 * 32; });
+
+WIDE void put_planes(__m512i bits, uint8_t* to) {
+    for (int j = 0; j < 3; j++) {
+        const uint64_t plane =
+            _mm512_test_epi8_mask(bits, _mm512_set1_epi8(static_cast<char>(1 << j)));
+        std::memcpy(to + 8 * j, &plane, 8);
+    }
+}
+
+WIDE __m512i get_planes(const uint8_t* from) {
+    __m512i bits = _mm512_setzero_si512();
+    for (int j = 0; j < 3; j++) {
+        uint64_t plane;
+        std::memcpy(&plane, from + 8 * j, 8);
+        bits = _mm512_or_si512(bits, _mm512_maskz_set1_epi8(plane, static_cast<char>(1 << j)));
+    }
+    return bits;
+}
+
+WIDE __m256i nibbles(__m512i bytes) {
+    return _mm256_or_si256(_mm512_castsi512_si256(bytes),
+                           _mm256_slli_epi16(_mm512_extracti64x4_epi64(bytes, 1), 4));
+}
+
+WIDE __m512i from_nibbles(const uint8_t* from) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m512i apart =
+        _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
+    return _mm512_and_si512(apart, _mm512_set1_epi8(15));
+}
+
+// A row's exponents, its rest written; and its elements from both.
+template <Element kIs>
+struct Row512;
+
+struct Pairs512 {
+    static WIDE void split(const uint8_t* in, __m512i& upper, __m512i& lower) {
+        const __m512i a = line(in), b = line(in + 64);
+        const __m512i turned_a = _mm512_shldi_epi16(a, a, 1),
+                      turned_b = _mm512_shldi_epi16(b, b, 1);
+        upper = _mm512_permutex2var_epi8(turned_a, line(kOdd), turned_b);
+        lower = _mm512_permutex2var_epi8(turned_a, line(kEven), turned_b);
+    }
+    static WIDE void join(__m512i upper, __m512i lower, uint8_t* out) {
+        const __m512i a = _mm512_permutex2var_epi8(lower, line(kFirstPairs), upper);
+        const __m512i b = _mm512_permutex2var_epi8(lower, line(kLastPairs), upper);
+        _mm512_storeu_si512(out, _mm512_shrdi_epi16(a, a, 1));
+        _mm512_storeu_si512(out + 64, _mm512_shrdi_epi16(b, b, 1));
+    }
+};
+
+template <>
+struct Row512<Element::kBf16> {
+    static WIDE __m512i split(const uint8_t* in, uint8_t* rest) {
+        __m512i upper, lower;
+        Pairs512::split(in, upper, lower);
+        _mm512_storeu_si512(rest, lower);
+        return upper;
+    }
+    static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
+        Pairs512::join(exponents, line(rest), out);
+    }
+};
+
+template <>
+struct Row512<Element::kFp16> {
+    static WIDE __m512i split(const uint8_t* in, uint8_t* rest) {
+        __m512i upper, lower;
+        Pairs512::split(in, upper, lower);
+        _mm512_storeu_si512(rest, lower);
+        put_planes(upper, rest + 64);
+        return _mm512_and_si512(_mm512_srli_epi16(upper, 3), _mm512_set1_epi8(0x1F));
+    }
+    static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
+        const __m512i moved =
+            _mm512_and_si512(_mm512_slli_epi16(exponents, 3), _mm512_set1_epi8(-8));
+        Pairs512::join(_mm512_or_si512(moved, get_planes(rest + 64)), line(rest), out);
+    }
+};
+
+template <>
+struct Row512<Element::kFp32> {
+    static WIDE __m512i split(const uint8_t* in, uint8_t* rest) {
+        __m512i turned[4];
+        for (int i = 0; i < 4; i++) turned[i] = _mm512_rol_epi32(line(in + 64 * i), 1);
+        const __m512i a01 = _mm512_permutex2var_epi8(turned[0], line(kBytes01), turned[1]);
+        const __m512i a23 = _mm512_permutex2var_epi8(turned[0], line(kBytes23), turned[1]);
+        const __m512i b01 = _mm512_permutex2var_epi8(turned[2], line(kBytes01), turned[3]);
+        const __m512i b23 = _mm512_permutex2var_epi8(turned[2], line(kBytes23), turned[3]);
+        _mm512_storeu_si512(rest, _mm512_shuffle_i64x2(a01, b01, 0x44));
+        _mm512_storeu_si512(rest + 64, _mm512_shuffle_i64x2(a01, b01, 0xEE));
+        _mm512_storeu_si512(rest + 128, _mm512_shuffle_i64x2(a23, b23, 0x44));
+        return _mm512_shuffle_i64x2(a23, b23, 0xEE);
+    }
+    static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
+        const __m512i p0 = line(rest), p1 = line(rest + 64), p2 = line(rest + 128);
+        const __m512i a01 = _mm512_shuffle_i64x2(p0, p1, 0x44);
+        const __m512i a23 = _mm512_shuffle_i64x2(p2, exponents, 0x44);
+        const __m512i b01 = _mm512_shuffle_i64x2(p0, p1, 0xEE);
+        const __m512i b23 = _mm512_shuffle_i64x2(p2, exponents, 0xEE);
+        const __m512i turned[4] = {
+            _mm512_permutex2var_epi8(a01, line(kFirstFours), a23),
+            _mm512_permutex2var_epi8(a01, line(kLastFours), a23),
+            _mm512_permutex2var_epi8(b01, line(kFirstFours), b23),
+            _mm512_permutex2var_epi8(b01, line(kLastFours), b23),
+        };
+        for (int i = 0; i < 4; i++)
+            _mm512_storeu_si512(out + 64 * i, _mm512_ror_epi32(turned[i], 1));
+    }
+};
+
+struct Bytes512 {
+    static WIDE __m512i turned(const uint8_t* in) {
+        const __m512i bytes = line(in);
+        const __m512i up = _mm512_andnot_si512(_mm512_set1_epi8(1), _mm512_add_epi8(bytes, bytes));
+        return _mm512_or_si512(up,
+                               _mm512_and_si512(_mm512_srli_epi16(bytes, 7), _mm512_set1_epi8(1)));
+    }
+    static WIDE void put(__m512i turned, uint8_t* out) {
+        const __m512i down = _mm512_and_si512(_mm512_srli_epi16(turned, 1), _mm512_set1_epi8(0x7F));
+        const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(turned, 7), _mm512_set1_epi8(-128));
+        _mm512_storeu_si512(out, _mm512_or_si512(down, sign));
+    }
+};
+
+template <>
+struct Row512<Element::kE4m3> {
+    static WIDE __m512i split(const uint8_t* in, uint8_t* rest) {
+        const __m512i turned = Bytes512::turned(in);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(rest),
+                            nibbles(_mm512_and_si512(turned, _mm512_set1_epi8(15))));
+        return _mm512_and_si512(_mm512_srli_epi16(turned, 4), _mm512_set1_epi8(15));
+    }
+    static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
+        const __m512i moved =
+            _mm512_and_si512(_mm512_slli_epi16(exponents, 4), _mm512_set1_epi8(-16));
+        Bytes512::put(_mm512_or_si512(moved, from_nibbles(rest)), out);
+    }
+};
+
+template <>
+struct Row512<Element::kE5m2> {
+    static WIDE __m512i split(const uint8_t* in, uint8_t* rest) {
+        const __m512i turned = Bytes512::turned(in);
+        put_planes(turned, rest);
+        return _mm512_and_si512(_mm512_srli_epi16(turned, 3), _mm512_set1_epi8(0x1F));
+    }
+    static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
+        const __m512i moved =
+            _mm512_and_si512(_mm512_slli_epi16(exponents, 3), _mm512_set1_epi8(-8));
+        Bytes512::put(_mm512_or_si512(moved, get_planes(rest)), out);
+    }
+};
+
+template <Element kIs, bool kNibbles>
+KVTIER_VBMI size_t split512(const uint8_t* in, size_t rows, uint8_t top, uint8_t last,
+                            uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
+    const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
+    const __m512i lasts = _mm512_set1_epi8(static_cast<char>(last));
+    size_t used = 0;
+    for (size_t row = 0; row < rows; row++) {
+        const __m512i exponents = Row512<kIs>::split(in, rest);
+        const __m512i found = _mm512_min_epu8(_mm512_sub_epi8(tops, exponents), lasts);
+        const __mmask64 escaped = _mm512_cmpeq_epi8_mask(found, lasts);
+        if constexpr (kNibbles) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), nibbles(found));
+        } else {
+            _mm512_storeu_si512(codes, found);
+        }
+        if (escaped != 0) {
+            const auto count = static_cast<size_t>(std::popcount(escaped));
+            if (count > room - used) return kNoRoom;
+            // In a register: stores that compress are slow on some processors.
+            _mm512_mask_storeu_epi8(escapes + used, _bzhi_u64(~0ull, static_cast<unsigned>(count)),
+                                    _mm512_maskz_compress_epi8(escaped, exponents));
+            used += count;
+        }
+        in += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
+    }
+    return used;
+}
+
+template <Element kIs, bool kNibbles>
+KVTIER_VBMI size_t join512(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes,
+                           size_t room, uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
+    const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
+    const __m512i lasts = _mm512_set1_epi8(static_cast<char>(last));
+    size_t used = 0;
+    for (size_t row = 0; row < rows; row++) {
+        const __m512i found = kNibbles ? from_nibbles(codes) : line(codes);
+        const __mmask64 escaped = _mm512_cmpeq_epi8_mask(found, lasts);
+        __m512i exponents = _mm512_sub_epi8(tops, found);
+        if (escaped != 0) {
+            const auto count = static_cast<size_t>(std::popcount(escaped));
+            if (count > room - used) return kNoRoom;
+            const __m512i here = _mm512_maskz_loadu_epi8(
+                _bzhi_u64(~0ull, static_cast<unsigned>(count)), escapes + used);
+            exponents = _mm512_mask_expand_epi8(exponents, escaped, here);
+            used += count;
+        }
+        Row512<kIs>::join(exponents, rest, out);
+        out += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
+    }
+    return used;
+}
+
+WIDE __m512i codes16(const uint8_t* at) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+
+// One half of a row goes into its states.
+WIDE void take_in(__m512i& state, const uint8_t* codes, const EncodeTable& table,
+                  uint16_t*& words) {
+    const __m512i code = codes16(codes);
+    const __m512i packed =
+        _mm512_permutex2var_epi32(line(table.packed), code, line(table.packed + 16));
+    const __m512i reciprocal =
+        _mm512_permutex2var_epi32(line(table.reciprocal), code, line(table.reciprocal + 16));
+    const __m512i frequency = _mm512_and_si512(packed, _mm512_set1_epi32(511));
+    const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(state, 23), frequency);
+    const auto count = static_cast<unsigned>(std::popcount(full));
+    words -= count;
+    _mm256_mask_storeu_epi16(words, static_cast<__mmask16>(_bzhi_u32(0xFFFF, count)),
+                             _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
+    state = _mm512_mask_srli_epi32(state, full, state, 16);
+    const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(state, reciprocal), 32);
+    const __m512i odd =
+        _mm512_mul_epu32(_mm512_srli_epi64(state, 32), _mm512_srli_epi64(reciprocal, 32));
+    const __m512i high = _mm512_mask_blend_epi32(0xAAAA, even, odd);
+    const __m512i whole = _mm512_srlv_epi32(high, _mm512_srli_epi32(packed, 20));
+    const __m512i bias = _mm512_and_si512(_mm512_srli_epi32(packed, 9), _mm512_set1_epi32(2047));
+    const __m512i rest = _mm512_sub_epi32(_mm512_set1_epi32(kScale), frequency);
+    state = _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(whole, rest));
+}
+
+template <size_t kCount>
+KVTIER_VBMI void encode512(Encoder* const* streams, size_t rows) {
+    __m512i low[kCount], high[kCount];
+    const uint8_t* codes[kCount];
+    uint16_t* words[kCount];
+    const EncodeTable* tables[kCount];
+    for (size_t s = 0; s < kCount; s++) {
+        low[s] = line(streams[s]->state), high[s] = line(streams[s]->state + 16);
+        codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
+    }
+    for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+        _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
+            codes[s] -= kLanes;
+            take_in(high[s], codes[s] + 16, *tables[s], words[s]);
+            take_in(low[s], codes[s], *tables[s], words[s]);
+        }
+    }
+    for (size_t s = 0; s < kCount; s++) {
+        _mm512_storeu_si512(streams[s]->state, low[s]);
+        _mm512_storeu_si512(streams[s]->state + 16, high[s]);
+        streams[s]->codes = codes[s], streams[s]->words = words[s];
+    }
+}
+
+// One half of a row comes out; the states that want a word are told.
+WIDE __mmask16 give_out(__m512i& state, const DecodeTable& table, uint8_t* codes) {
+    // Shuffles look at 7 bits of an index (5 for words of 32), so what lies above does no harm.
+    const __m512i low =
+        _mm512_permutex2var_epi8(line(table.symbol), state, line(table.symbol + 64));
+    const __m512i high =
+        _mm512_permutex2var_epi8(line(table.symbol + 128), state, line(table.symbol + 192));
+    const __m512i code =
+        _mm512_mask_blend_epi32(_mm512_test_epi32_mask(state, _mm512_set1_epi32(128)), low, high);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(code));
+    const __m512i packed =
+        _mm512_permutex2var_epi32(line(table.packed), code, line(table.packed + 16));
+    const __m512i slot = _mm512_and_si512(state, _mm512_set1_epi32(kScale - 1));
+    const __m512i frequency = _mm512_and_si512(packed, _mm512_set1_epi32(0xFFFF));
+    const __m512i grown = _mm512_mullo_epi32(frequency, _mm512_srli_epi32(state, kScaleBits));
+    state = _mm512_add_epi32(grown, _mm512_sub_epi32(slot, _mm512_srli_epi32(packed, 16)));
+    return _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kStateLeast));
+}
+
+// Gives each state that wants one the next word.
+WIDE __m512i with_words(__m512i state, __mmask16 hungry, const uint8_t*& words) {
+    // Expanding 16-bit words would do for both halves at once, but costs a third of the speed on
+    // Zen 5.
+    const __m512i next = _mm512_cvtepu16_epi32(half(words));
+    words += 2 * std::popcount(hungry);
+    return _mm512_mask_or_epi32(state, hungry, _mm512_slli_epi32(state, 16),
+                                _mm512_maskz_expand_epi32(hungry, next));
+}
+
+template <size_t kCount>
+KVTIER_VBMI void decode512(Decoder* const* streams, size_t rows) {
+    __m512i low[kCount], high[kCount];
+    uint8_t* codes[kCount];
+    const uint8_t* words[kCount];
+    const DecodeTable* tables[kCount];
+    for (size_t s = 0; s < kCount; s++) {
+        low[s] = line(streams[s]->state), high[s] = line(streams[s]->state + 16);
+        codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
+    }
+    for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+        _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
+            const __mmask16 hungry_low = give_out(low[s], *tables[s], codes[s]);
+            const __mmask16 hungry_high = give_out(high[s], *tables[s], codes[s] + 16);
+            low[s] = with_words(low[s], hungry_low, words[s]);
+            high[s] = with_words(high[s], hungry_high, words[s]);
+            codes[s] += kLanes;
+        }
+    }
+    for (size_t s = 0; s < kCount; s++) {
+        _mm512_storeu_si512(streams[s]->state, low[s]);
+        _mm512_storeu_si512(streams[s]->state + 16, high[s]);
+        streams[s]->codes = codes[s], streams[s]->words = words[s];
+    }
+}
+
+// --- AVX2 ----------------------------------------------------------------------------------------
+
+struct Two {
+    __m256i low, high;
+};
+
+HALF void put(void* at, __m256i bytes) { _mm256_storeu_si256(static_cast<__m256i*>(at), bytes); }
+HALF __m256i all(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
+
+HALF void put_planes(Two bits, uint8_t* to) {
+    for (int j = 0; j < 3; j++) {
+        const int shift = 7 - j;
+        const int low = _mm256_movemask_epi8(_mm256_slli_epi16(bits.low, shift));
+        const int high = _mm256_movemask_epi8(_mm256_slli_epi16(bits.high, shift));
+        std::memcpy(to + 8 * j, &low, 4);
+        std::memcpy(to + 8 * j + 4, &high, 4);
+    }
+}
+
+HALF __m256i get_planes256(const uint8_t* from) {
+    const __m256i bytes =
+        _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+    __m256i bits = _mm256_setzero_si256();
+    for (int j = 0; j < 3; j++) {
+        int plane;
+        std::memcpy(&plane, from + 8 * j, 4);
+        const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(plane), bytes);
+        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+        bits = _mm256_or_si256(bits, _mm256_and_si256(set, all(1 << j)));
+    }
+    return bits;
+}
+HALF Two get_two_planes(const uint8_t* from) {
+    return {get_planes256(from), get_planes256(from + 4)};
+}
+
+HALF Two two_nibbles(const uint8_t* from) {
+    const __m256i both = half(from);
+    return {_mm256_and_si256(both, all(15)), _mm256_and_si256(_mm256_srli_epi16(both, 4), all(15))};
+}
+
+// Bits moved within bytes; what would come from the neighbour is masked.
+template <int kShift>
+HALF Two moved_down(Two bytes, int mask) {
+    return {_mm256_and_si256(_mm256_srli_epi16(bytes.low, kShift), all(mask)),
+            _mm256_and_si256(_mm256_srli_epi16(bytes.high, kShift), all(mask))};
+}
+template <int kShift>
+HALF Two moved_up(Two bytes, Two below, int mask) {
+    const __m256i low = _mm256_and_si256(_mm256_slli_epi16(bytes.low, kShift), all(mask));
+    const __m256i high = _mm256_and_si256(_mm256_slli_epi16(bytes.high, kShift), all(mask));
+    return {_mm256_or_si256(low, below.low), _mm256_or_si256(high, below.high)};
+}
+
+struct Pairs256 {
+    static HALF __m256i turned(const uint8_t* in) {
+        const __m256i words = half(in);
+        return _mm256_or_si256(_mm256_slli_epi16(words, 1), _mm256_srli_epi16(words, 15));
+    }
+    static HALF __m256i uppers(__m256i a, __m256i b) {
+        const __m256i packed =
+            _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+        return _mm256_permute4x64_epi64(packed, 0xD8);
+    }
+    static HALF __m256i lowers(__m256i a, __m256i b) {
+        const __m256i mask = _mm256_set1_epi16(255);
+        const __m256i packed =
+            _mm256_packus_epi16(_mm256_and_si256(a, mask), _mm256_and_si256(b, mask));
+        return _mm256_permute4x64_epi64(packed, 0xD8);
+    }
+    static HALF Two split(const uint8_t* in, uint8_t* rest) {
+        const __m256i a = turned(in), b = turned(in + 32), c = turned(in + 64), d = turned(in + 96);
+        put(rest, lowers(a, b));
+        put(rest + 32, lowers(c, d));
+        return {uppers(a, b), uppers(c, d)};
+    }
+    static HALF void join(__m256i upper, __m256i lower, uint8_t* out) {
+        const __m256i u = _mm256_permute4x64_epi64(upper, 0xD8);
+        const __m256i l = _mm256_permute4x64_epi64(lower, 0xD8);
+        const __m256i a = _mm256_unpacklo_epi8(l, u), b = _mm256_unpackhi_epi8(l, u);
+        put(out, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
+        put(out + 32, _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
+    }
+    static HALF void join(Two upper, const uint8_t* rest, uint8_t* out) {
+        join(upper.low, half(rest), out);
+        join(upper.high, half(rest + 32), out + 64);
+    }
+};
+
+template <Element kIs>
+struct Row256;
+
+template <>
+struct Row256<Element::kBf16> {
+    static HALF Two split(const uint8_t* in, uint8_t* rest) { return Pairs256::split(in, rest); }
+    static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
+        Pairs256::join(exponents, rest, out);
+    }
+};
+
+template <>
+struct Row256<Element::kFp16> {
+    static HALF Two split(const uint8_t* in, uint8_t* rest) {
+        const Two upper = Pairs256::split(in, rest);
+        put_planes(upper, rest + 64);
+        return moved_down<3>(upper, 0x1F);
+    }
+    static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
+        Pairs256::join(moved_up<3>(exponents, get_two_planes(rest + 64), 0xF8), rest, out);
+    }
+};
+
+template <>
+struct Row256<Element::kFp32> {
+    // Byte k of each of four elements, in each half of a register; its own inverse.
+    static HALF __m256i fours(__m256i bytes) {
+        return _mm256_shuffle_epi8(
+            bytes, _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8,
+                                    12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    }
+    static HALF __m256i split32(const uint8_t* in, uint8_t* rest) {
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        __m256i r[4];
+        for (int i = 0; i < 4; i++) {
+            const __m256i words = half(in + 32 * i);
+            const __m256i turned =
+                _mm256_or_si256(_mm256_slli_epi32(words, 1), _mm256_srli_epi32(words, 31));
+            r[i] = _mm256_permutevar8x32_epi32(fours(turned), order);
+        }
+        const __m256i even01 = _mm256_unpacklo_epi64(r[0], r[1]);
+        const __m256i even23 = _mm256_unpacklo_epi64(r[2], r[3]);
+        const __m256i odd01 = _mm256_unpackhi_epi64(r[0], r[1]);
+        const __m256i odd23 = _mm256_unpackhi_epi64(r[2], r[3]);
+        put(rest, _mm256_permute2x128_si256(even01, even23, 0x20));
+        put(rest + 64, _mm256_permute2x128_si256(odd01, odd23, 0x20));
+        put(rest + 128, _mm256_permute2x128_si256(even01, even23, 0x31));
+        return _mm256_permute2x128_si256(odd01, odd23, 0x31);
+    }
+    static HALF void join32(__m256i exponents, const uint8_t* rest, uint8_t* out) {
+        const __m256i p0 = half(rest), p1 = half(rest + 64), p2 = half(rest + 128);
+        const __m256i even01 = _mm256_permute2x128_si256(p0, p2, 0x20);
+        const __m256i even23 = _mm256_permute2x128_si256(p0, p2, 0x31);
+        const __m256i odd01 = _mm256_permute2x128_si256(p1, exponents, 0x20);
+        const __m256i odd23 = _mm256_permute2x128_si256(p1, exponents, 0x31);
+        const __m256i r[4] = {
+            _mm256_unpacklo_epi64(even01, odd01), _mm256_unpackhi_epi64(even01, odd01),
+            _mm256_unpacklo_epi64(even23, odd23), _mm256_unpackhi_epi64(even23, odd23)};
+        const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+        for (int i = 0; i < 4; i++) {
+            const __m256i turned = fours(_mm256_permutevar8x32_epi32(r[i], order));
+            put(out + 32 * i,
+                _mm256_or_si256(_mm256_srli_epi32(turned, 1), _mm256_slli_epi32(turned, 31)));
+        }
+    }
+    static HALF Two split(const uint8_t* in, uint8_t* rest) {
+        return {split32(in, rest), split32(in + 128, rest + 32)};
+    }
+    static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
+        join32(exponents.low, rest, out);
+        join32(exponents.high, rest + 32, out + 128);
+    }
+};
+
+struct Bytes256 {
+    static HALF __m256i turned(const uint8_t* in) {
+        const __m256i bytes = half(in);
+        return _mm256_or_si256(_mm256_add_epi8(bytes, bytes),
+                               _mm256_and_si256(_mm256_srli_epi16(bytes, 7), all(1)));
+    }
+    static HALF Two get(const uint8_t* in) { return {turned(in), turned(in + 32)}; }
+    static HALF void put_one(__m256i turned, uint8_t* out) {
+        put(out, _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(turned, 1), all(0x7F)),
+                                 _mm256_and_si256(_mm256_slli_epi16(turned, 7), all(0x80))));
+    }
+    static HALF void put_two(Two turned, uint8_t* out) {
+        put_one(turned.low, out);
+        put_one(turned.high, out + 32);
+    }
+};
+
+template <>
+struct Row256<Element::kE4m3> {
+    static HALF Two split(const uint8_t* in, uint8_t* rest) {
+        const Two turned = Bytes256::get(in);
+        const __m256i low = _mm256_and_si256(turned.low, all(15));
+        const __m256i high = _mm256_and_si256(turned.high, all(15));
+        put(rest, _mm256_or_si256(low, _mm256_slli_epi16(high, 4)));
+        return moved_down<4>(turned, 15);
+    }
+    static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
+        Bytes256::put_two(moved_up<4>(exponents, two_nibbles(rest), 0xF0), out);
+    }
+};
+
+template <>
+struct Row256<Element::kE5m2> {
+    static HALF Two split(const uint8_t* in, uint8_t* rest) {
+        const Two turned = Bytes256::get(in);
+        put_planes(turned, rest);
+        return moved_down<3>(turned, 0x1F);
+    }
+    static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
+        Bytes256::put_two(moved_up<3>(exponents, get_two_planes(rest), 0xF8), out);
+    }
+};
+
+HALF uint64_t equal(Two bytes, __m256i to) {
+    const auto low = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes.low, to)));
+    const auto high =
+        static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes.high, to)));
+    return low | static_cast<uint64_t>(high) << 32;
+}
+
+template <Element kIs, bool kNibbles>
+KVTIER_AVX2 size_t split256(const uint8_t* in, size_t rows, uint8_t top, uint8_t last,
+                            uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
+    const __m256i tops = all(top), lasts = all(last);
+    size_t used = 0;
+    for (size_t row = 0; row < rows; row++) {
+        const Two exponents = Row256<kIs>::split(in, rest);
+        const Two found = {_mm256_min_epu8(_mm256_sub_epi8(tops, exponents.low), lasts),
+                           _mm256_min_epu8(_mm256_sub_epi8(tops, exponents.high), lasts)};
+        if constexpr (kNibbles) {
+            put(codes, _mm256_or_si256(found.low, _mm256_slli_epi16(found.high, 4)));
+        } else {
+            put(codes, found.low);
+            put(codes + 32, found.high);
+        }
+        uint64_t escaped = equal(found, lasts);
+        if (escaped != 0) {
+            if (static_cast<size_t>(std::popcount(escaped)) > room - used) return kNoRoom;
+            uint8_t plain[kRow];
+            put(plain, exponents.low);
+            put(plain + 32, exponents.high);
+            for (; escaped != 0; escaped &= escaped - 1) {
+                escapes[used++] = plain[std::countr_zero(escaped)];
+            }
+        }
+        in += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
+    }
+    return used;
+}
+
+template <Element kIs, bool kNibbles>
+KVTIER_AVX2 size_t join256(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes,
+                           size_t room, uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
+    const __m256i tops = all(top), lasts = all(last);
+    size_t used = 0;
+    for (size_t row = 0; row < rows; row++) {
+        const Two found = kNibbles ? two_nibbles(codes) : Two{half(codes), half(codes + 32)};
+        Two exponents = {_mm256_sub_epi8(tops, found.low), _mm256_sub_epi8(tops, found.high)};
+        uint64_t escaped = equal(found, lasts);
+        if (escaped != 0) {
+            if (static_cast<size_t>(std::popcount(escaped)) > room - used) return kNoRoom;
+            uint8_t plain[kRow];
+            put(plain, exponents.low);
+            put(plain + 32, exponents.high);
+            for (; escaped != 0; escaped &= escaped - 1) {
+                plain[std::countr_zero(escaped)] = escapes[used++];
+            }
+            exponents = {half(plain), half(plain + 32)};
+        }
+        Row256<kIs>::join(exponents, rest, out);
+        out += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
+    }
+    return used;
+}
+
+// For each choice of 8 lanes: the chosen ones moved to the end, in order; and back from the start.
+using Moves = std::array<std::array<uint8_t, 8>, 256>;
+constexpr Moves kToTheEnd = [] {
+    Moves moves{};
+    for (unsigned chosen = 0; chosen < 256; chosen++) {
+        auto to = static_cast<size_t>(8 - std::popcount(chosen));
+        for (uint8_t lane = 0; lane < 8; lane++) {
+            if (chosen >> lane & 1) moves[chosen][to++] = lane;
+        }
+    }
+    return moves;
+}();
+constexpr Moves kFromTheStart = [] {
+    Moves moves{};
+    for (unsigned chosen = 0; chosen < 256; chosen++) {
+        uint8_t from = 0;
+        for (size_t lane = 0; lane < 8; lane++) {
+            if (chosen >> lane & 1) moves[chosen][lane] = from++;
+        }
+    }
+    return moves;
+}();
+
+HALF __m256i moves_for(const Moves& moves, unsigned chosen) {
+    return _mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(moves[chosen].data())));
+}
+
+HALF __m256i take_in8(__m256i state, const uint8_t* codes, const EncodeTable& table,
+                      uint16_t*& words) {
+    const __m256i code =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i packed =
+        _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.packed), code, 4);
+    const __m256i reciprocal =
+        _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.reciprocal), code, 4);
+    const __m256i frequency = _mm256_and_si256(packed, _mm256_set1_epi32(511));
+    const __m256i lean = _mm256_cmpgt_epi32(frequency, _mm256_srli_epi32(state, 23));
+    const auto full = static_cast<unsigned>(~_mm256_movemask_ps(_mm256_castsi256_ps(lean))) & 255u;
+    const __m256i leaving = _mm256_permutevar8x32_epi32(
+        _mm256_and_si256(state, _mm256_set1_epi32(0xFFFF)), moves_for(kToTheEnd, full));
+    // What lies before them is written over by those that leave next.
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(words - 8),
+        _mm_packus_epi32(_mm256_castsi256_si128(leaving), _mm256_extracti128_si256(leaving, 1)));
+    words -= std::popcount(full);
+    state = _mm256_blendv_epi8(_mm256_srli_epi32(state, 16), state, lean);
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(state, reciprocal), 32);
+    const __m256i odd =
+        _mm256_mul_epu32(_mm256_srli_epi64(state, 32), _mm256_srli_epi64(reciprocal, 32));
+    const __m256i high = _mm256_blend_epi32(even, odd, 0xAA);
+    const __m256i whole = _mm256_srlv_epi32(high, _mm256_srli_epi32(packed, 20));
+    const __m256i bias = _mm256_and_si256(_mm256_srli_epi32(packed, 9), _mm256_set1_epi32(2047));
+    const __m256i rest = _mm256_sub_epi32(_mm256_set1_epi32(kScale), frequency);
+    return _mm256_add_epi32(_mm256_add_epi32(state, bias), _mm256_mullo_epi32(whole, rest));
+}
+
+KVTIER_AVX2 void encode256(Encoder* const* streams, size_t count, size_t rows) {
+    for (size_t s = 0; s < count; s++) {
+        Encoder& stream = *streams[s];
+        __m256i state[4];
+        for (size_t part = 0; part < 4; part++) state[part] = half(stream.state + 8 * part);
+        const uint8_t* codes = stream.codes;
+        uint16_t* words = stream.words;
+        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+            codes -= kLanes;
+            _Pragma("GCC unroll 4") for (size_t part = 4; part-- > 0;) {
+                state[part] = take_in8(state[part], codes + 8 * part, *stream.table, words);
+            }
+        }
+        for (size_t part = 0; part < 4; part++) put(stream.state + 8 * part, state[part]);
+        stream.codes = codes, stream.words = words;
+    }
+}
+
+HALF __m256i give_out8(__m256i state, const DecodeTable& table, uint8_t* codes,
+                       const uint8_t*& words) {
+    const __m256i slot = _mm256_and_si256(state, _mm256_set1_epi32(kScale - 1));
+    const __m256i found = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.slot), slot, 4);
+    const __m256i first = _mm256_set1_epi32(0x0C080400);
+    const __m256i bytes = _mm256_shuffle_epi8(found, first);
+    const int low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+    std::memcpy(codes, &low, 4);
+    std::memcpy(codes + 4, &high, 4);
+    const __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(255));
+    const __m256i grown = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(state, kScaleBits));
+    state = _mm256_add_epi32(grown, _mm256_srli_epi32(found, 16));
+    const __m256i hungry = _mm256_cmpgt_epi32(_mm256_set1_epi32(kStateLeast), state);
+    const auto chosen = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(hungry)));
+    const __m256i next = _mm256_permutevar8x32_epi32(
+        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words))),
+        moves_for(kFromTheStart, chosen));
+    words += 2 * std::popcount(chosen);
+    return _mm256_blendv_epi8(state, _mm256_or_si256(_mm256_slli_epi32(state, 16), next), hungry);
+}
+
+// One after the other: the registers hold the states of one stream, not of four.
+KVTIER_AVX2 void decode256(Decoder* const* streams, size_t count, size_t rows) {
+    for (size_t s = 0; s < count; s++) {
+        Decoder& stream = *streams[s];
+        __m256i state[4];
+        for (size_t part = 0; part < 4; part++) state[part] = half(stream.state + 8 * part);
+        uint8_t* codes = stream.codes;
+        const uint8_t* words = stream.words;
+        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+            _Pragma("GCC unroll 4") for (size_t part = 0; part < 4; part++) {
+                state[part] = give_out8(state[part], *stream.table, codes + 8 * part, words);
+            }
+            codes += kLanes;
+        }
+        for (size_t part = 0; part < 4; part++) put(stream.state + 8 * part, state[part]);
+        stream.codes = codes, stream.words = words;
+    }
+}
+
+// --- the tables ----------------------------------------------------------------------------------
+
+template <Element kIs>
+constexpr RowKernels kRows512 = {split512<kIs, false>, split512<kIs, true>, join512<kIs, false>,
+                                 join512<kIs, true>};
+template <Element kIs>
+constexpr RowKernels kRows256 = {split256<kIs, false>, split256<kIs, true>, join256<kIs, false>,
+                                 join256<kIs, true>};
+
+}  // namespace
+
+const Kernels kKernelsVbmi = {
+    {kRows512<Element::kBf16>, kRows512<Element::kFp16>, kRows512<Element::kFp32>,
+     kRows512<Element::kE4m3>, kRows512<Element::kE5m2>},
+    [](Encoder* const* streams, size_t count, size_t rows) {
+        if (count == 4) return encode512<4>(streams, rows);
+        if (count == 2) return encode512<2>(streams, rows);
+        encode512<1>(streams, rows);
+    },
+    [](Decoder* const* streams, size_t count, size_t rows) {
+        if (count == 4) return decode512<4>(streams, rows);
+        if (count == 2) return decode512<2>(streams, rows);
+        decode512<1>(streams, rows);
+    }};
+
+const Kernels kKernelsAvx2 = {
+    {kRows256<Element::kBf16>, kRows256<Element::kFp16>, kRows256<Element::kFp32>,
+     kRows256<Element::kE4m3>, kRows256<Element::kE5m2>},
+    encode256,
+    decode256};
+
+}  // namespace kvtier::codec
+#endif

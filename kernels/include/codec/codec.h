@@ -1,0 +1,97 @@
+// Encoding parts of blocks and decoding them: plain functions for any thread, no Python, no locks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "codec/lossless.h"
+#include "cpu.h"
+
+namespace kvtier::codec {
+
+enum class Codec : uint8_t { kRaw = 0, kFix4 = 1, kR32 = 2 };
+
+// One part: its bytes as they lie in memory, its encoded bytes, and by which codec they are.
+struct Encoded {
+    const uint8_t* raw;
+    size_t raw_bytes;
+    Codec codec;   // filled in
+    size_t bytes;  // filled in
+};
+struct Decoded {
+    const uint8_t* from;
+    size_t bytes;
+    Codec codec;
+    uint8_t* raw;
+    size_t raw_bytes;
+};
+
+// The most that a part of so many bytes takes: what does not shrink is kept as it is.
+constexpr size_t bound(size_t raw_bytes) { return raw_bytes; }
+
+// Writes the parts one after the other and returns how many bytes they take; `out` has room for the
+// bounds of all. A part that does not get smaller is written raw. The same bytes on every
+// processor.
+size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out);
+
+// Writes each part's bytes where it says. Returns the number of parts; less if a part is damaged or
+// none of ours: its place in the list. Never reads or writes outside of what the parts say.
+size_t decode(Element element, std::span<const Decoded> parts);
+
+// --- the kernels ---------------------------------------------------------------------------------
+
+struct alignas(64) EncodeTable {
+    uint32_t reciprocal[kSymbolsMost];
+    uint32_t packed[kSymbolsMost];  // frequency, bias << 9, shift << 20
+};
+struct alignas(64) DecodeTable {
+    uint8_t symbol[kScale];
+    uint32_t packed[kSymbolsMost];  // frequency, start << 16
+    uint32_t slot[kScale];          // symbol, frequency << 8, slot - start << 16
+};
+
+// A stream on its way in, backwards: codes and words end where these point.
+struct alignas(64) Encoder {
+    uint32_t state[kLanes];
+    const uint8_t* codes;
+    uint16_t* words;
+    const EncodeTable* table;
+};
+struct alignas(64) Decoder {
+    uint32_t state[kLanes];
+    uint8_t* codes;
+    const uint8_t* words;  // 16 bits each, at any address
+    const DecodeTable* table;
+};
+inline constexpr size_t kSideBySide = 4;  // streams whose latencies hide each other
+inline constexpr size_t kWordSlack = 32;  // words that may be read past the last one, or written
+                                          // before the first
+
+struct RowKernels {
+    // Codes of whole rows, a byte each or (pack) four bits, their rests, and the exponents that are
+    // no code. Returns how many those are, or kNoRoom.
+    size_t (*split)(const uint8_t* in, size_t rows, uint8_t top, uint8_t last, uint8_t* codes,
+                    uint8_t* rest, uint8_t* escapes, size_t room);
+    size_t (*pack)(const uint8_t* in, size_t rows, uint8_t top, uint8_t last, uint8_t* codes,
+                   uint8_t* rest, uint8_t* escapes, size_t room);
+    // And back; returns how many escapes were used, or kNoRoom if there were not enough.
+    size_t (*join)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
+                   uint8_t top, uint8_t last, size_t rows, uint8_t* out);
+    size_t (*unpack)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
+                     uint8_t top, uint8_t last, size_t rows, uint8_t* out);
+};
+inline constexpr size_t kNoRoom = ~size_t{0};
+
+struct Kernels {
+    RowKernels rows[kElements];
+    // One, two or four streams by so many rows.
+    void (*encode)(Encoder* const* streams, size_t count, size_t rows);
+    void (*decode)(Decoder* const* streams, size_t count, size_t rows);
+};
+
+#if KVTIER_X86
+extern const Kernels kKernelsAvx2, kKernelsVbmi;
+#endif
+
+}  // namespace kvtier::codec

@@ -1,0 +1,320 @@
+"""The lossless codecs against their twins, on every processor level, and on bytes that are none of theirs."""
+
+import os
+import random
+import struct
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import kvtier_kernels as kernels
+from kvtier_kernels import reference
+from kvtier_kernels.reference.codec import FIX4, FORMS, R32, RAW, frequencies
+
+CODECS = [FIX4, R32]
+ELEMENTS = range(5)
+BF16, FP16, FP32, E4M3, E5M2 = ELEMENTS
+ITEM = [2, 2, 4, 1, 1]
+LEVELS = kernels.implementations("codec")
+# In elements: around a row, a tile, a stream and several.
+COUNTS = [0, 1, 2, 31, 63, 64, 65, 200, 1000, 4097, 8192 + 64, 32767, 32768, 32769, 70001, 140000]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernels.force("codec", request.param)
+    yield request.param
+    kernels.force("codec", "auto")
+
+
+def normal(element: int, count: int, seed: int = 0) -> bytes:
+    """Normal values, as K and V look; e4m3 and e5m2 by way of fp16."""
+    drawn = np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+    if element == FP32:
+        return drawn.tobytes()
+    if element == BF16:
+        return (drawn.view(np.uint32) >> 16).astype("<u2").tobytes()
+    half = drawn.astype(np.float16).view(np.uint16)
+    if element == FP16:
+        return half.tobytes()
+    if element == E5M2:
+        return (half >> 8).astype(np.uint8).tobytes()
+    sign, exponent, mantissa = half >> 15, (half >> 10 & 31).astype(int) - 8, half >> 7 & 7
+    return (sign << 7 | np.clip(exponent, 0, 15) << 3 | mantissa).astype(np.uint8).tobytes()
+
+
+def specials(element: int, count: int) -> bytes:
+    """Normal values with zeros of both signs, denormals, infinities and NaNs of any payload among them."""
+    width, exponent_bits = FORMS[element]
+    bits, most = 8 * width, (1 << exponent_bits) - 1
+    fraction = bits - 1 - exponent_bits
+    words = np.frombuffer(normal(element, count), f"<u{width}").copy()
+    rests = (0, 1, (1 << fraction) - 1)
+    signs = (0, 1 << (bits - 1))
+    values = [sign | exponent << fraction | rest
+              for sign in signs for exponent in (0, most) for rest in rests]  # fmt: skip
+    chance = np.random.default_rng(1)
+    where = chance.integers(0, count, count // 9)
+    words[where] = chance.choice(np.array(values, f"<u{width}"), len(where))
+    return words.tobytes()
+
+
+def noise(element: int, count: int) -> bytes:
+    return random.Random(count).randbytes(count * ITEM[element])
+
+
+def constant(element: int, count: int) -> bytes:
+    return bytes(range(1, ITEM[element] + 1)) * count
+
+
+def zeros(element: int, count: int) -> bytes:
+    return bytes(count * ITEM[element])
+
+
+def spread(element: int, count: int) -> bytes:
+    """Every exponent as often as any other."""
+    return (
+        (np.arange(count * ITEM[element] // 2 + 1) * 25033)
+        .astype("<u2")
+        .tobytes()[: count * ITEM[element]]
+    )
+
+
+def hidden(element: int, count: int) -> bytes:
+    """Rows that are counted look alike; nearly all the others are escapes."""
+    row = constant(element, 64)
+    rows = [row if i % 64 == 0 else noise(element, 64) for i in range(count // 64)]
+    return b"".join(rows) + zeros(element, count % 64)
+
+
+KINDS: list[Callable[[int, int], bytes]] = [
+    normal,
+    specials,
+    noise,
+    constant,
+    zeros,
+    spread,
+    hidden,
+]
+
+
+def encoded(codec: int, element: int, parts: list[bytes]) -> tuple[list[tuple[int, int]], bytes]:
+    block = b"".join(parts)
+    into = bytearray(len(block))
+    found = kernels.encode_parts(codec, element, block, [len(part) for part in parts], into)
+    return found, bytes(into[: sum(size for _, size in found)])
+
+
+def places(found: list[tuple[int, int]], parts: list[bytes]) -> list[tuple[int, int, int, int]]:
+    at, result = 0, []
+    for (codec, size), part in zip(found, parts, strict=True):
+        result.append((codec, at, size, len(part)))
+        at += size
+    return result
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_encoded_bytes_are_the_twins_and_come_back(level, codec, element):
+    for kind in KINDS:
+        for count in COUNTS if kind is normal else COUNTS[:12]:
+            parts = [kind(element, count) if count else b""]
+            found, payload = encoded(codec, element, parts)
+            [(twin_codec, twin)] = reference.encode_parts(codec, element, parts)
+            assert (found, payload) == ([(twin_codec, len(twin))], twin), (kind.__name__, count)
+            assert reference.decode_part(twin_codec, element, twin, len(parts[0])) == parts[0]
+            back = bytearray(len(parts[0]))
+            assert kernels.decode_parts(element, payload, places(found, parts), back) == 1
+            assert back == parts[0], (kind.__name__, count)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_of_any_size_share_a_block_and_each_can_be_read_alone(level, codec, element):
+    """Streams of different parts are worked on side by side, in fours and in what is left of them."""
+    chance = random.Random(7)
+    for _ in range(12):
+        parts = []
+        for number in range(chance.randrange(1, 12)):
+            kind = chance.choice(KINDS)
+            part = kind(element, chance.choice([0, 3, 64, 700, 5000, 33000, 70000]))
+            parts.append(part + bytes(chance.randrange(3)) if number % 2 else part)
+        found, payload = encoded(codec, element, parts)
+        assert (found, payload) == (
+            [(c, len(text)) for c, text in reference.encode_parts(codec, element, parts)],
+            b"".join(text for _, text in reference.encode_parts(codec, element, parts)),
+        )
+        back = bytearray(sum(map(len, parts)))
+        assert kernels.decode_parts(element, payload, places(found, parts), back) == len(parts)
+        assert back == b"".join(parts)
+        number = chance.randrange(len(parts))
+        alone = bytearray(len(parts[number]))
+        assert kernels.decode_parts(element, payload, [places(found, parts)[number]], alone) == 1
+        assert alone == parts[number]
+
+
+def test_every_bf16_there_is_comes_back(level):
+    words = np.arange(1 << 16).astype("<u2")
+    parts = [np.tile(words[(words >> 10 & 31) == eight], 4).tobytes() for eight in range(32)]
+    for codec in CODECS:
+        found, payload = encoded(codec, BF16, parts)
+        assert {taken for taken, _ in found} == {codec}
+        back = bytearray(4 << 17)
+        assert kernels.decode_parts(BF16, payload, places(found, parts), back) == 32
+        assert back == b"".join(parts)
+
+
+def test_what_shrinks_shrinks_as_it_should(level):
+    part = normal(BF16, 32768)
+    for codec, element, least in (
+        (FIX4, BF16, 1.33), (FIX4, FP16, 1.05), (FIX4, FP32, 1.13), (R32, BF16, 1.48),
+        (R32, FP16, 1.15), (R32, FP32, 1.19), (R32, E4M3, 1.1), (R32, E5M2, 1.3),
+    ):  # fmt: skip
+        part = normal(element, 32768)
+        [(taken, size)], _ = encoded(codec, element, [part])
+        assert taken == codec and len(part) / size >= least, (codec, element, len(part) / size)
+
+
+def test_heads_of_different_sizes_are_all_counted(level):
+    """Rows come in turn from 16 heads: a sample in equal steps would see one of them."""
+    rows = np.frombuffer(normal(BF16, 64 * 256), "<u2").reshape(256, 64).copy()
+    larger = np.arange(256) % 16 // 4 * 4  # by powers of two
+    rows += (larger << 7).astype("<u2")[:, None]
+    for codec, least in ((FIX4, 1.2), (R32, 1.3)):
+        [(taken, size)], _ = encoded(codec, BF16, [rows.tobytes()])
+        assert taken == codec and rows.nbytes / size >= least, (codec, rows.nbytes / size)
+
+
+def test_what_does_not_shrink_is_kept_raw_in_its_own_room(level, guarded):
+    for codec in CODECS:
+        for element in ELEMENTS:
+            part = noise(element, 9999)
+            target = guarded(len(part), 5)
+            found = kernels.encode_parts(codec, element, part, [len(part)], target.array)
+            assert found == [(RAW, len(part))] and target.array.tobytes() == part
+            assert target.intact()
+
+
+def test_encoding_and_decoding_stay_within_their_buffers(level, guarded):
+    for codec in CODECS:
+        for element in ELEMENTS:
+            for count in (64, 65, 127, 1000, 8191, 33001):
+                part = normal(element, count) + b"odd"[: ITEM[element] - 1]
+                target = guarded(len(part), 3)
+                [(taken, size)] = kernels.encode_parts(
+                    codec, element, part, [len(part)], target.array
+                )
+                assert target.intact()
+                payload, back = guarded(size, 4096 - size % 4096), guarded(len(part), 7)
+                payload.array[:] = target.array[:size]
+                where = [(taken, 0, size, len(part))]
+                assert kernels.decode_parts(element, payload.array, where, back.array) == 1
+                assert back.array.tobytes() == part and back.intact()
+
+
+def damaged(chance: random.Random, text: bytes) -> bytes:
+    """Flipped bits, other bytes, a piece cut out, put in or left away at the end, another number."""
+    copy = bytearray(text)
+    for _ in range(chance.choice([1, 1, 1, 2, 5, 40])):
+        at = chance.randrange(len(copy)) if copy else 0
+        near = chance.randrange(min(64, len(copy))) if copy else 0
+        way = chance.randrange(7)
+        if way == 0 and copy:
+            copy[at] ^= 1 << chance.randrange(8)
+        elif way == 1 and copy:
+            copy[near] = chance.choice([0, 1, 2, 31, 32, 127, 128, 255, chance.randrange(256)])
+        elif way == 2:
+            del copy[at : at + chance.randrange(1, 200)]
+        elif way == 3:
+            copy[at:at] = chance.randbytes(chance.randrange(1, 200))
+        elif way == 4:
+            del copy[at:]
+        elif way == 5 and len(copy) >= 8:
+            number = chance.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF, chance.randrange(1 << 20)])
+            struct.pack_into("<I", copy, near // 4 * 4 if near + 4 <= len(copy) else 0, number)
+        elif copy:
+            copy[near] ^= 1 << chance.randrange(8)
+    return bytes(copy)
+
+
+def test_damaged_parts_are_an_error_or_bytes_and_harm_nothing(level, guarded):
+    """r32's escapes and rests aside every bit is checked; those are for the frame's digest to tell."""
+    chance = random.Random(11)
+    rounds = int(os.environ.get("KVTIER_CODEC_ROUNDS", 300))
+    refused = 0
+    for number in range(rounds):
+        codec, element = chance.choice(CODECS), chance.choice(ELEMENTS)
+        count = chance.choice([64, 65, 500, 4000, 33000])
+        part = chance.choice([normal, specials])(element, count)
+        found, payload = encoded(codec, element, [part])
+        text = damaged(chance, payload) if number % 8 else chance.randbytes(len(payload))
+        source, target = guarded(len(text), 4096 - len(text) % 4096), guarded(len(part), number % 9)
+        source.array[:] = np.frombuffer(text, np.uint8)
+        wanted = chance.choice([found[0][0], codec])
+        where = [(wanted, 0, len(text), len(part))]
+        refused += kernels.decode_parts(element, source.array, where, target.array) == 0
+        assert target.intact() and source.intact()
+    assert refused > rounds / 2  # of other lengths and numbers nothing is believed
+
+
+def test_a_damaged_part_is_named_among_sound_ones(level):
+    parts = [normal(BF16, 5000, seed) for seed in range(9)]
+    for codec in CODECS:
+        found, payload = encoded(codec, BF16, parts)
+        where = places(found, parts)
+        for number, (_, at, size, _) in enumerate(where):
+            text = bytearray(payload)
+            text[at + (4 if codec == FIX4 else 8)] ^= 1  # an escape too many; a table of 257
+            assert kernels.decode_parts(BF16, text, where, bytearray(90000)) == number
+            short = [*where[:number], (codec, at, size - 1, 10000), *where[number + 1 :]]
+            assert kernels.decode_parts(BF16, payload, short, bytearray(90000)) == number
+
+
+def test_a_stream_that_ends_otherwise_than_it_began_is_refused(level):
+    """Any word, and any state, decides how the states end."""
+    part = normal(BF16, 20000)
+    [(codec, size)], payload = encoded(R32, BF16, [part])
+    where, states = [(codec, 0, size, len(part))], 8 + 32 + 8 + -(-20000 // 64) * 64
+    for at in [*range(states, states + 128, 5), *range(states + 128, size, 97)]:
+        text = bytearray(payload)
+        text[at] ^= 0x10
+        # Escapes lie at the end: they are raw.
+        (escaped,) = struct.unpack_from("<I", payload, 44)
+        kept = kernels.decode_parts(BF16, text, where, bytearray(len(part)))
+        assert kept == (1 if at >= size - escaped else 0), at
+
+
+def test_elements_of_another_kind_are_refused(level):
+    part = normal(BF16, 4096)
+    for codec in CODECS:
+        [(taken, size)], payload = encoded(codec, BF16, [part])
+        back = bytearray(len(part))
+        assert kernels.decode_parts(FP16, payload, [(taken, 0, size, len(part))], back) == 0
+
+
+def test_calls_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="codec"):
+        kernels.encode_parts(3, 0, b"", [], bytearray())
+    with pytest.raises(ValueError, match="element"):
+        kernels.encode_parts(FIX4, 5, b"", [], bytearray())
+    with pytest.raises(ValueError, match="sizes"):
+        kernels.encode_parts(FIX4, 0, b"four", [5], bytearray(9))
+    with pytest.raises(ValueError, match="bound"):
+        kernels.encode_parts(FIX4, 0, b"four", [4], bytearray(3))
+    with pytest.raises(ValueError, match="smaller"):
+        kernels.decode_parts(0, b"four", [(RAW, 0, 4, 4)], bytearray(3))
+    with pytest.raises(ValueError, match="codec"):
+        kernels.decode_parts(0, b"four", [(9, 0, 4, 4)], bytearray(4))
+    assert kernels.decode_parts(0, b"four", [(RAW, 0, 4, 4), (RAW, 3, 2, 2)], bytearray(6)) == 1
+    assert kernels.decode_parts(0, b"four", [(RAW, 0, 4, 3)], bytearray(6)) == 0
+
+
+def test_frequencies_always_sum_to_a_whole():
+    chance = random.Random(5)
+    for _ in range(500):
+        counts = [0] * 256
+        for _ in range(chance.choice([1, 2, 10, 40, 256])):
+            counts[chance.randrange(256)] = chance.choice([1, 2, 50, 10_000])
+        _, shares = frequencies(counts)
+        assert sum(shares) == 256 and min(shares) >= 1 and 2 <= len(shares) <= 32
