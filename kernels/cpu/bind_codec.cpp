@@ -77,6 +77,40 @@ size_t decode_parts(uint32_t element, nb::handle payload, const std::vector<Plac
     return decode(is, parts);
 }
 
+template <size_t kWidth>
+void planes_of(const uint8_t* in, size_t count, uint8_t* out, bool back) {
+    constexpr unsigned kBits = 8 * kWidth;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits = 0;
+        if (back) {
+            for (size_t b = 0; b < kWidth; b++) bits |= uint32_t{in[b * count + i]} << (8 * b);
+            bits = bits >> 1 | (bits & 1) << (kBits - 1);
+            for (size_t b = 0; b < kWidth; b++)
+                out[i * kWidth + b] = static_cast<uint8_t>(bits >> (8 * b));
+        } else {
+            for (size_t b = 0; b < kWidth; b++) bits |= uint32_t{in[i * kWidth + b]} << (8 * b);
+            bits = bits << 1 | bits >> (kBits - 1);
+            for (size_t b = 0; b < kWidth; b++)
+                out[b * count + i] = static_cast<uint8_t>(bits >> (8 * b));
+        }
+    }
+}
+
+void planes(size_t width, nb::handle src, nb::handle dst, bool back) {
+    if (width != 1 && width != 2 && width != 4) throw nb::value_error("width: 1, 2 or 4");
+    Held from, to;
+    from.take(src, Access::kRead, Shape::kContiguous, "src");
+    to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
+    if (from.size() != to.size() || from.size() % width != 0) {
+        throw nb::value_error("dst: not of the source's size, or not of whole elements");
+    }
+    const nb::gil_scoped_release unlocked;
+    const size_t count = from.size() / width;
+    if (width == 1) planes_of<1>(from.data(), count, to.data(), back);
+    if (width == 2) planes_of<2>(from.data(), count, to.data(), back);
+    if (width == 4) planes_of<4>(from.data(), count, to.data(), back);
+}
+
 }  // namespace
 }  // namespace kvtier::codec
 
@@ -85,4 +119,12 @@ void bind_codec(nb::module_& m) {
     using namespace nb::literals;
     m.def("encode_parts", encode_parts, "codec"_a, "element"_a, "block"_a, "sizes"_a, "into"_a);
     m.def("decode_parts", decode_parts, "element"_a, "payload"_a, "places"_a, "into"_a);
+    m.def(
+        "split_planes",
+        [](size_t width, nb::handle src, nb::handle dst) { planes(width, src, dst, false); },
+        "width"_a, "src"_a, "dst"_a);
+    m.def(
+        "join_planes",
+        [](size_t width, nb::handle src, nb::handle dst) { planes(width, src, dst, true); },
+        "width"_a, "src"_a, "dst"_a);
 }

@@ -21,6 +21,7 @@ from kvtier_kernels._native import (
     fresh,
     gather,
     implementations,
+    join_planes,
     lifecycle,
     memcpy,
     nt_loop,
@@ -28,6 +29,7 @@ from kvtier_kernels._native import (
     release_views,
     scatter,
     seal_frame,
+    split_planes,
     views,
     xxh3_128,
 )
@@ -53,6 +55,7 @@ __all__ = [
     "fresh",
     "gather",
     "implementations",
+    "join_planes",
     "lifecycle",
     "memcpy",
     "nt_loop",
@@ -60,6 +63,7 @@ __all__ = [
     "release_views",
     "scatter",
     "seal_frame",
+    "split_planes",
     "views",
     "xxh3_128",
 ]

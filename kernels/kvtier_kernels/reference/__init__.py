@@ -14,7 +14,7 @@ from kvtier_kernels.reference.blocks import (
     gather,
     scatter,
 )
-from kvtier_kernels.reference.codec import decode_part, encode_parts
+from kvtier_kernels.reference.codec import decode_part, encode_parts, split_planes
 from kvtier_kernels.reference.disk import OPERATION, Disk
 from kvtier_kernels.reference.names import chain_hashes, chain_keys
 from kvtier_kernels.reference.xxh3 import xxh3_128
@@ -35,5 +35,6 @@ __all__ = [
     "fresh",
     "gather",
     "scatter",
+    "split_planes",
     "xxh3_128",
 ]

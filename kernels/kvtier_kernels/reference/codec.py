@@ -54,6 +54,13 @@ def decode_part(codec: int, element: int, encoded: bytes, raw_bytes: int) -> byt
     return (_decode_fix4 if codec == FIX4 else _decode_r32)(element, encoded, raw_bytes)
 
 
+def split_planes(width: int, data: bytes) -> bytes:
+    """Elements rotated left by a bit, bytes of like weight together, the lowest first."""
+    bits, words = 8 * width, np.frombuffer(data, f"<u{width}").astype(np.uint64)
+    turned = (words << np.uint64(1)) | (words >> np.uint64(bits - 1))
+    return turned.astype(f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()
+
+
 # --- elements ------------------------------------------------------------------------------------
 
 

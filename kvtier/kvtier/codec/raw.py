@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvtier.codec import base
 from kvtier.codec.frame import RAW, Entry
 from kvtier.layout import KvSpec
 
+CODEC: base.Codec = base.Native("raw", RAW)
 LIMIT_LAYERS, LIMIT_PARTS = 1 << 16, 1 << 8
 LIMIT_PIECES = 16_384  # a header of 129 pages
 
