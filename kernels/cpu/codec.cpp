@@ -13,8 +13,8 @@ namespace {
 // --- plain kernels -------------------------------------------------------------------------------
 
 template <Element kIs, bool kNibbles>
-size_t split_plain(const uint8_t* in, size_t rows, uint8_t top, uint8_t last, uint8_t* codes,
-                   uint8_t* rest, uint8_t* escapes, size_t room) {
+size_t split_plain(const uint8_t* in, const uint8_t*, size_t rows, uint8_t top, uint8_t last,
+                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
     size_t used = 0;
     for (size_t row = 0; row < rows; row++, rest += kRestRow<kIs>) {
         std::memset(rest, 0, kRestRow<kIs>);
@@ -200,12 +200,12 @@ void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_
 void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t least, size_t one_in,
            uint32_t* counts) {
     const size_t rows = sampled_rows(shape.whole, least, one_in);
-    uint32_t apart[4][256] = {};  // an exponent that comes twice in a row is not waited for
+    uint16_t apart[4][256] = {};  // an exponent that comes twice in a row is not waited for
     uint8_t codes[kRow], rest[kRestRowMost], escapes[kRow];
     for (size_t i = 0; i < rows; i++) {
         // With 255 as the top and the last code, a code is how far below 255 the exponent lies.
-        by.split(in + sampled_row(i, rows, shape.whole) * shape.row_bytes(), 1, 255, 255, codes,
-                 rest, escapes, kRow);
+        const uint8_t* const row = in + sampled_row(i, rows, shape.whole) * shape.row_bytes();
+        by.split(row, row, 1, 255, 255, codes, rest, escapes, kRow);
         for (size_t k = 0; k < kRow; k += 4) {
             for (size_t j = 0; j < 4; j++) apart[j][255 - codes[k + j]]++;
         }
@@ -218,16 +218,17 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
 // Splits a part's rows [first, first + rows): whole ones and, at the end, the one that is filled
 // up.
 template <typename Split>
-size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in, size_t first,
-                  size_t rows, size_t row_codes, uint8_t top, uint8_t last, uint8_t* codes,
-                  uint8_t* rest, uint8_t* escapes, size_t room) {
+size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in,
+                  const uint8_t* ahead, size_t first, size_t rows, size_t row_codes, uint8_t top,
+                  uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
     const size_t whole = std::min(rows, shape.whole - first);
     const uint8_t* const from = in + first * shape.row_bytes();
-    size_t used = split(from, whole, top, last, codes, rest, escapes, room);
+    size_t used = split(from, ahead + first * shape.row_bytes(), whole, top, last, codes, rest,
+                        escapes, room);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
     fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row);
-    const size_t more = split(row, 1, top, last, codes + whole * row_codes,
+    const size_t more = split(row, row, 1, top, last, codes + whole * row_codes,
                               rest + whole * shape.sizes.rest_row, escapes + used, room - used);
     return more == kNoRoom ? more : used + more;
 }
@@ -256,10 +257,18 @@ size_t keep_raw(Encoded& part, uint8_t* out) {
     return part.bytes;
 }
 
+// Where the bytes lie that are needed so many parts later: asked for while this part is encoded.
+// Its counted rows lie apart, so each of them would be waited for.
+const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t later) {
+    const bool alike = i + later < parts.size() && parts[i + later].raw_bytes >= parts[i].raw_bytes;
+    return parts[alike ? i + later : i].raw;
+}
+
 // --- fix4 ----------------------------------------------------------------------------------------
 
 // The encoded size, or kNoRoom where that would not be less than the part's.
-size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, uint8_t* out) {
+size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_t* ahead,
+                   uint8_t* out) {
     const Shape shape(is, raw_bytes);
     const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
     if (shape.whole == 0 || fixed >= raw_bytes) return kNoRoom;
@@ -270,8 +279,8 @@ size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, uint8_t* out
     uint8_t* const codes = out + kFix4Header;
     uint8_t* const rest = codes + shape.rows * kRowCodes;
     uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
-    const size_t used = split_rows(is, by.pack, shape, in, 0, shape.rows, kRowCodes, top, kEscape4,
-                                   codes, rest, escapes, raw_bytes - 1 - fixed);
+    const size_t used = split_rows(is, by.pack, shape, in, ahead, 0, shape.rows, kRowCodes, top,
+                                   kEscape4, codes, rest, escapes, raw_bytes - 1 - fixed);
     if (used == kNoRoom) return used;
     std::memcpy(escapes + used, in + raw_bytes - shape.odd, shape.odd);
     std::memset(out, 0, kFix4Header);
@@ -304,12 +313,6 @@ bool decode_fix4(Element is, const Decoded& part) {
 // fewer the memory's own prefetching loses its way (16 rows: a quarter slower).
 constexpr size_t kTile = 128;
 
-// Asks for what is needed with the next tile: four streams at once are more than the processor
-// sees.
-void fetch(const uint8_t* from, size_t nbytes) {
-    for (size_t at = 0; at < nbytes; at += 64) __builtin_prefetch(from + at);
-}
-
 // The most words of a stream: no symbol takes more than 8 bits.
 constexpr size_t kStreamWords = kStreamRows * kRow / 2 + kLanes;
 
@@ -318,6 +321,7 @@ struct Lane {
     Encoder stream;
     EncodeTable table;
     Encoded* part;
+    const uint8_t* ahead;
     size_t first, rows;  // of the part
     size_t left;         // of these rows, those that are still to be taken in
     Frequencies frequencies;
@@ -372,7 +376,7 @@ class R32Writer {
  public:
     R32Writer(Element is, uint8_t* out) : is_(is), by_(kernels()), out_(out), lanes_(lanes()) {}
 
-    void add(Encoded& part) {
+    void add(Encoded& part, const uint8_t* ahead) {
         const Shape shape(is_, part.raw_bytes);
         if (shape.whole == 0 || fixed(shape) >= part.raw_bytes) {
             flush();
@@ -386,6 +390,7 @@ class R32Writer {
         for (size_t first = 0; first < shape.rows; first += kStreamRows) {
             Lane& lane = lanes_[waiting_++];
             lane.part = &part;
+            lane.ahead = ahead;
             lane.first = first;
             lane.rows = lane.left = std::min(kStreamRows, shape.rows - first);
             lane.frequencies = frequencies;
@@ -440,14 +445,10 @@ class R32Writer {
         const size_t rows = (lane.left - 1) % kTile + 1;
         lane.left -= rows;
         const size_t first = lane.first + lane.left;
-        if (lane.left != 0) {
-            const size_t nbytes = kTile * shape.row_bytes();
-            fetch(lane.part->raw + first * shape.row_bytes() - nbytes, nbytes);
-        }
         uint8_t escapes[kTile * kRow];
         const size_t used =
-            split_rows(is_, by_.rows[static_cast<size_t>(is_)].split, shape, lane.part->raw, first,
-                       rows, kRow, static_cast<uint8_t>(lane.frequencies.top),
+            split_rows(is_, by_.rows[static_cast<size_t>(is_)].split, shape, lane.part->raw,
+                       lane.ahead, first, rows, kRow, static_cast<uint8_t>(lane.frequencies.top),
                        static_cast<uint8_t>(lane.frequencies.symbols - 1), lane.codes,
                        lane.rest + lane.left * shape.sizes.rest_row, escapes, sizeof escapes);
         lane.escaped -= used;
@@ -651,9 +652,6 @@ class R32Reader {
         if (lane.stream.words > lane.end) return false;
         const Shape shape(is_, lane.part->raw_bytes);
         const size_t rows = std::min(kTile, lane.rows_end - lane.row);
-        if (lane.row + 2 * kTile <= lane.rows_end) {
-            fetch(lane.rest + kTile * shape.sizes.rest_row, kTile * shape.sizes.rest_row);
-        }
         const size_t used = join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.row,
                                       rows, kRow, lane.top, lane.last, lane.codes, lane.rest,
                                       lane.escapes, lane.escaped, lane.part->raw);
@@ -681,12 +679,15 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
     uint8_t* at = out;
     if (codec == Codec::kR32) {
         R32Writer writer(element, out);
-        for (Encoded& part : parts) writer.add(part);
+        for (size_t i = 0; i < parts.size(); i++)
+            writer.add(parts[i], ahead(parts, i, kSideBySide));
         return static_cast<size_t>(writer.finish() - out);
     }
-    for (Encoded& part : parts) {
-        const size_t size =
-            codec == Codec::kFix4 ? encode_fix4(element, part.raw, part.raw_bytes, at) : kNoRoom;
+    for (size_t i = 0; i < parts.size(); i++) {
+        Encoded& part = parts[i];
+        const size_t size = codec == Codec::kFix4 ? encode_fix4(element, part.raw, part.raw_bytes,
+                                                                ahead(parts, i, 1), at)
+                                                  : kNoRoom;
         if (size == kNoRoom) {
             at += keep_raw(part, at);
         } else {

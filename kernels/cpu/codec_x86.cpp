@@ -25,6 +25,14 @@ constexpr std::array<uint8_t, 64> places(Number number) {
     return found;
 }
 
+// Asks for the lines of a row.
+template <Element kIs>
+KVTIER_INLINE void fetch_row(const uint8_t* at) {
+    for (size_t i = 0; i < kRow * kBytes<kIs>; i += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
+    }
+}
+
 // --- AVX-512 -------------------------------------------------------------------------------------
 
 WIDE __m512i line(const void* at) { return _mm512_loadu_si512(at); }
@@ -194,12 +202,14 @@ struct Row512<Element::kE5m2> {
 };
 
 template <Element kIs, bool kNibbles>
-KVTIER_VBMI size_t split512(const uint8_t* in, size_t rows, uint8_t top, uint8_t last,
-                            uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
+KVTIER_VBMI size_t split512(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
+                            uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
+                            size_t room) {
     const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
     const __m512i lasts = _mm512_set1_epi8(static_cast<char>(last));
     size_t used = 0;
     for (size_t row = 0; row < rows; row++) {
+        fetch_row<kIs>(ahead);
         const __m512i exponents = Row512<kIs>::split(in, rest);
         const __m512i found = _mm512_min_epu8(_mm512_sub_epi8(tops, exponents), lasts);
         const __mmask64 escaped = _mm512_cmpeq_epi8_mask(found, lasts);
@@ -216,7 +226,8 @@ KVTIER_VBMI size_t split512(const uint8_t* in, size_t rows, uint8_t top, uint8_t
                                     _mm512_maskz_compress_epi8(escaped, exponents));
             used += count;
         }
-        in += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
+        in += kRow * kBytes<kIs>, ahead += kRow * kBytes<kIs>;
+        rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
     return used;
 }
@@ -568,11 +579,13 @@ HALF uint64_t equal(Two bytes, __m256i to) {
 }
 
 template <Element kIs, bool kNibbles>
-KVTIER_AVX2 size_t split256(const uint8_t* in, size_t rows, uint8_t top, uint8_t last,
-                            uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
+KVTIER_AVX2 size_t split256(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
+                            uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
+                            size_t room) {
     const __m256i tops = all(top), lasts = all(last);
     size_t used = 0;
     for (size_t row = 0; row < rows; row++) {
+        fetch_row<kIs>(ahead);
         const Two exponents = Row256<kIs>::split(in, rest);
         const Two found = {_mm256_min_epu8(_mm256_sub_epi8(tops, exponents.low), lasts),
                            _mm256_min_epu8(_mm256_sub_epi8(tops, exponents.high), lasts)};
@@ -592,7 +605,8 @@ KVTIER_AVX2 size_t split256(const uint8_t* in, size_t rows, uint8_t top, uint8_t
                 escapes[used++] = plain[std::countr_zero(escaped)];
             }
         }
-        in += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
+        in += kRow * kBytes<kIs>, ahead += kRow * kBytes<kIs>;
+        rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
     return used;
 }

@@ -70,11 +70,11 @@ inline constexpr size_t kWordSlack = 32;  // words that may be read past the las
 
 struct RowKernels {
     // Codes of whole rows, a byte each or (pack) four bits, their rests, and the exponents that are
-    // no code. Returns how many those are, or kNoRoom.
-    size_t (*split)(const uint8_t* in, size_t rows, uint8_t top, uint8_t last, uint8_t* codes,
-                    uint8_t* rest, uint8_t* escapes, size_t room);
-    size_t (*pack)(const uint8_t* in, size_t rows, uint8_t top, uint8_t last, uint8_t* codes,
-                   uint8_t* rest, uint8_t* escapes, size_t room);
+    // no code. Returns how many those are, or kNoRoom. As much as is read is asked for at `ahead`.
+    size_t (*split)(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top, uint8_t last,
+                    uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room);
+    size_t (*pack)(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top, uint8_t last,
+                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room);
     // And back; returns how many escapes were used, or kNoRoom if there were not enough.
     size_t (*join)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
                    uint8_t top, uint8_t last, size_t rows, uint8_t* out);

@@ -143,15 +143,17 @@ KVTIER_HD inline uint32_t code_of(uint32_t exponent, uint32_t top, uint32_t last
 
 // Of how many rows the exponents are counted, and of which: all, or scattered ones (by the golden
 // ratio), since equal steps might meet the same head of every token.
+inline constexpr size_t kSampleMost = 1024;
 KVTIER_HD inline size_t sampled_rows(size_t rows, size_t least, size_t one_in) {
-    const size_t wanted = rows / one_in > least ? rows / one_in : least;
+    size_t wanted = rows / one_in > least ? rows / one_in : least;
+    if (wanted > kSampleMost) wanted = kSampleMost;
     return wanted < rows ? wanted : rows;
 }
 KVTIER_HD inline size_t sampled_row(size_t i, size_t sampled, size_t rows) {
     if (sampled == rows) return i;
     return static_cast<size_t>(((i * 0x9E3779B9ull & 0xFFFFFFFFull) * rows) >> 32);
 }
-inline constexpr size_t kFix4SampleLeast = 16, kFix4SampleOneIn = 64;
+inline constexpr size_t kFix4SampleLeast = 8, kFix4SampleOneIn = 64;
 inline constexpr size_t kR32SampleLeast = 32, kR32SampleOneIn = 16;
 
 // The top of the window of so many exponents that holds most of what was counted: the lowest such
@@ -159,8 +161,10 @@ inline constexpr size_t kR32SampleLeast = 32, kR32SampleOneIn = 16;
 // larger.
 KVTIER_HD inline uint32_t best_top(const uint32_t* counts, uint32_t width) {
     uint64_t sum = 0, best = 0;
-    uint32_t top = 0;
-    for (uint32_t at = 0; at < 256; at++) {
+    uint32_t first = 0, end = 256, top = 0;
+    while (first < 255 && counts[first] == 0) first++;
+    while (end > first + 1 && counts[end - 1] == 0) end--;
+    for (uint32_t at = first; at < end; at++) {
         sum += counts[at];
         if (at >= width) sum -= counts[at - width];
         if (sum > best) {

@@ -131,7 +131,7 @@ def _exponents(codes: Numbers, top: int, last: int, escapes: bytes) -> Numbers:
 
 def _counts(exponents: Numbers, least: int, one_in: int) -> list[int]:
     whole = len(exponents) // ROW
-    rows = min(max(whole // one_in, least), whole)
+    rows = min(max(whole // one_in, least), 1024, whole)
     scattered = (i * 0x9E3779B9 % (1 << 32) * whole >> 32 for i in range(rows))
     chosen = range(whole) if rows == whole else list(scattered)
     sample = exponents[: whole * ROW].reshape(whole, ROW)[chosen]
@@ -173,7 +173,7 @@ def _encode_fix4(element: int, data: bytes) -> bytes:
     form = FORMS[element]
     whole = len(data) // form.nbytes * form.nbytes
     exponents, rests = _split(form, data[:whole])
-    top = _best_top(_counts(exponents, 16, 64), 15)
+    top = _best_top(_counts(exponents, 8, 64), 15)
     rows = _rows(exponents, top)
     codes = _codes(rows, top, 15)
     escapes = rows[codes == 15].astype(np.uint8).tobytes()
