@@ -285,12 +285,26 @@ def test_a_stream_that_ends_otherwise_than_it_began_is_refused(level):
         assert kept == (1 if at >= size - escaped else 0), at
 
 
-def test_elements_of_another_kind_are_refused(level):
-    part = normal(BF16, 4096)
+def test_headers_that_lie_are_refused_where_all_else_would_do(level):
+    part = constant(BF16, 4096)
     for codec in CODECS:
         [(taken, size)], payload = encoded(codec, BF16, [part])
-        back = bytearray(len(part))
-        assert kernels.decode_parts(FP16, payload, [(taken, 0, size, len(part))], back) == 0
+        where, back = [(taken, 0, size, len(part))], bytearray(len(part))
+        assert kernels.decode_parts(BF16, payload, where, back) == 1
+        lies = [{0: FP16}]
+        if codec == R32:
+            assert payload[2] == 2 and payload[8:11] == bytes([255, 1, 0])
+            # One symbol more, of which the stream has none; one that has no share; one too few.
+            lies += [{2: 3, 10: 1}, {2: 3}, {2: 1}, {11: 1}]
+        for lie in lies:
+            text = bytearray(payload)
+            for at, value in lie.items():
+                text[at] = value
+            assert kernels.decode_parts(BF16, text, where, back) == 0, (codec, lie)
+        count = 4 if codec == FIX4 else 44
+        more = bytearray(payload + b"x")  # an escape that nobody asks for
+        more[count] += 1
+        assert kernels.decode_parts(BF16, more, [(taken, 0, size + 1, len(part))], back) == 0
 
 
 def test_calls_that_do_not_fit_are_refused():
