@@ -330,7 +330,7 @@ WIDE __mmask16 give_out(__m512i& state, const DecodeTable& table, uint8_t* codes
 
 // Gives each state that wants one the next word.
 WIDE __m512i with_words(__m512i state, __mmask16 hungry, const uint8_t*& words) {
-    // Expanding 16-bit words would do for both halves at once, but costs a third of the speed on
+    // Expanding 16-bit words would do for both halves at once, but costs a tenth of the speed on
     // Zen 5.
     const __m512i next = _mm512_cvtepu16_epi32(half(words));
     words += 2 * std::popcount(hungry);
@@ -732,7 +732,8 @@ HALF __m256i give_out8(__m256i state, const DecodeTable& table, uint8_t* codes,
     return _mm256_blendv_epi8(state, _mm256_or_si256(_mm256_slli_epi32(state, 16), next), hungry);
 }
 
-// One after the other: the registers hold the states of one stream, not of four.
+// One after the other: two at a time, which want more registers than there are, take half as long
+// again.
 KVTIER_AVX2 void decode256(Decoder* const* streams, size_t count, size_t rows) {
     for (size_t s = 0; s < count; s++) {
         Decoder& stream = *streams[s];
