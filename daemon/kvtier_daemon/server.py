@@ -8,6 +8,7 @@ import errno
 import itertools
 import logging
 import resource
+import secrets
 import socket
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from kvtier_daemon.tenant import Tenant
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
+RUN_BYTES = 16
 HELLO_S = 10.0
 TAKE_S = (
     10.0  # how long a client that sends nothing may leave its descriptors, or its answers, unread
@@ -53,6 +55,7 @@ class Server:
         self.loop = loop
         self.stats = stats
         self.clock = clock
+        self.run = secrets.token_bytes(RUN_BYTES)
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()

@@ -190,7 +190,10 @@ class Session:
             self._read_only = request.read_only
             self._announce()
             name = self.tenant.name if self.tenant else ""
-            self.send(wire.Welcome(request.id, kvtier.__version__, name, self.token))
+            welcome = wire.Welcome(
+                request.id, kvtier.__version__, name, self.token, self._server.run
+            )
+            self.send(welcome)
 
     def _tenant_for(self, request: wire.Request) -> Tenant | None:
         if self.tenant is None and type(request) not in WITHOUT_TENANT:

@@ -22,14 +22,24 @@ from kvtier.connection import Clock, Connection
 from kvtier.errors import Unavailable
 from kvtier.layout import KvSpec
 from kvtier.link import Link
-from kvtier.loading import Blocks, Lease
+from kvtier.loading import Blocks, Lease, Reader
 from kvtier.saving import Saved, Saving
 from kvtier.space import Match, Space
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 CONNECT_PAUSE_S = 0.005
 
-__all__ = ["Blocks", "Client", "Lease", "Match", "Saved", "Saving", "Space", "default_socket"]
+__all__ = [
+    "Blocks",
+    "Client",
+    "Lease",
+    "Match",
+    "Reader",
+    "Saved",
+    "Saving",
+    "Space",
+    "default_socket",
+]
 
 
 class Client:
@@ -88,6 +98,10 @@ class Client:
         mappings = self.link.mappings
         request = wire.Adopt(self.link.new_id(), token, list(shards))
         return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
+
+    def reader(self) -> Reader:
+        """What reads slots that another client of this tenant was told of."""
+        return Reader(self.link.mappings, self.link.welcome.daemon)
 
     def fileno(self) -> int:
         """Readable when `poll` may have something to say: an answer, or that the daemon has gone."""

@@ -97,7 +97,13 @@ def token_keys(
 
 
 def hash_keys(
-    secret: bytes, hashes: Sequence[bytes], salt: bytes = b"", extras: bytes = b""
+    secret: bytes,
+    hashes: Sequence[bytes],
+    salt: bytes = b"",
+    extras: bytes = b"",
+    after: Keys | None = None,
 ) -> Keys:
-    """One key per block hash of an engine, in place of tokens."""
-    return Keys(chain_hashes(secret, chain_root(secret, salt), list(hashes), extras))
+    """One key per block hash of an engine, in place of tokens; `after` those keys, or as a new chain."""
+    parent = after[-1] if after else b""
+    root = parent or chain_root(secret, salt)
+    return Keys(chain_hashes(secret, root, list(hashes), extras), parent)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier import wire
 from kvtier.errors import StaleLease, Unavailable
-from kvtier_kernels import Buffers, copy_out, fresh, release_views, views
+from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +50,12 @@ class Lease:
                 return part
         raise KeyError(f"the lease tells nothing of group {group}, shard {shard}")
 
+    @property
+    def extents(self) -> int:
+        """How many extents whoever reads these slots must have mapped."""
+        slots = (slot for part in self.parts for slot in wire.SLOT.iter_unpack(part.slots))
+        return 1 + max((extent for extent, *_ in slots), default=-1)
+
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
         """Read-only views of a part's slots."""
         return views(self._extents, part.slots, nbytes, False)
@@ -70,6 +76,30 @@ class Lease:
             lease, self._id = self._id, 0
             with contextlib.suppress(Unavailable):
                 self._link.tell(wire.Release(0, lease))
+
+
+class Reader:
+    """Reads slots by what the holder of their lease tells: needs no lease of its own, and asks the daemon
+    nothing. Outlives its client; `daemon_run` says of which run of the daemon the slots must be."""
+
+    __slots__ = ("_extents", "_tables", "daemon_run")
+
+    def __init__(self, mappings: tuple[Mappings, Mappings], daemon_run: bytes) -> None:
+        self._extents, self._tables = mappings
+        self.daemon_run = daemon_run
+
+    @property
+    def extents(self) -> int:
+        """How many are mapped. What the daemon adds comes with the next answer to the client."""
+        return len(self._extents)
+
+    def scatter(
+        self, slots: bytes, pieces: Pieces, block_ids: Sequence[int], threads: int = 1
+    ) -> int:
+        """Copy slots into an engine's paged blocks; how many leading ones still were what they were
+        after it."""
+        scatter(pieces, block_ids, self._extents, slots, threads)
+        return fresh(self._tables, slots)
 
 
 class Blocks(list["memoryview | None"]):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier import wire
 from kvtier.errors import KvtierError, ProtocolError
 from kvtier.key import KEY_BYTES, Key, Keys
-from kvtier_kernels import Buffers, copy_in, release_views, views
+from kvtier_kernels import Buffers, Pieces, copy_in, gather, release_views, views
 
 if TYPE_CHECKING:
     from kvtier.link import Mappings
@@ -74,6 +74,14 @@ class Saving(Mapping[Key, memoryview]):
         at = None if len(self) == len(sources) else self.granted
         self.checksums = copy_in(self._extents, self.slots, sources, threads, checksum, at)
         self.commit(len(self))
+
+    def gather(
+        self, pieces: Pieces, block_ids: Sequence[int], threads: int = 1, checksum: bool = True
+    ) -> None:
+        """Copy an engine's paged blocks, an id for each key, into the slots that were granted. Commits
+        nothing: the pages are free to change before that."""
+        ids = [block_ids[at] for at in self.granted]
+        self.checksums = gather(pieces, ids, self._extents, self.slots, threads, checksum)
 
     def _slot_views(self) -> dict[Key, memoryview]:
         if self._buffers is None:

@@ -55,11 +55,15 @@ class Space:
         return token_keys(self._secret, token_ids, self.spec.block_tokens, salt, extras)
 
     def keys_of_hashes(
-        self, hashes: Sequence[bytes], salt: bytes = b"", extras: bytes = b""
+        self,
+        hashes: Sequence[bytes],
+        salt: bytes = b"",
+        extras: bytes = b"",
+        after: Keys | None = None,
     ) -> Keys:
         """One key per block hash of an engine, in place of tokens. Only for hashes nobody can forge:
-        SHA-256 and its like."""
-        return hash_keys(self._secret, hashes, salt, extras)
+        SHA-256 and its like. `after`: the keys of the blocks before these, where a chain has grown."""
+        return hash_keys(self._secret, hashes, salt, extras, after)
 
     # --- looking -----------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from kvtier.layout import Group, KvSpec
 LIMIT_FRAME_BYTES = 4 << 20
 LIMIT_KEYS = 65_536
 LIMIT_ENDED = 64  # tokens in one Hello
-SLOT_BYTES = 24
+SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
+SLOT_BYTES = SLOT.size
 DIGEST_BYTES = 16
 LENGTH = struct.Struct("<I")
 
@@ -141,9 +142,12 @@ class Bye(Message, tag=16):
 
 
 class Welcome(Message, tag=32):
+    """`token` names this session, `daemon` this run of the daemon: another run's slots are others."""
+
     version: str
     tenant: str
     token: bytes
+    daemon: bytes
 
 
 class Opened(Message, tag=33):

@@ -96,3 +96,14 @@ def test_plain_lists_of_keys_are_taken_too() -> None:
     keys = token_keys(SECRET, list(range(64)), 16)
     assert Keys.of([Key(key) for key in keys]) == keys
     assert Keys.of(keys) is keys
+
+
+def test_a_chain_that_grew_has_the_keys_of_the_whole() -> None:
+    hashes = [bytes([n]) * 32 for n in range(6)]
+    whole = hash_keys(SECRET, hashes, b"salt", b"extras")
+    head = hash_keys(SECRET, hashes[:4], b"salt", b"extras")
+    tail = hash_keys(SECRET, hashes[4:], b"salt", b"extras", head)
+    assert head.packed + tail.packed == whole.packed
+    assert tail.parent == whole[3]
+    nothing = hash_keys(SECRET, [], b"salt")
+    assert hash_keys(SECRET, hashes, b"salt", b"extras", nothing) == whole

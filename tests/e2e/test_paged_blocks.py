@@ -1,0 +1,129 @@
+"""An engine's paged blocks, saved and read by several clients: one leases, another reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from daemons import Daemon
+from kvtier import Client, KvSpec
+from kvtier.client import Lease, Space
+from kvtier_kernels import Pieces
+from specs import spec_of
+
+LAYERS, BLOCKS = 4, 12
+SPEC = spec_of("paged")
+PAGE_BYTES = SPEC.block_bytes // LAYERS
+
+Paged = tuple[NDArray[np.uint8], Pieces]
+
+
+def paged(seed: int | None) -> Paged:
+    """An engine's cache: a layer's pages one after the other, the layers after each other."""
+    shape = (LAYERS, BLOCKS, PAGE_BYTES)
+    memory = np.zeros(shape, np.uint8)
+    if seed is not None:
+        memory = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    flat = memory.reshape(-1)
+    offsets = [layer * BLOCKS * PAGE_BYTES for layer in range(LAYERS)]
+    return memory, Pieces([flat] * LAYERS, offsets, [PAGE_BYTES] * LAYERS, [PAGE_BYTES] * LAYERS)
+
+
+def saved(space: Space, pieces: Pieces, ids: list[int], seed: int = 0) -> Lease:
+    """Save these blocks as a prompt, and lease them."""
+    keys = space.keys([seed] * (SPEC.block_tokens * len(ids)))
+    with space.reserve(keys) as saving:
+        saving.gather(pieces, ids)
+        saving.commit(len(saving))
+    lease = space.lease(keys)
+    assert lease.ready == len(ids)
+    return lease
+
+
+def test_another_client_reads_what_one_has_leased(shared_daemon: Daemon) -> None:
+    source, from_ = paged(1)
+    target, to = paged(None)
+    with shared_daemon.connect() as writer, shared_daemon.connect() as other:
+        lease = saved(writer.open(SPEC), from_, [3, 1, 7])
+        other.ping()
+        reader = other.reader()
+        assert reader.daemon_run == writer.reader().daemon_run
+        assert reader.extents >= lease.extents > 0
+        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2]) == 3
+        assert np.array_equal(target[:, [0, 5, 2]], source[:, [3, 1, 7]])
+        assert not target[:, [1, 3, 4, 6]].any()
+        lease.release()
+
+
+def test_a_reader_needs_neither_its_client_nor_the_daemon(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of()
+    source, from_ = paged(2)
+    target, to = paged(None)
+    with daemon.connect() as writer:
+        lease = saved(writer.open(SPEC), from_, [4, 8])
+        other = daemon.connect()
+        other.ping()
+        reader = other.reader()
+        other.close()
+        daemon.process.kill()
+        daemon.process.wait()
+        assert reader.scatter(lease.part(0, 0).slots, to, [1, 2]) == 2
+    assert np.array_equal(target[:, [1, 2]], source[:, [4, 8]])
+
+
+def test_a_reader_tells_a_slot_that_was_given_away(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="1MiB")
+    _, from_ = paged(3)
+    _, to = paged(None)
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        lease = saved(space, from_, [0, 1, 2])
+        slots = lease.part(0, 0).slots
+        assert client.reader().scatter(slots, to, [0, 1, 2]) == 3
+        lease.release()
+        for seed in range(1, 9):
+            saved(space, from_, list(range(BLOCKS)), seed).release()
+        assert client.reader().scatter(slots, to, [0, 1, 2]) == 0
+
+
+def test_another_run_of_the_daemon_has_another_name(daemon_of: Callable[..., Daemon]) -> None:
+    def run_of(client: Client) -> bytes:
+        return client.reader().daemon_run
+
+    one, two = daemon_of(), daemon_of()
+    with one.connect() as a, one.connect() as b, two.connect() as c:
+        assert run_of(a) == run_of(b) != run_of(c)
+
+
+def test_a_gather_fills_only_what_was_granted(shared_daemon: Daemon) -> None:
+    source, from_ = paged(4)
+    with shared_daemon.connect() as client:
+        space = client.open(KvSpec.groups(SPEC.cache_groups, model="granted", dtype=SPEC.dtype,
+                                          block_tokens=16, weights="rev:1"))  # fmt: skip
+        keys = space.keys(list(range(16 * 4)))
+        with space.reserve(keys[:2]) as saving:
+            saving.gather(from_, [9, 10])
+            saving.commit(2)
+        with space.reserve(keys) as saving:
+            assert saving.granted == [2, 3]
+            saving.gather(from_, [0, 1, 5, 6])
+            saving.commit(2)
+        with space.load(keys) as blocks:
+            shown = [bytes(block) for block in blocks if block is not None]
+        assert shown == [source[:, page].tobytes() for page in (9, 10, 5, 6)]
+
+
+def test_a_gather_that_is_not_committed_leaves_nothing(shared_daemon: Daemon) -> None:
+    _, from_ = paged(5)
+    with shared_daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys([77] * 32)
+        with pytest.raises(KeyboardInterrupt), space.reserve(keys) as saving:
+            saving.gather(from_, [0, 1])
+            raise KeyboardInterrupt
+        assert space.match(keys).ready == 0
