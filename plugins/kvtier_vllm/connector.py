@@ -1,0 +1,206 @@
+"""What vLLM sees: each call goes to the side that it is for. Where kvtier can't serve, every call says so."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier import SpecError
+from kvtier_vllm.layout import Layout, check_hashes, describe, find_pages, read_layout
+from kvtier_vllm.messages import Report, Step
+from kvtier_vllm.options import Unsupported, read_options
+from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.worker import WorkerSide
+
+log = logging.getLogger("vllm.kvtier")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    step: Step | None = None
+
+
+@dataclass
+class PagesMetadata(KVConnectorHandshakeMetadata):
+    """What a worker's memory looks like, `Pages.digest`, or why it can't be used."""
+
+    digest: str
+    why_not: str = ""
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.report.add(other.report))
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Saves whole blocks with kvtier's daemon, and loads them. Best effort: what it can't do is a miss."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self._layout: Layout | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._pages = PagesMetadata("", "no caches were registered")
+        note = check_hashes(vllm_config)
+        try:
+            self._layout = read_layout(vllm_config, kv_cache_config)
+        except Unsupported as error:
+            log.warning("kvtier: the engine goes on without: %s", error)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._layout, self._options)
+            if note:
+                log.warning("kvtier: %s", note)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    # --- the scheduler's side ----------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """The workers have registered their caches: the space can be opened."""
+        if self._scheduler is None or self._layout is None:
+            return
+        told = list(metadata.values())
+        try:
+            for pages in told:
+                if pages.why_not:
+                    raise Unsupported(pages.why_not)
+            if len({pages.digest for pages in told}) != 1:
+                raise Unsupported("the ranks' caches are not alike")
+            spec = describe(
+                self._vllm_config, self._kv_cache_config, self._layout, told[0].digest,
+                vllm.__version__, self._options,
+            )  # fmt: skip
+        except (Unsupported, SpecError, OSError) as error:
+            log.warning("kvtier: the engine goes on without: %s", error)
+            return
+        self._scheduler.open(spec)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.queued(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        step = None if self._scheduler is None else self._scheduler.step(scheduler_output)
+        return StepMetadata(step)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(meta, WorkerReport):
+            self._scheduler.reported(meta.report, connector_output.failed_recving)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.new_generation()
+        return True
+
+    # --- a worker's side ---------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._layout is None:
+            return
+        try:
+            pages, arrays = find_pages(self._layout, kv_caches, self._kv_cache_config.num_blocks)
+        except Unsupported as error:
+            self._pages = PagesMetadata("", str(error))
+            return
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank()
+        self._worker = WorkerSide(self._layout, self._options, rank, pages, arrays)
+        self._pages = PagesMetadata(pages.digest)
+
+    def get_handshake_metadata(self) -> PagesMetadata | None:
+        return self._pages
+
+    def _step(self) -> Step | None:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMetadata)
+        return meta.step
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        step = kv_connector_metadata.step
+        if self._worker is not None and step is not None:
+            self._worker.begin(step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._step()
+        if self._worker is not None and step is not None:
+            self._worker.start_loads(step.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded layer by layer."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved before the whole step has ended."""
+
+    def wait_for_save(self) -> None:
+        step = self._step()
+        if self._worker is not None and step is not None:
+            self._worker.start_saves(step.saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        received, failed = self._worker.received()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.bad_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return None if self._worker is None else WorkerReport(self._worker.report())

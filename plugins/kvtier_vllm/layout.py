@@ -1,0 +1,239 @@
+"""What an engine caches, in kvtier's words: a KvSpec of opaque pages, and where the pages lie.
+
+A block is what every layer of one group keeps of the same tokens, one page after the other, whatever the
+engine puts into a page. Both sides of the connector describe it from the same configuration; only a worker
+sees memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier import Group, KvSpec
+from kvtier.layout import DTYPE_BYTES, Kind
+from kvtier_vllm.identity import config_digest, weights_identity
+from kvtier_vllm.options import Options, Unsupported
+
+FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+CHUNKED = ("ChunkedLocalAttentionSpec",)
+UNIFORM = "UniformTypeKVCacheSpecs"
+HASHES = ("sha256_cbor", "sha256")
+
+
+@dataclass(frozen=True)
+class Cached:
+    """One KV-cache group of the engine that is kept: its number there, and each layer's page in bytes."""
+
+    group_id: int
+    kind: Kind
+    window_tokens: int
+    pages: tuple[tuple[str, int], ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.pages)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the ranks of an engine divide a block. Ranks of like pages share a shard; the first writes it."""
+
+    ranks: int
+    replicas: int
+
+    @property
+    def count(self) -> int:
+        return self.ranks // self.replicas
+
+    def of(self, rank: int) -> int:
+        return rank // self.replicas
+
+    def writes(self, rank: int) -> bool:
+        return rank % self.replicas == 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The engine's cache without its identity: what is needed to find blocks and to move them."""
+
+    block_tokens: int
+    hash_tokens: int
+    groups: tuple[Cached, ...]
+    shards: Shards
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(group.block_bytes for group in self.groups)
+
+
+def check_hashes(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
+    """ValueError if somebody could forge the engine's block hashes; what there is to say of them, or ""."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm not in HASHES:
+        raise ValueError(
+            f"kvtier shares blocks by the engine's hashes, and {algorithm} can be forged:"
+            " start the engine with --prefix-caching-hash-algo sha256_cbor"
+        )
+    # The first hash of every chain is made from it.
+    seed = environment.get("PYTHONHASHSEED")
+    return (
+        ""
+        if seed is None
+        else f"only engines with PYTHONHASHSEED={seed} share blocks with this one"
+    )
+
+
+def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
+    """What this engine caches. Raises Unsupported where kvtier can't keep it."""
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size",
+                 "prefill_context_parallel_size"):  # fmt: skip
+        if getattr(parallel, name, 1) != 1:
+            raise Unsupported(f"{name}={getattr(parallel, name)} is not supported yet")
+    ids = kv_cache_config.prefix_cacheable_group_ids
+    if not ids:
+        raise Unsupported("this model has nothing that a later request could use again")
+    specs = [kv_cache_config.kv_cache_groups[group_id] for group_id in ids]
+    sizes = {spec.kv_cache_spec.block_size for spec in specs}
+    if len(sizes) != 1:
+        raise Unsupported(f"KV-cache groups with blocks of {sorted(sizes)} tokens: not supported")
+    block_tokens = sizes.pop()
+    hash_tokens = kv_cache_config.hash_block_size or block_tokens
+    if block_tokens % hash_tokens:
+        raise Unsupported(f"blocks of {block_tokens} tokens with hashes of {hash_tokens}")
+    groups = tuple(_cached(group_id, spec) for group_id, spec in zip(ids, specs, strict=True))
+    ranks = parallel.tensor_parallel_size
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    if ranks % replicas:
+        raise Unsupported(f"{ranks} ranks of which {replicas} hold the same pages")
+    return Layout(block_tokens, hash_tokens, groups, Shards(ranks, replicas))
+
+
+def _cached(group_id: int, group: Any) -> Cached:
+    spec = group.kv_cache_spec
+    if getattr(group, "is_eagle_group", False):
+        raise Unsupported("draft layers that are cached with the model's are not supported yet")
+    of_layers = [spec] * len(group.layer_names)
+    if type(spec).__name__ == UNIFORM:
+        of_layers = [spec.kv_cache_specs[name] for name in group.layer_names]
+    kinds = {_kind(layer) for layer in of_layers}
+    if len(kinds) != 1:
+        raise Unsupported(f"group {group_id} mixes layers of {len(kinds)} kinds")
+    kind, window = kinds.pop()
+    sizes = [layer.page_size_bytes for layer in of_layers]
+    return Cached(group_id, kind, window, tuple(zip(group.layer_names, sizes, strict=True)))
+
+
+def _kind(spec: Any) -> tuple[Kind, int]:
+    name = type(spec).__name__
+    if name in FULL:
+        return "full", 0
+    if name in WINDOW:
+        # The next token sees itself and one less than the window before it.
+        before = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+        return "window", max(1, before)
+    if name in CHUNKED:
+        return "window", spec.attention_chunk_size
+    raise Unsupported(f"{name} caches can't be kept yet")
+
+
+def describe(
+    vllm_config: Any, kv_cache_config: Any, layout: Layout, pages: str, version: str,
+    options: Options,
+) -> KvSpec:  # fmt: skip
+    """The identity of this engine's space. `pages` is what `Pages.digest` says of its workers' memory."""
+    model = vllm_config.model_config
+    weights = options.weights or weights_identity(model, str(vllm_config.load_config.load_format))
+    spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
+    dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
+    groups = [
+        Group(
+            kind=group.kind, layers=len(group.pages), window_tokens=group.window_tokens,
+            opaque_bytes=group.block_bytes, shards=layout.shards.count,
+        )
+        for group in layout.groups
+    ]  # fmt: skip
+    return KvSpec.groups(
+        groups,
+        model=Path(model.model).name,
+        dtype=dtype if dtype in DTYPE_BYTES else "uint8",
+        block_tokens=layout.block_tokens,
+        weights=weights,
+        quantization=str(vllm_config.cache_config.cache_dtype),
+        layout=f"{kv_cache_config.kv_cache_layout} {pages}",
+        rope=f"config:{config_digest(model, vllm_config)}",
+        engine="vllm",
+        engine_layout=f"vllm {version}",
+        tensor_parallel=layout.shards.ranks,
+    )
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where one layer's pages lie in the memory number `array`: block b at offset + b * stride."""
+
+    array: int
+    offset: int
+    stride: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """All the pages of one worker, by group, in the order of the layers."""
+
+    groups: tuple[tuple[Page, ...], ...]
+    digest: str
+
+
+def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[Pages, list[Any]]:
+    """Where the pages of these tensors are, and the tensors' storages as plain bytes. Raises Unsupported
+    where a page is not one run of bytes, or not in this process's memory."""
+    storages: dict[int, int] = {}
+    arrays: list[Any] = []
+    groups, told = [], []
+    for group in layout.groups:
+        pages = []
+        for name, nbytes in group.pages:
+            tensor = caches[name]
+            if not hasattr(tensor, "untyped_storage"):
+                raise Unsupported(f"{name}: {type(tensor).__name__} instead of a tensor")
+            if tensor.device.type != "cpu":
+                raise Unsupported(f"{name} is on {tensor.device}: only host memory can be read yet")
+            at = tensor.untyped_storage().data_ptr()
+            if at not in storages:
+                storages[at] = len(arrays)
+                arrays.append(_bytes_of(tensor))
+            pages.append(_page(storages[at], name, tensor, nbytes, blocks))
+            inner = [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride()[1:])]
+            told.append([tensor.device.type, tensor.shape[0] // blocks, nbytes, *inner])
+        groups.append(tuple(pages))
+    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    return Pages(tuple(groups), digest), arrays
+
+
+def _page(array: int, name: str, tensor: Any, nbytes: int, blocks: int) -> Page:
+    # A block of the manager's may be several of the attention kernel's, one after the other.
+    parts, rest = divmod(tensor.shape[0], blocks)
+    item = tensor.element_size()
+    inner = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    span = (1 + sum((size - 1) * step for size, step in inner)) * item
+    stride = tensor.stride(0) * item
+    if rest or span > nbytes // parts or (parts > 1 and stride * parts > nbytes):
+        text = f"{tuple(tensor.shape)} of strides {tensor.stride()} for {blocks} blocks of {nbytes} bytes"
+        raise Unsupported(f"{name}: {text}: a page is not one run of bytes")
+    return Page(array, tensor.storage_offset() * item, stride * parts, nbytes)
+
+
+def _bytes_of(tensor: Any) -> Any:
+    import torch
+
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

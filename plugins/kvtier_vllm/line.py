@@ -1,0 +1,105 @@
+"""A connection that is made, and made again, in the background: nobody waits for the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+from dataclasses import dataclass
+
+from kvtier import Client, KvSpec, KvtierError
+from kvtier.client import Reader
+from kvtier.space import Space
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 1.0
+PAUSE_S = 0.1
+PAUSE_MAX_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A client with the engine's space open."""
+
+    client: Client
+    space: Space
+    reader: Reader
+
+
+class Line:
+    """Keeps one session; a thread of its own connects. `session` is None while there is none, and `tried`
+    tells whether that is known. Says once in the log that the daemon is away, and once that it is back."""
+
+    def __init__(self, socket: str | None, spec: KvSpec, name: str, populate: bool) -> None:
+        self.session: Session | None = None
+        self.tried = False
+        self.why = ""
+        self._socket = socket
+        self._spec = spec
+        self._name = name
+        self._populate = populate
+        self._wanted = threading.Event()
+        self._old: Session | None = None
+        self._closing = threading.Event()
+        self._wanted.set()
+        self._thread = threading.Thread(target=self._run, name="kvtier-line", daemon=True)
+        self._thread.start()
+
+    def lost(self, session: Session, why: str) -> None:
+        """This session is of no more use: the thread closes it and makes another. Its reader goes on."""
+        if self.session is session and not self._closing.is_set():
+            self.session, self._old = None, session
+            self._say(why)
+            self._wanted.set()
+
+    def close(self) -> None:
+        """Connect no more, and hang up."""
+        self._closing.set()
+        self._wanted.set()
+        session, self.session = self.session, None
+        if session is not None:
+            session.client.close()
+
+    def _run(self) -> None:
+        pause_s = PAUSE_S
+        while self._wanted.wait() and not self._closing.is_set():
+            old, self._old = self._old, None
+            if old is not None:
+                # Before: the next one then tells the daemon that nothing writes the old one's slots.
+                old.client.close()
+            try:
+                session = self._connected()
+            except (KvtierError, OSError) as error:
+                self._say(str(error))
+                self.tried = True
+                # Jitter, so that the ranks of many engines do not come all at once.
+                self._closing.wait(pause_s * random.uniform(0.5, 1.5))
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                continue
+            pause_s = PAUSE_S
+            self._wanted.clear()
+            if self.why:
+                log.warning("kvtier: the daemon is back")
+                self.why = ""
+            self.session = session
+            self.tried = True
+            if self._closing.is_set():
+                session.client.close()
+
+    def _connected(self) -> Session:
+        client = Client.connect(
+            self._socket, timeout_s=CONNECT_S, populate=self._populate, name=self._name
+        )
+        try:
+            return Session(client, client.open(self._spec), client.reader())
+        except BaseException:
+            with contextlib.suppress(KvtierError):
+                client.close()
+            raise
+
+    def _say(self, why: str) -> None:
+        if not self.why:
+            log.warning("kvtier: the engine goes on without: %s", why)
+        self.why = why or "gone"

@@ -1,0 +1,87 @@
+"""What the two sides of the connector tell each other, once a step: plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Read:
+    """Slots of one group and shard, and the engine's blocks that they go to."""
+
+    group: int
+    block_ids: list[int]
+    slots: bytes
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks of one request, for each shard. The scheduler's side holds the lease until every rank has
+    answered. `daemon_run` says whose slots these are; `now`: the step that brings this needs them."""
+
+    number: int
+    request_id: str
+    daemon_run: bytes
+    now: bool
+    shards: list[list[Read]]
+
+
+@dataclass(slots=True)
+class Write:
+    """Consecutive blocks of a prefix in one group, as the engine has them in its pages; packed keys."""
+
+    group: int
+    block_ids: list[int]
+    keys: bytes
+    parent: bytes
+
+
+@dataclass(slots=True)
+class Save:
+    number: int
+    writes: list[Write]
+
+
+@dataclass(slots=True)
+class Step:
+    """From the scheduler to every rank. `spec` describes the space until all have opened it. `extents`: how
+    many there are to map. `overwritten`: saves whose pages this step gives to somebody else."""
+
+    number: int
+    spec: bytes
+    extents: int
+    loads: list[Load]
+    saves: list[Save]
+    overwritten: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class Seat:
+    """What a rank is connected to, and how much of it is mapped."""
+
+    daemon_run: bytes
+    identity: bytes
+    extents: int
+
+
+@dataclass(slots=True)
+class Report:
+    """From the ranks to the scheduler: which loads and saves are over, in how many ranks. `step` is the last
+    one that was carried out."""
+
+    step: int = 0
+    seats: dict[int, Seat] = field(default_factory=dict)
+    loads: Counter[int] = field(default_factory=Counter)
+    saves: Counter[int] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    load_bytes: int = 0
+    load_s: float = 0.0
+
+    def add(self, other: Report) -> Report:
+        """Both, as one."""
+        return Report(
+            max(self.step, other.step), self.seats | other.seats, self.loads + other.loads,
+            self.saves + other.saves, self.counts + other.counts,
+            self.load_bytes + other.load_bytes, self.load_s + other.load_s,
+        )  # fmt: skip

@@ -1,0 +1,508 @@
+"""The scheduler's side: what of a prompt is here, what to load, what to save. Never waits for the daemon.
+
+A request's lease is asked for when it is queued; the answer is read at the next step's start and lies in a
+table until the engine asks. What is promised is leased, and mapped by every rank: the slots themselves go to
+the ranks, which need no daemon to copy them. A save's pages are never held: when they are given to somebody
+else the save is named to the ranks, which end its copy before that step (see `Step.overwritten`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvtier import Keys, KvSpec, KvtierError
+from kvtier.client import Lease, Match
+from kvtier.wire import SLOT_BYTES
+from kvtier_vllm.forecast import Forecast
+from kvtier_vllm.identity import Adapters
+from kvtier_vllm.layout import Layout
+from kvtier_vllm.line import Line, Session
+from kvtier_vllm.messages import Load, Read, Report, Save, Seat, Step, Write
+from kvtier_vllm.options import Options
+
+log = logging.getLogger(__name__)
+
+GENERATION_BYTES = 16
+LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
+ASK_AGAIN_S = 0.005
+PARAMETER = (
+    "kvtier"  # in a request's kv_transfer_params: {"kvtier": {"load": false, "save": false}}
+)
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A request: its keys, and what is known of them."""
+
+    request: Any
+    extras: bytes
+    may_load: bool
+    may_save: bool
+    keys: Keys | None = None
+    session: Session | None = None  # of whose keys, ticket and lease
+    ticket: int = 0
+    asked_at: float = 0.0
+    lease: Lease | None = None
+    leased_at: float = 0.0
+    waits_since: float | None = None
+    known: int | None = None  # how many leading blocks the daemon has
+    saved: int | None = None  # how many leading blocks need no save any more
+    gave_up: bool = False
+
+
+class SchedulerSide:
+    """One for each engine. `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self, layout: Layout, options: Options, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._layout = layout
+        self._options = options
+        self._clock = clock
+        self._line: Line | None = None
+        self._spec = b""
+        self._forecast = Forecast()
+        self._adapters = Adapters()
+        self._generation = b""
+        self._prompts: dict[str, Prompt] = {}
+        self._tickets: dict[int, str] = {}
+        self._tickets_of: Session | None = None
+        self._numbers = 0
+        self._loads: list[Load] = []
+        self._leases: dict[int, tuple[Lease, int]] = {}
+        self._saves: dict[int, tuple[list[int], int]] = {}
+        self._saves_on: dict[int, set[int]] = {}
+        self._bytes_of: dict[int, int] = {}
+        self._saving_bytes = 0
+        self._fresh: set[int] = set()
+        self._seats: dict[int, Seat] = {}
+        self._steps = 0
+        self._started: deque[tuple[int, float, int, float]] = deque(maxlen=LIMIT_STEPS)
+
+    def open(self, spec: KvSpec) -> None:
+        """Connect, and open this space, in the background."""
+        self._spec = msgspec.msgpack.encode(spec)
+        name = f"vllm scheduler {os.getpid()}"
+        self._line = Line(self._options.socket, spec, name, populate=False)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    # --- matching ----------------------------------------------------------------------------
+
+    def queued(self, request: Any) -> None:
+        """A request is here: ask for what there is of it, and so start bringing it."""
+        prompt = self._prompt(request)
+        session = self._session()
+        if prompt.may_load and session is not None and self._loadable(prompt):
+            self._ask(prompt, session)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens after these can be loaded, and whether between steps. None: ask again."""
+        prompt = self._prompt(request)
+        if not prompt.may_load or prompt.gave_up:
+            return 0, False
+        if computed >= self._loadable(prompt) * self._layout.block_tokens:
+            return 0, False
+        now = self._clock()
+        if prompt.waits_since is None:
+            prompt.waits_since = now
+        answer = self._answer(prompt, computed, now)
+        if answer is None and now - prompt.waits_since > self._options.patience_ms / 1000:
+            return self._give_up(prompt, "late")
+        return (None, False) if answer is None else answer
+
+    def _answer(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
+        session = self._session()
+        if session is None:
+            known_away = self._line is None or self._line.tried
+            return self._give_up(prompt, "no_daemon") if known_away else None
+        if prompt.lease is None or prompt.session is not session:
+            if not (prompt.ticket and prompt.session is session):
+                self._ask(prompt, session)
+            return None if prompt.ticket else self._give_up(prompt, "no_daemon")
+        lease, block = prompt.lease, self._layout.block_tokens
+        if now - prompt.leased_at > self._options.lease_ms / 2000:
+            self._ask(prompt, session)
+            return None
+        if lease.coming and self._worth_waiting(lease, computed):
+            if now - prompt.asked_at >= max(ASK_AGAIN_S, lease.eta_ms / 2000):
+                self._ask(prompt, session)
+            return None
+        tokens = lease.ready * block - computed
+        if tokens <= 0:
+            return 0, False
+        if not self._mapped(session, lease):
+            return None
+        return tokens, self._between_steps(tokens // block)
+
+    def _worth_waiting(self, lease: Lease, computed: int) -> bool:
+        """Whether what is coming is expected here, and loaded, before it would be recomputed."""
+        block = self._layout.block_tokens
+        start = max(lease.ready * block, computed)
+        tokens = (lease.ready + lease.coming) * block - start
+        if tokens <= 0:
+            return False
+        load_s = lease.eta_ms / 1000 + self._forecast.load_s(
+            tokens // block * self._layout.block_bytes
+        )
+        return load_s < self._forecast.recompute_s(tokens, start)
+
+    def _between_steps(self, blocks: int) -> bool:
+        if len(self._layout.groups) > 1 or self._options.load == "async":
+            return True  # a block that fails within a step can't be named where there are several groups
+        if self._options.load == "sync":
+            return False
+        load_s = self._forecast.load_s(blocks * self._layout.block_bytes)
+        return load_s > self._forecast.step_s()
+
+    def _mapped(self, session: Session, lease: Lease) -> bool:
+        """Whether every rank can read these slots."""
+        seats, shards = self._seats, self._layout.shards
+        if len(seats) < shards.ranks:
+            return False
+        run = session.reader.daemon_run
+        if any(seat.daemon_run != run for seat in seats.values()):
+            return False
+        least = min(seat.extents for seat in seats.values())
+        return least >= session.reader.extents or least >= lease.extents
+
+    def _loadable(self, prompt: Prompt) -> int:
+        """How many leading blocks can be loaded: one token is left to compute."""
+        tokens: int = prompt.request.num_tokens
+        return (tokens - 1) // self._layout.block_tokens
+
+    def _give_up(self, prompt: Prompt, why: str) -> tuple[int, bool]:
+        self.counts[f"miss:{why}"] += 1
+        prompt.gave_up = True
+        return 0, False
+
+    def _prompt(self, request: Any) -> Prompt:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            extras = self._adapters.extras(request)
+            wishes = (request.kv_transfer_params or {}).get(PARAMETER)
+            wishes = wishes if isinstance(wishes, dict) else {}
+            may_load = wishes.get("load", True) and not request.skip_reading_prefix_cache
+            may_save = wishes.get("save", True) and self._options.save
+            named = extras is not None
+            if not named:
+                self.counts["miss:adapter"] += 1
+            prompt = Prompt(
+                request, extras or b"", named and bool(may_load), named and bool(may_save)
+            )
+            self._prompts[request.request_id] = prompt
+        return prompt
+
+    def _session(self) -> Session | None:
+        return None if self._line is None else self._line.session
+
+    def _keys(self, prompt: Prompt, session: Session) -> Keys:
+        """The keys of the whole blocks that this request has so far."""
+        if prompt.session is not session:
+            self._forget_lease(prompt)
+            prompt.session, prompt.keys, prompt.known = session, None, None
+        ratio = self._layout.block_tokens // self._layout.hash_tokens
+        keys = prompt.keys
+        done = 0 if keys is None else len(keys)
+        hashes = prompt.request.block_hashes
+        if keys is None or len(hashes) // ratio > done:
+            new = hashes[done * ratio + ratio - 1 :: ratio]
+            more = session.space.keys_of_hashes(new, self._generation, prompt.extras, keys)
+            keys = prompt.keys = Keys((keys.packed if keys else b"") + more.packed)
+        return keys
+
+    def _ask(self, prompt: Prompt, session: Session) -> None:
+        keys = self._keys(prompt, session)
+        self._forget_lease(prompt)
+        count = self._loadable(prompt)
+        shards = range(self._layout.shards.count)
+        if self._tickets_of is not session:
+            self._tickets, self._tickets_of = {}, session
+        try:
+            ticket = session.space.begin_lease(keys[:count], self._options.lease_ms, shards)
+        except KvtierError as error:
+            self._lost(session, error)
+            return
+        prompt.ticket, prompt.asked_at = ticket, self._clock()
+        self._tickets[ticket] = prompt.request.request_id
+
+    def _forget_lease(self, prompt: Prompt) -> None:
+        if prompt.ticket:
+            self._tickets.pop(prompt.ticket, None)
+            prompt.ticket = 0
+        if prompt.lease is not None:
+            prompt.lease.release()
+            prompt.lease = None
+
+    def _lost(self, session: Session, why: object) -> None:
+        self.counts["lost"] += 1
+        assert self._line is not None
+        self._line.lost(session, str(why))
+
+    def _drain(self) -> None:
+        """Put the answers that have come into the table. A daemon that answers nobody is left alone."""
+        session = self._session()
+        if session is None:
+            return
+        now = self._clock()
+        try:
+            answers = session.client.poll()
+        except KvtierError as error:
+            self._lost(session, error)
+            return
+        for ticket, answer in answers.items():
+            self._take(session, ticket, answer, now)
+        if self._tickets_of is session and self._tickets:
+            first = self._prompts[next(iter(self._tickets.values()))]
+            if now - first.asked_at > self._options.patience_ms / 1000:
+                self._lost(session, "it does not answer")
+
+    def _take(self, session: Session, ticket: int, answer: Match | Lease, now: float) -> None:
+        assert isinstance(answer, Lease)
+        request_id = self._tickets.pop(ticket, None) if self._tickets_of is session else None
+        if request_id is None:
+            answer.release()
+            return
+        prompt = self._prompts[request_id]
+        prompt.ticket = 0
+        if answer.refused:
+            self._give_up(prompt, "refused")
+        prompt.lease, prompt.leased_at = answer, now
+        prompt.known = answer.ready + answer.coming
+
+    # --- loading -----------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """The engine has pages for a request, of which so many tokens are to be loaded."""
+        prompt = self._prompt(request)
+        lease, prompt.lease = prompt.lease, None
+        prompt.waits_since, prompt.gave_up = None, False
+        if lease is None or not tokens:
+            if lease is not None:
+                lease.release()
+            return
+        session = prompt.session
+        assert session is not None
+        stop = lease.ready
+        start = stop - tokens // self._layout.block_tokens
+        shards = [
+            list(self._reads(lease, shard, block_ids, start, stop))
+            for shard in range(self._layout.shards.count)
+        ]
+        number = self._number()
+        now = not self._between_steps(stop - start)
+        self._loads.append(Load(number, request.request_id, session.reader.daemon_run, now, shards))
+        self._leases[number] = (lease, self._layout.shards.ranks)
+        self._fresh.update(page for reads in shards for read in reads for page in read.block_ids)
+        prompt.saved = max(stop, prompt.saved or 0)
+        self.counts["hit_blocks"] += stop - start
+
+    def _reads(
+        self, lease: Lease, shard: int, block_ids: Sequence[Sequence[int]], start: int, stop: int
+    ) -> Iterator[Read]:
+        for number, group in enumerate(self._layout.groups):
+            part = lease.part(number, shard)
+            ids = block_ids[group.group_id]
+            # Block 0 stands for none: what a window has left behind.
+            places = [at for at in range(start, stop) if ids[at]]
+            slots = b"".join(
+                part.slots[(at - part.first) * SLOT_BYTES : (at + 1 - part.first) * SLOT_BYTES]
+                for at in places
+                if at >= part.first
+            )
+            yield Read(number, [ids[at] for at in places], slots)
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def step(self, scheduled: Any) -> Step:
+        """What the ranks have to do with this step. Reads the answers that have come."""
+        self._drain()
+        self._steps += 1
+        overwritten = self._overwritten(scheduled)
+        saves = list(self._new_saves(scheduled)) if self._options.save else []
+        loads, self._loads = self._loads, []
+        self._note(scheduled)
+        session = self._session()
+        extents = session.reader.extents if session is not None else 0
+        spec = self._spec if len(self._seats) < self._layout.shards.ranks else b""
+        return Step(self._steps, spec, extents, loads, saves, overwritten)
+
+    def _note(self, scheduled: Any) -> None:
+        """Remember when the step began, and what it has to do."""
+        tokens = scheduled.total_num_scheduled_tokens
+        context = 0.0
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is not None:
+                context += count * (prompt.request.num_computed_tokens + count / 2)
+        mean = context / tokens if tokens else 0.0
+        self._started.append((self._steps, self._clock(), tokens, mean))
+
+    def _overwritten(self, scheduled: Any) -> list[int]:
+        """The saves whose pages this step gives to somebody else."""
+        fresh, self._fresh = self._fresh, set()
+        if not self._saves:
+            return []
+        block = self._layout.block_tokens
+        for new in scheduled.scheduled_new_reqs:
+            self._add_fresh(fresh, new.block_ids, new.num_computed_tokens // block)
+        cached = scheduled.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            if cached.new_block_ids[at]:
+                resumed = request_id in cached.resumed_req_ids
+                first = cached.num_computed_tokens[at] // block if resumed else 0
+                self._add_fresh(fresh, cached.new_block_ids[at], first)
+        named = {save for page in fresh for save in self._saves_on.get(page, ())}
+        return sorted(named)
+
+    @staticmethod
+    def _add_fresh(fresh: set[int], groups: Sequence[Sequence[int]], first: int) -> None:
+        for ids in groups:
+            fresh.update(ids[first:])
+
+    def _new_saves(self, scheduled: Any) -> Iterator[Save]:
+        """Saves of the blocks that this step fills, as far as pages may wait to be copied."""
+        session = self._session()
+        if session is None:
+            return
+        for request_id, tokens in scheduled.num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None or not prompt.may_save:
+                continue
+            save = self._save(prompt, session, tokens, scheduled)
+            if save is not None:
+                yield save
+
+    def _save(self, prompt: Prompt, session: Session, tokens: int, scheduled: Any) -> Save | None:
+        request, block = prompt.request, self._layout.block_tokens
+        before = request.num_computed_tokens
+        if prompt.saved is None:
+            # What the engine had itself was saved when it was computed, unless the daemon says it was not.
+            own = before // block
+            prompt.saved = own if prompt.known is None else min(own, prompt.known)
+        limit = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
+        end = min(before + tokens, limit) // block
+        if end <= prompt.saved:
+            return None
+        keys = self._keys(prompt, session)
+        room = (self._options.saving_bytes - self._saving_bytes) // self._layout.block_bytes
+        end = min(end, len(keys), prompt.saved + room)
+        ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
+        if end <= prompt.saved or ids is None:
+            return None
+        writes = [
+            Write(number, list(ids[group.group_id][first:stop]), part.packed, part.parent)
+            for number, group in enumerate(self._layout.groups)
+            for first, stop in _runs(ids[group.group_id], prompt.saved, end)
+            for part in (keys[first:stop],)
+        ]
+        prompt.saved = end
+        if not writes:
+            return None
+        return self._saving(writes)
+
+    def _saving(self, writes: list[Write]) -> Save:
+        number = self._number()
+        pages = [page for write in writes for page in write.block_ids]
+        groups = self._layout.groups
+        nbytes = sum(len(write.block_ids) * groups[write.group].block_bytes for write in writes)
+        self._saves[number] = (pages, self._layout.shards.ranks)
+        for page in pages:
+            self._saves_on.setdefault(page, set()).add(number)
+        self._saving_bytes += nbytes
+        self._bytes_of[number] = nbytes
+        return Save(number, writes)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    # --- what the ranks report ---------------------------------------------------------------
+
+    def reported(self, report: Report, failed: set[str]) -> None:
+        """Take what the ranks have done; `failed` are requests whose load came to nothing."""
+        self._seats |= report.seats
+        self.counts.update(report.counts)
+        if report.load_s:
+            self._forecast.loaded(report.load_bytes, report.load_s)
+        while self._started and self._started[0][0] <= report.step:
+            number, started, tokens, context = self._started.popleft()
+            if number == report.step and tokens:
+                self._forecast.stepped(tokens, context, self._clock() - started)
+        for number, ranks in report.loads.items():
+            self._load_over(number, ranks)
+        for number, ranks in report.saves.items():
+            self._save_over(number, ranks)
+        for request_id in failed:
+            if request_id in self._prompts:
+                self._prompts[request_id].may_load = False
+
+    def _load_over(self, number: int, ranks: int) -> None:
+        lease, left = self._leases.pop(number)
+        if left > ranks:
+            self._leases[number] = (lease, left - ranks)
+            return
+        lease.release()
+
+    def _save_over(self, number: int, ranks: int) -> None:
+        pages, left = self._saves[number]
+        if left > ranks:
+            self._saves[number] = (pages, left - ranks)
+            return
+        del self._saves[number]
+        self._saving_bytes -= self._bytes_of.pop(number)
+        for page in pages:
+            saves = self._saves_on[page]
+            saves.discard(number)
+            if not saves:
+                del self._saves_on[page]
+
+    # --- the end of a request ----------------------------------------------------------------
+
+    def finished(self, request: Any) -> None:
+        """The request is over, or was given up. A load that is on its way ends by itself."""
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            return
+        self._forget_lease(prompt)
+        if prompt.may_save and prompt.saved is not None:
+            whole = request.num_computed_tokens // self._layout.block_tokens
+            if self._options.save_decode and whole > prompt.saved:
+                self.counts["drop:no_time"] += whole - prompt.saved
+
+    def new_generation(self) -> None:
+        """Nothing that was saved so far is found from now on, by this engine."""
+        self._generation = os.urandom(GENERATION_BYTES)
+        for prompt in self._prompts.values():
+            self._forget_lease(prompt)
+            prompt.keys = prompt.known = prompt.saved = None
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """What is held: for tests, that nothing is left behind."""
+        return {
+            "prompts": len(self._prompts), "leases": len(self._leases), "saves": len(self._saves),
+            "tickets": len(self._tickets), "pages": len(self._saves_on),
+            "bytes": self._saving_bytes,
+        }  # fmt: skip
+
+
+def _runs(ids: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges of consecutive blocks that have a page."""
+    first = start
+    for at in range(start, stop + 1):
+        if at == stop or not ids[at]:
+            if first < at:
+                yield first, at
+            first = at + 1

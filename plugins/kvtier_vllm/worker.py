@@ -1,0 +1,310 @@
+"""A worker's side: copies between the engine's pages and the arena, without the GIL.
+
+Two threads: one loads, one saves. Neither the step nor a load ever asks the daemon; a save does, in its
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvtier import Keys, KvSpec, KvtierError
+from kvtier.client import Reader
+from kvtier_kernels import Pieces
+from kvtier_vllm.layout import Layout, Pages
+from kvtier_vllm.line import Line, Session
+from kvtier_vllm.messages import Load, Report, Save, Seat, Step, Write
+from kvtier_vllm.options import Options
+
+log = logging.getLogger(__name__)
+
+KEPT_RUNS = 2  # of the daemon: what was promised of the last one can still be read
+LARGE_COPY_BYTES = 32 << 20
+DRAIN_S = 2.0
+
+
+class Overwritten(Exception):  # noqa: N818
+    """The pages of a save are somebody else's now."""
+
+
+class Copying:
+    """A save as its thread and the step see it: its copy may be called off until it has begun, and is waited
+    for from then on. A copy takes milliseconds; the daemon is never asked within it."""
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self._changed = threading.Condition()
+        self._off = False
+        self._busy = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._off:
+                raise Overwritten
+            self._busy = True
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """From now on nothing is copied from these pages."""
+        with self._changed:
+            self._off = True
+            while self._busy:
+                self._changed.wait()
+
+
+class WorkerSide:
+    """One for each rank. `arrays` is the memory that the pages lie in."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        options: Options,
+        rank: int,
+        pages: Pages,
+        arrays: Sequence[Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._options = options
+        self._rank = rank
+        self._shard = layout.shards.of(rank)
+        self._pieces = [_pieces(group, arrays) for group in pages.groups]
+        self._clock = clock
+        self._line: Line | None = None
+        self._readers: dict[bytes, Reader] = {}
+        self._seat: Seat | None = None
+        self._step = 0
+        self._copying: dict[int, Copying] = {}
+        self._lock = threading.Lock()
+        self._report = Report()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._looking = False
+        self._to_load: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._to_save: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._load_all, name="kvtier-load", daemon=True),
+            threading.Thread(target=self._save_all, name="kvtier-save", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Before any page is written: end the copies from pages that are somebody else's now."""
+        self._step = step.number
+        for number in step.overwritten:
+            copying = self._copying.get(number)
+            if copying is not None:
+                copying.end()
+        if self._line is None and step.spec:
+            spec = msgspec.msgpack.decode(step.spec, type=KvSpec)
+            name = f"vllm rank {self._rank} {os.getpid()}"
+            self._line = Line(self._options.socket, spec, name, populate=True)
+        self._sit(step)
+
+    def _sit(self, step: Step) -> None:
+        """Know the session, and have all its extents mapped."""
+        session = self._line.session if self._line is not None else None
+        if session is None:
+            return
+        reader = session.reader
+        if reader.daemon_run not in self._readers:
+            while len(self._readers) >= KEPT_RUNS:
+                self._readers.pop(next(iter(self._readers)))
+        self._readers[reader.daemon_run] = reader
+        if reader.extents < step.extents and not self._looking:
+            self._looking = True
+            self._to_save.put(self._look)
+
+    def start_loads(self, loads: Sequence[Load]) -> None:
+        """Carry out those that this step needs; the others go to their thread."""
+        for load in loads:
+            if not load.now:
+                self._to_load.put(load)
+                continue
+            good = self._load(load)
+            if not good:
+                blocks = [page for read in load.shards[self._shard] for page in read.block_ids]
+                self._bad_blocks.update(blocks)
+            self._over(load)
+
+    def start_saves(self, saves: Sequence[Save]) -> None:
+        """The pages of these are written: hand them to their thread."""
+        for save in saves:
+            copying = self._copying[save.number] = Copying(save)
+            self._to_save.put(partial(self._save, copying))
+
+    def received(self) -> tuple[set[str], set[str]]:
+        """The requests whose load between steps is over, and those of them that it failed."""
+        with self._lock:
+            received, self._received = self._received, set()
+            failed, self._failed = self._failed, set()
+        return received, failed
+
+    def bad_blocks(self) -> set[int]:
+        """The engine's blocks that a load within this step did not fill."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> Report:
+        """What has happened since the last one."""
+        with self._lock:
+            report, self._report = self._report, Report()
+        report.step = self._step
+        for number in report.saves:
+            self._copying.pop(number, None)
+        session = self._line.session if self._line is not None else None
+        if session is not None:
+            reader = session.reader
+            seat = Seat(reader.daemon_run, session.space.identity, reader.extents)
+            if seat != self._seat:
+                self._seat = seat
+                report.seats[self._rank] = seat
+        return report
+
+    def close(self) -> None:
+        """Save what waits, for a moment, and hang up."""
+        self._to_load.put(None)
+        self._to_save.put(None)
+        for thread in self._threads:
+            thread.join(DRAIN_S)
+        for copying in list(self._copying.values()):
+            copying.end()
+        if self._line is not None:
+            self._line.close()
+
+    # --- loads -------------------------------------------------------------------------------
+
+    def _load_all(self) -> None:
+        while (load := self._to_load.get()) is not None:
+            good = self._load(load)
+            with self._lock:
+                self._received.add(load.request_id)
+                if not good:
+                    self._failed.add(load.request_id)
+            self._over(load)
+
+    def _load(self, load: Load) -> bool:
+        """Copy this rank's shard; whether every page holds what it should. Never raises: it is an edge."""
+        started = self._clock()
+        try:
+            why, nbytes = self._copy_out(load)
+        except (KvtierError, IndexError, ValueError) as error:
+            log.warning("kvtier: a load failed: %s", error)
+            why, nbytes = "error", 0
+        seconds = self._clock() - started
+        with self._lock:
+            if why:
+                self._report.counts[f"load_failed:{why}"] += 1
+            else:
+                self._report.load_bytes += nbytes
+                self._report.load_s += seconds
+        return not why
+
+    def _copy_out(self, load: Load) -> tuple[str, int]:
+        reader = self._readers.get(load.daemon_run)
+        if reader is None:
+            return "no_daemon", 0
+        moved = 0
+        for read in load.shards[self._shard]:
+            pieces = self._pieces[read.group]
+            nbytes = pieces.block_bytes * len(read.block_ids)
+            threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
+            if not read.block_ids:
+                continue
+            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads)
+            if fresh < len(read.block_ids):
+                return "stale", 0
+            moved += nbytes
+        return "", moved
+
+    def _over(self, load: Load) -> None:
+        with self._lock:
+            self._report.loads[load.number] += 1
+
+    # --- saves -------------------------------------------------------------------------------
+
+    def _save_all(self) -> None:
+        while (task := self._to_save.get()) is not None:
+            task()
+
+    def _look(self) -> None:
+        """Ask for nothing: extents that were added come before the answer."""
+        session = self._line.session if self._line is not None else None
+        if session is not None:
+            try:
+                session.client.ping()
+            except KvtierError as error:
+                self._lost(session, error)
+        self._looking = False
+
+    def _save(self, copying: Copying) -> None:
+        counts = self._saved(copying)
+        copying.end()
+        with self._lock:
+            self._report.saves[copying.save.number] += 1
+            self._report.counts.update(counts)
+
+    def _saved(self, copying: Copying) -> Counter[str]:
+        """What became of the blocks, counted. Never raises: the engine's edge."""
+        blocks = sum(len(write.block_ids) for write in copying.save.writes)
+        if not self._layout.shards.writes(self._rank):
+            return Counter()
+        session = self._line.session if self._line is not None else None
+        if session is None:
+            return Counter({"drop:no_daemon": blocks})
+        counts: Counter[str] = Counter()
+        try:
+            for write in copying.save.writes:
+                counts += self._copy_in(session, write, copying)
+        except Overwritten:
+            counts["drop:overwritten"] += blocks
+        except KvtierError as error:
+            counts["drop:lost"] += blocks
+            self._lost(session, error)
+        except (IndexError, ValueError) as error:
+            log.warning("kvtier: a save failed: %s", error)
+            counts["drop:error"] += blocks
+        return counts
+
+    def _copy_in(self, session: Session, write: Write, copying: Copying) -> Counter[str]:
+        keys = Keys(write.keys, write.parent)
+        with session.space.reserve(keys, write.group, self._shard) as saving:
+            if saving.slots:
+                with copying:
+                    saving.gather(self._pieces[write.group], write.block_ids)
+                saving.commit(len(saving))
+        counts = Counter({"saved": len(saving)})
+        counts.update(f"not_saved:{why}" for why in saving.refused.values())
+        return counts
+
+    def _lost(self, session: Session, error: KvtierError) -> None:
+        # A daemon that says no is there.
+        if session.client.link.connection.broken and self._line is not None:
+            self._line.lost(session, str(error))
+
+
+def _pieces(group: Sequence[Any], arrays: Sequence[Any]) -> Pieces:
+    return Pieces(
+        [arrays[page.array] for page in group],
+        [page.offset for page in group],
+        [page.stride for page in group],
+        [page.nbytes for page in group],
+    )
