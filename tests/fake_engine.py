@@ -1,0 +1,289 @@
+"""An engine of numbers: it schedules and pages as vLLM does, computes nothing, and knows what every page must
+hold. Both sides of the plugin run in it, over a real daemon."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvtier import Group, KvSpec
+from kvtier_vllm.layout import Cached, Layout, Page, Pages, Shards
+from kvtier_vllm.options import Options
+from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.worker import WorkerSide
+
+BLOCK = 16
+LAYERS = 2
+PAGE_BYTES = 4096
+STEP_S = 0.002
+
+
+def layout_of(windows: Sequence[int] = (0,), ranks: int = 1, replicas: int = 1) -> Layout:
+    """One group for each of `windows`, 0 being full attention."""
+    groups = tuple(
+        Cached(
+            number, "window" if window else "full", window,
+            tuple((f"{number}.{layer}", PAGE_BYTES) for layer in range(LAYERS)),
+        )
+        for number, window in enumerate(windows)
+    )  # fmt: skip
+    return Layout(BLOCK, BLOCK, groups, Shards(ranks, replicas))
+
+
+def spec_for(layout: Layout) -> KvSpec:
+    groups = [
+        Group(kind=group.kind, layers=LAYERS, window_tokens=group.window_tokens,
+              opaque_bytes=group.block_bytes, shards=layout.shards.count)
+        for group in layout.groups
+    ]  # fmt: skip
+    return KvSpec.groups(groups, model="fake", dtype="uint8", block_tokens=BLOCK, weights="rev:1")
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    request_id: str
+    tokens: list[int]
+    num_computed_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool = False
+    lora_request: Any = None
+    cached: int = 0
+    failed: bool = False
+    loading: bool = False
+    aborted: bool = False
+    steps_asked: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        text, hashes = b"", []
+        for at in range(0, self.num_tokens // BLOCK * BLOCK, BLOCK):
+            text = hashlib.sha256(text + repr(self.tokens[at : at + BLOCK]).encode()).digest()
+            hashes.append(text)
+        return hashes
+
+    @property
+    def done(self) -> bool:
+        return self.num_computed_tokens >= self.num_tokens
+
+
+class FakeEngine:
+    """Pages of every rank, and requests that move through them a step at a time."""
+
+    def __init__(
+        self, socket: str, layout: Layout | None = None, pages: int = 64, **options: Any
+    ) -> None:
+        self.layout = layout or layout_of()
+        self.options = Options(socket=socket, **options)
+        shape = (len(self.layout.groups), LAYERS, pages, PAGE_BYTES)
+        self.memory = [np.zeros(shape, np.uint8) for _ in range(self.layout.shards.ranks)]
+        self.scheduler = SchedulerSide(self.layout, self.options)
+        self.workers = [
+            WorkerSide(self.layout, self.options, rank, self._pages(pages), [memory.reshape(-1)])
+            for rank, memory in enumerate(self.memory)
+        ]
+        self.scheduler.open(spec_for(self.layout))
+        self.free = list(range(1, pages))
+        self.waiting: list[FakeRequest] = []
+        self.loading: dict[str, FakeRequest] = {}
+        self.received: dict[str, int] = {}
+        self.numbers = 0
+        self.longest_call_s = 0.0
+
+    def _pages(self, pages: int) -> Pages:
+        groups = range(len(self.layout.groups))
+        stride = pages * PAGE_BYTES
+        return Pages(
+            tuple(
+                tuple(
+                    Page(0, (group * LAYERS + layer) * stride, PAGE_BYTES, PAGE_BYTES)
+                    for layer in range(LAYERS)
+                )
+                for group in groups
+            ),
+            "fake",
+        )
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+    def timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What the scheduler's thread waits for."""
+        started = time.perf_counter()
+        result = call(*args)
+        self.longest_call_s = max(self.longest_call_s, time.perf_counter() - started)
+        return result
+
+    def add(self, tokens: Sequence[int], **changes: Any) -> FakeRequest:
+        self.numbers += 1
+        request = FakeRequest(f"r{self.numbers}", list(tokens), **changes)
+        self.timed(self.scheduler.queued, request)
+        self.waiting.append(request)
+        return request
+
+    def content(self, rank: int, group: int, layer: int, request: FakeRequest, at: int) -> bytes:
+        """What a page of this block holds, on this rank."""
+        shard = self.layout.shards.of(rank)
+        seed = request.block_hashes[at] + bytes([shard, group, layer])
+        return hashlib.sha256(seed).digest() * (PAGE_BYTES // 32)
+
+    def compute(self, request: FakeRequest, start: int, stop: int) -> None:
+        for rank, group, layer in np.ndindex(len(self.memory), len(self.layout.groups), LAYERS):
+            for at in range(start // BLOCK, stop // BLOCK):
+                if page := request.pages[group][at]:
+                    data = np.frombuffer(self.content(rank, group, layer, request, at), np.uint8)
+                    self.memory[rank][group, layer, page] = data
+
+    def wrong_pages(self, request: FakeRequest) -> list[tuple[int, int, int, int]]:
+        """The (rank, group, layer, block) of every page that holds something else than it must."""
+        blocks = request.num_computed_tokens // BLOCK
+        return [
+            (rank, group, layer, at)
+            for rank, group, layer in np.ndindex(len(self.memory), len(self.layout.groups), LAYERS)
+            for at in range(blocks)
+            if (page := request.pages[group][at])
+            and bytes(self.memory[rank][group, layer, page])
+            != self.content(rank, group, layer, request, at)
+        ]
+
+    def allocate(self, request: FakeRequest, computed: int, tokens: int) -> None:
+        """Pages for so many tokens; none for what a window has left behind."""
+        request.pages = []
+        for group in self.layout.groups:
+            skipped = 0
+            if group.kind == "window":
+                skipped = max(0, computed - group.window_tokens) // BLOCK
+            count = -(-tokens // BLOCK) - skipped
+            pages, self.free = self.free[:count], self.free[count:]
+            assert len(pages) == count, "the fake engine is out of pages"
+            request.pages.append([0] * skipped + pages)
+
+    def step(self) -> None:
+        """Schedule, carry out, take the reports: one step of the engine."""
+        running: dict[str, int] = {}
+        new, now = [], []
+        for request in list(self.waiting):
+            count, between = self.timed(self.scheduler.matched, request, 0)
+            request.steps_asked += 1
+            if count is None:
+                continue
+            self.waiting.remove(request)
+            request.cached = count
+            self.allocate(request, count, count if between else request.num_tokens)
+            self.timed(self.scheduler.allocated, request, request.pages, count)
+            if between:
+                request.loading = True
+                self.loading[request.request_id] = request
+                continue
+            request.num_computed_tokens = count
+            now.append(request)
+        for request in [r for r in self.loading.values() if not r.loading]:
+            del self.loading[request.request_id]
+            if request.aborted:
+                continue
+            if request.failed:
+                request.num_computed_tokens = 0
+            self.extend(request)
+            self.timed(self.scheduler.allocated, request, request.pages, 0)
+            now.append(request)
+        for request in now:
+            running[request.request_id] = request.num_tokens - request.num_computed_tokens
+            ids = tuple(request.pages)
+            new.append(
+                SimpleNamespace(block_ids=ids, num_computed_tokens=request.num_computed_tokens)
+            )
+        self.carry_out({request.request_id: request for request in now}, running, new)
+
+    def extend(self, request: FakeRequest) -> None:
+        for pages in request.pages:
+            count = -(-request.num_tokens // BLOCK) - len(pages)
+            pages += self.free[:count]
+            self.free = self.free[count:]
+
+    def carry_out(
+        self, requests: dict[str, FakeRequest], tokens: dict[str, int], new: list[Any]
+    ) -> None:
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[]),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: tuple(requests[name].pages)
+            ),
+        )  # fmt: skip
+        step = self.timed(self.scheduler.step, scheduled)
+        failed: set[str] = set()
+        for worker in self.workers:
+            worker.begin(step)
+            worker.start_loads(step.loads)
+        for name, count in tokens.items():
+            request = requests[name]
+            start = request.num_computed_tokens
+            request.num_computed_tokens += count
+            self.compute(request, start, request.num_computed_tokens)
+        reports = []
+        for worker in self.workers:
+            worker.start_saves(step.saves)
+            received, bad = worker.received()
+            failed |= bad
+            for name in received:
+                self.received[name] = self.received.get(name, 0) + 1
+            reports.append(worker.report())
+        for name in [n for n, ranks in self.received.items() if ranks == len(self.workers)]:
+            del self.received[name]
+            request = self.loading[name]
+            request.loading = False
+            request.num_computed_tokens = request.cached
+            request.failed = name in failed
+        report = reports[0]
+        for other in reports[1:]:
+            report = report.add(other)
+        self.timed(self.scheduler.reported, report, failed)
+        time.sleep(STEP_S)
+
+    def run(self, request: FakeRequest, seconds: float = 10.0) -> FakeRequest:
+        """Step until the request has been computed."""
+        self.until(lambda: request.done, seconds)
+        return request
+
+    def until(self, holds: Callable[[], bool], seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline, f"still not so after {seconds} s"
+            self.step()
+
+    def finish(self, request: FakeRequest) -> None:
+        """The request is over, or was given up: its pages are free, the first of them first."""
+        request.aborted = not request.done
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.timed(self.scheduler.finished, request)
+        self.free = [page for pages in request.pages for page in pages if page] + self.free
+
+    def serve(self, tokens: Sequence[int], **changes: Any) -> FakeRequest:
+        """From queueing to the end, saves included."""
+        request = self.run(self.add(tokens, **changes))
+        self.until(lambda: not self.scheduler.in_flight["saves"])
+        assert not self.wrong_pages(request), self.wrong_pages(request)
+        self.finish(request)
+        return request
+
+    def settle(self) -> None:
+        """Until nothing is held any more."""
+        self.until(lambda: not any(self.scheduler.in_flight.values()))

@@ -1,0 +1,210 @@
+"""What the vLLM plugin makes of an engine's configuration: the same identity for the same cache, no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier import KvSpec
+from kvtier.layout import space_id
+from kvtier_vllm.identity import Adapters, folder_digest, weights_identity
+from kvtier_vllm.layout import check_hashes, describe, read_layout
+from kvtier_vllm.options import Options, Unsupported, read_options
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's: kinds are told by the name."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class UniformTypeKVCacheSpecs(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+def full(**more: Any) -> FullAttentionSpec:
+    fields = {"block_size": 16, "page_size_bytes": 4096, "dtype": "torch.bfloat16"}
+    return FullAttentionSpec(**(fields | more))
+
+
+def window(tokens: int, **more: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**vars(full(**more)), sliding_window=tokens)
+
+
+def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
+    """The two configurations of an engine with these KV-cache groups."""
+    groups = [
+        SimpleNamespace(layer_names=[f"layers.{n}.{k}" for k in range(2)], kv_cache_spec=spec,
+                        is_eagle_group=False)
+        for n, spec in enumerate(specs or (full(),))
+    ]  # fmt: skip
+    caches = SimpleNamespace(
+        kv_cache_groups=groups, prefix_cacheable_group_ids=tuple(range(len(groups))),
+        hash_block_size=changes.pop("hash_tokens", 16), kv_cache_layout="LBHNC",
+        kv_tp_replicas=changes.pop("replicas", 1),
+    )  # fmt: skip
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    model = {
+        "model": "/models/tiny", "dtype": "bfloat16", "quantization": None, "seed": 0,
+        "revision": "5" * 40,
+        "hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": changes.get("rope", 1.0)}),
+    }  # fmt: skip
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**(model | changes.get("model", {}))),
+        cache_config=SimpleNamespace(
+            cache_dtype=changes.get("cache_dtype", "auto"),
+            prefix_caching_hash_algo=changes.get("hash", "sha256_cbor"),
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(**(parallel | changes.get("parallel", {}))),
+    )
+    return config, caches
+
+
+def described(*specs: Any, pages: str = "p", version: str = "1", **changes: Any) -> KvSpec:
+    config, caches = engine(*specs, **changes)
+    layout = read_layout(config, caches)
+    return describe(config, caches, layout, pages, version, Options())
+
+
+def test_the_same_engine_has_the_same_identity() -> None:
+    assert space_id(described(), "t") == space_id(described(), "t")
+
+
+CHANGES: dict[str, Callable[[], KvSpec]] = {
+    "page bytes": lambda: described(full(page_size_bytes=8192)),
+    "block tokens": lambda: described(full(block_size=32)),
+    "a window": lambda: described(window(100)),
+    "another group": lambda: described(full(), full()),
+    "memory layout": lambda: described(pages="q"),
+    "engine version": lambda: described(version="2"),
+    "rope": lambda: described(rope=2.0),
+    "cache type": lambda: described(cache_dtype="fp8"),
+    "compute type": lambda: described(model={"dtype": "float32"}),
+    "quantization": lambda: described(model={"quantization": "awq"}),
+    "revision": lambda: described(model={"revision": "6" * 40}),
+    "model": lambda: described(model={"model": "/models/other"}),
+    "ranks": lambda: described(parallel={"tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_engine_has_another_identity(what: str) -> None:
+    assert space_id(CHANGES[what](), "t") != space_id(described(), "t")
+
+
+def test_a_window_needs_what_the_next_token_sees() -> None:
+    """It sees itself and the window less one before it: 17 tokens need one block of 16, 18 need two."""
+    for tokens, blocks in ((17, 1), (18, 2), (33, 2), (1, 1)):
+        group = described(window(tokens)).cache_groups[0]
+        assert (group.kind, group.window_blocks(16)) == ("window", blocks)
+
+
+def test_groups_that_the_engine_mixes_of_like_kinds_are_one() -> None:
+    layers = {"layers.0.0": full(), "layers.0.1": full(page_size_bytes=8192)}
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
+    assert described(mixed).cache_groups[0].opaque_bytes == 4096 + 8192
+
+
+def test_replicated_ranks_share_a_shard() -> None:
+    spec = described(parallel={"tensor_parallel_size": 4}, replicas=2)
+    assert spec.cache_groups[0].shards == 2
+    config, caches = engine(parallel={"tensor_parallel_size": 4}, replicas=2)
+    shards = read_layout(config, caches).shards
+    assert [shards.of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [shards.writes(rank) for rank in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "specs, changes",
+    [
+        ((MambaSpec(block_size=16),), {}),
+        ((full(), full(block_size=32)), {}),
+        ((full(),), {"parallel": {"pipeline_parallel_size": 2}}),
+        ((full(),), {"parallel": {"decode_context_parallel_size": 2}}),
+        ((full(),), {"hash_tokens": 24}),
+    ],
+)
+def test_what_cannot_be_kept_is_said(specs: tuple[Any, ...], changes: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported):
+        read_layout(*engine(*specs, **changes))
+
+
+def test_hashes_that_can_be_forged_are_refused_with_what_to_write() -> None:
+    config, _ = engine(hash="xxhash_cbor")
+    with pytest.raises(ValueError, match="--prefix-caching-hash-algo sha256_cbor"):
+        check_hashes(config, {})
+    for algorithm in ("sha256", "sha256_cbor"):
+        config, _ = engine(hash=algorithm)
+        assert check_hashes(config, {}) == ""
+        assert "PYTHONHASHSEED=7" in check_hashes(config, {"PYTHONHASHSEED": "7"})
+
+
+def test_an_option_that_is_none_is_refused_with_the_nearest() -> None:
+    assert read_options({"socket": "/run/x", "saving": "1GiB"}).saving_bytes == 1 << 30
+    for extra, hint in (
+        ({"sokcet": "/run/x"}, "did you mean 'socket'"),
+        ({"load": "fast"}, "load"),
+        ({"saving": "1G"}, "ambiguous"),
+        ({"patience_ms": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            read_options(extra)
+
+
+def weights(folder: Path, body: bytes = bytes(1 << 20), **header: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    head = json.dumps(header).encode()
+    data = len(head).to_bytes(8, "little") + head + body
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+def test_weights_are_named_by_content_not_by_place(tmp_path: Path) -> None:
+    one = folder_digest(weights(tmp_path / "one", a=1))
+    assert folder_digest(weights(tmp_path / "two", a=1)) == one
+    body = bytearray(1 << 20)
+    body[-1] = 1
+    for number, other in enumerate(
+        (
+            weights(tmp_path / "header", a=2),
+            weights(tmp_path / "last byte", bytes(body), a=1),
+            weights(tmp_path / "size", bytes((1 << 20) + 1), a=1),
+            weights(tmp_path / "scaled", b"\1" * (1 << 20), a=1),
+        )
+    ):
+        assert folder_digest(other) != one, number
+
+
+def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="no weight files"):
+        folder_digest(tmp_path)
+    model = SimpleNamespace(model="nobody/nothing", revision="main", seed=3)
+    with pytest.raises(Unsupported, match="'weights'"):
+        weights_identity(model, "auto")
+    assert weights_identity(model, "dummy") == "dummy:3"
+
+
+def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
+    adapters = Adapters()
+
+    def extras(folder: Path | None) -> bytes | None:
+        lora = None if folder is None else SimpleNamespace(lora_path=str(folder))
+        return adapters.extras(SimpleNamespace(lora_request=lora))
+
+    assert extras(None) == b""
+    one = extras(weights(tmp_path / "one", a=1))
+    assert one and extras(weights(tmp_path / "two", a=1)) == one
+    assert extras(weights(tmp_path / "one", a=22)) not in (one, None)
+    assert extras(tmp_path / "missing") is None

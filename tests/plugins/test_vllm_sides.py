@@ -1,0 +1,278 @@
+"""Both sides of the vLLM plugin over a real daemon, in an engine that computes nothing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from fake_engine import BLOCK, FakeEngine, layout_of, spec_for
+from kvtier.client import Lease
+from kvtier_vllm.layout import Layout
+
+PROMPT = range(8 * BLOCK + 3)
+EngineOf = Callable[..., FakeEngine]
+SHAPES = {
+    "one group": layout_of(),
+    "two ranks": layout_of(ranks=2),
+    "two ranks of like pages": layout_of(ranks=2, replicas=2),
+    "a window": layout_of([2 * BLOCK - 1]),
+    "six groups": layout_of([0, 20, 20, 0, 40, 20], ranks=2),
+}
+
+
+@pytest.fixture
+def engine_of() -> Iterator[EngineOf]:
+    engines = []
+
+    def make(daemon: Daemon | str, *args: Any, **options: Any) -> FakeEngine:
+        socket = daemon if isinstance(daemon, str) else daemon.socket
+        engines.append(FakeEngine(socket, *args, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def cold_daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
+    return daemon_of(warm="16MiB")
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_is_loaded_as_it_was_saved(
+    cold_daemon: Daemon, engine_of: EngineOf, shape: str, load: str
+) -> None:
+    """Every page of every layer and rank, in a second engine."""
+    layout = SHAPES[shape]
+    engine = engine_of(cold_daemon, layout, load=load)
+    assert engine.serve(PROMPT).cached == 0
+    again = engine_of(cold_daemon, layout, load=load)
+    assert again.serve(PROMPT).cached == 8 * BLOCK
+    for one in (engine, again):
+        one.settle()
+
+
+def test_one_token_is_left_to_compute(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(4 * BLOCK))
+    assert engine.serve(range(4 * BLOCK)).cached == 3 * BLOCK
+    assert engine.serve(range(4 * BLOCK + 1)).cached == 4 * BLOCK
+
+
+def test_a_longer_prompt_loads_what_is_common(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(4 * BLOCK))
+    other = [*range(3 * BLOCK), *range(900, 900 + 3 * BLOCK)]
+    assert engine.serve(other).cached == 3 * BLOCK
+    assert engine.serve([*other, 1]).cached == 6 * BLOCK
+
+
+def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"save": False}})
+    assert engine.serve(PROMPT).cached == 0
+    assert engine.serve(PROMPT, kv_transfer_params={"kvtier": {"load": False}}).cached == 0
+    assert engine.serve(PROMPT, skip_reading_prefix_cache=True).cached == 0
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+
+
+def test_a_new_generation_finds_nothing_of_the_old(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(PROMPT)
+    engine.scheduler.new_generation()
+    assert engine.serve(PROMPT).cached == 0
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+
+
+def test_no_daemon_is_a_miss_and_one_that_comes_is_used(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
+) -> None:
+    folder = tmp_path / "later"
+    engine = engine_of(str(folder / "kvtier.sock"))
+    for _ in range(3):
+        assert engine.serve(PROMPT).cached == 0
+    assert engine.scheduler.counts["miss:no_daemon"] == 3
+    daemon_of(folder=folder)
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_what_was_promised_is_loaded_from_a_daemon_that_died(
+    cold_daemon: Daemon, engine_of: EngineOf, load: str
+) -> None:
+    engine = engine_of(cold_daemon, load=load)
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    cold_daemon.process.kill()
+    cold_daemon.process.wait()
+    engine.run(request)
+    assert request.cached == 8 * BLOCK and not request.failed
+    assert not engine.wrong_pages(request)
+
+
+def test_a_hung_daemon_costs_a_request_its_patience_and_the_next_nothing(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon, patience_ms=300)
+    engine.serve(PROMPT)
+    engine.longest_call_s = 0.0
+    cold_daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        assert engine.serve(PROMPT).cached == 0
+        later = engine.run(engine.add(PROMPT))
+        assert later.cached == 0 and later.steps_asked == 1
+        engine.finish(later)
+        # The scheduler's thread never waited for it: the daemon did not answer for seconds.
+        assert engine.longest_call_s < 0.25
+    finally:
+        cold_daemon.process.send_signal(signal.SIGCONT)
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
+    engine.settle()
+
+
+def test_a_restarted_daemon_is_used_again(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
+) -> None:
+    folder = tmp_path / "again"
+    daemon = daemon_of(folder=folder)
+    engine = engine_of(daemon, layout_of(ranks=2))
+    engine.serve(PROMPT)
+    daemon.process.kill()
+    daemon.process.wait()
+    assert engine.serve(PROMPT).cached == 0
+    daemon_of(folder=folder)
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
+    engine.settle()
+
+
+def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    """Nothing is promised before every rank is with the same run of the daemon, nor read after."""
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    worker = engine.workers[0]
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    (reader,) = worker._readers.values()
+    worker._readers = {bytes(16): reader}
+    worker._sit = lambda step: None  # type: ignore[method-assign]
+    engine.run(request)
+    assert request.failed and not engine.wrong_pages(request)
+    assert engine.scheduler.counts["load_failed:no_daemon"] == 1
+
+
+def test_a_slot_that_was_given_away_fails_the_load(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    lease = engine.scheduler._prompts[request.request_id].lease
+    assert isinstance(lease, Lease)
+    lease.release()
+    with cold_daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        keys = engine.scheduler._prompts[request.request_id].keys
+        assert keys is not None and space.forget(keys) == 8
+        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes()))
+    engine.run(request)
+    assert request.failed and not engine.wrong_pages(request)
+    assert engine.scheduler.counts["load_failed:stale"] == 1
+    engine.finish(request)
+    engine.settle()
+
+
+def test_pages_that_are_given_away_in_the_middle_of_a_save_are_not_saved(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """The request ends before its save has begun, and the next one gets its pages."""
+    engine = engine_of(cold_daemon, pages=10)
+    engine.serve(range(1000, 1000 + BLOCK))
+    held = threading.Event()
+    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    first = engine.run(engine.add(PROMPT))
+    engine.finish(first)
+    second = engine.run(engine.add(range(500, 500 + 8 * BLOCK + 3)))
+    held.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 8
+    engine.finish(second)
+    assert engine.serve(PROMPT).cached == 0
+    assert engine.serve(range(500, 500 + 8 * BLOCK + 3)).cached == 8 * BLOCK
+
+
+def test_saves_wait_when_too_many_bytes_do(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon, saving=2 * engine_block_bytes())
+    engine.serve(range(1000, 1000 + BLOCK))
+    request = engine.run(engine.add(PROMPT))
+    assert engine.scheduler.in_flight["bytes"] <= 2 * engine_block_bytes()
+    engine.finish(request)
+    assert engine.scheduler.counts["drop:no_time"] == 6
+    engine.settle()
+    assert engine.run(engine.add(PROMPT)).cached == 2 * BLOCK
+
+
+def engine_block_bytes() -> int:
+    return layout_of().block_bytes
+
+
+def test_an_abort_leaves_nothing_behind(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    asked = engine.add(PROMPT)
+    engine.finish(asked)
+    leased = engine.add(PROMPT)
+    while engine.scheduler.matched(leased, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    engine.finish(leased)
+    loading = engine.add(PROMPT)
+    engine.until(lambda: bool(engine.loading))
+    engine.finish(loading)
+    engine.until(lambda: not engine.loading)
+    engine.settle()
+    stats = cold_daemon.wait_for(lambda stats: not leases(stats))
+    assert not leases(stats)
+
+
+def leases(stats: dict[str, Any]) -> int:
+    return int(stats["tenants"]["default"]["leases"])
+
+
+def test_many_prompts_at_once_are_all_right(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    layout: Layout = layout_of([0, 20], ranks=2)
+    engine = engine_of(cold_daemon, layout, pages=512)
+    prompts = [[*range(4 * BLOCK), *range(n * 100, n * 100 + 40)] for n in range(1, 13)]
+    for cached in (0, 6 * BLOCK):
+        requests = [engine.add(prompt) for prompt in prompts]
+        for request in requests:
+            engine.run(request)
+            assert not engine.wrong_pages(request)
+        engine.until(lambda: not engine.scheduler.in_flight["saves"])
+        for request in requests:
+            engine.finish(request)
+        assert min(request.cached for request in requests) >= cached
+    engine.settle()
+
+
+def test_an_engine_s_death_frees_its_leases(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    assert leases(cold_daemon.stats()) == 1
+    engine.scheduler.close()
+    cold_daemon.wait_for(lambda stats: not leases(stats))
