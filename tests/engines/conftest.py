@@ -1,0 +1,186 @@
+"""Real vLLM engines, each in a process of its own, and what their pages held."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+START_S = 240.0
+ANSWER_S = 240.0
+BLOCK = 32
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE),
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_spec("vllm") is None:
+        skip = pytest.mark.skip(reason="needs vLLM: make test-engines")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(skip)
+
+
+@dataclass(eq=False)
+class Engine:
+    """A running engine, `host.py` under it."""
+
+    process: subprocess.Popen[str]
+    records: Path
+    log: Path
+
+    def answer(self, seconds: float = ANSWER_S) -> Any:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        line = self.process.stdout.readline() if ready else ""
+        assert line, f"no answer:\n{self.log.read_text()[-4000:]}"
+        return json.loads(line)
+
+    def order(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def begin(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> None:
+        """Let these run; `answer` has them."""
+        self.order(prompts=prompts, tokens=tokens, **more)
+
+    def generate(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> list[Any]:
+        self.begin(prompts, tokens, **more)
+        return list(self.answer())
+
+    def reset(self, connector: bool = False) -> None:
+        """The engine's own cache is empty from now on."""
+        self.order(connector=connector)
+        assert self.answer() is True
+
+    def recorded(self, what: str) -> list[dict[str, Any]]:
+        """All records of a kind, of every process so far."""
+        found = []
+        for path in sorted(self.records.glob("*.jsonl")):
+            for line in path.read_text().splitlines():
+                one = json.loads(line)
+                if one["what"] == what:
+                    found.append(one)
+        return found
+
+    def forget_records(self) -> None:
+        """Only what was saved is remembered: the next comparison is of what is loaded from now on."""
+        saved = self.recorded("saved")
+        for path in self.records.glob("*.jsonl"):
+            path.unlink()
+        with (self.records / "before.jsonl").open("w") as file:
+            file.writelines(json.dumps(one) + "\n" for one in saved)
+
+    def compare(self) -> tuple[int, list[tuple[Any, ...]]]:
+        """How many pages were loaded, and the (shard, group, block's key, layer) of those that are not, byte
+        for byte, what was saved under that identity."""
+        saved = {
+            (one["shard"], one["group"], one["key"]): one["layers"]
+            for one in self.recorded("saved")
+        }
+        keys = {
+            (one["request"], one["group"], page): key
+            for one in self.recorded("wanted")
+            for page, key in zip(one["pages"], one["keys"], strict=True)
+        }
+        count, wrong = 0, []
+        for one in self.recorded("loaded"):
+            key = keys[one["request"], one["group"], one["page"]]
+            meant = saved[one["shard"], one["group"], key]
+            for layer, (have, want) in enumerate(zip(one["layers"], meant, strict=True)):
+                count += 1
+                if have != want:
+                    wrong.append((one["shard"], one["group"], key, layer))
+        return count, wrong
+
+    def break_loads(self, how: str) -> None:
+        path = self.records / "break"
+        if how:
+            path.write_text(how)
+        else:
+            path.unlink(missing_ok=True)
+
+    def wait_for_saves(self, daemon: Any, blocks: int) -> None:
+        """Until the daemon has so many blocks."""
+        daemon.wait_for(lambda stats: stats["tiers"]["warm"]["blocks"] >= blocks, 30.0)
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("models") / kind
+            command = [sys.executable, str(HERE / "models.py"), kind, str(made[kind])]
+            subprocess.run(command, check=True, capture_output=True, timeout=START_S)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine_of(
+    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Engine]]:
+    """Starts engines on the spot's models; stops them at the end."""
+    running: list[Engine] = []
+
+    def start(kind: str, socket: str, records: Path | None = None, **changes: Any) -> Engine:
+        folder = tmp_path_factory.mktemp("engine")
+        kept = records or folder
+        extra = {"socket": socket} | changes.pop("extra", {})
+        transfer = {
+            "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }  # fmt: skip
+        if transfer["kv_connector"] == "RecordingConnector":
+            transfer["kv_connector_module_path"] = "recording"
+        arguments = {
+            "model": str(model_of(kind)), "dtype": "float32", "enforce_eager": True,
+            "block_size": BLOCK, "max_model_len": 1024, "skip_tokenizer_init": True,
+            "prefix_caching_hash_algo": "sha256_cbor", "kv_transfer_config": transfer,
+        } | changes  # fmt: skip
+        log = folder / "engine.log"
+        with log.open("w") as sink:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "host.py"), json.dumps(arguments)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
+                env=os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)},
+            )  # fmt: skip
+        engine = Engine(process, kept, log)
+        running.append(engine)
+        started = time.monotonic()
+        assert engine.answer(START_S) == "ready"
+        print(f"engine {kind}: started in {time.monotonic() - started:.1f} s")
+        return engine
+
+    yield start
+    for engine in running:
+        engine.stop()

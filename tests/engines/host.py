@@ -1,0 +1,52 @@
+"""Runs a vLLM engine and does what it is told, a line of JSON for a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**json.loads(sys.argv[1]))
+
+    def reply(body: Any) -> None:
+        replies.write(json.dumps(body) + "\n")
+        replies.flush()
+
+    def generated(prompts: list[list[int]], tokens: int, parameters: Any) -> list[dict[str, Any]]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False,
+            extra_args={"kv_transfer_params": parameters} if parameters else None,
+        )  # fmt: skip
+        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        told = []
+        for output in llm.generate(asked, sampling, use_tqdm=False):
+            one = output.outputs[0]
+            chosen = zip(one.token_ids, one.logprobs or (), strict=True)
+            told.append(
+                {
+                    "tokens": list(one.token_ids),
+                    "logprobs": [probable[token].logprob for token, probable in chosen],
+                    "cached": output.num_cached_tokens,
+                    "reason": one.finish_reason,
+                }
+            )
+        return told
+
+    reply("ready")
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "prompts" in order:
+            reply(generated(order["prompts"], order["tokens"], order.get("parameters")))
+        else:
+            reply(llm.reset_prefix_cache(reset_connector=order["connector"]))
+
+
+if __name__ == "__main__":
+    main()
