@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from prompts import BLOCK
+
 HERE = Path(__file__).parent
 START_S = 240.0
 ANSWER_S = 240.0
-BLOCK = 32
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(HERE),

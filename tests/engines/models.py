@@ -25,7 +25,11 @@ def make_model(kind: str, folder: Path) -> Path:
         config = transformers.MistralConfig(num_hidden_layers=3, sliding_window=100, **COMMON)
     elif kind == "gemma3":
         config = transformers.Gemma3TextConfig(
-            num_hidden_layers=6, sliding_window=100, query_pre_attn_scalar=64, **COMMON
+            num_hidden_layers=6,
+            sliding_window=100,
+            query_pre_attn_scalar=64,
+            tie_word_embeddings=False,
+            **COMMON,
         )
     else:
         raise ValueError(kind)
