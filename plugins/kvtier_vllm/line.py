@@ -43,6 +43,7 @@ class Line:
         self._wanted = threading.Event()
         self._old: Session | None = None
         self._closing = threading.Event()
+        self._hurry = threading.Event()
         self._wanted.set()
         self._thread = threading.Thread(target=self._run, name="kvtier-line", daemon=True)
         self._thread.start()
@@ -54,9 +55,14 @@ class Line:
             self._say(why)
             self._wanted.set()
 
+    def hurry(self) -> None:
+        """Somebody else has reached the daemon: try now."""
+        self._hurry.set()
+
     def close(self) -> None:
         """Connect no more, and hang up."""
         self._closing.set()
+        self._hurry.set()
         self._wanted.set()
         session, self.session = self.session, None
         if session is not None:
@@ -75,7 +81,9 @@ class Line:
                 self._say(str(error))
                 self.tried = True
                 # Jitter, so that the ranks of many engines do not come all at once.
-                self._closing.wait(pause_s * random.uniform(0.5, 1.5))
+                self._hurry.clear()
+                if not self._closing.is_set():
+                    self._hurry.wait(pause_s * random.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
                 continue
             pause_s = PAUSE_S

@@ -45,11 +45,13 @@ class Save:
 
 @dataclass(slots=True)
 class Step:
-    """From the scheduler to every rank. `spec` describes the space until all have opened it. `extents`: how
-    many there are to map. `overwritten`: saves whose pages this step gives to somebody else."""
+    """From the scheduler to every rank. `spec` describes the space until all have opened it. `daemon_run`:
+    what the scheduler is connected to, of so many extents. `overwritten`: saves whose pages this step gives
+    to somebody else."""
 
     number: int
     spec: bytes
+    daemon_run: bytes
     extents: int
     loads: list[Load]
     saves: list[Save]

@@ -85,6 +85,7 @@ class SchedulerSide:
         self._saving_bytes = 0
         self._fresh: set[int] = set()
         self._seats: dict[int, Seat] = {}
+        self._unseated_since: float | None = None  # some rank can't read what would be promised
         self._steps = 0
         self._started: deque[tuple[int, float, int, float]] = deque(maxlen=LIMIT_STEPS)
 
@@ -142,9 +143,13 @@ class SchedulerSide:
         tokens = lease.ready * block - computed
         if tokens <= 0:
             return 0, False
-        if not self._mapped(session, lease):
-            return None
-        return tokens, self._between_steps(tokens // block)
+        if self._mapped(session, lease):
+            self._unseated_since = None
+            return tokens, self._between_steps(tokens // block)
+        if self._unseated_since is None:
+            self._unseated_since = now
+        away = now - self._unseated_since > self._options.patience_ms / 1000
+        return self._give_up(prompt, "rank_away") if away else None
 
     def _worth_waiting(self, lease: Lease, computed: int) -> bool:
         """Whether what is coming is expected here, and loaded, before it would be recomputed."""
@@ -159,8 +164,11 @@ class SchedulerSide:
         return load_s < self._forecast.recompute_s(tokens, start)
 
     def _between_steps(self, blocks: int) -> bool:
-        if len(self._layout.groups) > 1 or self._options.load == "async":
-            return True  # a block that fails within a step can't be named where there are several groups
+        # Where a load fails within a step, a page of one group can't be told from another's, nor can the
+        # other ranks know that what they computed with it is nothing to keep.
+        one = len(self._layout.groups) == self._layout.shards.ranks == 1
+        if not one or self._options.load == "async":
+            return True
         if self._options.load == "sync":
             return False
         load_s = self._forecast.load_s(blocks * self._layout.block_bytes)
@@ -335,8 +343,9 @@ class SchedulerSide:
         self._note(scheduled)
         session = self._session()
         extents = session.reader.extents if session is not None else 0
+        run = session.reader.daemon_run if session is not None else b""
         spec = self._spec if len(self._seats) < self._layout.shards.ranks else b""
-        return Step(self._steps, spec, extents, loads, saves, overwritten)
+        return Step(self._steps, spec, run, extents, loads, saves, overwritten)
 
     def _note(self, scheduled: Any) -> None:
         """Remember when the step began, and what it has to do."""
@@ -487,6 +496,8 @@ class SchedulerSide:
         for prompt in self._prompts.values():
             self._forget_lease(prompt)
             prompt.keys = prompt.known = prompt.saved = None
+            # What it has computed so far is of the old one, and what follows is computed from that.
+            prompt.may_save = prompt.may_save and not prompt.request.num_computed_tokens
 
     @property
     def in_flight(self) -> dict[str, int]:

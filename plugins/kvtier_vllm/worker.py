@@ -95,6 +95,8 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._looking = False
+        self._heard_of = b""
+        self._spoilt = False
         self._to_load: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._to_save: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -109,6 +111,7 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """Before any page is written: end the copies from pages that are somebody else's now."""
         self._step = step.number
+        self._spoilt = False
         for number in step.overwritten:
             copying = self._copying.get(number)
             if copying is not None:
@@ -117,19 +120,24 @@ class WorkerSide:
             spec = msgspec.msgpack.decode(step.spec, type=KvSpec)
             name = f"vllm rank {self._rank} {os.getpid()}"
             self._line = Line(self._options.socket, spec, name, populate=True)
-        self._sit(step)
+        if self._line is not None:
+            self._sit(step, self._line)
 
-    def _sit(self, step: Step) -> None:
-        """Know the session, and have all its extents mapped."""
-        session = self._line.session if self._line is not None else None
+    def _sit(self, step: Step, line: Line) -> None:
+        """Be with the same run of the daemon as the scheduler, and have all its extents mapped."""
+        session = line.session
         if session is None:
+            if step.daemon_run != self._heard_of:
+                line.hurry()
+            self._heard_of = step.daemon_run
             return
         reader = session.reader
         if reader.daemon_run not in self._readers:
             while len(self._readers) >= KEPT_RUNS:
                 self._readers.pop(next(iter(self._readers)))
         self._readers[reader.daemon_run] = reader
-        if reader.extents < step.extents and not self._looking:
+        behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
+        if step.daemon_run and behind and not self._looking:
             self._looking = True
             self._to_save.put(self._look)
 
@@ -143,12 +151,16 @@ class WorkerSide:
             if not good:
                 blocks = [page for read in load.shards[self._shard] for page in read.block_ids]
                 self._bad_blocks.update(blocks)
+                self._spoilt = True
             self._over(load)
 
     def start_saves(self, saves: Sequence[Save]) -> None:
-        """The pages of these are written: hand them to their thread."""
+        """The pages of these are written: hand them to their thread. Not where a load that the step needed
+        has failed: what was computed from it is nothing to keep."""
         for save in saves:
             copying = self._copying[save.number] = Copying(save)
+            if self._spoilt:
+                copying.end()
             self._to_save.put(partial(self._save, copying))
 
     def received(self) -> tuple[set[str], set[str]]:

@@ -12,7 +12,10 @@ import pytest
 from daemons import Daemon
 from fake_engine import BLOCK, FakeEngine, layout_of, spec_for
 from kvtier.client import Lease
+from kvtier.key import KEY_BYTES
 from kvtier_vllm.layout import Layout
+from kvtier_vllm.messages import Seat
+from kvtier_vllm.scheduler import _runs
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -72,6 +75,22 @@ def test_a_longer_prompt_loads_what_is_common(cold_daemon: Daemon, engine_of: En
     other = [*range(3 * BLOCK), *range(900, 900 + 3 * BLOCK)]
     assert engine.serve(other).cached == 3 * BLOCK
     assert engine.serve([*other, 1]).cached == 6 * BLOCK
+
+
+def test_a_tail_is_saved_below_its_head(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(4 * BLOCK))
+    engine.serve(range(6 * BLOCK))
+    head, tail = engine.writes
+    # The last block of the first was not to be loaded, as a token has to be left: known, and not saved again.
+    assert (head.parent, len(head.block_ids), len(tail.block_ids)) == (b"", 4, 2)
+    assert tail.parent == head.keys[-KEY_BYTES:]
+
+
+def test_only_blocks_with_a_page_are_saved() -> None:
+    assert list(_runs([0, 0, 3, 4, 0, 5, 0], 0, 7)) == [(2, 4), (5, 6)]
+    assert list(_runs([7, 8, 9], 1, 3)) == [(1, 3)]
+    assert list(_runs([0, 0], 0, 2)) == []
 
 
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
@@ -166,7 +185,7 @@ def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: Engin
         engine.carry_out({}, {}, [])
     (reader,) = worker._readers.values()
     worker._readers = {bytes(16): reader}
-    worker._sit = lambda step: None  # type: ignore[method-assign]
+    worker._sit = lambda step, line: None  # type: ignore[method-assign]
     engine.run(request)
     assert request.failed and not engine.wrong_pages(request)
     assert engine.scheduler.counts["load_failed:no_daemon"] == 1
@@ -193,6 +212,65 @@ def test_a_slot_that_was_given_away_fails_the_load(
     assert engine.scheduler.counts["load_failed:stale"] == 1
     engine.finish(request)
     engine.settle()
+
+
+def test_nothing_is_kept_that_was_computed_from_a_load_that_failed(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon, load="sync")
+    engine.serve(PROMPT)
+    longer = [*PROMPT, *range(40)]
+    request = engine.add(longer)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    worker = engine.workers[0]
+    worker._readers.clear()
+    worker._sit = lambda step, line: None  # type: ignore[method-assign]
+    engine.step()
+    assert request.cached == 8 * BLOCK and request.num_computed_tokens == len(longer)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 2
+    assert engine_of(cold_daemon).serve(longer).cached == 8 * BLOCK
+
+
+@pytest.mark.parametrize("shape", ["two ranks", "six groups"])
+def test_where_a_failure_could_not_be_told_loads_are_between_steps(
+    cold_daemon: Daemon, engine_of: EngineOf, shape: str
+) -> None:
+    engine = engine_of(cold_daemon, SHAPES[shape], load="sync")
+    engine.serve(PROMPT)
+    engine.run(request := engine.add(PROMPT))
+    assert request.cached
+    assert request.between
+
+
+def test_a_rank_that_stays_away_costs_its_patience_once(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon, patience_ms=200)
+    engine.serve(PROMPT)
+    seat = engine.scheduler._seats[0]
+    engine.scheduler._seats[0] = Seat(bytes(16), seat.identity, seat.extents)
+    engine.finish(engine.run(engine.add(PROMPT)))
+    assert engine.scheduler.counts["miss:rank_away"] + engine.scheduler.counts["miss:late"] == 1
+    asked = engine.add(PROMPT)
+    engine.run(asked)
+    assert asked.cached == 0 and asked.steps_asked <= 20
+    assert engine.scheduler.counts["miss:rank_away"] >= 1
+
+
+def test_what_was_begun_in_an_old_generation_is_not_saved_in_the_new(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    request = engine.add(PROMPT)
+    request.num_computed_tokens = BLOCK
+    engine.scheduler.new_generation()
+    request.num_computed_tokens = 0
+    engine.finish(engine.run(request))
+    engine.settle()
+    assert engine.serve(PROMPT).cached == 0
 
 
 def test_pages_that_are_given_away_in_the_middle_of_a_save_are_not_saved(
