@@ -34,7 +34,7 @@ class Line:
 
     def __init__(self, socket: str | None, spec: KvSpec, name: str, populate: bool) -> None:
         self.session: Session | None = None
-        self.tried = False
+        self._first = threading.Event()
         self.why = ""
         self._socket = socket
         self._spec = spec
@@ -47,6 +47,15 @@ class Line:
         self._wanted.set()
         self._thread = threading.Thread(target=self._run, name="kvtier-line", daemon=True)
         self._thread.start()
+
+    @property
+    def tried(self) -> bool:
+        return self._first.is_set()
+
+    def first(self) -> Session | None:
+        """The session, once the first attempt has ended: for threads that may wait a moment."""
+        self._first.wait(2 * CONNECT_S)
+        return self.session
 
     def lost(self, session: Session, why: str) -> None:
         """This session is of no more use: the thread closes it and makes another. Its reader goes on."""
@@ -79,7 +88,7 @@ class Line:
                 session = self._connected()
             except (KvtierError, OSError) as error:
                 self._say(str(error))
-                self.tried = True
+                self._first.set()
                 # Jitter, so that the ranks of many engines do not come all at once.
                 self._hurry.clear()
                 if not self._closing.is_set():
@@ -92,7 +101,7 @@ class Line:
                 log.warning("kvtier: the daemon is back")
                 self.why = ""
             self.session = session
-            self.tried = True
+            self._first.set()
             if self._closing.is_set():
                 session.client.close()
 

@@ -279,7 +279,7 @@ class WorkerSide:
         blocks = sum(len(write.block_ids) for write in copying.save.writes)
         if not self._layout.shards.writes(self._rank):
             return Counter()
-        session = self._line.session if self._line is not None else None
+        session = self._line.first() if self._line is not None else None
         if session is None:
             return Counter({"drop:no_daemon": blocks})
         counts: Counter[str] = Counter()

@@ -140,6 +140,19 @@ def test_what_was_promised_is_loaded_from_a_daemon_that_died(
     assert not engine.wrong_pages(request)
 
 
+def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(cold_daemon)
+    assert engine.scheduler._line is not None and engine.scheduler._line.first() is not None
+    # The rank connects in the very step that has the first save for it.
+    for worker in engine.workers:
+        assert worker._line is None
+    request = engine.add(PROMPT, kv_transfer_params={"kvtier": {"load": False}})
+    engine.step()
+    assert request.done
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["saved"] == 8
+
+
 def test_a_hung_daemon_costs_a_request_its_patience_and_the_next_nothing(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
