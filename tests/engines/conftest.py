@@ -159,7 +159,7 @@ def engine_of(
         extra = {"socket": socket} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
+            "kv_connector_extra_config": extra, "kv_load_failure_policy": "recompute",
         }  # fmt: skip
         if transfer["kv_connector"] == "RecordingConnector":
             transfer["kv_connector_module_path"] = "recording"

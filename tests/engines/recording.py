@@ -1,7 +1,7 @@
 """The connector under test, writing down what every page holds when it is saved and when it has been loaded.
 
 What a page holds is read from the tensors as the engine sees them, not from where the plugin says it is.
-A file named `break` in the folder of the records makes a load go wrong: `swap` or `zero`.
+A file named `break` in the folder of the records makes a load go wrong: `swap`, `zero`, or `stale`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvtier.key import KEY_BYTES
-from kvtier.wire import SLOT_BYTES
+from kvtier.wire import SLOT, SLOT_BYTES
 from kvtier_vllm.connector import KvtierConnector
 
 FOLDER = Path(os.environ["KVTIER_TEST_RECORDS"])
@@ -97,10 +97,15 @@ class RecordingConnector(KvtierConnector):
             if how == "swap":
                 one, two = read.slots[:SLOT_BYTES], read.slots[SLOT_BYTES : 2 * SLOT_BYTES]
                 read.slots = two + one + read.slots[2 * SLOT_BYTES :]
+            if how == "stale":
+                # As if the first slot had been given away: another generation.
+                extent, reserved, offset, generation = SLOT.unpack_from(read.slots)
+                other = SLOT.pack(extent, reserved, offset, generation + 1)
+                read.slots = other + read.slots[SLOT_BYTES:]
             self._loading[load.request_id] = load
         super().start_load_kv(forward_context, **kwargs)
         for load in step.loads if step is not None else ():
-            if load.now:
+            if load.now and how != "stale":
                 self._loaded(load.request_id, how)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

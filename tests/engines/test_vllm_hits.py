@@ -85,6 +85,27 @@ def test_a_wrong_page_is_seen(engine: Any, daemon: Daemon, how: str, wrong_pages
     engine.reset()
 
 
+def check_failed_load(engine: Any) -> None:
+    """A load that fails is computed instead, and nothing of it is kept."""
+    engine.reset()
+    (right,) = engine.generate([prompt(1)], 40)
+    assert right["cached"] == 10 * BLOCK
+    engine.reset()
+    engine.break_loads("stale")
+    try:
+        (computed,) = engine.generate([prompt(1)], 40)
+    finally:
+        engine.break_loads("")
+    check_same(right, computed)
+    assert engine.recorded("held")[-1]["counts"]["load_failed:stale"] == 1
+    engine.reset()
+    check_same(right, engine.generate([prompt(1)], 40)[0])
+
+
+def test_a_load_that_fails_within_a_step_is_computed(engine: Any) -> None:
+    check_failed_load(engine)
+
+
 def test_another_prompt_is_none_of_these(engine: Any) -> None:
     engine.reset()
     one, other = engine.generate([prompt(1), prompt(3)], 8)
@@ -133,6 +154,7 @@ def test_warm_and_cold_hits_over_restarts(
     assert (plain["cached"], warm["cached"]) == (0, 10 * BLOCK)
     count, wrong = second.compare()
     assert count >= 10 * 4 and wrong == []
+    check_failed_load(second)
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 33, 30.0)
     daemon.stop()
     second.reset()

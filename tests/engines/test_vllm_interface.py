@@ -1,0 +1,45 @@
+"""A canary: the connector interface of the installed vLLM is the one that the plugin was written for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+WRITTEN_FOR = Path(__file__).with_name("vllm_interface.json")
+
+
+def interface() -> dict[str, str]:
+    """What a connector may define, with its arguments."""
+    base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    found = {}
+    for kind in (base.KVConnectorBase_V1, base.SupportsHMA):
+        for name, member in inspect.getmembers_static(kind):
+            function = getattr(member, "__func__", member)
+            if name.startswith("_") and name != "__init__":
+                continue
+            if inspect.isfunction(function):
+                found[f"{kind.__name__}.{name}"] = ", ".join(inspect.signature(function).parameters)
+            elif isinstance(member, property):
+                found[f"{kind.__name__}.{name}"] = "(property)"
+    return found
+
+
+def test_the_interface_is_the_one_this_was_written_for() -> None:
+    now, then = interface(), json.loads(WRITTEN_FOR.read_text())
+    moved = {
+        name: f"{then.get(name, 'not there')} -> {now.get(name, 'gone')}"
+        for name in now.keys() | then.keys()
+        if now.get(name) != then.get(name)
+    }
+    assert not moved, "look at what moved, then write it down: " + json.dumps(moved, indent=1)
+
+
+def test_what_the_plugin_defines_is_asked_for() -> None:
+    """A method that no engine calls any more would do nothing, silently."""
+    connector = pytest.importorskip("kvtier_vllm.connector").KvtierConnector
+    known = {name.partition(".")[2] for name in interface()}
+    own = {name for name in vars(connector) if not name.startswith("_")}
+    assert own <= known, own - known
