@@ -47,7 +47,7 @@ from kvtier import Client, KvSpec, Space
 from kvtier.key import Keys
 from kvtier_daemon.index import FIRST_MAP_BYTES
 from kvtier_daemon.tiers.recovery import entries_of, recover
-from kvtier_daemon.tiers.segment import FIRST_FRAME, described_bytes, footer_bytes
+from kvtier_daemon.tiers.segment import FIRST_FRAME, described_bytes, footer_bytes, space_bytes
 from kvtier_daemon.tiers.volume import OTHER_BYTES, tenant_digest
 
 TOKENS = 16
@@ -608,7 +608,7 @@ def trace(folder: Path, size: Size, requests: list[traces.Request], share: float
     frame = TRACE_BLOCK + HEADER
     frames = max(MIB // frame + 1, on_disk // TRACE_SEGMENTS)  # a segment has a MiB at least
     spec = spec_of(TRACE_BLOCK)
-    footer = footer_bytes(described_bytes([(bytes(32), spec)]), frames)
+    footer = footer_bytes(described_bytes(space_bytes((bytes(32), spec))), frames)
     segment = FIRST_FRAME + frames * frame + footer
     cold = on_disk // frames * segment + BESIDE_BYTES
     payload = noise_of(TRACE_BLOCK)

@@ -29,7 +29,7 @@ from kvtier_daemon.server import Report, Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.log import Segment
-from kvtier_daemon.tiers.recovery import Recovered, by_space
+from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.segment import ENTRY
 from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_daemon.tiers.warm import WarmTier
@@ -81,6 +81,7 @@ class App:
         )
         self.cold: ColdTier | None = None
         self._scrub: Scrub | None = None
+        self._unmapped = False  # an extent that the cold tier can't use, so none after it
         self._notifier = Notifier.from_environment()
         self._listener = listener
         self._server: Server | None = None
@@ -173,17 +174,23 @@ class App:
 
         async def restored(tenant: str, one: Recovered, segment: int) -> None:
             nonlocal found
-            for identity, spec, rows in by_space(one):
+            for identity, spec, rows in one.parts:
                 catalog = self.tenants[tenant].catalog
                 for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
                     some = rows[at : at + RESTORE_ROWS * ENTRY.size]
                     found += catalog.cold.restore(identity, spec, some, segment, one.used)[0]
                     await asyncio.sleep(0)
 
-        await cold.recover(restored)
-        seconds = time.monotonic() - started
-        log.info("cold tier is there: %d blocks found in %.2f s", found, seconds)
+        async def recover() -> None:
+            await cold.recover(restored)
+            seconds = time.monotonic() - started
+            log.info("cold tier is there: %d blocks found in %.2f s", found, seconds)
+            for tenant in self.tenants.values():
+                assert tenant.mover is not None
+                tenant.mover.forget_early()
+
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(recover(), name="recover")
             for name, tenant in self.tenants.items():
                 assert tenant.mover is not None
                 tasks.create_task(tenant.mover.run(), name=f"mover {name}")
@@ -237,12 +244,13 @@ class App:
         for extent in self.warm.ready():
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
-            if self.cold is not None and tenant.mover is not None:
+            if self.cold is not None and tenant.mover is not None and not self._unmapped:
                 try:
                     mapping = Mapping(extent.fd, extent.nbytes, True)
                     tenant.mover.extents.append(self.cold.register(mapping))
                 except (OSError, MemoryError) as error:
                     log.error("an extent can't be mapped for the cold tier: %s", error)
+                    self._unmapped = True
                     self.cold.give_up(f"an extent can't be mapped: {error}")
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")

@@ -96,6 +96,13 @@ def _wrong_with(fd: int, row: bytes, found: Recovered) -> tuple[str, int]:
 def _wrong_frame(fd: int, listed: Listed, epoch: int) -> str:
     at = listed.page * PAGE
     try:
+        return _wrong_at(fd, at, listed, epoch)
+    except OSError:
+        return "unreadable"
+
+
+def _wrong_at(fd: int, at: int, listed: Listed, epoch: int) -> str:
+    try:
         one = frame.decode(os.pread(fd, listed.header_pages * PAGE, at), epoch)
     except FrameError:
         return "header"

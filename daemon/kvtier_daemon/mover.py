@@ -24,7 +24,7 @@ from kvtier.catalog.cold import Outgoing as Described
 from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
-from kvtier_daemon.tiers.drive import anonymous
+from kvtier_daemon.tiers.drive import HANGS_S
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf, Wrote
 
@@ -39,12 +39,14 @@ WRITE_BLOCKS = 128  # planned in one go: each costs the loop some 20 us
 WRITES_AT_ONCE = 2
 READ_BLOCKS = 128  # handed over in one go, as with writes
 READING_BLOCKS = 4096  # asked for and not there yet
+READING_BYTES = 1 << 30  # other tenants' reads wait behind them
 CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
 PAUSE_S = 0.05
 SECOND_CHANCE = 0.25  # of what is written may be written a second time
 SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
 COPY_BYTES = 8 << 20  # of a segment that leaves, at a time
+SETTLE_S = HANGS_S + 1
 FORGET_S = 3.0
 EARLY_BYTES = 64 << 20
 LIMIT_SAVED = 4096  # commits that wait to be written through
@@ -114,6 +116,10 @@ class Pace:
         self._waiting_bytes -= nbytes
         self._come_bytes += nbytes if good else 0
 
+    def room(self, block_bytes: int) -> int:
+        """How many such blocks may be asked for now."""
+        return max(0, min(READING_BLOCKS, (READING_BYTES - self._waiting_bytes) // block_bytes))
+
     def eta_s(self) -> float:
         """0 where nothing can be told."""
         return self._waiting_bytes * self._busy_s / self._come_bytes if self._come_bytes else 0.0
@@ -155,7 +161,7 @@ class Mover:
         self._copies: dict[Segment, dict[bytes, bytes]] = {}
         self._forgotten: list[Callable[[str], None]] = []  # who waits until it is so on disk
         self._forgetting: asyncio.Task[None] | None = None
-        self._early: list[tuple[Space, bytes]] = []  # forgotten before all was found that there is
+        self._early: list[tuple[bytes, bytes]] = []  # forgotten before all was found that there is
         self._early_bytes = 0
 
     @property
@@ -174,7 +180,8 @@ class Mover:
         if not self._cold.is_on:
             return 0, 0.0
         out_of_reach = self._cold.out_of_reach()
-        plan = self._catalog.cold.plan_promotion(space, keys, READING_BLOCKS, out_of_reach)
+        limit = self._pace.room(space.spec.block_bytes)
+        plan = self._catalog.cold.plan_promotion(space, keys, limit, out_of_reach)
         if plan.ids:
             self._pace.asked(sum(fields[2] for fields in FRAME.iter_unpack(plan.frames)))
             self._read(plan)
@@ -228,8 +235,7 @@ class Mover:
         self._wake.set()
 
     async def run(self) -> None:
-        """Write what is to be written, for as long as the daemon lives, from when all has been found."""
-        self._forget_early()
+        """Write what is to be written, for as long as the daemon lives."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(WRITES_AT_ONCE):
                 tasks.create_task(self._write_on(), name=f"write {self._tenant} {number}")
@@ -244,7 +250,8 @@ class Mover:
             if left or not wrote:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), PAUSE_S)
+                    async with asyncio.timeout(PAUSE_S):
+                        await self._wake.wait()
 
     def _plan(self) -> Demotion | None:
         """What to write next, or None."""
@@ -278,16 +285,26 @@ class Mover:
             log.debug("cold: %d blocks are too large for a segment", len(unfit))
             cold.not_demoted(_ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
-        sent = 0
+        wrote = False
         try:
-            while sent < len(blocks) and await self._describe(blocks):
-                count, settled = await self._begin_soon(blocks[sent:])
-                sent += count
-                if not count or not await settled:
+            while blocks and await self._describe(blocks):
+                settled = await self._begin_soon(blocks)
+                if settled is None:
+                    break
+                wrote = True
+                if not await _in_time(settled):
                     break
         finally:
-            cold.not_demoted(_ids_of(blocks[sent:]))
-        return _ids_of(blocks[sent:]), sent > 0
+            cold.not_demoted(_ids_of(blocks))
+        return _ids_of(blocks), wrote
+
+    def _leave_out_forgotten(self, blocks: list[Outgoing]) -> None:
+        """What is forgotten by now is not written: a forget waits only for what is with the disk."""
+        wanted = set(array("I", self._catalog.cold.dirty(_ids_of(blocks))))
+        gone = [block for block in blocks if block.id not in wanted]
+        if gone:
+            self._catalog.cold.not_demoted(_ids_of(gone))
+            blocks[:] = [block for block in blocks if block.id in wanted]
 
     def _settle(self, landed: list[Landed], failed: list[int]) -> None:
         self._landed(landed)
@@ -321,10 +338,10 @@ class Mover:
 
         return self._cold.write(self._tenant, blocks, over), done
 
-    async def _begin_soon(self, blocks: Sequence[Outgoing]) -> tuple[int, asyncio.Future[bool]]:
-        """The same for what leaves memory, in a while if the next segment is just being begun. What is
-        brought away goes first: it would find no place any more, and until it has one there is no next
-        segment."""
+    async def _begin_soon(self, blocks: list[Outgoing]) -> asyncio.Future[bool] | None:
+        """The same for what leaves memory, in a while if the next segment is just being begun; takes what was
+        begun off the list. What is brought away goes first: it would find no place any more, and until it has
+        one there is no next segment."""
         for tries in range(BEGIN_TRIES):
             if tries:
                 await asyncio.sleep(BEGIN_S)
@@ -333,10 +350,12 @@ class Mover:
                     await self._left.wait()
             except TimeoutError:
                 self._left.set()  # a disk that hangs holds up no other
-            count, settled = self._begin(blocks, self._settle)
-            if count:
-                break
-        return count, settled
+            self._leave_out_forgotten(blocks)
+            count, settled = self._begin(blocks, self._settle) if blocks else (0, None)
+            del blocks[:count]
+            if count or not blocks:
+                return settled
+        return None
 
     def _outgoing(self, number: int, block: Described, place: tuple[int, int]) -> Outgoing:
         name = block.identity
@@ -361,13 +380,14 @@ class Mover:
             shelf, segment = await self._leaving.get()
             try:
                 await self._bring_away(segment)
-            finally:
-                # As long as the segment has its epoch.
-                self.bury()
-                self._catalog.cold.drop_segment(segment.number)
-                self._cold.left(shelf, segment)
-                if self._leaving.empty():
-                    self._left.set()
+            except Exception:
+                log.exception("cold: %s could not be brought away", segment.path)
+            # As long as the segment has its epoch.
+            self.bury()
+            self._catalog.cold.drop_segment(segment.number)
+            self._cold.left(shelf, segment)
+            if self._leaving.empty():
+                self._left.set()
 
     async def _bring_away(self, segment: Segment) -> None:
         """Write again, elsewhere, what was wanted since it was written and is nowhere else."""
@@ -414,7 +434,9 @@ class Mover:
                 offset += pages(reading[-1].payload_bytes)
         if not reading:
             return True
-        await self._read_all(reading, writing)
+        if not await self._read_all(reading, writing):
+            self._bounce = None  # the disk's until it gives it back
+            return False
         before = dict(zip((ids[at] for at in which), frames[which.start : which.stop], strict=True))
 
         def settle(landed: list[Landed], _: list[int]) -> None:
@@ -423,10 +445,16 @@ class Mover:
 
         blocks, tries = list(writing.values()), 0
         while blocks and tries < BEGIN_TRIES and await self._describe(blocks):
+            there = set(array("I", self._catalog.cold.still(_ids_of(blocks), segment.number)))
+            blocks = [block for block in blocks if block.id in there]
+            if not blocks:
+                break
             count, settled = self._begin(blocks, settle)
             blocks = blocks[count:]
             if count:
-                await settled
+                if not await _in_time(settled):
+                    self._bounce = None
+                    return False
             else:
                 if not any(shelf.log.has_place for shelf in self._cold.shelves[self._tenant]):
                     break  # it is this segment's leaving that makes a place, for these and all others
@@ -434,9 +462,9 @@ class Mover:
                 await asyncio.sleep(BEGIN_S)
         return not blocks
 
-    async def _read_all(self, blocks: Sequence[Incoming], wanted: dict[int, Outgoing]) -> None:
+    async def _read_all(self, blocks: Sequence[Incoming], wanted: dict[int, Outgoing]) -> bool:
         """Read these; take those that are not good out of what is wanted. Who asks for them next will be
-        told."""
+        told. False if the disk hangs."""
         left = len(blocks)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -449,7 +477,7 @@ class Mover:
                 done.set_result(None)
 
         self._cold.read(blocks, over)
-        await done
+        return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
         self._again_bytes -= _frame_bytes(one)
@@ -463,8 +491,7 @@ class Mover:
     def _bounce_of(self, nbytes: int) -> int:
         """Memory of our own, of so many bytes at least; its number with the cold tier."""
         if self._bounce is None or self._bounce[1] < nbytes:
-            nbytes = max(nbytes, COPY_BYTES)
-            self._bounce = (self._cold.register(anonymous(nbytes)), nbytes)
+            self._bounce = self._cold.room(nbytes)
         return self._bounce[0]
 
     # --- what was forgotten ------------------------------------------------------------------
@@ -477,7 +504,7 @@ class Mover:
                 if over is not None:
                     over("the cold tier is still looking at what it has")
                 return
-            self._early.append((space, keys))
+            self._early.append((space.identity, keys))
             self._early_bytes += len(keys)
         if over is None:
             return
@@ -491,21 +518,21 @@ class Mover:
             try:
                 async with asyncio.timeout(FORGET_S):
                     await self._cold.recovered.wait()
-                    self._forget_early()
+                    self.forget_early()
                     self.bury()
                     await self._cold.settled(self._tenant)
                     self.bury()  # what has landed since
-                    failure = await self._cold.flush()
+                    failure = await self._cold.flush() or self._cold.unknown
             except TimeoutError:
                 failure = self._cold.failure or f"nothing was heard of it for {FORGET_S:.0f} s"
             for over in some:
                 over(failure)
         self._forgetting = None
 
-    def _forget_early(self) -> None:
+    def forget_early(self) -> None:
         """What was forgotten may have been found since."""
-        for space, keys in self._early:
-            self._catalog.forget(space, keys)
+        for identity, keys in self._early:
+            self._catalog.forget_again(identity, keys)
         self._early = []
 
     def bury(self) -> None:
@@ -518,6 +545,13 @@ class Mover:
             for at in range(0, len(died), PLACE_BYTES):
                 died += copies.get(died[at : at + PLACE_BYTES], b"")
         self._cold.bury(died)
+
+
+async def _in_time(settled: asyncio.Future[bool]) -> bool:
+    """Wait for what was handed to a disk, but not for one that hangs: what it has then, it has until it gives
+    it back, and others are written elsewhere."""
+    done, _ = await asyncio.wait([settled], timeout=SETTLE_S)
+    return bool(done) and settled.result()
 
 
 def _incoming(

@@ -24,7 +24,7 @@ from kvtier.codec import frame
 from kvtier.codec.frame import PAGE, pages
 from kvtier.errors import FrameError
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
-from kvtier_daemon.tiers.drive import Drive, anonymous
+from kvtier_daemon.tiers.drive import Drive
 from kvtier_daemon.tiers.log import Segment, Stage
 from kvtier_daemon.tiers.segment import Head
 from kvtier_daemon.tiers.shelf import Shelf
@@ -180,7 +180,7 @@ class Scrub:
     def _memory_of(self, nbytes: int) -> int:
         """Memory of our own, of so many bytes at least; its number with the cold tier."""
         if self._memory is None or self._memory[1] < nbytes:
-            self._memory = (self._cold.register(anonymous(pages(nbytes))), nbytes)
+            self._memory = self._cold.room(nbytes)
         return self._memory[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvtier_daemon import mover as mover_module
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.tiers.log import Segment
-from kvtier_daemon.tiers.recovery import Recovered, by_space
+from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_kernels import Store
 from specs import pattern
@@ -37,7 +38,7 @@ class Tenant:
 
     async def start(self) -> None:
         async def restored(_: str, one: Recovered, segment: int) -> None:
-            for identity, spec, rows in by_space(one):
+            for identity, spec, rows in one.parts:
                 self.catalog.cold.restore(identity, spec, rows, segment)
 
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
@@ -118,6 +119,67 @@ def test_what_is_being_written_is_waited_for(tmp_path: Path) -> None:
         assert await tenant.forget(*range(9)) == ""
         await tenant.kill()
         assert await after_a_start(tmp_path, range(9)) == []
+
+    run(work())
+
+
+def test_what_was_planned_is_not_written_after_it_was_forgotten(tmp_path: Path) -> None:
+    """The forget is answered before the write would have been begun."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        tenant.save(0)
+        await tenant.on_disk(1)
+        tenant.mover._left.clear()  # something is being brought away
+        for number in (1, 2, 3):
+            tenant.save(number)
+        while not tenant.catalog.cold.writing:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await tenant.forget(1, 2) == ""
+        tenant.mover._left.set()
+        await tenant.on_disk(2)
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(4)) == [0, 3]
+
+    run(work())
+
+
+def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        for number in range(4):
+            tenant.save(number)
+        await tenant.on_disk(4)
+        shelf = tenant.bench.tier.shelves["t"][0]
+        first = shelf.log.open
+        assert first is not None
+        shelf.seal()
+        while first not in shelf.log.sealed:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for number in (1, 2):
+            tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
+        evict_all(tenant)
+        tenant.mover._again_bytes = 1 << 30
+        read, was_read = tenant.mover._read_all, asyncio.Event()
+
+        async def reading(*args: Any) -> bool:
+            good = await read(*args)
+            was_read.set()
+            await asyncio.sleep(0.1)
+            return good
+
+        tenant.mover._read_all = reading  # type: ignore[method-assign]
+        shelf.log.leave()
+        tenant.mover.leave(shelf, first)
+        await was_read.wait()
+        assert await tenant.forget(1) == ""
+        while first in shelf.log.others:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert tenant.mover.counts["written_again"] == 1
+        await tenant.kill()
+        assert 1 not in await after_a_start(tmp_path, range(4))
 
     run(work())
 

@@ -20,6 +20,7 @@ from kvtier_daemon.tiers.segment import (
     encode_footer,
     encode_row,
     footer_bytes,
+    space_bytes,
 )
 from specs import spec_of
 
@@ -55,7 +56,7 @@ def test_a_footer_comes_back_as_it_was_and_ends_with_the_segment(count: int) -> 
     frames = some_frames(count)
     at, text = footer(frames)
     assert at + len(text) == HEAD.nbytes and len(text) == footer_bytes(
-        described_bytes(SPACES), count
+        described_bytes(sum(map(space_bytes, SPACES))), count
     )
     trailer = Trailer.decode(text[-PAGE:], HEAD)
     assert (trailer.table_at, trailer.entries) == (at, count)

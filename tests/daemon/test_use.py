@@ -17,7 +17,7 @@ from daemon.test_scrub import SAVED, Kept
 from kvtier.catalog import SessionId
 from kvtier_daemon.index import Index
 from kvtier_daemon.tiers.log import Stage
-from kvtier_daemon.tiers.recovery import Recovered, by_space
+from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.use import KEY, PIECE, TABLE, Uses
 from specs import spec_of
 
@@ -90,7 +90,7 @@ class Again(Kept):
 
     async def recover(self) -> None:
         async def restored(_: str, one: Recovered, segment: int) -> None:
-            for identity, spec, rows in by_space(one):
+            for identity, spec, rows in one.parts:
                 self.catalog.cold.restore(identity, spec, rows, segment, one.used)
 
         await self.tier.recover(restored)

@@ -23,20 +23,21 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.codec.frame import PAGE
+from kvtier.codec.frame import PAGE, pages
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
-from kvtier_daemon.tiers.drive import BENIGN, Drive, Over
+from kvtier_daemon.tiers.drive import BENIGN, HANGS_S, Drive, Over, anonymous
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Outgoing, Shelf, Wrote
-from kvtier_daemon.tiers.volume import Volume
+from kvtier_daemon.tiers.volume import Volume, space_key
 from kvtier_kernels import Mapping
 
 log = logging.getLogger(__name__)
 
 BURIED = struct.Struct("<II")
-DOUBTED_MOST = 4096
+DOUBTED_MOST = FITS_MOST = 4096
+ROOM_LEAST = 8 << 20
 LOOK_S = 10.0
 NOWHERE: frozenset[int] = frozenset()
 
@@ -83,7 +84,8 @@ class ColdTier:
         self.drives: list[Drive] = []
         self._volumes: list[Volume] = []
         self._numbering = Numbering()
-        self._described: set[tuple[str, bytes]] = set()
+        self._described: dict[tuple[Volume, str, bytes], asyncio.Future[bool]] = {}
+        self._described_bytes: dict[tuple[Volume, str], int] = {}
         self._fits: dict[tuple[str, bytes, int], bool] = {}
         self._flushing: dict[int, asyncio.Future[str]] = {}
         self._last_token = 0
@@ -133,6 +135,12 @@ class ColdTier:
         (number,) = {drive.disk.register(mapping) for drive in self.drives}
         return number
 
+    def room(self, nbytes: int) -> tuple[int, int]:
+        """Memory that is no slot, for so many bytes at least: its number, and how many it has. Nothing of it
+        is ever given back, so who needs more gets twice as much."""
+        nbytes = max(ROOM_LEAST, 1 << (pages(nbytes) - 1).bit_length())
+        return self.register(anonymous(nbytes)), nbytes
+
     @property
     def engine(self) -> str:
         return self.drives[0].disk.engine
@@ -153,6 +161,15 @@ class ColdTier:
     def faults(self) -> int:
         unreadable = sum(shelf.unreadable for shelf in self._all_shelves())
         return unreadable + sum(drive.faults for drive in self.drives)
+
+    @property
+    def unknown(self) -> str:
+        """What could not be looked into at the start, if anything: nobody knows what blocks it has."""
+        given_up = "; ".join(drive.failure for drive in self.drives if drive.reads.given_up)
+        if given_up:
+            return given_up
+        files = sum(shelf.unreadable for shelf in self._all_shelves())
+        return f"{files} files could not be read at the start" if files else ""
 
     @property
     def failure(self) -> str:
@@ -196,16 +213,52 @@ class ColdTier:
 
     async def describe(self, tenant: str, space: bytes, spec: KvSpec) -> bool:
         """See to it that a start knows this space, whose frames are in a segment without a footer yet; False
-        where that can't be."""
-        if (tenant, space) in self._described:
-            return True
+        where none of the directories that take something has it."""
+        while True:
+            waiting = []
+            for volume, drive in zip(self._volumes, self.drives, strict=True):
+                known = self._described.get((volume, tenant, space))
+                if known is None and drive.writes.is_on:
+                    known = self._describe_in(volume, tenant, space, spec, drive)
+                if known is not None and known.done():
+                    if not known.result():
+                        del self._described[volume, tenant, space]
+                    elif drive.writes.is_on:
+                        return True
+                elif known is not None:
+                    waiting.append(known)
+            if not waiting:
+                return False
+            done, _ = await asyncio.wait(
+                waiting, timeout=HANGS_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                return False
+
+    def _describe_in(
+        self, volume: Volume, tenant: str, space: bytes, spec: KvSpec, drive: Drive | None = None
+    ) -> asyncio.Future[bool] | None:
+        """Describe a space in one index, if there is room for what this tenant has; without a drive it is
+        there already."""
         text = msgspec.msgpack.encode(spec)
-        for volume in self._volumes:
-            volume.index.put(b"spaces", tenant.encode() + b"\0" + space, text)
-        if await self.flush():
-            return False
-        self._described.add((tenant, space))
-        return True
+        taken = self._described_bytes.get((volume, tenant), 0) + len(text) + len(space)
+        if drive is not None and taken > volume.index_bytes // 4 // len(self.shelves):
+            log.error("cold: %s: tenant %s has too many spaces", volume.directory, tenant)
+            return None
+        self._described_bytes[volume, tenant] = taken
+        known: asyncio.Future[bool] = self._loop.create_future()
+        self._described[volume, tenant, space] = known
+        if drive is None:
+            known.set_result(True)
+        else:
+            volume.index.put(b"spaces", space_key(tenant, space), text)
+            flushing = self._loop.create_task(self._flushed(volume, drive))
+            flushing.add_done_callback(lambda task: _pass_on(task, known))
+        return known
+
+    def _is_described(self, volume: Volume, tenant: str, space: bytes) -> bool:
+        known = self._described.get((volume, tenant, space))
+        return known is not None and known.done() and known.result()
 
     async def settled(self, tenant: str) -> None:
         """Wait until what this tenant writes now is on disk, or is not to be, and what it had in segments
@@ -321,10 +374,12 @@ class ColdTier:
         if self._closing:
             return 0
         shelves = self.shelves[tenant]
+        spaces = {block.space for block in blocks}
         for _ in shelves:
             self._turn += 1
             shelf = shelves[self._turn % len(shelves)]
-            if shelf.drive.writes.is_on and (count := shelf.write(blocks, done)):
+            known = all(self._is_described(shelf.volume, tenant, space) for space in spaces)
+            if known and shelf.drive.writes.is_on and (count := shelf.write(blocks, done)):
                 return count
         return 0
 
@@ -333,6 +388,8 @@ class ColdTier:
         kind = (tenant, block.space, block.group)
         fits = self._fits.get(kind)
         if fits is None:
+            if len(self._fits) >= FITS_MOST:
+                self._fits.clear()
             fits = self._fits[kind] = all(shelf.fits(block) for shelf in self.shelves[tenant])
         return fits
 
@@ -357,18 +414,24 @@ class ColdTier:
     # --- start and end -----------------------------------------------------------------------
 
     async def recover(self, restored: Restored) -> None:
-        """Find out what the files hold, oldest first; `restored` is told of each, with its segment's
-        number."""
-        for volume, drive in zip(self._volumes, self.drives, strict=True):
-            await drive.beside(volume.read_buried)
-            await drive.beside(volume.uses.load)
-            for stranger in set(await drive.beside(volume.tenants)) - set(self.shelves):
-                log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
-                await drive.beside(volume.remove, stranger)
-        shelves = self._all_shelves()
-        # Of all, before anything is made: what is too much of one may be the place of another.
-        looked = await asyncio.gather(*(shelf.look() for shelf in shelves))
-        found = [(shelf, one) for shelf, all_ in zip(shelves, looked, strict=True) for one in all_]
+        """Find out what the files hold, oldest first; `restored` is told of each, with its segment's number.
+        A directory that can't be looked into, or hangs, takes no other one along."""
+        pairs = zip(self._volumes, self.drives, strict=True)
+        await asyncio.gather(*(self._recover(*pair, restored) for pair in pairs))
+        self.recovered.set()
+
+    async def _recover(self, volume: Volume, drive: Drive, restored: Restored) -> None:
+        shelves = [shelf for shelf in self._all_shelves() if shelf.drive is drive]
+        try:
+            await drive.beside(volume.read_index)
+            await self._remove_strangers(volume, drive, shelves)
+            # All of them before anything is made: what is too much of one may be the place of another.
+            looked = [(shelf, await shelf.look()) for shelf in shelves]
+        except Exception as error:
+            log.exception("cold: %s can't be looked into: nothing of it is used", volume.directory)
+            drive.give_up(f"{volume.directory} can't be looked into: {error}")
+            return
+        found = [(shelf, one) for shelf, all_ in looked for one in all_]
         found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
         for shelf, one in found:
             try:
@@ -376,15 +439,24 @@ class ColdTier:
                 if one.head is not None:
                     await restored(shelf.tenant, one, segment.number)
             except (KvtierError, OSError, struct.error) as error:
-                log.error("cold: %s can't be taken up: %s", one.path, error)
-                shelf.unreadable += 1
+                shelf.not_taken_up(one, error)
+        volume.uses.keep_only({one.head.epoch for _, one in found if one.head is not None})
         for shelf in shelves:
+            for identity, spec in shelf.described.items():
+                self._describe_in(volume, shelf.tenant, identity, spec)
             shelf.resume([one for other, one in found if other is shelf])
+            shelf.ready = True
             shelf.prepare()
-        heads = [segment.head for segment in self.segments if segment.head is not None]
-        for volume in self._volumes:
-            volume.uses.keep_only({head.epoch for head in heads})
-        self.recovered.set()
+
+    async def _remove_strangers(
+        self, volume: Volume, drive: Drive, shelves: Sequence[Shelf]
+    ) -> None:
+        for stranger in set(await drive.beside(volume.tenants)) - set(self.shelves):
+            log.warning("cold: %s: tenant %s is none any more", volume.directory, stranger)
+            left = await drive.beside(volume.remove, stranger)
+            # They take room that the cap has to know of.
+            for at in range(left):
+                shelves[at % len(shelves)].has_less()
 
     async def close(self, timeout_s: float = 10.0) -> bool:
         """Write footers, so that a start finds everything at once, and let the files go. False if a disk
@@ -406,3 +478,8 @@ class ColdTier:
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]
+
+
+def _pass_on(flushing: asyncio.Future[str], known: asyncio.Future[bool]) -> None:
+    if not known.done():
+        known.set_result(not flushing.cancelled() and not flushing.result())

@@ -30,7 +30,7 @@ OPERATION = struct.Struct("<QiIQQIIQ")
 DIGEST_TAIL = struct.Struct("<16s")
 HEADER_TAIL = struct.Struct("<QQ")
 URGENT, DIGEST, SEAL = 1, 2, 4
-READ_MS = 2000
+READ_MS = 5000
 HANGS_S = 5.0  # without a completion, while there is something to complete
 FAULTS_TO_OFF = 5
 TURN_S = 0.001
@@ -86,6 +86,8 @@ class Lane:
         self._off_until, self._off_s = 0.0, OFF_S
 
     def fault(self, failure: str) -> None:
+        if self.given_up:
+            return
         self.failure = failure
         self._in_a_row += 1
         if self._in_a_row % FAULTS_TO_OFF == 0:

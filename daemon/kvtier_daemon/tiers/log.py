@@ -24,6 +24,7 @@ from kvtier_daemon.tiers.segment import (
     described_bytes,
     footer_bytes,
     page_of,
+    space_bytes,
     split_rows,
 )
 
@@ -66,7 +67,7 @@ class Segment:
     failed: bool = False  # something was not written
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of the table
     number_of: dict[bytes, int] = field(default_factory=dict)
-    described: int = 0  # bytes that describing them takes
+    described: int = 0  # bytes that describing them takes, one by one
     writing: int = 0
     reading: int = 0
     buried: list[int] = field(default_factory=list)  # pages of frames that were forgotten
@@ -84,8 +85,9 @@ class Segment:
         """Where a frame goes; None if it does not fit before the footer."""
         assert self.stage is Stage.OPEN
         new = space[0] not in self.number_of
-        described = described_bytes([*self.spaces, space]) if new else self.described
-        if self.end + frame_bytes + footer_bytes(described, self.taken + 1) > self.nbytes:
+        described = self.described + space_bytes(space) if new else self.described
+        footer = footer_bytes(described_bytes(described), self.taken + 1)
+        if self.end + frame_bytes + footer > self.nbytes:
             return None
         if new:
             self.number_of[space[0]] = len(self.spaces)
@@ -109,7 +111,7 @@ class Segment:
         """Go on where another life has stopped."""
         self.end, self.table, self.spaces = end, bytearray(rows), list(spaces)
         self.number_of = {identity: number for number, (identity, _) in enumerate(spaces)}
-        self.described = described_bytes(spaces)
+        self.described = sum(map(space_bytes, spaces))
 
     def empty(self) -> None:
         """Forget what was written to it."""
@@ -206,6 +208,10 @@ class Log:
         """Nothing names it any more, and nothing reads it: its head is to be taken back."""
         assert segment.idle
         _step(segment, Stage.LEAVING, Stage.FREEING)
+
+    def not_freed(self, segment: Segment) -> None:
+        """Its head could not be taken back: that is still to be done."""
+        _step(segment, Stage.FREEING, Stage.LEAVING)
 
     def freed(self, segment: Segment) -> None:
         _step(segment, Stage.FREEING, Stage.FREE)

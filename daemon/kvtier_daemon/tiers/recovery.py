@@ -39,16 +39,24 @@ class Recovered:
     sealed: bool = False
     torn: bool = False  # it was sealed after a kill had left it open
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)
-    rows: bytes = b""
+    rows: bytes = b""  # of frames that count
+    table: bytes = b""  # of all
+    parts: list[tuple[bytes, KvSpec, bytes]] = field(default_factory=list)  # rows by space
+    left_out: tuple[int, ...] = ()
     end: int = FIRST_FRAME  # of the frames of one that is not sealed
     remark: str = ""
     used: bytes = b""  # pages of frames that were wanted, 4 bytes each, in ascending order
 
     def leave_out(self, pages: Iterable[int]) -> None:
         """The frames at these pages count no more."""
-        out = set(pages)
+        self.left_out = tuple(pages)
+        out = set(self.left_out)
         if out:
             self.rows = b"".join(row for row in split_rows(self.rows) if page_of(row) not in out)
+
+    def split(self) -> None:
+        """Sort the rows by their spaces. Long where there are several."""
+        self.parts = list(by_space(self))
 
 
 def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Recovered:
@@ -58,10 +66,11 @@ def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Rec
     lost. Raises TierError if the file can't be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             found = Recovered(path, os.fstat(fd).st_size)
             _look(fd, found, tenant, described)
+            found.table = found.rows
             # What was read here is not wanted again soon.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return found

@@ -47,6 +47,7 @@ TRAILER = struct.Struct("<4sHHIQQQ16s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 HEAD_MAGIC, TRAILER_MAGIC = b"KVTs", b"KVTe"
 SPACES_LENGTH = struct.Struct("<I")
+ARRAY_BYTES = 5  # how msgpack begins a list, at most
 FIRST_FRAME = PAGE
 
 assert ENTRY.size == 128
@@ -97,9 +98,14 @@ class Listed:
         )  # fmt: skip
 
 
-def described_bytes(spaces: Sequence[tuple[bytes, KvSpec]]) -> int:
-    """What these spaces take of a table."""
-    return len(_described(spaces))
+def space_bytes(space: tuple[bytes, KvSpec]) -> int:
+    """What one space takes of a table."""
+    return len(msgspec.msgpack.encode(space))
+
+
+def described_bytes(spaces: int) -> int:
+    """The most that spaces take of a table that take so many bytes one by one."""
+    return -(-(SPACES_LENGTH.size + ARRAY_BYTES + spaces) // 8) * 8
 
 
 def footer_bytes(described: int, frames: int) -> int:

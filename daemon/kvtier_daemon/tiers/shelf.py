@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,11 +30,13 @@ from kvtier_daemon.tiers.segment import (
     encode_footer,
     encode_row,
     footer_bytes,
+    space_bytes,
 )
 from kvtier_daemon.tiers.volume import (
     Volume,
     buried_key,
     open_direct,
+    space_key,
     spaces_of,
     tenant_digest,
 )
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 
 GROW_AGAIN_S = 30.0
 TRY_AGAIN_S = 1.0
+TEMPLATES_BYTES = 8 << 20
+GOING_MOST = 4  # batches under way, where a disk is so slow that nobody waits for it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_TO_LEAVE = 3
 RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
@@ -100,6 +104,7 @@ class Numbering:
         self.shelves: list[Shelf] = []  # of each segment
         self.sequence = 1
         self._templates: dict[tuple[bytes, int, int], Template] = {}
+        self._templates_bytes = 0
 
     def add(self, shelf: Shelf, segment: Segment) -> None:
         segment.number = len(self.segments)
@@ -113,6 +118,9 @@ class Numbering:
         if kind is None:
             pieces = entries(block.spec, block.group)
             kind = Template(block.space, block.group, block.shard, RAW, pieces)
+            self._templates_bytes += kind.header_bytes
+            if self._templates_bytes > TEMPLATES_BYTES:
+                self._templates, self._templates_bytes = {}, kind.header_bytes
             self._templates[key] = kind
         return kind
 
@@ -136,6 +144,7 @@ class Shelf:
         self.tenant = tenant
         self.volume = volume
         self.drive = drive
+        self.described: dict[bytes, KvSpec] = {}  # spaces that a start has found
         self.unreadable = 0  # files that are no use and can't be removed
         self._segment_bytes = segment_bytes
         self._most = most
@@ -143,6 +152,7 @@ class Shelf:
         self.going: set[Batch] = set()
         self.parting: dict[Segment, asyncio.Future[None]] = {}  # named no more, and not free yet
         self.closing = False
+        self.ready = False  # what was there is known
         self.log = Log()
         self._loop = loop
         self._numbering = numbering
@@ -158,7 +168,7 @@ class Shelf:
     def fits(self, block: Outgoing) -> bool:
         """Whether a segment can have such a block at all."""
         kind = self._numbering.template(block)
-        footer = footer_bytes(described_bytes([(block.space, block.spec)]), 1)
+        footer = footer_bytes(described_bytes(space_bytes((block.space, block.spec))), 1)
         return FIRST_FRAME + kind.total_bytes + footer <= self._segment_bytes
 
     def write(self, blocks: Sequence[Outgoing], done: Wrote) -> int:
@@ -166,6 +176,8 @@ class Shelf:
         segment = self.log.open
         if segment is None or segment.head is None:
             self.prepare()
+            return 0
+        if len(self.going) >= GOING_MOST:
             return 0
         batch = Batch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
@@ -278,8 +290,12 @@ class Shelf:
     def prepare(self) -> None:
         """See to it that there is a segment to write to, and one more to come after it."""
         books = self.log
-        if self.closing or not self.drive.writes.is_on or self._clock() < self._tries_at:
+        if self.closing or not self.ready or not self.drive.writes.is_on:
             return  # a write asks again
+        if self._clock() < self._tries_at:
+            return
+        for parting in list(self.parting):
+            self._perhaps_freed(parting)
         beginning = any(one.stage is Stage.BEGINNING for one in books.others)
         if books.free and books.open is None and not beginning:
             self._begin()
@@ -363,9 +379,12 @@ class Shelf:
 
         def over(code: int, _: bytes | None) -> None:
             if code:
+                # As long as a start would find its frames it is not free.
                 self._fault(f"{segment.path}: its head can't be taken back", code)
-            else:
-                self._dig_up(segment)
+                self._tries_at = self._clock() + TRY_AGAIN_S
+                self.log.not_freed(segment)
+                return
+            self._dig_up(segment)
             self.log.freed(segment)
             self.parting.pop(segment).set_result(None)
             self._full = False
@@ -402,17 +421,15 @@ class Shelf:
         """What the files hold, oldest first, as many as there is a place for; the others go before anything
         is made."""
         described = await self.drive.beside(spaces_of, self.volume, self.tenant)
-        digest = tenant_digest(self.tenant)
         found = []
         for path in await self.drive.beside(self.volume.files, self.tenant):
             self._next_file = max(self._next_file, int(path.name) + 1)
             try:
-                found.append(await self.drive.beside(recover, path, digest, described))
+                found.append(await self.drive.beside(self._look_into, path, described))
             except TierError as error:
                 # It takes room that the cap has to know of, and holds nothing that can be had.
                 log.error("cold: %s", error)
-                self.unreadable += 1
-                self._most -= 1
+                self.has_less()
         found.sort(key=lambda one: one.head.sequence if one.head else -1)
         fitting = [one for one in found if one.nbytes == self._segment_bytes]
         stay = fitting[max(0, len(fitting) - max(0, self._most)) :]
@@ -420,7 +437,25 @@ class Shelf:
         for one in found:
             if one.path not in kept:
                 await self.drive.beside(self._remove, one.path)
+        self.described = self._still_described(described, stay)
         return stay
+
+    def _look_into(self, path: Path, described: Mapping[bytes, KvSpec]) -> Recovered:
+        one = recover(path, tenant_digest(self.tenant), described)
+        if one.head is not None:
+            one.leave_out(self.volume.buried(one.head))
+            one.used = self.volume.uses.pages(one.head.epoch)
+            one.split()
+        return one
+
+    def _still_described(
+        self, described: Mapping[bytes, KvSpec], found: Sequence[Recovered]
+    ) -> dict[bytes, KvSpec]:
+        """Those spaces that something is there of; the others' descriptions go."""
+        there = {identity for one in found for identity, _ in one.spaces}
+        for identity in described.keys() - there:
+            self.volume.index.drop(b"spaces", space_key(self.tenant, identity))
+        return {identity: spec for identity, spec in described.items() if identity in there}
 
     def _remove(self, path: Path) -> None:
         log.warning("cold: %s goes: there is no place for it any more", path)
@@ -428,8 +463,16 @@ class Shelf:
             path.unlink()
         except OSError as error:
             log.error("cold: %s can't be removed: %s", path, error)
-            self.unreadable += 1
-            self._most -= 1
+            self.has_less()
+
+    def has_less(self) -> None:
+        """A file takes the place of one of its segments, and is no use."""
+        self.unreadable += 1
+        self._most -= 1
+
+    def not_taken_up(self, one: Recovered, error: Exception) -> None:
+        log.error("cold: %s can't be taken up: %s", one.path, error)
+        self.has_less()
 
     def take_up(self, one: Recovered) -> Segment:
         """A segment that a start has found. Raises OSError where it can't be opened."""
@@ -443,19 +486,17 @@ class Shelf:
         self._numbering.sequence = max(
             self._numbering.sequence, one.head.sequence + entries_of(one) + 1
         )
-        segment.buried = self.volume.buried(one.head)
-        one.leave_out(segment.buried)
-        one.used = self.volume.uses.pages(one.head.epoch)
+        segment.buried = list(one.left_out)
         if not one.sealed:
             self._seal_late(segment, one)
         return segment
 
     def _seal_late(self, segment: Segment, one: Recovered) -> None:
         """A kill has left it without a footer. With one, the next start need not walk it."""
-        if free_bytes(one) < described_bytes(one.spaces):
+        if free_bytes(one) < described_bytes(sum(map(space_bytes, one.spaces))):
             return
         assert one.head is not None
-        at, text = encode_footer(one.head, one.spaces, one.rows, one.end, torn=True)
+        at, text = encode_footer(one.head, one.spaces, one.table, one.end, torn=True)
         segment.writing += 1
 
         def over(code: int, _: bytes | None) -> None:
@@ -475,7 +516,7 @@ class Shelf:
             return
         if free_bytes(one) < one.nbytes // RESUME_LEAST:
             return
-        newest.resume(one.spaces, one.rows, one.end)
+        newest.resume(one.spaces, one.table, one.end)
         self.log.resume(newest)
         what = f"{newest.path}: can't be written on"
         # As long as it has a footer, a start would not look for what comes after what that lists.

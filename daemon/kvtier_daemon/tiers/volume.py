@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import struct
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvtier.layout import KvSpec
 from kvtier_daemon.index import FIRST_MAP_BYTES, Index
 from kvtier_daemon.tiers.segment import Head
 from kvtier_daemon.tiers.use import Uses
+
+log = logging.getLogger(__name__)
 
 LOCK = "kvtier.lock"
 LOST = "what is written is not found by the next start: put it back, or restart"
@@ -39,8 +42,8 @@ class Volume:
         """`size_bytes` is what all in it may take; None for somebody who only looks."""
         self.directory = directory
         self.prefix = f"{directory}/"
-        index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
-        self.segments_bytes = (size_bytes or 0) - index_bytes - OTHER_BYTES
+        self.index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
+        self.segments_bytes = (size_bytes or 0) - self.index_bytes - OTHER_BYTES
         if size_bytes is not None and self.segments_bytes < size_bytes // 2:
             least = 2 * (FIRST_MAP_BYTES + OTHER_BYTES)
             raise TierError(
@@ -49,7 +52,7 @@ class Volume:
         self._buried: dict[int, list[int]] = {}
         self._lock_fd, self._folder_fd = _locked(directory)
         try:
-            self.index = Index(directory / "index", index_bytes)
+            self.index = Index(directory / "index", self.index_bytes)
         except BaseException:
             os.close(self._lock_fd)
             os.close(self._folder_fd)
@@ -60,10 +63,16 @@ class Volume:
         """What a segment file is called."""
         return self.directory / SEGMENTS / tenant / f"{number:06d}"
 
-    def remove(self, tenant: str) -> None:
-        """All that this tenant has here. Waits for the disk."""
+    def remove(self, tenant: str) -> int:
+        """All that this tenant has here; how many files can't be removed. Waits for the disk."""
+        left = 0
         for path in self.files(tenant):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                log.error("cold: %s can't be removed: %s", path, error)
+                left += 1
+        return left
 
     def tenants(self) -> list[str]:
         """Who has segments here."""
@@ -83,8 +92,12 @@ class Volume:
         """The pages of those frames of this segment that were forgotten before this start."""
         return self._buried.pop(head.epoch, [])
 
+    def read_index(self) -> None:
+        """Learn from the index what was forgotten, and what was wanted. Waits for the disk."""
+        self.read_buried()
+        self.uses.load()
+
     def read_buried(self) -> None:
-        """Learn from the index what was forgotten. Waits for the disk."""
         for key, _ in self.index.entries(b"forgotten"):
             if len(key) == BURIED.size:
                 epoch, page = BURIED.unpack(key)
@@ -147,9 +160,14 @@ def buried_key(head: Head, page: int) -> bytes:
     return BURIED.pack(head.epoch, page)
 
 
+def space_key(tenant: str, identity: bytes) -> bytes:
+    """How the index names a description."""
+    return tenant.encode() + b"\0" + identity
+
+
 def open_direct(path: Path | str, flags: int = 0, folder: int | None = None) -> int:
     """Open for reading and writing past the page cache, where the file system can."""
-    flags |= os.O_RDWR | os.O_CLOEXEC
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder)
     except OSError as error:
@@ -181,7 +199,8 @@ def _locked(directory: Path) -> tuple[int, int]:
         try:
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
-            fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
         except OSError as error:
             remedy = f"make it, and let uid {os.geteuid()} write there"

@@ -190,6 +190,12 @@ class Catalog:
             self._reading.unpin_forgotten()
         return len(ids) // ID_BYTES
 
+    def forget_again(self, identity: bytes, keys: bytes) -> None:
+        """Forget what has been found since, whoever has this space by now."""
+        space = self._spaces.named(identity)
+        if space is not None:
+            self.forget(space, keys)
+
     def _resident(self, space: Space, keys: bytes) -> bytes:
         """The ids of these keys' blocks in every group and shard, in memory and on disk, each once."""
         space.check_keys(keys)

@@ -123,7 +123,6 @@ class Cold:
             return Promotion()
         wanted = store.cold(space.index, keys, whole)
         asked = sum(len(cold) + len(promoting) for _, _, cold, promoting in wanted) // ID_BYTES
-        limit_blocks = max(0, limit_blocks - self.reading)
         prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
         moving = any(cold for _, _, cold, _ in wanted)
         here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
@@ -299,6 +298,14 @@ class Cold:
     def in_segment(self, segment: int) -> bytes:
         """The ids of the blocks that have a frame in this segment, in the order in which they lie."""
         return self._blocks.store.in_segment(segment)[0]
+
+    def dirty(self, ids: bytes) -> bytes:
+        """Those of these blocks that are in memory alone, and not forgotten."""
+        return self._blocks.store.dirty(ids)
+
+    def still(self, ids: bytes, segment: int) -> bytes:
+        """Those of these blocks whose frames are in this segment, and that are not forgotten."""
+        return self._blocks.store.still(ids, segment)
 
     def described_in(self, ids: bytes, segment: int) -> dict[int, Outgoing]:
         """All that a frame says of those of these blocks whose frames are in this segment yet."""

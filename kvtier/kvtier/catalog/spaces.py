@@ -80,6 +80,10 @@ class Spaces:
             raise Refused("unknown_space", text)
         return space
 
+    def named(self, identity: bytes) -> Space | None:
+        """The space of this identity, if there is one."""
+        return self._by_identity.get(identity)
+
     def at_index(self, index: int) -> Space:
         """The space that the store knows by this number."""
         return self._by_index[index]

@@ -8,7 +8,7 @@ from kvtier.layout import KvSpec
 
 CODEC: base.Codec = base.Native("raw", RAW)
 LIMIT_LAYERS, LIMIT_PARTS = 1 << 16, 1 << 8
-LIMIT_PIECES = 16_384  # a header of 129 pages
+LIMIT_PIECES = 4096  # a header of 33 pages
 
 
 def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:

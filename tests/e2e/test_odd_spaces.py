@@ -1,0 +1,54 @@
+"""What a tenant's odd spaces leave behind in the daemon's memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from daemons import start_daemon
+from kvtier.layout import Group, KvSpec
+
+
+def test_headers_of_spaces_that_are_gone_take_no_memory(tmp_path: Path) -> None:
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    config = (
+        f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nsegment = "4MiB"\nwrite = "through"\n'
+    )
+    daemon = start_daemon(tmp_path, config=config)
+    try:
+        before, written = daemon.process_bytes(), 0
+        group = Group(kind="state", layers=16384, state_bytes=1)
+        stalls = []
+        for number in range(200):
+            spec = KvSpec(
+                model=f"m{number}",
+                weights="rev:1",
+                dtype="bfloat16",
+                block_tokens=16,
+                cache_groups=(group,),
+            )
+            with daemon.connect() as client:
+                space = client.open(spec)
+                keys = space.keys(list(range(16)))
+                space.save(keys, [np.full(16384, number % 251, np.uint8)])
+                t = time.perf_counter()
+                while client.stats()["tiers"]["cold"]["states"]["written"] <= written:
+                    stalls.append(time.perf_counter() - t)
+                    t = time.perf_counter()
+                space.forget(keys)
+            written += 1
+        grown = daemon.process_bytes() - before
+        print(
+            "grown",
+            grown >> 20,
+            "MiB for",
+            written * 16384 >> 20,
+            "MiB of blocks; a status",
+            max(stalls),
+        )
+        assert grown < 40 << 20
+    finally:
+        daemon.stop()
