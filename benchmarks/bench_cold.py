@@ -630,13 +630,14 @@ def trace(folder: Path, size: Size, requests: list[traces.Request], share: float
         took = time.perf_counter() - started
         states, stats = daemon.states(), daemon.client.stats()
         written = disks.disk_bytes(daemon.process.pid)[1] - before
-    lru = traces.lru_hits(requests, on_disk + in_memory) / every
+    lru = traces.lru_hits(requests, on_disk) / every
+    of_both = traces.lru_hits(requests, on_disk + in_memory) / every
     name = f"trace, cold tier of {share:.0%} of {unique:,} blocks"
     new, again = states["written"], states["written_again"]
     return [
         at_least(f"{name}: hit rate", hits / every, "", round(lru, 4), requests=len(requests),
                  seconds=took, late=states["late"], spoilt=states["spoilt"],
-                 lru_of_the_disk=traces.lru_hits(requests, on_disk) / every),
+                 lru_of_memory_too=of_both),
         at_most(f"{name}: written for each new byte", (new + again) / new, "x", 1.25,
                 blocks_new=new, blocks_again=again, saved=saved, by_the_disk=written / (new * frame),
                 never_written=stats["evicted_blocks"]["capacity"]),

@@ -118,7 +118,7 @@ class Pace:
 
     def room(self, block_bytes: int) -> int:
         """How many such blocks may be asked for now."""
-        return max(0, min(READING_BLOCKS, (READING_BYTES - self._waiting_bytes) // block_bytes))
+        return max(0, (READING_BYTES - self._waiting_bytes) // block_bytes)
 
     def eta_s(self) -> float:
         """0 where nothing can be told."""
@@ -180,8 +180,9 @@ class Mover:
         if not self._cold.is_on:
             return 0, 0.0
         out_of_reach = self._cold.out_of_reach()
-        limit = self._pace.room(space.spec.block_bytes)
-        plan = self._catalog.cold.plan_promotion(space, keys, limit, out_of_reach)
+        cold = self._catalog.cold
+        limit = min(READING_BLOCKS, cold.reading + self._pace.room(space.spec.block_bytes))
+        plan = cold.plan_promotion(space, keys, limit, out_of_reach)
         if plan.ids:
             self._pace.asked(sum(fields[2] for fields in FRAME.iter_unpack(plan.frames)))
             self._read(plan)

@@ -8,6 +8,7 @@
 // an array of their own, since only saves and demotions read them; so do frames, of which a store
 // without a disk has none.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -79,7 +80,7 @@ struct Frame {
     std::uint8_t codec, header_pages, flags;
     std::uint8_t rounds;  // the store's own: in how many of its segments' rounds it was wanted
 };
-inline constexpr std::uint8_t proven = 2;  // rounds are counted no further
+inline constexpr std::uint8_t proven = 3;  // rounds are counted no further
 inline constexpr std::uint8_t spared = 4;  // and in the last one it was not
 static_assert(sizeof(Frame) == 16);
 
@@ -102,12 +103,12 @@ class Records {
         items_[id].used = 0;
     }
     // The round of its segment is over: whether it deserves another. It does if it was wanted in
-    // this one, and once more if it was in two rounds.
+    // this one, and once more if it was in three rounds.
     bool judge(Id id) {
         std::uint8_t& rounds = frames_[id].rounds;
         if (items_[id].used) {
             items_[id].used = 0;
-            rounds = rounds == 0 ? 1 : proven;
+            rounds = std::min<std::uint8_t>((rounds & ~spared) + 1, proven);
             return true;
         }
         if (rounds != proven) return false;

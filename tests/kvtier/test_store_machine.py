@@ -82,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.left = []  # places of blocks that left
         self.summed = set()  # ids of blocks with a checksum of their own bytes
         self.frames = {}  # id -> frame
-        self.rounds = {}  # of the blocks with a frame: in how many they were wanted, two at most, and spared
+        self.rounds = {}  # of frames: in how many they were wanted, 3 at most, and whether spared
         self.used = set()  # ids with a frame that a match found since it was written
         self.filling = set()  # ids whose slots are being read into
         self.fresh = set()  # of those that nobody was told of
@@ -452,9 +452,9 @@ class StoreMachine(RuleBasedStateMachine):
             for i in unpack(ids):
                 rounds, spared = self.rounds.get(i, (0, False))
                 if i in self.used:
-                    self.rounds[i] = min(2, rounds + 1), False
-                elif rounds == 2 and not spared:
-                    self.rounds[i] = 2, True
+                    self.rounds[i] = min(3, rounds + 1), False
+                elif rounds == 3 and not spared:
+                    self.rounds[i] = 3, True
                     wanted.add(i)
         assert flags == bytes((i in wanted) + 2 * (i in cold) for i in unpack(ids))
         if look:

@@ -451,7 +451,10 @@ class Shelf:
     def _still_described(
         self, described: Mapping[bytes, KvSpec], found: Sequence[Recovered]
     ) -> dict[bytes, KvSpec]:
-        """Those spaces that something is there of; the others' descriptions go."""
+        """Those spaces that something is there of; the others' descriptions go, if nothing can be found of
+        them later: in a file that could not be read, or behind a frame that is damaged."""
+        if self.unreadable or not all(one.sealed for one in found if one.head is not None):
+            return dict(described)
         there = {identity for one in found for identity, _ in one.spaces}
         for identity in described.keys() - there:
             self.volume.index.drop(b"spaces", space_key(self.tenant, identity))

@@ -89,7 +89,7 @@ class Block:
     slot: int = 0
     frame: Frame | None = None
     used: bool = False  # wanted again since its frame was written
-    rounds: int = 0  # of its segments in which it was wanted, two at most
+    rounds: int = 0  # of its segments in which it was wanted, three at most
     spared: bool = False  # in the last one it was not
     filling: bool = False  # a read from the disk fills its slot
 
@@ -112,12 +112,12 @@ class Block:
 
     def deserves(self) -> bool:
         """The round of its segment is over: whether it deserves another. It does if it was wanted in this
-        one, and once more if it was in two rounds."""
+        one, and once more if it was in three rounds."""
         if self.used:
             self.used, self.spared = False, False
-            self.rounds = min(2, self.rounds + 1)
+            self.rounds = min(3, self.rounds + 1)
             return True
-        if self.rounds < 2 or self.spared:
+        if self.rounds < 3 or self.spared:
             return False
         self.spared = True
         return True

@@ -123,6 +123,7 @@ class Cold:
             return Promotion()
         wanted = store.cold(space.index, keys, whole)
         asked = sum(len(cold) + len(promoting) for _, _, cold, promoting in wanted) // ID_BYTES
+        limit_blocks = max(0, limit_blocks - self.reading)
         prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
         moving = any(cold for _, _, cold, _ in wanted)
         here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
@@ -344,7 +345,7 @@ class Cold:
 
     def reclaim(self, segment: int, keep: int) -> Rescue:
         """What of this segment deserves a second chance: the first `keep` blocks, in the order in which
-        they were written, that are there alone and were wanted since, or in two rounds before and not
+        they were written, that are there alone and were wanted since, or in three rounds before and not
         spared for that yet. What is in memory too needs none.
         Their use is forgotten. The segment is dropped after `rescued`, or they go with it."""
         store = self._blocks.store
