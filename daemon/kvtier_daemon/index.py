@@ -8,14 +8,20 @@ bytes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
+import resource
+import select
+import signal
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import lmdb
 
@@ -30,7 +36,19 @@ RESERVE_BYTES: Final = 1 << 20
 # LMDB copies every page that it changes; a transaction may need as many pages again as it has entries.
 PAGES_PER_ENTRY: Final = 4
 COALESCED: Final = 4096
+KEPT: Final = 262_144
+RETRY_S: Final = 1.0
+CHECK_S: Final = 10.0
+CHECK_BYTES_PER_S: Final = 8 << 20
+# What the child that looks at a file exits with, or an errno.
+SOUND: Final = 0
+DAMAGED: Final = 255
+NO_ANSWER: Final = 254
+DEATHS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+# What has no class of its own is an error of the system too: it says nothing of the file.
+OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
 
+Change: TypeAlias = dict[tuple[bytes, bytes], bytes | None]
 Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
 Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public type
 
@@ -39,7 +57,8 @@ class Index:
     """Tables of bytes. `put` and `drop` return at once; `flush` tells by `done` when they are on disk.
 
     `limit_bytes` is what its file may grow to. Raises TierError if the folder can't be used; a file that is
-    damaged or of another format is moved out of the way and a new one begun.
+    damaged or of another format is removed and a new one begun. A change that can't be written is kept and
+    tried again.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -74,8 +93,8 @@ class Index:
         self._queue.put(token)
 
     def done(self) -> Iterator[tuple[int, str]]:
-        """Tokens since the last call, each with what went wrong since the one before it, or nothing.
-        `event_fd` is readable if there are any."""
+        """Tokens since the last call, each with nothing if all that was put before it is on disk, or why
+        not. `event_fd` is readable if there are any."""
         try:
             os.eventfd_read(self.event_fd)
         except BlockingIOError:
@@ -107,29 +126,37 @@ class Index:
     # --- the thread --------------------------------------------------------------------------
 
     def _write(self) -> None:
-        more, since = True, ""  # what failed since the last token
+        kept: Change = {}  # what is not on disk yet
+        more, failed, lost, again_at = True, "", "", 0.0
         while more:
-            changes: dict[tuple[bytes, bytes], bytes | None] = {}
             tokens: list[int] = []
-            more = self._take(self._queue.get(), changes, tokens)
-            while more and len(changes) < COALESCED:
-                try:
-                    more = self._take(self._queue.get_nowait(), changes, tokens)
-                except queue.Empty:
-                    break
-            if changes:
-                self.failure = self._commit(changes)
-                since = since or self.failure
+            try:
+                more = self._take(self._queue.get(timeout=RETRY_S if kept else None), kept, tokens)
+                for _ in range(COALESCED):
+                    if not more:
+                        break
+                    more = self._take(self._queue.get_nowait(), kept, tokens)
+            except queue.Empty:
+                pass
+            if kept and (tokens or not more or not failed or time.monotonic() >= again_at):
+                failed = self._commit_all(kept)
+                again_at = time.monotonic() + RETRY_S
+            if len(kept) > KEPT:
+                if not lost:
+                    lost = f"the index {self.folder} could not be written for too long: changes are lost"
+                    log.error("%s", lost)
+                for name in list(kept)[: len(kept) - KEPT]:
+                    del kept[name]
+            self.failure = lost or failed
             for token in tokens:
-                self._done.put((token, since))
+                self._done.put((token, self.failure))
             if tokens:
-                since = ""
                 os.eventfd_write(self.event_fd, 1)
 
     def _take(
         self,
         item: Entry | int | None,
-        changes: dict[tuple[bytes, bytes], bytes | None],
+        changes: Change,
         tokens: list[int],
     ) -> bool:
         """Add an item to the batch; False if it is the last there will be."""
@@ -142,7 +169,24 @@ class Index:
             changes[table, key] = value
         return True
 
-    def _commit(self, changes: dict[tuple[bytes, bytes], bytes | None]) -> str:
+    def _commit_all(self, kept: Change) -> str:
+        """Write what is kept, and keep what can't be written; what went wrong, or nothing."""
+        parts = [list(kept)]
+        if self.failure:  # for want of room, perhaps: what makes some goes first
+            parts = [
+                [name for name in kept if (kept[name] is None) is drops] for drops in (True, False)
+            ]
+        for part in parts:
+            for first in range(0, len(part), COALESCED):
+                batch = {name: kept[name] for name in part[first : first + COALESCED]}
+                failure = self._commit(batch)
+                if failure:
+                    return failure
+                for name in batch:
+                    del kept[name]
+        return ""
+
+    def _commit(self, changes: Change) -> str:
         """Write the batch in one transaction; what went wrong, or nothing."""
         nbytes = sum(len(key) + len(value or b"") for (_, key), value in changes.items())
         try:
@@ -177,26 +221,115 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            _check(folder, map_bytes)
             return _open(folder, map_bytes)
         except lmdb.Error as error:
-            # What has no class of its own is an error of the system: it says nothing of the file.
-            of_the_system = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
-            if type(error) is lmdb.Error or isinstance(error, of_the_system):
+            if _of_the_system(error):
                 raise
-            log.error("the index %s is damaged (%s): a new one is begun", folder, error)
-            (folder / "data.mdb").replace(folder / "data.mdb.damaged")
+            log.error(
+                "the index %s is damaged (%s): it is removed and a new one begun", folder, error
+            )
+            (folder / "data.mdb").unlink()
             return _open(folder, map_bytes)
     except (lmdb.Error, OSError) as error:
         raise TierError(f"the index {folder} can't be opened: {error}") from error
 
 
-def _open(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
+def _of_the_system(error: lmdb.Error) -> bool:
+    return type(error) is lmdb.Error or isinstance(error, OF_THE_SYSTEM)
+
+
+def _check(folder: Path, map_bytes: int) -> None:
+    """Let a child go through the file: LMDB ends the process that meets some kinds of damage. Raises
+    CorruptedError if it did, OSError if nothing can be said."""
+    try:
+        size = (folder / "data.mdb").stat().st_size
+    except FileNotFoundError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of threads: `_look` needs nothing of theirs
+        child = os.fork()
+        if child == 0:
+            _look(folder, map_bytes)
+    watched = os.pidfd_open(child)
+    try:
+        over = select.poll()
+        over.register(watched, select.POLLIN)
+        limit_s = CHECK_S + size / CHECK_BYTES_PER_S
+        if not over.poll(limit_s * 1000):
+            os.kill(child, signal.SIGKILL)
+            # Its end may wait for the disk too.
+            threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()
+            raise TimeoutError(f"the disk takes too long: it was not read in {limit_s:.0f} s")
+    finally:
+        os.close(watched)
+    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if -told in DEATHS:
+        raise lmdb.CorruptedError(f"to read it ends a process with {signal.Signals(-told).name}")
+    if told == DAMAGED:
+        raise lmdb.CorruptedError("its entries are not as they were written")
+    if told < 0 or told == NO_ANSWER:
+        raise OSError(f"the process that looks at it was ended ({told})")
+    if told != SOUND:
+        raise OSError(told, os.strerror(told))
+
+
+def _look(folder: Path, map_bytes: int) -> NoReturn:
+    """What the child does. There may have been threads: nothing of the process but LMDB is used."""
+    told = NO_ANSWER
+    try:
+        gc.disable()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        told = _told(folder, map_bytes)
+    except OSError as error:
+        told = error.errno or NO_ANSWER
+    finally:
+        os._exit(told)
+
+
+def _told(folder: Path, map_bytes: int) -> int:
+    # A place that the disk can't read is an error here, and a signal where it is mapped.
+    fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+    while os.read(fd, 1 << 20):
+        pass
+    try:
+        # Without a lock: its file is mapped, and to write to it ends the process where the disk is full.
+        env, tables = _open(folder, map_bytes, lock=False)
+    except lmdb.Error:
+        return SOUND  # who opens it next hears the same
+    try:
+        with env.begin() as reading:
+            for table in tables.values():
+                before, count = b"", 0
+                for key, _ in reading.cursor(table):
+                    if key <= before:
+                        return DAMAGED
+                    before, count = key, count + 1
+                if count != reading.stat(table)["entries"]:
+                    return DAMAGED
+        # These go through the lists of free pages, all of them and the way that a write does.
+        env.copyfd(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), compact=True)
+        with env.begin(write=True) as writing:
+            writing.put(b"format", FORMAT, db=tables[b"meta"])
+    except lmdb.MapFullError:
+        return SOUND
+    except lmdb.Error as error:
+        return SOUND if _of_the_system(error) else DAMAGED
+    return SOUND
+
+
+def _open(
+    folder: Path, map_bytes: int, *, lock: bool = True
+) -> tuple[lmdb.Environment, dict[bytes, Table]]:
     # Without `metasync` a power cut, or a file system that becomes read-only, loses the last commit: a forget
     # that was answered, or the only description of what an open segment holds. Without `sync` a file opens
     # cleanly after one and has wrong values.
     env = lmdb.open(
         str(folder), map_size=map_bytes, max_dbs=len(TABLES), metasync=True, sync=True, mode=0o600,
-        max_readers=4, readahead=False,
+        max_readers=4, readahead=False, lock=lock,
     )  # fmt: skip
     try:
         have = (folder / "data.mdb").stat().st_size

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import TierError
-from kvtier_daemon.index import FIRST_MAP_BYTES, Index
+from kvtier_daemon import index as index_module
+from kvtier_daemon.index import FIRST_MAP_BYTES, Change, Index
 
 MIB = 1 << 20
 
@@ -98,14 +104,81 @@ def test_a_full_index_says_so_and_serves_again_when_there_is_room(tmp_path: Path
         for number in range(3000):
             index.put(b"segments", b"%d" % number, bytes(20_000))
         assert "can't be written" in flushed(index)
+    with Index(tmp_path, FIRST_MAP_BYTES) as index:
+        assert b"large" in dict(index.entries(b"segments")), "a full index is a sound one"
+        for number in range(3000):
+            index.put(b"segments", b"%d" % number, bytes(20_000))
         index.drop(b"segments", b"large")
-        assert flushed(index) == "", "dropping something is possible even then"
+        assert "can't be written" in flushed(index)
+        assert b"large" not in dict(index.entries(b"segments")), "to drop is possible even then"
+        for number in range(3000):
+            index.drop(b"segments", b"%d" % number)
         index.put(b"segments", b"small", b"v")
         assert flushed(index) == "" and not index.failure
+        assert index.entries(b"segments") == [(b"small", b"v")]
         assert (tmp_path / "data.mdb").stat().st_size <= FIRST_MAP_BYTES
-        assert b"large" not in dict(index.entries(b"segments"))
     with Index(tmp_path, FIRST_MAP_BYTES) as index:
-        assert dict(index.entries(b"segments"))[b"small"] == b"v"
+        assert index.entries(b"segments") == [(b"small", b"v")]
+
+
+def fail(index: Index, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Let so many commits fail."""
+    left, commit = [times], index._commit
+
+    def failing(changes: Change) -> str:
+        if left[0] == 0:
+            return commit(changes)
+        left[0] -= 1
+        return "EIO"
+
+    monkeypatch.setattr(index, "_commit", failing)
+
+
+def test_no_token_succeeds_before_what_failed_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "RETRY_S", 60)
+    with Index(tmp_path, 64 * MIB) as index:
+        fail(index, monkeypatch, 2)
+        index.put(b"forgotten", b"a", b"")
+        assert flushed(index) == "EIO"
+        index.put(b"forgotten", b"b", b"")
+        assert flushed(index) == "EIO", "this token wants what the one before it wanted"
+        assert index.entries(b"forgotten") == []
+        assert flushed(index) == "" and not index.failure
+        assert index.entries(b"forgotten") == [(b"a", b""), (b"b", b"")]
+
+
+def test_what_failed_is_tried_again_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "RETRY_S", 0.01)
+    with Index(tmp_path, 64 * MIB) as index:
+        fail(index, monkeypatch, 3)
+        index.put(b"forgotten", b"a", b"")
+        until = time.monotonic() + 20
+        while not index.entries(b"forgotten"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_when_too_much_failed_no_token_succeeds_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "KEPT", 10)
+    with Index(tmp_path, 64 * MIB) as index:
+        fail(index, monkeypatch, 1)
+        for number in range(30):
+            index.put(b"forgotten", b"%02d" % number, b"")
+        while (failure := flushed(index)) == "EIO":  # these came in several parts
+            fail(index, monkeypatch, 1)
+            index.put(b"forgotten", b"29", b"")
+        assert "are lost" in failure
+        assert "are lost" in flushed(index) and "are lost" in index.failure
+        keys = [key for key, _ in index.entries(b"forgotten")]
+        assert b"29" in keys and b"00" not in keys, "the oldest went"
+    with Index(tmp_path, 64 * MIB) as index:
+        assert flushed(index) == ""
 
 
 @pytest.mark.parametrize(
@@ -141,3 +214,130 @@ def test_a_folder_that_can_not_be_used_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierError, match="can't be opened"):
         Index(tmp_path / "file", 64 * MIB)
+
+
+# Zeroes 64 bytes of one page after another until a process that does what is asked for ends by a signal, and
+# one that does the other does not; leaves the file so.
+ZEROED = """
+import os, sys, lmdb
+folder, asked = sys.argv[1:]
+tables = (b"meta", b"spaces", b"segments", b"forgotten")
+
+def dies(work):
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        try:
+            env = lmdb.open(folder, max_dbs=4, map_size=64 << 20, lock=False)
+            if work == "read":
+                for name in tables:
+                    with env.begin() as reading:
+                        list(reading.cursor(env.open_db(name, reading, create=False)))
+            else:
+                with env.begin(write=True) as writing:
+                    meta = env.open_db(b"meta", writing)
+                    writing.put(b"format", b"1", db=meta)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+with open(folder + "/data.mdb", "rb") as file:
+    good = file.read()
+for at in range(2 * 4096, len(good), 4096):
+    with open(folder + "/data.mdb", "r+b") as file:
+        file.write(good[:at] + bytes(64) + good[at + 64:])
+    if dies(asked) and (asked == "read" or not dies("read")):
+        with open(folder + "/data.mdb", "r+b") as file:
+            file.write(good[:at] + bytes(64) + good[at + 64:])
+        break
+else:
+    sys.exit("no such page")
+"""
+OPENED = """
+import sys
+from pathlib import Path
+from kvtier_daemon.index import Index
+with Index(Path(sys.argv[1]), 64 << 20) as index:
+    index.put(b"spaces", b"a", b"b")
+    print(len(index.entries(b"forgotten")))
+"""
+
+
+def filled(folder: Path) -> None:
+    with Index(folder, 64 * MIB) as index:
+        for part in range(4):
+            for number in range(part, 6000, 4):
+                index.put(b"forgotten", struct.pack(">QI", number % 8, number), b"")
+            assert flushed(index) == ""
+
+
+@pytest.mark.parametrize("asked", ["read", "write"])
+def test_damage_that_ends_a_process_is_begun_anew(tmp_path: Path, asked: str) -> None:
+    filled(tmp_path)
+    subprocess.run([sys.executable, "-c", ZEROED, str(tmp_path), asked], check=True, timeout=60)
+    opened = subprocess.run(
+        [sys.executable, "-c", OPENED, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert opened.returncode == 0, opened.stderr[-300:]
+    assert opened.stdout == "0\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"data.mdb", "lock.mdb"}, "nothing is left"
+    with Index(tmp_path, 64 * MIB) as index:
+        assert index.entries(b"spaces") == [(b"a", b"b")]
+
+
+def test_keys_that_are_not_in_order_are_damage(tmp_path: Path) -> None:
+    filled(tmp_path)
+    data = tmp_path / "data.mdb"
+    key = struct.pack(">QI", 3, 3003)
+    assert key in data.read_bytes()
+    data.write_bytes(data.read_bytes().replace(key, bytes(len(key))))
+    with Index(tmp_path, 64 * MIB) as index:
+        assert index.entries(b"forgotten") == []
+
+
+def unreadable(_fd: int, _nbytes: int) -> bytes:
+    raise OSError(errno.EIO, "EIO")
+
+
+def killed(_folder: Path, _map_bytes: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def hanging(_folder: Path, _map_bytes: int) -> int:
+    time.sleep(600)
+    return 0
+
+
+@pytest.mark.parametrize(
+    "where, what, says",
+    [
+        ("os.read", unreadable, "Input/output error"),
+        ("_told", killed, "was ended"),
+        ("_told", hanging, "takes too long"),
+    ],
+)
+def test_a_look_that_tells_nothing_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: Callable[..., Any], says: str
+) -> None:
+    filled(tmp_path)
+    children: list[int] = []
+    fork = os.fork
+
+    def forked() -> int:
+        children.append(fork())
+        return children[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", forked)
+        patch.setattr(index_module, "CHECK_S", 0.2 if what is hanging else 60)
+        patch.setattr(f"kvtier_daemon.index.{where}", what)
+        with pytest.raises(TierError, match=says):
+            Index(tmp_path, 64 * MIB)
+    (child,) = children
+    until = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < until, "it is left behind"
+        time.sleep(0.01)
+    with Index(tmp_path, 64 * MIB) as index:
+        assert len(index.entries(b"forgotten")) == 6000
