@@ -108,6 +108,7 @@ def test_a_full_index_says_so_and_serves_again_when_there_is_room(tmp_path: Path
         assert b"large" in dict(index.entries(b"segments")), "a full index is a sound one"
         for number in range(3000):
             index.put(b"segments", b"%d" % number, bytes(20_000))
+        assert "can't be written" in flushed(index)
         index.drop(b"segments", b"large")
         assert "can't be written" in flushed(index)
         assert b"large" not in dict(index.entries(b"segments")), "to drop is possible even then"
@@ -216,7 +217,7 @@ def test_a_folder_that_can_not_be_used_is_said(tmp_path: Path) -> None:
         Index(tmp_path / "file", 64 * MIB)
 
 
-# Zeroes 64 bytes of one page after another until a process that does what is asked for ends by a signal, and
+# Zeroes 64 bytes in one place after another until a process that does what is asked for ends by a signal, and
 # one that does the other does not; leaves the file so.
 ZEROED = """
 import os, sys, lmdb
@@ -243,7 +244,7 @@ def dies(work):
 
 with open(folder + "/data.mdb", "rb") as file:
     good = file.read()
-for at in range(2 * 4096, len(good), 4096):
+for at in range(len(good) - 64, 2 * 4096, -64):
     with open(folder + "/data.mdb", "r+b") as file:
         file.write(good[:at] + bytes(64) + good[at + 64:])
     if dies(asked) and (asked == "read" or not dies("read")):
@@ -251,7 +252,7 @@ for at in range(2 * 4096, len(good), 4096):
             file.write(good[:at] + bytes(64) + good[at + 64:])
         break
 else:
-    sys.exit("no such page")
+    sys.exit("no such place")
 """
 OPENED = """
 import sys
