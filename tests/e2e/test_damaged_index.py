@@ -1,0 +1,51 @@
+"""64 bytes of the index zeroed: a daemon must start all the same."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from daemons import start_daemon
+from kvtier_daemon.index import Index
+
+LEAF = 2
+
+
+def test_a_zeroed_leaf_of_the_index_does_not_keep_a_daemon_from_starting(tmp_path: Path) -> None:
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "96MiB"\nsegment = "1MiB"\n'
+    start_daemon(tmp_path, config=config).stop()
+    index = Index(cold / "index", 16 << 20)
+    for number in range(6000):
+        index.put(b"forgotten", struct.pack(">QI", number % 8, number), b"")
+    index.close()
+    data = cold / "index" / "data.mdb"
+    text = bytearray(data.read_bytes())
+    leaves = [
+        at
+        for at in range(2 * 4096, len(text), 4096)
+        if struct.unpack_from("<H", text, at + 10)[0] == LEAF
+        and text.count(0, at, at + 4096) < 3900
+    ]
+    read = "import sys, pathlib; from kvtier_daemon.index import Index; "
+    read += "Index(pathlib.Path(sys.argv[1]), 16 << 20).entries(b'forgotten')"
+    good = bytes(text)
+    for at in leaves:  # most are of the tree as it is now, the others were left behind
+        data.write_bytes(good[:at] + bytes(64) + good[at + 64 :])
+        if (
+            subprocess.run([sys.executable, "-c", read, str(index.folder)], check=False).returncode
+            < 0
+        ):
+            break
+        data.write_bytes(good)
+    daemon = start_daemon(tmp_path, config=config)
+    try:
+        time.sleep(1)
+        assert daemon.process.poll() is None, daemon.log.read_text()[-400:]
+    finally:
+        if daemon.process.poll() is None:
+            daemon.stop()
