@@ -464,7 +464,8 @@ def start(
         daemon.wait_for_arena()
         space = daemon.client.open(spec)
         for keys in random.sample(chains, 8) + chains[-1:]:
-            assert brought(space, keys, 20.0, TICK_S) == (GROUP, GROUP)
+            found = brought(space, keys, 20.0, TICK_S)
+            assert found == (GROUP, GROUP), f"{found} of {GROUP}: {daemon.client.stats()}"
         if kill:
             daemon.kill()
     return took
