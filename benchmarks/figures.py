@@ -13,6 +13,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 SOURCES = {
     "warm": "python benchmarks/bench_warm.py",
     "control": "python benchmarks/bench_control.py",
+    "cold": "python benchmarks/bench_cold.py",
 }
 
 
