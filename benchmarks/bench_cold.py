@@ -463,7 +463,7 @@ def start(
         took = wait_until_found(daemon, blocks)
         daemon.wait_for_arena()
         space = daemon.client.open(spec)
-        for keys in random.sample(chains, 8) + chains[-1:]:
+        for keys in random.sample(chains[:-1], 8) + chains[-1:]:
             found = brought(space, keys, 20.0, TICK_S)
             assert found == (GROUP, GROUP), f"{found} of {GROUP}: {daemon.client.stats()}"
         if kill:
