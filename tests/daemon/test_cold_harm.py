@@ -45,7 +45,8 @@ def test_a_forget_asked_for_again_after_the_index_failed_holds(tmp_path: Path) -
             return commit(changes)
 
         index._commit = failing  # type: ignore[method-assign]
-        assert await tenant.forget(0) != ""
+        await tenant.forget(0)  # if it was tried again by then, that is well
+        assert not failures
         assert await tenant.forget(0) == ""
         await tenant.kill()
         assert await after_a_start(tmp_path, range(1)) == []
