@@ -481,10 +481,11 @@ class Mover:
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
-        self._again_bytes -= _frame_bytes(one)
-        self._budget.spend(_frame_bytes(one))
+        nbytes = _frame_bytes(one)
+        self._again_bytes -= nbytes
+        self._budget.spend(nbytes)
         self.counts["written_again"] += 1
-        self.bytes["written_again"] += one.payload_bytes
+        self.bytes["written_again"] += nbytes
         after = _frame(one)
         self._copies.setdefault(segment, {})[after[:PLACE_BYTES]] = before[:PLACE_BYTES]
         self._catalog.cold.rescued(array("I", [one.id]).tobytes(), before, after)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from daemon.test_cold import BLOCK, SIZE, SPACE, SPEC, Bench, files_of, key, run, used
+from daemon.test_cold import BLOCK, SIZE, SPACE, SPEC, Bench, files_of, key, kill, run, used
 from daemon.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.catalog import Catalog
 from kvtier.errors import TierError
@@ -21,6 +21,7 @@ from kvtier_daemon import app as app_module
 from kvtier_daemon import fsck
 from kvtier_daemon import mover as mover_module
 from kvtier_daemon.app import App
+from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.tiers import drive as drives
 from kvtier_daemon.tiers import shelf as shelves
@@ -232,12 +233,7 @@ def test_a_forget_is_not_answered_while_a_head_could_not_be_taken_back(tmp_path:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        for number in range(20):
-            tenant.save(number)
-        await tenant.on_disk(20)
-        shelf = tenant.bench.tier.shelves["t"][0]
-        while not shelf.log.sealed:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        shelf, _ = await tenant.sealed(20)
         write_text = shelf.drive.write_text
 
         def failing(fd: int, at: int, text: bytes, over: drives.Over) -> None:
@@ -297,6 +293,23 @@ def test_the_spaces_of_one_tenant_leave_room_in_the_index_for_others(tmp_path: P
     run(work())
 
 
+def test_descriptions_that_could_not_be_written_take_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        bench.tier._volumes[0].index_bytes = 64 << 10
+        with monkeypatch.context() as now:
+            now.setattr(Index, "_commit", lambda *_: "no room")
+            for _ in range(100):
+                assert not await bench.tier.describe("t", bytes(32), SPEC)
+        assert await bench.tier.describe("t", bytes(32), SPEC)
+        await bench.tier.close()
+
+    run(work())
+
+
 def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> None:
     async def life() -> int:
         bench = Bench([tmp_path])
@@ -318,16 +331,6 @@ def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> 
     run(work())
 
 
-async def dies(bench: Bench) -> None:
-    """As a kill leaves it: no footer, no last words."""
-    for volume in bench.tier._volumes:
-        asyncio.get_running_loop().remove_reader(volume.index.event_fd)
-    for drive in bench.tier.drives:
-        drive.stop(5)
-    for volume in bench.tier._volumes:
-        volume.close()
-
-
 def test_what_no_start_has_found_does_not_come_back_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +339,7 @@ def test_what_no_start_has_found_does_not_come_back_later(
         await bench.recover()
         await bench.write(range(3))
         torn, path = bench.on_disk[1], bench.tier.segments[bench.on_disk[1].segment].path
-        await dies(bench)
+        kill(bench)
         fd = os.open(path, os.O_RDWR)
         os.pwrite(fd, b"torn" * 1024, (torn.page + torn.header_pages) * 4096)
         os.fsync(fd)
@@ -358,7 +361,7 @@ def test_what_no_start_has_found_does_not_come_back_later(
         await bench.recover()
         assert sorted(bench.on_disk) == [0]  # 2 is forgotten now: there is nothing to be done
         await bench.write(range(3, 4))
-        await dies(bench)
+        kill(bench)
         bench = Bench([tmp_path])
         await bench.recover()
         found = sorted(bench.on_disk)
@@ -478,12 +481,7 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        for number in range(20):
-            tenant.save(number)
-        await tenant.on_disk(20)
-        shelf = tenant.bench.tier.shelves["t"][0]
-        while not shelf.log.sealed:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        shelf, _ = await tenant.sealed(20)
         segment = shelf.log.leave()
         assert segment is not None and tenant.running is not None
 

@@ -56,6 +56,18 @@ class Tenant:
         while self.mover.counts["written"] < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
+    async def sealed(self, count: int) -> tuple[Shelf, Segment]:
+        """The first segment, with so many blocks, and full."""
+        for number in range(count):
+            self.save(number)
+        await self.on_disk(count)
+        shelf = self.bench.tier.shelves["t"][0]
+        if not shelf.log.sealed:
+            shelf.seal()
+        while not shelf.log.sealed:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return shelf, shelf.log.sealed[0]
+
     async def forget(self, *numbers: int) -> str:
         said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         keys = b"".join(map(key, numbers))
@@ -149,15 +161,7 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        for number in range(4):
-            tenant.save(number)
-        await tenant.on_disk(4)
-        shelf = tenant.bench.tier.shelves["t"][0]
-        first = shelf.log.open
-        assert first is not None
-        shelf.seal()
-        while first not in shelf.log.sealed:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        shelf, first = await tenant.sealed(4)
         for number in (1, 2):
             tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
         evict_all(tenant)
@@ -207,16 +211,8 @@ def test_what_is_found_after_it_was_forgotten_goes_too(tmp_path: Path) -> None:
 
 async def one_that_is_read_leaves(tenant: Tenant) -> tuple[Shelf, Segment]:
     """A segment with 0 to 3, of which 1 and 2 were brought away; it is free when nobody reads it any more."""
-    for number in range(4):
-        tenant.save(number)
-    await tenant.on_disk(4)
-    shelf = tenant.bench.tier.shelves["t"][0]
-    first = shelf.log.open
-    assert first is not None
+    shelf, first = await tenant.sealed(4)
     first.reading += 1
-    shelf.seal()
-    while first not in shelf.log.sealed:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
     for number in (1, 2):
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
     evict_all(tenant)
@@ -226,6 +222,7 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[Shelf, Segment]:
     while first not in shelf.parting:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert tenant.mover.counts["written_again"] == 2
+    assert 2 * tenant.mover.bytes["written_again"] == tenant.mover.bytes["written"]
     return shelf, first
 
 

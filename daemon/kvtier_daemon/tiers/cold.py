@@ -17,6 +17,7 @@ import logging
 import struct
 import time
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +86,12 @@ class ColdTier:
         self._volumes: list[Volume] = []
         self._numbering = Numbering()
         self._described: dict[tuple[Volume, str, bytes], asyncio.Future[bool]] = {}
-        self._described_bytes: dict[tuple[Volume, str], int] = {}
+        self._described_bytes: Counter[tuple[Volume, str]] = Counter()
         self._fits: dict[tuple[str, bytes, int], bool] = {}
         self._flushing: dict[int, asyncio.Future[str]] = {}
         self._last_token = 0
-        self._doubted: dict[
-            tuple[int, int], int
-        ] = {}  # epoch and page of frames that could not be read
+        # By epoch and page: frames that could not be read, and how much else had been by then.
+        self._doubted: dict[tuple[int, int], int] = {}
         self._turn = 0
         self._looks_at = clock() + LOOK_S
         self._closing = False
@@ -100,14 +100,14 @@ class ColdTier:
                 volume = Volume(directory, size_bytes // len(directories))
                 undo.callback(volume.close)
                 self._volumes.append(volume)
-                for tenant, share in shares.items():
-                    most = int(volume.segments_bytes * share) // segment_bytes
-                    if most < 3:
-                        text = (
-                            f"tenant {tenant} would have {most} segments of {segment_bytes} bytes"
-                        )
+                most = {
+                    tenant: int(volume.segments_bytes * share) // segment_bytes
+                    for tenant, share in shares.items()
+                }
+                for tenant, segments in most.items():
+                    if segments < 3:
+                        text = f"tenant {tenant} would have {segments} segments of {segment_bytes} bytes"
                         raise TierError(f"cold: {directory}: {text}, and three are needed")
-            for volume in self._volumes:
                 try:
                     drive = Drive(loop, str(volume.directory), engine, clock)
                 except (OSError, RuntimeError) as error:
@@ -116,11 +116,11 @@ class ColdTier:
                 undo.callback(drive.stop, 0)
                 self.drives.append(drive)
                 loop.add_reader(volume.index.event_fd, self._index_done, volume, drive)
-                for tenant, share in shares.items():
-                    most = int(volume.segments_bytes * share) // segment_bytes
+                undo.callback(loop.remove_reader, volume.index.event_fd)
+                for tenant, segments in most.items():
                     self.shelves[tenant].append(
                         Shelf(
-                            loop, tenant, volume, drive, self._numbering, segment_bytes, most,
+                            loop, tenant, volume, drive, self._numbering, segment_bytes, segments,
                             leaving, clock,
                         )
                     )  # fmt: skip
@@ -223,6 +223,7 @@ class ColdTier:
                 if known is not None and known.done():
                     if not known.result():
                         del self._described[volume, tenant, space]
+                        self._described_bytes[volume, tenant] -= _description_bytes(space, spec)
                     elif drive.writes.is_on:
                         return True
                 elif known is not None:
@@ -236,24 +237,26 @@ class ColdTier:
                 return False
 
     def _describe_in(
-        self, volume: Volume, tenant: str, space: bytes, spec: KvSpec, drive: Drive | None = None
+        self, volume: Volume, tenant: str, space: bytes, spec: KvSpec, drive: Drive
     ) -> asyncio.Future[bool] | None:
-        """Describe a space in one index, if there is room for what this tenant has; without a drive it is
-        there already."""
-        text = msgspec.msgpack.encode(spec)
-        taken = self._described_bytes.get((volume, tenant), 0) + len(text) + len(space)
-        if drive is not None and taken > volume.index_bytes // 4 // len(self.shelves):
+        """Describe a space in one index, if there is room for what this tenant has."""
+        taken = self._described_bytes[volume, tenant] + _description_bytes(space, spec)
+        if taken > volume.index_bytes // 4 // len(self.shelves):
             log.error("cold: %s: tenant %s has too many spaces", volume.directory, tenant)
             return None
-        self._described_bytes[volume, tenant] = taken
+        known = self._note_description(volume, tenant, space, spec)
+        volume.index.put(b"spaces", space_key(tenant, space), msgspec.msgpack.encode(spec))
+        flushing = self._loop.create_task(self._flushed(volume, drive))
+        flushing.add_done_callback(lambda task: _pass_on(task, known))
+        return known
+
+    def _note_description(
+        self, volume: Volume, tenant: str, space: bytes, spec: KvSpec
+    ) -> asyncio.Future[bool]:
+        """An index has this description, or is to have it; to be resolved with whether it does."""
+        self._described_bytes[volume, tenant] += _description_bytes(space, spec)
         known: asyncio.Future[bool] = self._loop.create_future()
         self._described[volume, tenant, space] = known
-        if drive is None:
-            known.set_result(True)
-        else:
-            volume.index.put(b"spaces", space_key(tenant, space), text)
-            flushing = self._loop.create_task(self._flushed(volume, drive))
-            flushing.add_done_callback(lambda task: _pass_on(task, known))
         return known
 
     def _is_described(self, volume: Volume, tenant: str, space: bytes) -> bool:
@@ -443,7 +446,7 @@ class ColdTier:
         volume.uses.keep_only({one.head.epoch for _, one in found if one.head is not None})
         for shelf in shelves:
             for identity, spec in shelf.described.items():
-                self._describe_in(volume, shelf.tenant, identity, spec)
+                self._note_description(volume, shelf.tenant, identity, spec).set_result(True)
             shelf.resume([one for other, one in found if other is shelf])
             shelf.ready = True
             shelf.prepare()
@@ -478,6 +481,10 @@ class ColdTier:
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]
+
+
+def _description_bytes(space: bytes, spec: KvSpec) -> int:
+    return len(space) + len(msgspec.msgpack.encode(spec))
 
 
 def _pass_on(flushing: asyncio.Future[str], known: asyncio.Future[bool]) -> None:

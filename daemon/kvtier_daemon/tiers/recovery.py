@@ -6,7 +6,7 @@ Runs in a thread: each call is a few long ones without the GIL.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +56,17 @@ class Recovered:
 
     def split(self) -> None:
         """Sort the rows by their spaces. Long where there are several."""
-        self.parts = list(by_space(self))
+        if len(self.spaces) == 1:
+            self.parts = [(*self.spaces[0], self.rows)]
+            return
+        rows: dict[int, list[bytes]] = {}
+        for row in split_rows(self.rows):
+            rows.setdefault(space_of(row), []).append(row)
+        self.parts = [
+            (*self.spaces[number], b"".join(theirs))
+            for number, theirs in rows.items()
+            if number < len(self.spaces)
+        ]
 
 
 def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Recovered:
@@ -135,20 +145,6 @@ def _frame_at(fd: int, at: int, head: Head) -> Frame | None:
     payload = os.pread(fd, one.payload_bytes, at + one.header_bytes)
     good = len(payload) == one.payload_bytes and xxh3_128(payload) == one.payload_digest
     return one if good else None
-
-
-def by_space(found: Recovered) -> Iterator[tuple[bytes, KvSpec, bytes]]:
-    """The rows of each space, in their order."""
-    if len(found.spaces) == 1:
-        identity, spec = found.spaces[0]
-        yield identity, spec, found.rows
-        return
-    rows: dict[int, list[bytes]] = {}
-    for row in split_rows(found.rows):
-        rows.setdefault(space_of(row), []).append(row)
-    for number, theirs in rows.items():
-        if number < len(found.spaces):
-            yield *found.spaces[number], b"".join(theirs)
 
 
 def entries_of(found: Recovered) -> int:

@@ -41,7 +41,6 @@ class Volume:
     def __init__(self, directory: Path, size_bytes: int | None) -> None:
         """`size_bytes` is what all in it may take; None for somebody who only looks."""
         self.directory = directory
-        self.prefix = f"{directory}/"
         self.index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
         self.segments_bytes = (size_bytes or 0) - self.index_bytes - OTHER_BYTES
         if size_bytes is not None and self.segments_bytes < size_bytes // 2:
