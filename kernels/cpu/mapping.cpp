@@ -136,7 +136,11 @@ Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(
     data_ = static_cast<uint8_t*>(at);
 }
 
-Mapping::~Mapping() { munmap(data_, size_); }
+Mapping::~Mapping() {
+    // A tenth of a second for each GiB that was touched.
+    const nb::gil_scoped_release unlocked;
+    munmap(data_, size_);
+}
 
 bool Mapping::populate() const {
     const int advice = writable_ ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;

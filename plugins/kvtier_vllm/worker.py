@@ -26,7 +26,7 @@ from kvtier_vllm.line import Line, Session
 from kvtier_vllm.messages import Load, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvtier")
 
 KEPT_RUNS = 2  # of the daemon: what was promised of the last one can still be read
 LARGE_COPY_BYTES = 32 << 20
@@ -134,7 +134,7 @@ class WorkerSide:
         reader = session.reader
         if reader.daemon_run not in self._readers:
             while len(self._readers) >= KEPT_RUNS:
-                self._readers.pop(next(iter(self._readers)))
+                self._to_save.put(partial(_let_go, self._readers.pop(next(iter(self._readers)))))
         self._readers[reader.daemon_run] = reader
         behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
         if step.daemon_run and behind and not self._looking:
@@ -256,6 +256,7 @@ class WorkerSide:
     def _save_all(self) -> None:
         while (task := self._to_save.get()) is not None:
             task()
+            del task  # waiting for the next one must not keep what it had
 
     def _look(self) -> None:
         """Ask for nothing: extents that were added come before the answer."""
@@ -311,6 +312,10 @@ class WorkerSide:
         # A daemon that says no is there.
         if session.client.link.connection.broken and self._line is not None:
             self._line.lost(session, str(error))
+
+
+def _let_go(reader: Reader) -> None:
+    """Unmap what nobody reads any more. Much memory takes seconds, so no step does it."""
 
 
 def _pieces(group: Sequence[Any], arrays: Sequence[Any]) -> Pieces:

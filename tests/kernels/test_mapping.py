@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -33,6 +34,31 @@ def test_mapping_shares_the_file(make_mapping):
     assert memoryview(two)[8] == 43
     assert (one.size, two.size, one.writable, two.writable) == (8192, 4096, True, False)
     assert one.address % 4096 == 0 and len(memoryview(one)) == 8192
+
+
+def test_unmapping_holds_nobody_up():
+    """Other threads go on meanwhile."""
+    fd = os.memfd_create("large")
+    os.ftruncate(fd, 128 * MIB)
+    steps, ending = [0], threading.Event()
+
+    def count() -> None:
+        while not ending.is_set():
+            steps[0] += 1
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    for _ in range(50):
+        mapping = kernels.Mapping(fd, 128 * MIB, True)
+        mapping.populate()
+        before = steps[0]
+        del mapping
+        if went_on := steps[0] - before > 100:
+            break
+    ending.set()
+    counting.join()
+    os.close(fd)
+    assert went_on
 
 
 def test_mapping_lives_as_long_as_its_views(packed):
