@@ -12,7 +12,7 @@ from kvtier import Client, KvSpec, KvtierError
 from kvtier.client import Reader
 from kvtier.space import Space
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvtier")
 
 CONNECT_S = 1.0
 PAUSE_S = 0.1
@@ -30,9 +30,12 @@ class Session:
 
 class Line:
     """Keeps one session; a thread of its own connects. `session` is None while there is none, and `tried`
-    tells whether that is known. Says once in the log that the daemon is away, and once that it is back."""
+    tells whether that is known. Says once in the log that the daemon is away, and once that it is back: for
+    all of an engine only the scheduler's does so as a warning."""
 
-    def __init__(self, socket: str | None, spec: KvSpec, name: str, populate: bool) -> None:
+    def __init__(
+        self, socket: str | None, spec: KvSpec, name: str, populate: bool, level: int = logging.INFO
+    ) -> None:
         self.session: Session | None = None
         self._first = threading.Event()
         self.why = ""
@@ -40,6 +43,7 @@ class Line:
         self._spec = spec
         self._name = name
         self._populate = populate
+        self._level = level
         self._wanted = threading.Event()
         self._old: Session | None = None
         self._closing = threading.Event()
@@ -98,7 +102,7 @@ class Line:
             pause_s = PAUSE_S
             self._wanted.clear()
             if self.why:
-                log.warning("kvtier: the daemon is back")
+                log.log(self._level, "kvtier: %s: the daemon is back", self._name)
                 self.why = ""
             self.session = session
             self._first.set()
@@ -118,5 +122,5 @@ class Line:
 
     def _say(self, why: str) -> None:
         if not self.why:
-            log.warning("kvtier: the engine goes on without: %s", why)
+            log.log(self._level, "kvtier: %s: goes on without: %s", self._name, why)
         self.why = why or "gone"

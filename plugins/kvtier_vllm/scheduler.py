@@ -28,7 +28,7 @@ from kvtier_vllm.line import Line, Session
 from kvtier_vllm.messages import Load, Read, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvtier")
 
 GENERATION_BYTES = 16
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
@@ -93,7 +93,7 @@ class SchedulerSide:
         """Connect, and open this space, in the background."""
         self._spec = msgspec.msgpack.encode(spec)
         name = f"vllm scheduler {os.getpid()}"
-        self._line = Line(self._options.socket, spec, name, populate=False)
+        self._line = Line(self._options.socket, spec, name, populate=False, level=logging.WARNING)
 
     def close(self) -> None:
         if self._line is not None:
@@ -148,8 +148,11 @@ class SchedulerSide:
             return tokens, self._between_steps(tokens // block)
         if self._unseated_since is None:
             self._unseated_since = now
-        away = now - self._unseated_since > self._options.patience_ms / 1000
-        return self._give_up(prompt, "rank_away") if away else None
+        if now - self._unseated_since <= self._options.patience_ms / 1000:
+            return None
+        if not self.counts["miss:rank_away"]:
+            log.warning("kvtier: a rank is not with the daemon (it says why): nothing is loaded")
+        return self._give_up(prompt, "rank_away")
 
     def _worth_waiting(self, lease: Lease, computed: int) -> bool:
         """Whether what is coming is expected here, and loaded, before it would be recomputed."""

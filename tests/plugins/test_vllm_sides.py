@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,47 @@ def test_a_restarted_daemon_is_used_again(
     engine.settle()
 
 
+def test_arenas_of_runs_that_are_long_over_are_let_go(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
+) -> None:
+    folder = tmp_path / "again"
+    engine = engine_of(str(folder / "kvtier.sock"))
+
+    def arenas() -> int:
+        maps = Path("/proc/self/maps").read_text()
+        return len({line.split()[4] for line in maps.splitlines() if "memfd:" in line})
+
+    known = []
+    for _ in range(6):
+        daemon = daemon_of(folder=folder)
+        engine.until(lambda: engine.serve(PROMPT).cached > 0)
+        known.append(arenas())
+        daemon.process.kill()
+        daemon.process.wait()
+    # The scheduler's, and the worker's own of this run and of the one before, in extents and tables.
+    engine.until(lambda: arenas() <= known[2])
+
+
+def test_an_engine_without_a_daemon_says_so_once_for_all_its_ranks(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    folder = tmp_path / "later"
+    engine = engine_of(str(folder / "kvtier.sock"), layout_of(ranks=2))
+
+    def warnings() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+
+    for _ in range(3):
+        engine.serve(PROMPT)
+    (without,) = warnings()
+    assert "goes on without: no daemon at" in without
+    daemon_of(folder=folder)
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
+    _, back = warnings()
+    assert "the daemon is back" in back
+
+
 def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     """Nothing is promised before every rank is with the same run of the daemon, nor read after."""
     engine = engine_of(cold_daemon, load="async")
@@ -258,7 +300,7 @@ def test_where_a_failure_could_not_be_told_loads_are_between_steps(
 
 
 def test_a_rank_that_stays_away_costs_its_patience_once(
-    cold_daemon: Daemon, engine_of: EngineOf
+    cold_daemon: Daemon, engine_of: EngineOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=200)
     engine.serve(PROMPT)
@@ -270,6 +312,7 @@ def test_a_rank_that_stays_away_costs_its_patience_once(
     engine.run(asked)
     assert asked.cached == 0 and asked.steps_asked <= 20
     assert engine.scheduler.counts["miss:rank_away"] >= 1
+    assert [one.getMessage() for one in caplog.records if "a rank is not" in one.getMessage()]
 
 
 def test_what_was_begun_in_an_old_generation_is_not_saved_in_the_new(
