@@ -35,6 +35,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return parse_bytes(self.saving)
 
 
+SHALL = {
+    "socket": 'a path, such as "/run/kvtier/kvtier.sock"',
+    "load": '"auto", "async" or "sync"',
+    "save": "true or false",
+    "save_decode": "true or false",
+    "patience_ms": "milliseconds, such as 1000",
+    "lease_ms": "milliseconds, such as 60000",
+    "saving": 'bytes, such as "256MiB"',
+    "copy_threads": "a number of threads, such as 2",
+    "weights": 'a name for them, such as "llama-3.1-8b at step 9000"',
+}
+
+
 def read_options(extra: Mapping[str, Any]) -> Options:
     """The options as they were written; ValueError in one line that says what to write."""
     names = Options.__struct_fields__
@@ -43,12 +56,12 @@ def read_options(extra: Mapping[str, Any]) -> Options:
             near = get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"kv_connector_extra_config: kvtier has no option {name!r}: {hint}")
-    try:
-        options = msgspec.convert(dict(extra), Options)
-        parse_bytes(options.saving)
-    except ValueError as error:
-        raise ValueError(f"kv_connector_extra_config: {error}") from error
-    for name in ("patience_ms", "lease_ms", "copy_threads"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"kv_connector_extra_config: {name}: at least 1")
-    return options
+    for name, value in extra.items():
+        try:
+            one = msgspec.convert({name: value}, Options)
+            if min(one.patience_ms, one.lease_ms, one.copy_threads, one.saving_bytes) < 1:
+                raise ValueError
+        except ValueError as error:
+            text = f"kv_connector_extra_config: {name} is {value!r}: write {SHALL[name]}"
+            raise ValueError(text) from error
+    return msgspec.convert(dict(extra), Options)

@@ -1,0 +1,67 @@
+"""What users write: each option, and one line for each way to get it wrong that says what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier_vllm.identity import folder_digest, weights_identity
+from kvtier_vllm.options import SHALL, Options, Unsupported, read_options
+
+WRONG: dict[str, list[Any]] = {
+    "socket": [5, ["a"]],
+    "load": ["fast", True, None],
+    "save": ["yes", 1],
+    "save_decode": ["no", None],
+    "patience_ms": ["1s", 0, -5, 1.5, True],
+    "lease_ms": ["1min", 0, None],
+    "saving": ["lots", -1, 0, "0", 1.5, None],
+    "copy_threads": [0, "two", 2.5],
+    "weights": [5, None],
+}
+RIGHT: dict[str, Any] = {
+    "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
+    "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
+}  # fmt: skip
+
+
+def test_every_option_is_tried() -> None:
+    assert set(WRONG) == set(RIGHT) == set(SHALL) == set(Options.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_option_is_what_was_written(name: str) -> None:
+    assert getattr(read_options({name: RIGHT[name]}), name) == RIGHT[name]
+    assert getattr(read_options({}), name) != RIGHT[name]
+    assert read_options({"saving": "1GiB"}).saving_bytes == 1 << 30
+
+
+@pytest.mark.parametrize("name, value", [(name, one) for name in WRONG for one in WRONG[name]])
+def test_a_wrong_value_gives_a_line_that_says_what_to_write(name: str, value: Any) -> None:
+    with pytest.raises(ValueError) as told:
+        read_options({"patience_ms": 5} | {name: value})
+    assert str(told.value) == (
+        f"kv_connector_extra_config: {name} is {value!r}: write {SHALL[name]}"
+    )
+
+
+def test_an_unknown_option_gives_a_line_with_the_one_that_is_meant() -> None:
+    with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
+        read_options({"pacience_ms": 5})
+    with pytest.raises(ValueError, match=r"no option 'disk': there are socket, load, .*weights$"):
+        read_options({"disk": "/tmp"})
+
+
+def test_weights_that_nothing_names_need_an_option(tmp_path: Path) -> None:
+    """Neither files nor a commit: the line says which option does it."""
+    with pytest.raises(Unsupported, match="by the option 'weights'"):
+        folder_digest(tmp_path)
+    model = SimpleNamespace(model="nobody/nothing", revision=None)
+    with pytest.raises(Unsupported, match="the option 'weights'"):
+        weights_identity(model, "auto")
+    assert weights_identity(SimpleNamespace(model="a/b", revision="0" * 40), "auto") == (
+        f"rev:{'0' * 40}"
+    )
