@@ -20,6 +20,7 @@ import pytest
 from prompts import BLOCK
 
 HERE = Path(__file__).parent
+MODULES = {"RecordingConnector": "recording", "SlowConnector": "slowing"}
 START_S = 240.0
 ANSWER_S = 240.0
 ENVIRONMENT = {
@@ -95,13 +96,13 @@ class Engine:
             for one in self.recorded("saved")
         }
         keys = {
-            (one["request"], one["group"], page): key
+            (one["load"], one["group"], page): key
             for one in self.recorded("wanted")
             for page, key in zip(one["pages"], one["keys"], strict=True)
         }
         count, wrong = 0, []
         for one in self.recorded("loaded"):
-            key = keys[one["request"], one["group"], one["page"]]
+            key = keys[one["load"], one["group"], one["page"]]
             meant = saved[one["shard"], one["group"], key]
             for layer, (have, want) in enumerate(zip(one["layers"], meant, strict=True)):
                 count += 1
@@ -155,14 +156,15 @@ def engine_of(
 
     def start(kind: str, socket: str, records: Path | None = None, **changes: Any) -> Engine:
         folder = tmp_path_factory.mktemp("engine")
+        script = HERE / changes.pop("script", "host.py")
         kept = records or folder
         extra = {"socket": socket} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
             "kv_connector_extra_config": extra, "kv_load_failure_policy": "recompute",
         }  # fmt: skip
-        if transfer["kv_connector"] == "RecordingConnector":
-            transfer["kv_connector_module_path"] = "recording"
+        if transfer["kv_connector"] in MODULES:
+            transfer["kv_connector_module_path"] = MODULES[transfer["kv_connector"]]
         arguments = {
             "model": str(model_of(kind)), "dtype": "float32", "enforce_eager": True,
             "block_size": BLOCK, "max_model_len": 1024, "skip_tokenizer_init": True,
@@ -171,7 +173,7 @@ def engine_of(
         log = folder / "engine.log"
         with log.open("w") as sink:
             process = subprocess.Popen(
-                [sys.executable, str(HERE / "host.py"), json.dumps(arguments)],
+                [sys.executable, str(script), json.dumps(arguments)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
                 env=os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)},
             )  # fmt: skip

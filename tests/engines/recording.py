@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvtier.connection import Connection
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT, SLOT_BYTES
 from kvtier_vllm.connector import KvtierConnector
+from kvtier_vllm.line import Line
 
 FOLDER = Path(os.environ["KVTIER_TEST_RECORDS"])
 
@@ -26,29 +30,96 @@ def record(**fields: Any) -> None:
         file.write(json.dumps(fields) + "\n")
 
 
+def name_of(load: Any) -> str:
+    """Other than any other load's, of whatever engine: a request is loaded again after it was preempted."""
+    return f"{load.request_id} {load.number}"
+
+
+def watch(side: Any, *names: str) -> None:
+    """Write down how long the engine was kept by these at most."""
+    longest = dict.fromkeys(names, 0.0)
+
+    def watched(name: str) -> Any:
+        call = getattr(side, name)
+
+        def timed(*args: Any) -> Any:
+            before = time.monotonic()
+            result = call(*args)
+            seconds = time.monotonic() - before
+            if seconds > longest[name]:
+                longest[name] = seconds
+                record(what="called", name=name, seconds=seconds)
+            return result
+
+        return timed
+
+    for name in names:
+        setattr(side, name, watched(name))
+
+
+def watch_waiting() -> None:
+    """Write down who waits for the daemon: it has to be a thread of the plugin's own."""
+
+    def watched(kind: Any, name: str) -> None:
+        call = getattr(kind, name)
+
+        def told(*args: Any) -> Any:
+            thread = threading.current_thread().name
+            if not thread.startswith("kvtier-"):
+                record(what="waits", name=name, thread=thread)
+            return call(*args)
+
+        setattr(kind, name, told)
+
+    watched(Connection, "wait")
+    watched(Connection, "send")
+    watched(Line, "first")
+
+
 class RecordingConnector(KvtierConnector):
     """See above."""
 
-    # --- the scheduler's side: which key belongs into which page
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._asked: dict[str, tuple[float, float]] = {}
+        watch_waiting()
+        if self._scheduler is not None:
+            watch(self._scheduler, "queued", "matched", "allocated", "step", "reported", "finished")
+
+    # --- the scheduler's side: how long a request is kept waiting, which key belongs into which page
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        before = time.monotonic()
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        after = time.monotonic()
+        if found[0] is None:
+            # From after the first such answer to before the last: no more than what the plugin counted.
+            self._asked.setdefault(request.request_id, (after, before))
+            self._asked[request.request_id] = (self._asked[request.request_id][0], before)
+        elif request.request_id in self._asked:
+            first, last = self._asked.pop(request.request_id)
+            record(what="waited", seconds=max(0.0, last - first))
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._scheduler
         assert side is not None and self._layout is not None
         prompt = side._prompts.get(request.request_id)
         lease = prompt.lease if prompt is not None else None
+        keys = prompt.keys if prompt is not None else None
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
         if lease is not None and num_external_tokens:
-            assert prompt is not None and prompt.keys is not None
+            assert keys is not None
             first = lease.ready - num_external_tokens // self._layout.block_tokens
             ids = blocks.get_block_ids()
             for number, group in enumerate(self._layout.groups):
                 pages = ids[group.group_id]
                 wanted = [at for at in range(first, lease.ready) if pages[at]]
                 record(
-                    what="wanted", request=request.request_id, group=number,
+                    what="wanted", load=name_of(side._loads[-1]), group=number,
                     pages=[pages[at] for at in wanted],
-                    keys=[prompt.keys[at].hex() for at in wanted],
+                    keys=[keys[at].hex() for at in wanted],
                 )  # fmt: skip
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         done = super().request_finished_all_groups(request, block_ids)
@@ -60,6 +131,8 @@ class RecordingConnector(KvtierConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
+        if self._worker is not None:
+            watch(self._worker, "begin", "start_saves", "received", "report")
         self._caches = kv_caches
         self._loading: dict[str, Any] = {}
 
@@ -105,8 +178,10 @@ class RecordingConnector(KvtierConnector):
             self._loading[load.request_id] = load
         super().start_load_kv(forward_context, **kwargs)
         for load in step.loads if step is not None else ():
-            if load.now and how != "stale":
-                self._loaded(load.request_id, how)
+            if load.now:
+                pages = load.shards[self._worker._shard][0].block_ids
+                if self._worker._bad_blocks.isdisjoint(pages):
+                    self._loaded(load.request_id, how)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
@@ -125,7 +200,7 @@ class RecordingConnector(KvtierConnector):
                     parts = tensor.shape[0] // self._kv_cache_config.num_blocks
                     tensor[page * parts : (page + 1) * parts] = 0
                 record(
-                    what="loaded", shard=self._worker._shard, request=request_id,
+                    what="loaded", shard=self._worker._shard, load=name_of(load),
                     group=read.group, page=page, now=load.now,
                     layers=self._digests(read.group, page),
                 )  # fmt: skip

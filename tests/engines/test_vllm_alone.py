@@ -1,0 +1,54 @@
+"""No daemon, and options that make no sense: what the engine does then, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from prompts import BLOCK, check_same, prompt
+
+PROMPTS = [prompt(seed) for seed in range(3)]
+
+
+def warned(engine: Any) -> list[str]:
+    """The plugin's warnings in the log."""
+    lines = engine.log.read_text().splitlines()
+    return [line for line in lines if "kvtier: " in line and "WARNING" in line]
+
+
+def test_without_a_daemon_the_engine_works_and_says_so_once(
+    engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Found by its name, through vLLM's plugins, as users write it. One that comes later is used."""
+    engine = engine_of("llama", str(tmp_path / "kvtier.sock"), connector="KvtierConnector")
+    right = [engine.generate([one])[0] for one in PROMPTS]
+    engine.reset()
+    for one, other in zip(engine.generate(PROMPTS), right, strict=True):
+        check_same(one, other)
+        assert one["cached"] == 0
+    (warning,) = warned(engine)
+    assert "goes on without: " in warning and "no daemon" in warning
+    daemon_of(folder=tmp_path)
+    for _ in range(200):
+        engine.reset()
+        again = engine.generate(PROMPTS)
+        if all(one["cached"] == 10 * BLOCK for one in again):
+            break
+    for one, other in zip(again, right, strict=True):
+        check_same(one, other)
+        assert one["cached"] == 10 * BLOCK
+    _, back = warned(engine)
+    assert "the daemon is back" in back
+
+
+def test_an_option_that_is_none_is_told_in_a_line(
+    engine_of: Callable[..., Any], shared_daemon: Daemon
+) -> None:
+    with pytest.raises(AssertionError) as told:
+        engine_of("llama", shared_daemon.socket, extra={"patience": 5})
+    lines = [line for line in str(told.value).splitlines() if "kvtier has no option" in line]
+    assert "'patience': did you mean 'patience_ms'?" in lines[-1]
