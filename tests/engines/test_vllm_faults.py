@@ -40,15 +40,17 @@ MIB = 1 << 20
 class Daemons:
     """The daemon at one socket, again and again, with a cold tier on a small disk of its own."""
 
-    def __init__(self, folder: Path, disk: Mounted) -> None:
+    def __init__(self, folder: Path, disk: Mounted | None) -> None:
         self.folder, self.disk = folder, disk
+        self.cold = folder / "cold" if disk is None else disk.path
+        self.cold.mkdir(exist_ok=True)
         self.spoilt = 0
         self.now = self.start()
 
     def start(self) -> Daemon:
         self.now = start_daemon(
             self.folder,
-            config=f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{self.disk.path}"]\n'
+            config=f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{self.cold}"]\n'
             f'size = "96MiB"\nsegment = "1MiB"\nwrite = "through"\nscrub = 0\n',
         )
         return self.now
@@ -68,7 +70,7 @@ class Daemons:
 
     def damage(self, chance: random.Random) -> None:
         """A bit of each 16 KiB in most of what lies there is another."""
-        for path in sorted(self.disk.path.rglob("*")):
+        for path in sorted(self.cold.rglob("*")):
             if path.is_file() and chance.random() < 0.8:
                 with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
                     for at in range(0, os.fstat(file.fileno()).st_size, 1 << 14):
@@ -186,6 +188,7 @@ def replaced(daemons: Daemons, chance: random.Random) -> None:
 
 
 def out_of_disk(daemons: Daemons, chance: random.Random) -> None:
+    assert daemons.disk is not None
     daemons.disk.fill()
     try:
         time.sleep(chance.uniform(0.2, 1.0))
@@ -246,7 +249,12 @@ class Traffic:
 @pytest.fixture(scope="module")
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
     folder = tmp_path_factory.mktemp("daemon")
-    with mounted(folder, 192 * MIB) as disk:
+    with contextlib.ExitStack() as stack:
+        disk = None
+        try:
+            disk = stack.enter_context(mounted(folder, 192 * MIB))
+        except pytest.skip.Exception as why:
+            print(f"there is no disk to fill: {why}")
         daemons = Daemons(folder, disk)
         yield daemons
         daemons.now.stop()
@@ -270,11 +278,12 @@ def test_no_request_fails_whatever_happens_to_the_daemon(engine: Served, daemons
     right = engine.compute(PROMPTS, TOKENS)
     records, chance = Records(engine.engine.records), random.Random(SEED)
     traffic = Traffic(engine, right)
+    kinds = [kind for kind in KINDS if kind is not out_of_disk or daemons.disk is not None]
     happened: Counter[str] = Counter()
     away_s = []
     for number in range(FAULTS):
         # Every kind once before any comes again.
-        kind = KINDS[number] if number < len(KINDS) else chance.choice(KINDS)
+        kind = kinds[number] if number < len(kinds) else chance.choice(kinds)
         time.sleep(chance.uniform(0.0, 0.3))
         kind(daemons, chance)
         happened[kind.__name__] += 1
