@@ -1,7 +1,7 @@
 """Serves requests with a vLLM engine as they come: a line of JSON for each order, and one when it is done.
 
 The engine's core is in this process, so that what it holds can be looked at and a request be aborted in the
-state that is meant: its workers are in processes of their own, as ever.
+state that is meant; its workers are in processes of their own, as they are where the core is too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Serving:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        arguments["distributed_executor_backend"] = "mp"
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._core = self._engine.engine_core.engine_core
         self._replies = replies
