@@ -70,6 +70,9 @@ class Daemons:
         with contextlib.suppress(Unavailable):
             self.spoilt += self.now.stats()["tiers"]["cold"]["states"]["spoilt"]
 
+    def said(self) -> str:
+        return self.now.log.read_text()[-2000:]
+
     def damage(self, chance: random.Random) -> None:
         """A bit of each 16 KiB in most of what lies there is another."""
         for path in sorted(self.cold.rglob("*")):
@@ -292,7 +295,11 @@ def test_no_request_fails_whatever_happens_to_the_daemon(engine: Served, daemons
         what = f"fault {number}, {kind.__name__}, seed {SEED}"
         before, since = hits(engine), time.monotonic()
         while hits(engine) < before + BLOCK:
-            assert time.monotonic() < since + AGAIN_S, f"{what}: no hits any more: {engine.state()}"
+            ended = daemons.now.process.poll()
+            assert ended is None, f"{what}: the daemon ended, {ended}: {daemons.said()}"
+            assert time.monotonic() < since + AGAIN_S, (
+                f"{what}: no hits any more: {engine.state()}: {daemons.said()}"
+            )
             time.sleep(0.05)
         away_s.append(time.monotonic() - since)
         assert not traffic.failures, f"{what}: {traffic.failures}"
