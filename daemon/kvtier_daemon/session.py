@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvtier
 from kvtier import wire
-from kvtier.catalog import Found, LeaseId, SessionId, Space
+from kvtier.catalog import Found, LeaseId, SessionId, Space, Watch
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
@@ -38,6 +38,7 @@ LIMIT_SESSION_SPACES = 256
 TOKEN_BYTES = 16
 TURN_S = 0.001  # how long one client is served before the others have their turn
 PARKED_PAUSE_S = 0.002
+WATCH_S = 0.01
 EXTENT_FDS = 2
 
 
@@ -73,6 +74,7 @@ class Session:
         self._parked_at = 0  # of the bytes that were sent
         self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._spaces: set[bytes] = set()
+        self._watching: dict[int, int] = {}  # of spaces, the request that is to be answered
         self._counted: Lookup = NO_LOOKUP
         self._coming: Lookup = NO_LOOKUP  # the last one, if something of it was on its way
         self._promised: tuple[Lookup, int, int] = (
@@ -322,6 +324,27 @@ class Session:
         tenant.mover.forget(space, request.keys, over if request.id else None)
         return None
 
+    def _watch(self, tenant: Tenant, request: wire.Watch) -> None:
+        _check_answered(request)
+        space = tenant.catalog.space(request.space)
+        if request.space in self._watching:
+            raise Refused("bad_request", f"space {request.space} is being watched already")
+
+        def awake() -> None:
+            # What comes together is told together.
+            self._server.loop.call_later(WATCH_S, self._tell, request.space, watch)
+
+        watch = tenant.catalog.watch(self.id, space, awake)
+        self._watching[request.space] = request.id
+        self._tell(request.space, watch)
+
+    def _tell(self, space: int, watch: Watch) -> None:
+        """Answer who watches, if somebody waits for it: whoever has yet to take the last answer has no other
+        sent."""
+        if watch.kept and space in self._watching:
+            missed, changes = watch.take(wire.LIMIT_CHANGES)
+            self.send(wire.Changed(self._watching.pop(space), missed, changes))
+
     def _check_may_write(self) -> None:
         if self._read_only:
             raise Refused("read_only", "this session said that it only reads")
@@ -503,6 +526,7 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Pin: Session._pin,
     wire.Hint: Session._hint,
     wire.Forget: Session._forget,
+    wire.Watch: Session._watch,
     wire.Stats: Session._stats,
     wire.Ping: Session._ping,
 }

@@ -178,6 +178,23 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.cold)};
     }
 
+    void note_evicted(bool on) { store_.note_evicted(on); }
+
+    // As of `identities`, without parents.
+    nb::bytes take_evicted() {
+        constexpr std::size_t item = 80;
+        const std::vector<Name> names = store_.take_evicted();
+        char* data;
+        nb::bytes out = zeroed(names.size() * item, data);
+        std::memset(data, 0, names.size() * item);
+        for (const Name& name : names) {
+            std::memcpy(data, &name, 12);
+            std::memcpy(data + 16, name.key.words.data(), key_bytes);
+            data += item;
+        }
+        return out;
+    }
+
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
                      std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses) {
         Keys list = keys_in(keys);
@@ -423,6 +440,8 @@ void bind_store(nb::module_& m) {
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
         .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)
         .def("make_room", &PyStore::make_room, "space"_a, "group"_a, "n"_a, "victims"_a)
+        .def("note_evicted", &PyStore::note_evicted, "on"_a)
+        .def("take_evicted", &PyStore::take_evicted)
         .def("reserve", &PyStore::reserve, "space"_a, "group"_a, "shard"_a, "parent"_a.none(),
              "keys"_a, "statuses"_a)
         .def("commit", &PyStore::commit, "ids"_a, "checksums"_a)

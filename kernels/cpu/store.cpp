@@ -377,6 +377,10 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
     begin();
     auto evict_one = [&](Id id) {
         left.gone.push_back(id);
+        if (noting_) {
+            const Place& from = place_of(id);
+            evicted_.push_back({from.space, from.group, from.shard, key_of(id)});
+        }
         if (records_[id].framed) {
             records_[id].become(after(Event::evict_framed));
             stay_on_disk(id, State::ready);
@@ -425,6 +429,11 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
     if (!victims.empty()) slabs_.loosen(wanted, n, true);
     keep_orphans(left.orphans);
     return left;
+}
+
+void Store::note_evicted(bool on) {
+    noting_ = on;
+    evicted_.clear();
 }
 
 IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,

@@ -68,6 +68,12 @@ struct Missing {
     std::vector<Id> cold, promoting;
 };
 
+// What a block was called when it left its slot.
+struct Name {
+    std::uint32_t space, group, shard;
+    Key key;
+};
+
 // What left, the blocks that no match can reach any more since then, and what else there is to say.
 struct Left {
     std::vector<Id> gone, orphans, cold;
@@ -113,6 +119,9 @@ class Store {
     // Plans.
     std::uint64_t room(std::uint32_t space, std::uint32_t group) const;
     Left make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n, Ids victims);
+    // From now on, remember what make_room takes the slots of: an id that has left says it no more.
+    void note_evicted(bool on);
+    std::vector<Name> take_evicted() { return std::exchange(evicted_, {}); }
     // A key that is there already is found only when its turn comes: the slots taken before it are
     // given back, and their generations have moved on.
     IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses);
@@ -266,7 +275,9 @@ class Store {
     // The blocks of each segment, in the order in which their frames came; some have left since.
     std::unordered_map<std::uint32_t, IdList> segments_;
     Counts counts_;
-    IdList stack_;    // of the tree's walks, kept for its memory
+    IdList stack_;  // of the tree's walks, kept for its memory
+    bool noting_ = false;
+    std::vector<Name> evicted_;
     IdList late_;     // ghosts that the next call looks at
     IdList touched_;  // blocks that are used since `take_used` looked
     std::size_t ghost_limit_;

@@ -21,19 +21,25 @@ from kvtier.arena import Arena
 from kvtier.connection import Clock, Connection
 from kvtier.errors import Unavailable
 from kvtier.layout import KvSpec
-from kvtier.link import Link
+from kvtier.link import Link, Mappings
 from kvtier.loading import Blocks, Lease, Reader
 from kvtier.saving import Saved, Saving
-from kvtier.space import Match, Space
+from kvtier.space import Change, Changes, Match, Pinned, Space
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 CONNECT_PAUSE_S = 0.005
 
+Answer = Match | Lease | Pinned | Changes
+
 __all__ = [
+    "Answer",
     "Blocks",
+    "Change",
+    "Changes",
     "Client",
     "Lease",
     "Match",
+    "Pinned",
     "Reader",
     "Saved",
     "Saving",
@@ -107,25 +113,37 @@ class Client:
         """Readable when `poll` may have something to say: an answer, or that the daemon has gone."""
         return self.link.connection.fileno()
 
-    def poll(self) -> dict[int, Match | Lease]:
-        """Answers that have come to `begin_match` and `begin_lease`, by ticket. Never waits, not for the
-        daemon and not for another thread of this client: then there is nothing yet."""
-        link = self.link
-        mappings = link.mappings
-        found: dict[int, Match | Lease] = {}
-        for ticket, reply in link.replies().items():
-            asked_for_lease = ticket in link.lease_tickets
-            link.lease_tickets.discard(ticket)
-            if isinstance(reply, wire.Matched):
-                found[ticket] = Match(reply.ready, reply.coming, reply.eta_ms)
-            elif isinstance(reply, wire.Loaded):
-                found[ticket] = Lease(link, mappings, reply)
-            elif isinstance(reply, wire.Failed) and asked_for_lease:
-                nothing = wire.Loaded(ticket, 0, 0, 0.0, 0, b"", [])
-                found[ticket] = Lease(link, mappings, nothing, refused=reply.text)
-            elif isinstance(reply, wire.Failed):
-                found[ticket] = Match(0, 0, 0.0, reply.text)
-        return found
+    def poll(self) -> dict[int, Answer]:
+        """Answers that have come to what was begun (`begin_lease` and its like), by ticket. Never waits, not
+        for the daemon and not for another thread of this client: then there is nothing yet."""
+        mappings = self.link.mappings
+        return {
+            ticket: self._answer(ticket, mappings, asked, reply)
+            for ticket, (asked, reply) in self.link.replies().items()
+        }
+
+    def _answer(
+        self,
+        ticket: int,
+        mappings: tuple[Mappings, Mappings],
+        asked: type[wire.Message],
+        reply: wire.Reply,
+    ) -> Answer:
+        refused = reply.text if isinstance(reply, wire.Failed) else ""
+        if asked is wire.Load:
+            nothing = wire.Loaded(ticket, 0, 0, 0.0, 0, b"", [])
+            loaded = reply if isinstance(reply, wire.Loaded) else nothing
+            return Lease(self.link, mappings, loaded, refused)
+        if asked is wire.Pin:
+            return Pinned(reply.blocks if isinstance(reply, wire.Counted) else 0, refused)
+        if asked is wire.Watch:
+            if not isinstance(reply, wire.Changed):
+                return Changes([], 0, refused)
+            changes = [Change(*one) for one in wire.CHANGE.iter_unpack(reply.changes)]
+            return Changes(changes, reply.missed)
+        if isinstance(reply, wire.Matched):
+            return Match(reply.ready, reply.coming, reply.eta_ms)
+        return Match(0, 0, 0.0, refused)
 
     def close(self) -> None:
         """Let everything go. Views of slots are invalid from now on.

@@ -47,7 +47,7 @@ class Link:
         self.connection = connection
         self.arena = arena
         self.lock = threading.RLock()
-        self.lease_tickets: set[int] = set()
+        self._told: dict[int, type[wire.Message]] = {}
         self._path = path
         self._writing = 0
         self._deferred: deque[wire.Message] = deque()
@@ -94,20 +94,25 @@ class Link:
         self.connection.check_process()
         if len(self._deferred) >= LIMIT_DEFERRED:
             raise Unavailable(f"{len(self._deferred)} requests wait for another thread's answer")
+        if request.id:
+            self._told[request.id] = type(request)
         self._deferred.append(request)
         self._flush()
         return request.id
 
-    def replies(self) -> dict[int, wire.Reply]:
-        """What has come and nobody waits for. Never waits, not for the daemon and not for another thread:
-        then there is nothing yet."""
+    def replies(self) -> dict[int, tuple[type[wire.Message], wire.Reply]]:
+        """What has come and nobody waits for, and what it answers. Never waits, not for the daemon and not
+        for another thread: then there is nothing yet."""
         self.connection.check_process()
         if not self.lock.acquire(blocking=False):
             return {}
         try:
             self._send_deferred()
             try:
-                return self.connection.poll()
+                replies = self.connection.poll()
+                return {
+                    ticket: (self._told.pop(ticket), reply) for ticket, reply in replies.items()
+                }
             finally:
                 self._map_extents()
         finally:

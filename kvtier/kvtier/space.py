@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,32 @@ class Match(msgspec.Struct, frozen=True):
     ready: int
     coming: int
     eta_ms: float
+    refused: str = ""
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """How many leading blocks stay. `refused` says why, where the daemon would not."""
+
+    blocks: int
+    refused: str = ""
+
+
+class Change(NamedTuple):
+    """A block came (`wire.CAME`) or went (`wire.WENT`), in `wire.MEMORY` or on `wire.DISK`."""
+
+    what: int
+    tier: int
+    group: int
+    shard: int
+    key: bytes
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What came and went in a space, the oldest first. `missed` others before them are not known: what was
+    known of the space until then is not either. `refused` says why, where the daemon would not tell."""
+
+    changes: list[Change]
+    missed: int = 0
     refused: str = ""
 
 
@@ -152,7 +178,6 @@ class Space:
     ) -> int:
         """Send a lease request and return its ticket at once; `client.poll()` has the Lease later."""
         request = self._lease_request(keys, deadline_ms, shards)
-        self.link.lease_tickets.add(request.id)
         return self.link.tell(request)
 
     def _lease_request(
@@ -209,6 +234,16 @@ class Space:
         return self.link.ask(
             wire.Pin(self.link.new_id(), self.index, packed, ttl_ms), wire.Counted
         ).blocks
+
+    def begin_pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
+        """Send a pin and return its ticket at once; `client.poll()` has the Pinned later."""
+        packed = Keys.of(keys).packed
+        return self.link.tell(wire.Pin(self.link.new_id(), self.index, packed, int(ttl_s * 1000)))
+
+    def begin_watch(self) -> int:
+        """Ask for what comes to this space and goes, from the first time on; returns a ticket at once, and
+        `client.poll()` has the Changes when there are some. Then ask again: until then so many are kept."""
+        return self.link.tell(wire.Watch(self.link.new_id(), self.index))
 
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Say how much these blocks matter, 0 (may go first) to 1; how many of them are here."""

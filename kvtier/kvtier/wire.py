@@ -27,6 +27,12 @@ LIMIT_ENDED = 64  # tokens in one Hello
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
 DIGEST_BYTES = 16
+CHANGE = struct.Struct("<BBHI32s")  # what, tier, group, shard, key
+CAME, WENT = 0, 1
+MEMORY, DISK = 0, 1
+LIMIT_CHANGES = (
+    512  # in one Changed: less than what a socket holds, so that nobody has to wait for a reader
+)
 LENGTH = struct.Struct("<I")
 
 
@@ -134,6 +140,13 @@ class Ping(Message, tag=15):
     pass
 
 
+class Watch(Message, tag=17):
+    """Tell what comes and goes in this space, in memory and on disk, from the first time on: answered when
+    there is something. One at a time; until the next one changes are kept, and beyond a limit forgotten."""
+
+    space: int
+
+
 class Bye(Message, tag=16):
     """The client closes and promises that nothing of it still touches a slot."""
 
@@ -208,6 +221,13 @@ class Failed(Message, tag=40):
     fatal: bool = False
 
 
+class Changed(Message, tag=41):
+    """`changes`: see CHANGE, the oldest first. Before them `missed` others were forgotten."""
+
+    missed: int
+    changes: bytes
+
+
 # --- what the daemon says by itself -------------------------------------------------------------
 
 
@@ -222,11 +242,11 @@ class GoingDown(Message, tag=65):
 
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
-    | Prefetch | Pin | Hint | Forget | Stats | Ping | Bye
+    | Prefetch | Pin | Hint | Forget | Stats | Ping | Watch | Bye
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
-    | ExtentAdded | GoingDown
+    | Changed | ExtentAdded | GoingDown
 )  # fmt: skip
 
 # What became of each key of a reserve, by the byte in Reserved.outcomes.
@@ -307,7 +327,9 @@ def schema_digest() -> bytes:
     """What both ends must agree on: every message's tag, fields and types, and the limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__]
-    lines = [f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES}"]
+    lines = [
+        f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format}"
+    ]
     for kind in types:
         hints = {
             name: text for base in reversed(kind.__mro__)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvtier import Keys, KvSpec, KvtierError
-from kvtier.client import Lease, Match
+from kvtier.client import Answer, Lease
 from kvtier.wire import SLOT_BYTES
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.identity import Adapters
@@ -279,7 +279,7 @@ class SchedulerSide:
             if now - first.asked_at > self._options.patience_ms / 1000:
                 self._lost(session, "it does not answer")
 
-    def _take(self, session: Session, ticket: int, answer: Match | Lease, now: float) -> None:
+    def _take(self, session: Session, ticket: int, answer: Answer, now: float) -> None:
         assert isinstance(answer, Lease)
         request_id = self._tickets.pop(ticket, None) if self._tickets_of is session else None
         if request_id is None:

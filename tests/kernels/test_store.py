@@ -230,6 +230,28 @@ def test_make_room_skips_leased_blocks(store):
     assert store.room(space, 0, 3) == 2
 
 
+def test_what_is_evicted_is_named_where_somebody_wants_to_know(store):
+    open_arena(store, 4 * PAGE)
+    space = store.add_space(
+        [(FULL, 0, PAGE)],
+        [
+            1,
+        ],
+    )
+    ids = save(store, space, [1, 2, 3, 4])
+    store.make_room(space, 0, 1, ids[12:])
+    assert store.take_evicted() == b""
+    store.note_evicted(True)
+    names = store.identities(ids[4:12])
+    store.make_room(space, 0, 3, ids[4:12])
+    taken = store.take_evicted()
+    assert (taken[:48], taken[80:128]) == (
+        names[:12] + bytes(4) + key(2),
+        names[80:92] + bytes(4) + key(3),
+    )
+    assert len(taken) == 160 and store.take_evicted() == b""
+
+
 def test_a_forgotten_block_goes_with_its_last_lease(store):
     open_arena(store)
     space = store.add_space([(FULL, 0, PAGE)], [1])

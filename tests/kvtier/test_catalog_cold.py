@@ -10,20 +10,20 @@ from hashlib import sha256
 
 import pytest
 
-from kvtier import Group, KvSpec
-from kvtier.catalog import Catalog, SessionId
+from kvtier import Group, KvSpec, Refused
+from kvtier.catalog import Catalog, SessionId, Watch, changes
 from kvtier.catalog.cold import PLACE_BYTES, Demotion, Promotion
 from kvtier.codec.frame import HAS_PARENT, Identity
 from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.policy.base import Policy, make
 from kvtier.policy.lru import LruModel
-from kvtier.wire import GRANTED, PRESENT, SLOT_BYTES
+from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT
 from kvtier_kernels import Store
 from kvtier_kernels.reference.store import Store as TwinStore
 from specs import spec_of
 
-ME = SessionId(1)
+ME, YOU = SessionId(1), SessionId(2)
 SPEC = spec_of()
 SIZE = SPEC.block_bytes
 FRAME = struct.Struct("<IIIBBBB")
@@ -596,3 +596,122 @@ def test_whatever_comes_and_goes_a_read_finds_what_it_was_planned_for(seed: int)
     assert tenant.catalog.counts()["blocks"]["promoting"] == 0
     tenant.check()
     assert tenant.catalog.evicted_blocks["demoted"]
+
+
+# --- who watches -----------------------------------------------------------------------------
+
+
+def watch_of(tenant: Tenant, session: SessionId = ME, woken: list[bool] | None = None) -> Watch:
+    space = tenant.catalog.open(tenant.space.identity, tenant.space.spec, session)
+    return tenant.catalog.watch(session, space, lambda: (woken or []).append(True))
+
+
+def told(watch: Watch) -> list[tuple[int, int, bytes]]:
+    """What, tier and key of each change; there are none of other groups and shards here."""
+    missed, taken = watch.take(1 << 20)
+    found = [(what, tier, key) for what, tier, _, _, key in CHANGE.iter_unpack(taken)]
+    assert not missed and len(taken) == CHANGE.size * len(found)
+    return found
+
+
+def keys_in(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+
+def test_a_block_is_told_when_it_comes_and_when_it_is_forgotten() -> None:
+    tenant, keys = Tenant(8), chain(2)
+    watch = watch_of(tenant)
+    tenant.save(keys)
+    assert told(watch) == [(CAME, MEMORY, key) for key in keys_in(keys)]
+    tenant.catalog.forget(tenant.space, keys)
+    went = [(WENT, tier, key) for tier in (MEMORY, DISK) for key in keys_in(keys)]
+    assert sorted(told(watch)) == sorted(went)
+
+
+def test_another_space_s_blocks_are_not_told() -> None:
+    tenant = Tenant(8)
+    watch = watch_of(tenant)
+    other = spec_of("other")
+    space = tenant.catalog.open(space_id(other, "t"), other, ME)
+    granted = tenant.catalog.reserve(ME, space, 0, 0, b"", chain(2))
+    tenant.catalog.commit(ME, granted.lease, 0, 2)
+    assert told(watch) == []
+
+
+def test_only_who_has_a_space_open_may_watch_it() -> None:
+    tenant = Tenant(8)
+    with pytest.raises(Refused, match="not open"):
+        tenant.catalog.watch(YOU, tenant.space, lambda: None)
+
+
+def test_a_watch_ends_with_its_session() -> None:
+    tenant = Tenant(8)
+    watch = watch_of(tenant, YOU)
+    tenant.catalog.end_session(YOU, gone=True)
+    tenant.save(chain(1))
+    assert told(watch) == [] and not tenant.catalog._changes.watched
+
+
+def test_who_does_not_take_what_is_kept_hears_how_much_was_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changes, "LIMIT_KEPT", 5)
+    tenant, keys, woken = Tenant(16), chain(8), [True]
+    watch = watch_of(tenant, woken=woken)
+    tenant.save(keys)
+    assert len(watch.kept) == 3 and len(woken) == 3
+    missed, taken = watch.take(2)
+    assert missed == 5
+    assert [CHANGE.unpack_from(taken, at * CHANGE.size)[4] for at in range(2)] == keys_in(keys)[5:7]
+    assert watch.take(2) == (0, CHANGE.pack(CAME, MEMORY, 0, 0, keys_in(keys)[7]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_told_adds_up_to_what_is_there(seed: int) -> None:
+    """Saves, promotions, demotions, damage, forgetting and reused segments, in any order."""
+    rnd = random.Random(seed)
+    tenant = Tenant(24)
+    watch = watch_of(tenant)
+    chains = [chain(rnd.randint(1, 9)) for _ in range(8)]
+    every = {key for keys in chains for key in keys_in(keys)}
+    there: dict[int, set[bytes]] = {MEMORY: set(), DISK: set()}
+    seen: set[tuple[int, int]] = set()
+    segment = 4
+    for _ in range(400):
+        keys = rnd.choice(chains)
+        act = rnd.randrange(7)
+        if act < 2:
+            tenant.save(keys)
+        elif act == 2:
+            tenant.write(tenant.cold.plan_demotion(rnd.randint(1, 9) * SIZE, 12 * SIZE), segment)
+        elif act == 3:
+            plan = tenant.cold.plan_promotion(tenant.space, keys, 8)
+            rnd.choice([tenant.cold.promoted, lambda ids: tenant.cold.spoilt(ids, "damaged")])(
+                plan.ids
+            )
+        elif act == 4 and rnd.random() < 0.2:
+            tenant.catalog.forget(tenant.space, keys[: 32 * rnd.randint(1, 3)])
+        elif act == 5 and rnd.random() < 0.4:
+            ids = tenant.cold.in_segment(segment)[:4]
+            tenant.cold.damaged(ids, tenant.store.frames(ids)[0])
+        elif act == 6 and rnd.random() < 0.4:
+            segment += 1
+            rescue = tenant.cold.reclaim(segment - 3, keep=2)
+            entries = [
+                tenant.disk[number, page] for number, page, *_ in FRAME.iter_unpack(rescue.frames)
+            ]
+            tenant.cold.rescued(rescue.ids, rescue.frames, tenant.put(segment, entries))
+            tenant.cold.drop_segment(segment - 3)
+        for what, tier, key in told(watch):
+            seen.add((what, tier))
+            (there[tier].add if what == CAME else there[tier].discard)(key)
+        index = tenant.space.index
+        ids = b"".join(tenant.cold.in_segment(number) for number in range(segment + 1))
+        keys_on_disk = set(keys_in(tenant.store.keys_of(ids)))
+        assert there[DISK] == keys_on_disk
+        assert there[MEMORY] == {
+            key
+            for key in every
+            if index >= 0 and tenant.store.states(index, key) == bytes([PRESENT])
+        }
+    assert len(seen) == 4

@@ -72,6 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.native, self.twin, self.lru = Store(), Twin(), Lru()
+        self.both("note_evicted", True)
         self.ghosts = 65536
         self.tables = []  # generation tables, native's and twin's
         self.spaces = {}  # of each: groups, shards
@@ -255,6 +256,9 @@ class StoreMachine(RuleBasedStateMachine):
     def make_room(self, place, n, victims):
         evicted, orphans, cold = self.both("make_room", *place[:2], n, victims)
         evicted = unpack(evicted)
+        names = struct.iter_unpack("<IIIB3x32s32s", self.both("take_evicted"))
+        told = [(space, group, shard, key) for space, group, shard, _, key, _ in names]
+        assert told == [self.names[i] for i in evicted]
         assert all(self.states[i] == "ready" and not self.leases.get(i) for i in evicted)
         assert self.evicted(evicted) == unpack(cold)
         self.demote(orphans)

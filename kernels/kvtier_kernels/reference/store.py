@@ -144,6 +144,8 @@ class Store:
         """Of the ghosts beyond `ghosts`, those stay that several others hang on."""
         self._slabs = Slabs()
         self._ghost_limit = ghosts
+        self._noting = False
+        self._evicted = b""  # what they were called
         self._late: list[int] = []  # ghosts that the next call looks at
         self._climbed = 0
         self._spaces: list[Space | None] = []
@@ -373,6 +375,10 @@ class Store:
 
         def leave(block: Block) -> None:
             evicted.append(block)
+            if self._noting:
+                place = block.place
+                names = place.space, place.group, place.shard, False, block.node.key, b""
+                self._evicted += struct.pack("<IIIB3x32s32s", *names)
             self._evict(block, orphans)
 
         slabs.round += 1
@@ -413,6 +419,16 @@ class Store:
             slabs.loosen(wanted, n, thorough=True)
         cold = join(block.id for block in evicted if block.state == COLD)
         return join(block.id for block in evicted), evictable_ids(orphans), cold
+
+    def note_evicted(self, on: bool) -> None:
+        """From now on, or no more, remember what `make_room` evicts."""
+        self._noting = on
+        self._evicted = b""
+
+    def take_evicted(self) -> bytes:
+        """What was evicted since the last call, as of `identities`, without parents."""
+        evicted, self._evicted = self._evicted, b""
+        return evicted
 
     def reserve(
         self, space: int, group: int, shard: int, parent: bytes | None, keys: bytes, statuses: bytes

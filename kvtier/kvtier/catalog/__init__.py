@@ -8,11 +8,12 @@ of a monotonic clock. No call awaits, so decisions cannot interleave.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
+from kvtier.catalog.changes import Changes, Watch
 from kvtier.catalog.cold import COLD, PROMOTING, Cold
 from kvtier.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier.catalog.reading import Reading
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 LIMIT_LEASE_S = 3600.0
 
-__all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space"]
+__all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space", "Watch"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,8 +53,9 @@ class Catalog:
     def __init__(self, store: Store, policy: Policy) -> None:
         self._store = store
         self._policy = policy
-        self._blocks = Blocks(store, policy)
         self._spaces = Spaces(store)
+        self._changes = Changes(store, self._spaces)
+        self._blocks = Blocks(store, policy, self._changes)
         self._leases = Leases()
         self._reading = Reading(self._blocks, self._leases)
         self._writing = Writing(self._blocks, self._spaces, self._leases)
@@ -201,6 +203,16 @@ class Catalog:
         space.check_keys(keys)
         return self._store.resident(space.index, keys) if space.index >= 0 else b""
 
+    def watch(self, session: SessionId, space: Space, awake: Callable[[], None]) -> Watch:
+        """What comes to this space and goes is kept for the session until it takes it, up to a limit."""
+        watch = space.watches.get(session)
+        if watch is None:
+            if session not in space.users:
+                raise Refused("bad_request", f"space {space.number} is not open in this session")
+            watch = space.watches[session] = Watch(awake)
+            self._changes.look()
+        return watch
+
     # --- ends --------------------------------------------------------------------------------
 
     def expire(self, now: float) -> int:
@@ -217,6 +229,7 @@ class Catalog:
         quarantined = self._writing.end_session(session, written, gone)
         self._reading.end_session(session, self._leases.of(session))
         self._spaces.leave(session)
+        self._changes.look()
         return quarantined
 
     def process_gone(self, session: SessionId) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 
+from kvtier.catalog.changes import Changes
 from kvtier.errors import Refused
 from kvtier.policy.base import Policy
+from kvtier.wire import CAME, DISK, MEMORY, WENT
 from kvtier_kernels import Store
 
 ID_BYTES = 4
@@ -24,8 +26,9 @@ WHY_EVICTED = (
 
 
 class Blocks:
-    def __init__(self, store: Store, policy: Policy) -> None:
+    def __init__(self, store: Store, policy: Policy, changes: Changes) -> None:
         self.store = store
+        self.changes = changes
         self.policy = policy
         self.evicted: Counter[str] = Counter(dict.fromkeys(WHY_EVICTED, 0))
         self._writing: set[int] = set()  # held by a write to the disk, and known to the policy
@@ -74,12 +77,16 @@ class Blocks:
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
         self.store.commit(ids, checksums)
+        self.changes.tell(CAME, MEMORY, self.changes.name(ids))
         self.policy.added(ids)
 
     def forget(self, ids: bytes) -> bool:
         """They match no more; those that are leased or being read from the disk go when that ends: True
         if there are any."""
+        names = self.changes.name(ids)
         freed, orphans, died = self.store.forget(ids)
+        for tier in (MEMORY, DISK):
+            self.changes.tell(WENT, tier, names)
         self._remove(ids)
         self.policy.demoted(orphans)
         self.died += died
@@ -92,6 +99,7 @@ class Blocks:
         victims = b""  # at first: what other spaces left empty costs nobody anything
         while (short := wanted - store.room(space, group, wanted)) > 0:
             evicted, orphans, cold = store.make_room(space, group, wanted, victims)
+            self.changes.tell(WENT, MEMORY, self.changes.evicted())
             policy.removed(evicted)
             policy.demoted(orphans)
             self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES

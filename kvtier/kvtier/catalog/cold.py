@@ -16,18 +16,17 @@ from itertools import compress, islice
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
 from kvtier.catalog.leases import NOBODY
-from kvtier.catalog.spaces import Space, Spaces
+from kvtier.catalog.spaces import IDENTITY, Space, Spaces
 from kvtier.codec.frame import Identity
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
-from kvtier.wire import DIGEST_BYTES, SLOT_BYTES
+from kvtier.wire import CAME, DIGEST_BYTES, DISK, MEMORY, SLOT_BYTES, WENT
 
 COLD, PROMOTING = 5, 6  # what `Store.states` says of a block, after the wire's outcomes
 FRAME_BYTES = 16  # "<IIIBBBB": segment, page, payload bytes, codec, header pages, flags, 0
 PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
-IDENTITY = struct.Struct("<IIIB3x32s32s")
 FEW_VICTIMS = 64
 
 Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
@@ -94,6 +93,12 @@ class Cold:
         self._writing: dict[int, bool] = {}  # of demotions, and whether as victims
         self.reading = 0  # blocks
         self.failed: Counter[str] = Counter()  # blocks that a read did not bring, by reason
+
+    def _name(self, ids: bytes) -> bytes:
+        return self._blocks.changes.name(ids)
+
+    def _tell(self, what: int, tier: int, names: bytes) -> None:
+        self._blocks.changes.tell(what, tier, names)
 
     @property
     def writing(self) -> int:
@@ -190,6 +195,7 @@ class Cold:
     def promoted(self, ids: bytes) -> bytes:
         """These are in their slots, verified: which of them are READY, the others were forgotten."""
         ready, gone = self._blocks.store.promoted(ids)
+        self._tell(CAME, MEMORY, self._name(ready))
         self._blocks.policy.added(last_first(ready))
         self._blocks.evicted["forgotten"] += len(gone) // ID_BYTES
         self.reading -= len(ids) // ID_BYTES
@@ -203,7 +209,9 @@ class Cold:
 
     def spoilt(self, ids: bytes, reason: str) -> None:
         """The frames of these are not what they should be: they are nowhere any more."""
+        names = self._name(ids)
         gone, orphans, died = self._blocks.store.spoilt(ids)
+        self._tell(WENT, DISK, names)
         self._not_read(ids, reason, orphans)
         self._blocks.evicted["spoilt"] += len(gone) // ID_BYTES
         self._blocks.died += died
@@ -270,6 +278,10 @@ class Cold:
         """
         assert all(one in self._writing for one in array("I", ids)), "not of a demotion"
         late = self._blocks.store.framed(ids, frames, digests)
+        if self._blocks.changes.watched:
+            gone = set(array("I", late))
+            kept = array("I", (one for one in array("I", ids) if one not in gone))
+            self._tell(CAME, DISK, self._name(kept.tobytes()))
         self._bury(ids, late, frames)
         self._end_writes(ids)
         return len(late) // ID_BYTES
@@ -332,7 +344,18 @@ class Cold:
         forgotten; and which of the blocks are in memory alone. What is being read from such a frame is left
         to that read."""
         store = self._blocks.store
+        names = b""
+        if self._blocks.changes.watched:
+            names = self._name(
+                b"".join(
+                    store.still(array("I", [one]).tobytes(), segment)
+                    for one, (segment,) in zip(
+                        array("I", ids), struct.iter_unpack("<I12x", frames), strict=True
+                    )
+                )
+            )
         gone, orphans, died = store.damaged(ids, frames)
+        self._tell(WENT, DISK, names if died else b"")
         self._blocks.policy.demoted(orphans)
         self._blocks.evicted["spoilt"] += len(gone) // ID_BYTES
         self._blocks.died += died
@@ -363,7 +386,9 @@ class Cold:
 
     def drop_segment(self, segment: int) -> int:
         """The segment is about to be used again: what was there alone is gone; how many blocks."""
+        names = self._name(self.in_segment(segment) if self._blocks.changes.watched else b"")
         gone, orphans = self._blocks.store.drop_segment(segment)
+        self._tell(WENT, DISK, names)
         self._blocks.policy.demoted(orphans)
         self._blocks.evicted["lost"] += len(gone) // ID_BYTES
         return len(gone) // ID_BYTES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtier.catalog.leases import SessionId
 from kvtier.errors import Refused
@@ -12,6 +14,11 @@ from kvtier.layout import KINDS, KvSpec
 from kvtier.wire import LIMIT_KEYS
 from kvtier_kernels import Store
 
+if TYPE_CHECKING:
+    from kvtier.catalog.changes import Watch
+
+IDENTITY = struct.Struct("<IIIB3x32s32s")  # space, group, shard, whether a parent, key, parent
+IDENTITY_BYTES = IDENTITY.size
 LIMIT_SPACES = 4096
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
 
@@ -27,6 +34,7 @@ class Space:
     places: int
     users: set[SessionId] = field(default_factory=set)
     index: int = -1
+    watches: dict[SessionId, Watch] = field(default_factory=dict)
 
     @property
     def reach(self) -> int:
@@ -88,6 +96,10 @@ class Spaces:
         """The space that the store knows by this number."""
         return self._by_index[index]
 
+    @property
+    def watched(self) -> bool:
+        return any(space.watches for space in self._of.values())
+
     def settle(self, space: Space) -> None:
         """Give the space its place in the store: something is about to be saved to it."""
         if space.index < 0:
@@ -122,6 +134,7 @@ class Spaces:
         left = [space for space in self._of.values() if session in space.users]
         for space in left:
             space.users.discard(session)
+            space.watches.pop(session, None)
         self._retire(left)
 
     def leave_one(self, session: SessionId, space: Space) -> None:

@@ -1,0 +1,111 @@
+"""Begun, answered later: what comes and goes in a space, and pins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from daemons import Daemon
+from kvtier import wire
+from kvtier.client import Changes, Client, Match, Pinned, Space
+from specs import pattern, spec_of
+
+COLD = '[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{}"]\nsize = "64MiB"\nwrite = "through"\n'
+
+
+def filled(space: Space, start: int, blocks: int) -> Any:
+    keys = space.keys(list(range(start, start + 16 * blocks)))
+    space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+    return keys
+
+
+def answer(client: Client, ticket: int, seconds: float = 10.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        answers = client.poll()
+        if ticket in answers:
+            return answers[ticket]
+        assert time.monotonic() < deadline, f"no answer to {ticket} in {seconds} s"
+        time.sleep(0.005)
+
+
+class Follower:
+    """What a watch says is there, (tier, key)."""
+
+    def __init__(self, client: Client, space: Space) -> None:
+        self.client, self.space = client, space
+        self.there: set[Any] = set()
+        self.ticket = space.begin_watch()
+
+    def until(self, holds: Callable[[set[Any]], bool]) -> None:
+        while not holds(self.there):
+            told = answer(self.client, self.ticket)
+            assert isinstance(told, Changes) and not told.refused and not told.missed
+            assert 0 < len(told.changes) <= wire.LIMIT_CHANGES
+            for what, tier, _, _, key in told.changes:
+                (self.there.add if what == wire.CAME else self.there.discard)((tier, key))
+            self.ticket = self.space.begin_watch()
+
+
+def test_a_client_is_told_of_its_blocks_ways(
+    daemon_of: Callable[..., Daemon], tmp_path: Any
+) -> None:
+    """Saved by somebody else, evicted, written to the disk, promoted, forgotten."""
+    (tmp_path / "cold").mkdir()
+    daemon = daemon_of(config=COLD.format(tmp_path / "cold"))
+    with daemon.connect() as client, daemon.connect() as other:
+        space, same = client.open(spec_of("ways")), other.open(spec_of("ways"))
+        follower = Follower(client, space)
+        keys = filled(same, 0, 100)
+        memory = {(wire.MEMORY, key) for key in keys}
+        disk = {(wire.DISK, key) for key in keys}
+        follower.until(lambda there: memory <= there)
+        for start in (100_000, 200_000):
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 100)
+            filled(same, start, 200)
+        follower.until(lambda there: disk <= there and not memory & there)
+        while same.match(keys).ready < 100:
+            time.sleep(0.01)
+        follower.until(lambda there: memory <= there)
+        assert same.forget(keys) == 100
+        follower.until(lambda there: not (memory | disk) & there)
+
+
+def test_who_does_not_ask_is_told_how_much_was_missed(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    with daemon.connect() as client, daemon.connect() as other:
+        space, same = client.open(spec_of("slow")), other.open(spec_of("slow"))
+        told = space.begin_watch()
+        before = daemon.process_bytes()
+        for round_ in range(80):
+            filled(same, round_ * 100_000, 250)
+        changes = answer(client, told)
+        assert 0 < len(changes.changes) <= wire.LIMIT_CHANGES
+        later = answer(client, space.begin_watch())
+        assert later.missed > 16_000
+        assert daemon.process_bytes() - before < 16 << 20
+
+
+def test_only_one_answer_at_a_time_is_waited_for(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    with daemon.connect() as client:
+        space = client.open(spec_of("two"))
+        first, second = space.begin_watch(), space.begin_watch()
+        assert "watched already" in answer(client, second).refused
+        filled(space, 0, 1)
+        assert len(answer(client, first).changes) == 1
+
+
+def test_a_pin_that_is_begun_holds(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    with daemon.connect() as client:
+        space = client.open(spec_of("pins"))
+        keys = filled(space, 0, 20)
+        pinned = answer(client, space.begin_pin(keys, 60.0))
+        assert pinned == Pinned(20)
+        refused = answer(client, space.begin_pin(keys, 0.0))
+        assert isinstance(refused, Pinned) and "0 ms" in refused.refused
+        for round_ in range(1, 4):
+            filled(space, round_ * 100_000, 200)
+        assert space.match(keys) == Match(20, 0, 0.0)
