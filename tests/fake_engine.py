@@ -60,11 +60,16 @@ class FakeRequest:
     between: bool = False
     aborted: bool = False
     steps_asked: int = 0
+    sources: tuple[int, int] = (0, 0)  # of what was loaded, from memory and from disk
     pages: list[list[int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,10 +95,11 @@ class FakeEngine:
         self, socket: str, layout: Layout | None = None, pages: int = 64, **options: Any
     ) -> None:
         self.layout = layout or layout_of()
+        events = options.pop("events", False)
         self.options = Options(socket=socket, **options)
         shape = (len(self.layout.groups), LAYERS, pages, PAGE_BYTES)
         self.memory = [np.zeros(shape, np.uint8) for _ in range(self.layout.shards.ranks)]
-        self.scheduler = SchedulerSide(self.layout, self.options)
+        self.scheduler = SchedulerSide(self.layout, self.options, events=events)
         self.workers = [
             WorkerSide(self.layout, self.options, rank, self._pages(pages), [memory.reshape(-1)])
             for rank, memory in enumerate(self.memory)
@@ -191,6 +197,7 @@ class FakeEngine:
             self.allocate(request, count, count if between else request.num_tokens)
             self.timed(self.scheduler.allocated, request, request.pages, count)
             request.between = between
+            request.sources = self.scheduler.hit_of(request.request_id)
             if between:
                 request.loading = True
                 self.loading[request.request_id] = request

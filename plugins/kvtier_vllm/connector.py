@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -16,11 +18,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import SpecError
+from kvtier.wire import MEMORY
+from kvtier_vllm.events import Event, Removed
 from kvtier_vllm.layout import Layout, check_hashes, describe, find_pages, read_layout
 from kvtier_vllm.messages import Report, Step
+from kvtier_vllm.metrics import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.options import Unsupported, read_options
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
@@ -50,10 +60,25 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.report.add(other.report))
 
 
+def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
+    """The event in the engine's words."""
+    medium = MEDIUM_CPU if event.tier == MEMORY else MEDIUM_STORAGE
+    group = layout.groups[event.group].group_id
+    hashes = [maybe_convert_block_hash(BlockHash(one)) for one in event.hashes]
+    if isinstance(event, Removed):
+        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group)
+    parent = event.parent
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
+        token_ids=event.tokens.tolist(), block_size=layout.block_tokens, medium=medium,
+        lora_id=event.lora.adapter_id if event.lora else None,
+        lora_name=event.lora.name if event.lora else None, group_idx=group,
+    )  # fmt: skip
+
+
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves whole blocks with kvtier's daemon, and loads them. Best effort: what it can't do is a miss."""
-
-    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -69,7 +94,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("kvtier: the engine goes on without: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._layout, self._options)
+            told = vllm_config.kv_events_config
+            events = told is not None and told.enable_kv_cache_events
+            self._scheduler = SchedulerSide(self._layout, self._options, events=events)
             if note:
                 log.warning("kvtier: %s", note)
 
@@ -118,6 +145,43 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        warm, cold = (
+            (0, 0) if self._scheduler is None else self._scheduler.hit_of(request.request_id)
+        )
+        if warm + cold != num_external_tokens:
+            sources = {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
+        else:
+            sources = {CacheHitSource.HOST: warm, CacheHitSource.DISK: cold}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
+        if self._scheduler is None:
+            return
+        assert self._layout is not None
+        for event in self._scheduler.take_events():
+            yield published(event, self._layout)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """All of them come by the scheduler, which the ranks report to."""
+        return None if self._scheduler is None else KvtierStats(self._scheduler.stats.take())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return KvtierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         step = None if self._scheduler is None else self._scheduler.step(scheduler_output)

@@ -72,6 +72,12 @@ class Layout:
     def block_bytes(self) -> int:
         return sum(group.block_bytes for group in self.groups)
 
+    @property
+    def whole_group(self) -> int:
+        """The first group that keeps every block, or the first: whose tokens are counted."""
+        kinds = [group.kind for group in self.groups]
+        return kinds.index("full") if "full" in kinds else 0
+
 
 def check_hashes(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
     """ValueError if somebody could forge the engine's block hashes; what there is to say of them, or ""."""

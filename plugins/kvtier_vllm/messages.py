@@ -67,6 +67,19 @@ class Seat:
     extents: int
 
 
+@dataclass(slots=True, frozen=True)
+class Copied:
+    """A rank is through with a load or a save: when it began and ended, by the host's monotonic clock. Of one
+    that came to nothing `nbytes` is 0."""
+
+    number: int
+    rank: int
+    begun: float
+    ended: float
+    nbytes: int
+    good: bool
+
+
 @dataclass(slots=True)
 class Report:
     """From the ranks to the scheduler: which loads and saves are over, in how many ranks. `step` is the last
@@ -77,6 +90,8 @@ class Report:
     loads: Counter[int] = field(default_factory=Counter)
     saves: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
+    loaded: list[Copied] = field(default_factory=list)
+    saved: list[Copied] = field(default_factory=list)
     load_bytes: int = 0
     load_s: float = 0.0
 
@@ -85,5 +100,6 @@ class Report:
         return Report(
             max(self.step, other.step), self.seats | other.seats, self.loads + other.loads,
             self.saves + other.saves, self.counts + other.counts,
+            self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
         )  # fmt: skip

@@ -18,7 +18,8 @@ class Unsupported(ValueError):  # noqa: N818
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`socket`: as for `kvtier.Client`. `load`: between steps, within the step that needs it, or whichever is
     expected to be faster. `patience_ms`: how long a request waits for an answer, or for blocks that are
-    coming. `saving`: how many bytes may wait to be copied. `weights` names what can't be found by itself."""
+    coming. `saving`: how many bytes may wait to be copied. `weights` names what can't be found by
+    itself. `timeline`: a file for what happened to each hit."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -29,6 +30,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     saving: str | int = "256MiB"
     copy_threads: int = 2
     weights: str = ""
+    timeline: str = ""
 
     @property
     def saving_bytes(self) -> int:

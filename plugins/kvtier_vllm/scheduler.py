@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +19,41 @@ from typing import Any
 import msgspec
 
 from kvtier import Keys, KvSpec, KvtierError
-from kvtier.client import Answer, Lease
+from kvtier.client import Answer, Changes, Lease, Pinned
 from kvtier.wire import SLOT_BYTES
+from kvtier_vllm.events import Event, Events
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.identity import Adapters
 from kvtier_vllm.layout import Layout
 from kvtier_vllm.line import Line, Session
 from kvtier_vllm.messages import Load, Read, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
+from kvtier_vllm.stats import Miss, Stats
+from kvtier_vllm.timeline import Timelines
+from kvtier_vllm.wishes import read_wishes
 
 log = logging.getLogger("vllm.kvtier")
 
 GENERATION_BYTES = 16
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
 ASK_AGAIN_S = 0.005
-PARAMETER = (
-    "kvtier"  # in a request's kv_transfer_params: {"kvtier": {"load": false, "save": false}}
-)
+
+
+@dataclass(slots=True)
+class Hit:
+    """What one load brings, in tokens."""
+
+    request_id: str
+    warm: int
+    cold: int
+    good: bool = True
+
+
+@dataclass(slots=True, frozen=True)
+class Pin:
+    session: Session
+    keys: Keys
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +64,7 @@ class Prompt:
     extras: bytes
     may_load: bool
     may_save: bool
+    pin_s: float
     keys: Keys | None = None
     session: Session | None = None  # of whose keys, ticket and lease
     ticket: int = 0
@@ -56,15 +75,27 @@ class Prompt:
     known: int | None = None  # how many leading blocks the daemon has
     saved: int | None = None  # how many leading blocks need no save any more
     gave_up: bool = False
+    waited: bool = False
+    computed: int = 0
+    coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
+    hit: Hit | None = None
 
 
 class SchedulerSide:
     """One for each engine. `clock` is monotonic, in seconds."""
 
     def __init__(
-        self, layout: Layout, options: Options, clock: Callable[[], float] = time.monotonic
+        self,
+        layout: Layout,
+        options: Options,
+        clock: Callable[[], float] = time.monotonic,
+        events: bool = False,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        self.stats = Stats()
+        self.counts = self.stats.counts
+        self.timelines = Timelines(options.timeline, clock)
+        self._events = Events(layout) if events else None
+        self._watched: Session | None = None
         self._layout = layout
         self._options = options
         self._clock = clock
@@ -79,6 +110,8 @@ class SchedulerSide:
         self._numbers = 0
         self._loads: list[Load] = []
         self._leases: dict[int, tuple[Lease, int]] = {}
+        self._hits: dict[int, Hit] = {}
+        self._pins: dict[int, Pin] = {}  # of what a save has yet to bring
         self._saves: dict[int, tuple[list[int], int]] = {}
         self._saves_on: dict[int, set[int]] = {}
         self._bytes_of: dict[int, int] = {}
@@ -96,6 +129,7 @@ class SchedulerSide:
         self._line = Line(self._options.socket, spec, name, populate=False, level=logging.WARNING)
 
     def close(self) -> None:
+        self.timelines.close()
         if self._line is not None:
             self._line.close()
 
@@ -105,12 +139,14 @@ class SchedulerSide:
         """A request is here: ask for what there is of it, and so start bringing it."""
         prompt = self._prompt(request)
         session = self._session()
+        self.timelines.queued(request.request_id)
         if prompt.may_load and session is not None and self._loadable(prompt):
             self._ask(prompt, session)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens after these can be loaded, and whether between steps. None: ask again."""
         prompt = self._prompt(request)
+        prompt.computed = computed
         if not prompt.may_load or prompt.gave_up:
             return 0, False
         if computed >= self._loadable(prompt) * self._layout.block_tokens:
@@ -120,8 +156,13 @@ class SchedulerSide:
             prompt.waits_since = now
         answer = self._answer(prompt, computed, now)
         if answer is None and now - prompt.waits_since > self._options.patience_ms / 1000:
-            return self._give_up(prompt, "late")
-        return (None, False) if answer is None else answer
+            answer = self._give_up(prompt, "late")
+        if answer is None:
+            return None, False
+        if not prompt.waited:
+            prompt.waited = True
+            self.stats.took("wait_s", now - prompt.waits_since)
+        return answer
 
     def _answer(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
         session = self._session()
@@ -193,7 +234,7 @@ class SchedulerSide:
         tokens: int = prompt.request.num_tokens
         return (tokens - 1) // self._layout.block_tokens
 
-    def _give_up(self, prompt: Prompt, why: str) -> tuple[int, bool]:
+    def _give_up(self, prompt: Prompt, why: Miss) -> tuple[int, bool]:
         self.counts[f"miss:{why}"] += 1
         prompt.gave_up = True
         return 0, False
@@ -202,16 +243,16 @@ class SchedulerSide:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             extras = self._adapters.extras(request)
-            wishes = (request.kv_transfer_params or {}).get(PARAMETER)
-            wishes = wishes if isinstance(wishes, dict) else {}
-            may_load = wishes.get("load", True) and not request.skip_reading_prefix_cache
-            may_save = wishes.get("save", True) and self._options.save
+            wishes = read_wishes(request.kv_transfer_params)
+            may_load = wishes.load and not request.skip_reading_prefix_cache
+            may_save = wishes.save and self._options.save
             named = extras is not None
             if not named:
                 self.counts["miss:adapter"] += 1
             prompt = Prompt(
-                request, extras or b"", named and bool(may_load), named and bool(may_save)
-            )
+                request, extras or b"", named and may_load, named and may_save,
+                wishes.pin_s if named else 0.0,
+            )  # fmt: skip
             self._prompts[request.request_id] = prompt
         return prompt
 
@@ -231,6 +272,8 @@ class SchedulerSide:
             new = hashes[done * ratio + ratio - 1 :: ratio]
             more = session.space.keys_of_hashes(new, self._generation, prompt.extras, keys)
             keys = prompt.keys = Keys((keys.packed if keys else b"") + more.packed)
+            if self._events is not None:
+                self._events.name(prompt.request, keys, done)
         return keys
 
     def _ask(self, prompt: Prompt, session: Session) -> None:
@@ -246,6 +289,7 @@ class SchedulerSide:
             self._lost(session, error)
             return
         prompt.ticket, prompt.asked_at = ticket, self._clock()
+        self.timelines.mark(prompt.request.request_id, "asked")
         self._tickets[ticket] = prompt.request.request_id
 
     def _forget_lease(self, prompt: Prompt) -> None:
@@ -264,6 +308,10 @@ class SchedulerSide:
     def _drain(self) -> None:
         """Put the answers that have come into the table. A daemon that answers nobody is left alone."""
         session = self._session()
+        if self._events is not None and session is not self._watched:
+            self._events.forget()
+            self._watched = session
+            self._watch(session)
         if session is None:
             return
         now = self._clock()
@@ -279,7 +327,22 @@ class SchedulerSide:
             if now - first.asked_at > self._options.patience_ms / 1000:
                 self._lost(session, "it does not answer")
 
+    def _watch(self, session: Session | None) -> None:
+        """Have the daemon say what comes and goes, once more."""
+        if session is not None:
+            try:
+                session.space.begin_watch()
+            except KvtierError as error:
+                self._lost(session, error)
+
     def _take(self, session: Session, ticket: int, answer: Answer, now: float) -> None:
+        if isinstance(answer, Pinned):
+            outcome = "held" if answer.blocks else "refused" if answer.refused else "empty"
+            self.counts[f"pin:{outcome}"] += 1
+            return
+        if isinstance(answer, Changes):
+            self._changed(session, answer)
+            return
         assert isinstance(answer, Lease)
         request_id = self._tickets.pop(ticket, None) if self._tickets_of is session else None
         if request_id is None:
@@ -291,6 +354,30 @@ class SchedulerSide:
             self._give_up(prompt, "refused")
         prompt.lease, prompt.leased_at = answer, now
         prompt.known = answer.ready + answer.coming
+        if answer.coming:
+            start, stop = prompt.coming
+            first = min(start, answer.ready) if stop else answer.ready
+            prompt.coming = first, max(stop, prompt.known)
+        if self._events is not None and prompt.keys is not None:
+            self._events.found(prompt.keys, answer)
+        self.timelines.mark(request_id, "answered")
+        self.timelines.mark(request_id, "coming" if answer.coming else "ready")
+
+    def _changed(self, session: Session, changes: Changes) -> None:
+        """The daemon says what came and went; ask for the next."""
+        assert self._events is not None
+        if changes.refused:
+            log.warning("kvtier: no events of the tiers: %s", changes.refused)
+            return
+        if changes.missed:
+            self.counts["missed"] += changes.missed
+            self._events.forget()
+        self._events.heard(changes.changes)
+        self._watch(session)
+
+    def take_events(self) -> list[Event]:
+        """What came into the tiers and went since the last call."""
+        return [] if self._events is None else self._events.take()
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -298,10 +385,14 @@ class SchedulerSide:
         """The engine has pages for a request, of which so many tokens are to be loaded."""
         prompt = self._prompt(request)
         lease, prompt.lease = prompt.lease, None
-        prompt.waits_since, prompt.gave_up = None, False
+        gave_up, prompt.hit = prompt.gave_up, None
+        prompt.waits_since, prompt.gave_up, prompt.waited = None, False, False
         if lease is None or not tokens:
             if lease is not None:
+                if not gave_up and self._lacks(prompt, lease):
+                    self.counts["miss:absent"] += 1
                 lease.release()
+            self._pin(prompt)
             return
         session = prompt.session
         assert session is not None
@@ -312,12 +403,47 @@ class SchedulerSide:
             for shard in range(self._layout.shards.count)
         ]
         number = self._number()
+        hit = self._hits[number] = prompt.hit = self._hit(prompt, start, stop)
+        self.timelines.allocated(request.request_id, {"warm": hit.warm, "cold": hit.cold})
         now = not self._between_steps(stop - start)
         self._loads.append(Load(number, request.request_id, session.reader.daemon_run, now, shards))
         self._leases[number] = (lease, self._layout.shards.ranks)
         self._fresh.update(page for reads in shards for read in reads for page in read.block_ids)
         prompt.saved = max(stop, prompt.saved or 0)
-        self.counts["hit_blocks"] += stop - start
+        self._pin(prompt)
+
+    def _lacks(self, prompt: Prompt, lease: Lease) -> bool:
+        """Whether the daemon had nothing beyond what the engine has itself."""
+        here = lease.ready * self._layout.block_tokens
+        wanted = self._loadable(prompt) * self._layout.block_tokens
+        return here <= prompt.computed < wanted
+
+    def _hit(self, prompt: Prompt, start: int, stop: int) -> Hit:
+        """Blocks [start, stop), by where they were when this request first asked for them."""
+        first, last = prompt.coming
+        cold = max(0, min(stop, last) - max(start, first))
+        tokens = self._layout.block_tokens
+        return Hit(prompt.request.request_id, (stop - start - cold) * tokens, cold * tokens)
+
+    def hit_of(self, request_id: str) -> tuple[int, int]:
+        """How many tokens of this request are being loaded that were in memory, and how many from disk."""
+        prompt = self._prompts.get(request_id)
+        hit = prompt.hit if prompt is not None else None
+        return (hit.warm, hit.cold) if hit is not None else (0, 0)
+
+    def _pin(self, prompt: Prompt) -> None:
+        """Have what is here of a prompt stay, if its request wants that."""
+        session = self._session()
+        if prompt.pin_s and session is not None:
+            blocks = prompt.request.num_prompt_tokens // self._layout.block_tokens
+            self._begin_pin(Pin(session, self._keys(prompt, session)[:blocks], prompt.pin_s))
+
+    def _begin_pin(self, pin: Pin) -> None:
+        if self._session() is pin.session and len(pin.keys):
+            try:
+                pin.session.space.begin_pin(pin.keys, pin.seconds)
+            except KvtierError as error:
+                self._lost(pin.session, error)
 
     def _reads(
         self, lease: Lease, shard: int, block_ids: Sequence[Sequence[int]], start: int, stop: int
@@ -344,6 +470,7 @@ class SchedulerSide:
         saves = list(self._new_saves(scheduled)) if self._options.save else []
         loads, self._loads = self._loads, []
         self._note(scheduled)
+        self.timelines.scheduled(self._steps, scheduled.num_scheduled_tokens)
         session = self._session()
         extents = session.reader.extents if session is not None else 0
         run = session.reader.daemon_run if session is not None else b""
@@ -422,7 +549,11 @@ class SchedulerSide:
         prompt.saved = end
         if not writes:
             return None
-        return self._saving(writes)
+        save = self._saving(writes)
+        if prompt.pin_s:
+            blocks = min(end, request.num_prompt_tokens // block)
+            self._pins[save.number] = Pin(session, keys[:blocks], prompt.pin_s)
+        return save
 
     def _saving(self, writes: list[Write]) -> Save:
         number = self._number()
@@ -452,6 +583,14 @@ class SchedulerSide:
             number, started, tokens, context = self._started.popleft()
             if number == report.step and tokens:
                 self._forecast.stepped(tokens, context, self._clock() - started)
+        for copied in report.loaded:
+            hit = self._hits[copied.number]
+            hit.good = hit.good and copied.good
+            self.timelines.copied(hit.request_id, copied)
+            self.counts["loaded_bytes"] += copied.nbytes
+            self.stats.took("load_s", copied.ended - copied.begun)
+        for copied in report.saved:
+            self.stats.took("save_s", copied.ended - copied.begun)
         for number, ranks in report.loads.items():
             self._load_over(number, ranks)
         for number, ranks in report.saves.items():
@@ -459,6 +598,7 @@ class SchedulerSide:
         for request_id in failed:
             if request_id in self._prompts:
                 self._prompts[request_id].may_load = False
+        self.timelines.stepped(report.step)
 
     def _load_over(self, number: int, ranks: int) -> None:
         lease, left = self._leases.pop(number)
@@ -466,6 +606,14 @@ class SchedulerSide:
             self._leases[number] = (lease, left - ranks)
             return
         lease.release()
+        hit = self._hits.pop(number)
+        self.timelines.mark(hit.request_id, "reported")
+        if hit.good:
+            self.counts["hit_tokens:warm"] += hit.warm
+            self.counts["hit_tokens:cold"] += hit.cold
+            self.counts["loaded_tokens"] += hit.warm + hit.cold
+        else:
+            self.counts["failed_tokens"] += hit.warm + hit.cold
 
     def _save_over(self, number: int, ranks: int) -> None:
         pages, left = self._saves[number]
@@ -473,6 +621,9 @@ class SchedulerSide:
             self._saves[number] = (pages, left - ranks)
             return
         del self._saves[number]
+        pin = self._pins.pop(number, None)
+        if pin is not None:
+            self._begin_pin(pin)
         self._saving_bytes -= self._bytes_of.pop(number)
         for page in pages:
             saves = self._saves_on[page]
@@ -488,6 +639,7 @@ class SchedulerSide:
         if prompt is None:
             return
         self._forget_lease(prompt)
+        self.timelines.dropped(request.request_id)
         if prompt.may_save and prompt.saved is not None:
             whole = request.num_computed_tokens // self._layout.block_tokens
             if self._options.save_decode and whole > prompt.saved:
@@ -496,6 +648,8 @@ class SchedulerSide:
     def new_generation(self) -> None:
         """Nothing that was saved so far is found from now on, by this engine."""
         self._generation = os.urandom(GENERATION_BYTES)
+        if self._events is not None:
+            self._events.forget()
         for prompt in self._prompts.values():
             self._forget_lease(prompt)
             prompt.keys = prompt.known = prompt.saved = None
@@ -508,7 +662,7 @@ class SchedulerSide:
         return {
             "prompts": len(self._prompts), "leases": len(self._leases), "saves": len(self._saves),
             "tickets": len(self._tickets), "pages": len(self._saves_on),
-            "bytes": self._saving_bytes,
+            "bytes": self._saving_bytes, "hits": len(self._hits), "pins": len(self._pins),
         }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from kvtier.client import Reader
 from kvtier_kernels import Pieces
 from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.line import Line, Session
-from kvtier_vllm.messages import Load, Report, Save, Seat, Step, Write
+from kvtier_vllm.messages import Copied, Load, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
 
 log = logging.getLogger("vllm.kvtier")
@@ -221,8 +221,11 @@ class WorkerSide:
         except (KvtierError, IndexError, ValueError) as error:
             log.warning("kvtier: a load failed: %s", error)
             why, nbytes = "error", 0
-        seconds = self._clock() - started
+        ended = self._clock()
+        seconds = ended - started
+        copied = Copied(load.number, self._rank, started, ended, nbytes, not why)
         with self._lock:
+            self._report.loaded.append(copied)
             if why:
                 self._report.counts[f"load_failed:{why}"] += 1
             else:
@@ -269,9 +272,13 @@ class WorkerSide:
         self._looking = False
 
     def _save(self, copying: Copying) -> None:
+        begun = self._clock()
         counts = self._saved(copying)
         copying.end()
+        nbytes = counts["saved_bytes"]
+        copied = Copied(copying.save.number, self._rank, begun, self._clock(), nbytes, nbytes > 0)
         with self._lock:
+            self._report.saved.append(copied)
             self._report.saves[copying.save.number] += 1
             self._report.counts.update(counts)
 
@@ -304,7 +311,10 @@ class WorkerSide:
                 with copying:
                     saving.gather(self._pieces[write.group], write.block_ids)
                 saving.commit(len(saving))
-        counts = Counter({"saved": len(saving)})
+        nbytes = len(saving) * self._pieces[write.group].block_bytes
+        counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
+        if write.group == self._layout.whole_group and self._shard == 0:
+            counts["saved_tokens"] = len(saving) * self._layout.block_tokens
         counts.update(f"not_saved:{why}" for why in saving.refused.values())
         return counts
 

@@ -72,7 +72,6 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.native, self.twin, self.lru = Store(), Twin(), Lru()
-        self.both("note_evicted", True)
         self.ghosts = 65536
         self.tables = []  # generation tables, native's and twin's
         self.spaces = {}  # of each: groups, shards
@@ -150,6 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(large=st.booleans(), ghosts=st.sampled_from([0, 2, 65536]), data=st.data())
     def open(self, large, ghosts, data):
         self.native, self.twin, self.ghosts = Store(ghosts), Twin(ghosts), ghosts
+        self.both("note_evicted", True)
         self.sizes, self.lengths = LARGE if large else SMALL
         self.add_extent(data.draw(self.lengths))
         self.add_space(data.draw(st.lists(groups, min_size=1, max_size=3)), data)

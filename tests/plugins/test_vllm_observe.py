@@ -1,0 +1,471 @@
+"""What the plugin tells of itself: counts, tiers, events, pins, timelines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
+from kvtier import wire
+from kvtier.client import Lease
+from kvtier_vllm import events as plugin_events
+from kvtier_vllm import stats as plugin_stats
+from kvtier_vllm import timeline as plugin_timeline
+from kvtier_vllm.events import Removed, Stored
+from kvtier_vllm.forecast import Forecast
+from kvtier_vllm.stats import COUNTERS, Stats, added
+from kvtier_vllm.wishes import LIMIT_PIN_S, Wishes, read_wishes
+
+PROMPT = range(8 * BLOCK + 3)
+BYTES = LAYERS * PAGE_BYTES
+WARM_BLOCKS = (16 << 20) // BYTES
+EngineOf = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def engine_of() -> Iterator[EngineOf]:
+    engines = []
+
+    def make(daemon: Daemon, *args: Any, **options: Any) -> FakeEngine:
+        engines.append(FakeEngine(daemon.socket, *args, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
+    """With a disk that is written to at once."""
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
+    return daemon_of(config='[warm]\nsize = "16MiB"\n' + config)
+
+
+@pytest.fixture
+def warm(daemon_of: Callable[..., Daemon]) -> Daemon:
+    return daemon_of(warm="16MiB")
+
+
+def crowd_out(daemon: Daemon, engine: FakeEngine, on_disk: int = 0) -> None:
+    """Everything that may go leaves memory; not before so many blocks are on disk."""
+    if on_disk:
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= on_disk)
+    with daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        for start in range(1, 3):
+            tokens = [start] * (BLOCK * WARM_BLOCKS // 2)
+            parts = engine.layout.shards.count * len(engine.layout.groups)
+            keys = space.keys(tokens)[: WARM_BLOCKS // 2 // parts]
+            for group in range(len(engine.layout.groups)):
+                for shard in range(engine.layout.shards.count):
+                    space.save(keys, bytes(len(keys) * BYTES), group, shard)
+        tokens = [7] * (BLOCK * WARM_BLOCKS)
+        keys = space.keys(tokens)[: WARM_BLOCKS // parts]
+        for group in range(len(engine.layout.groups)):
+            for shard in range(engine.layout.shards.count):
+                space.save(keys, bytes(len(keys) * BYTES), group, shard)
+
+
+def hits(engine: FakeEngine) -> tuple[int, int]:
+    counts = engine.scheduler.counts
+    return counts["hit_tokens:warm"], counts["hit_tokens:cold"]
+
+
+# --- counts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_hit_is_counted_where_it_was_when_it_was_asked_for(
+    daemon: Daemon, engine_of: EngineOf, load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(daemon, load=load, patience_ms=20_000)
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    engine.serve(PROMPT)
+    engine.serve(PROMPT)
+    assert hits(engine) == (8 * BLOCK, 0)
+    crowd_out(daemon, engine, on_disk=8)
+    assert engine.serve(range(3 * BLOCK + 1)).cached == 3 * BLOCK
+    assert hits(engine) == (8 * BLOCK, 3 * BLOCK)
+    request = engine.serve(PROMPT)
+    assert request.cached == 8 * BLOCK
+    assert hits(engine) == (11 * BLOCK, 8 * BLOCK)
+    assert request.sources == (3 * BLOCK, 5 * BLOCK), "told to the engine when it is allocated"
+
+
+def test_a_load_that_fails_is_no_hit(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm, load="async")
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    lease = engine.scheduler._prompts[request.request_id].lease
+    assert isinstance(lease, Lease)
+    lease.release()
+    crowd_out(warm, engine)
+    engine.run(request)
+    assert request.failed
+    counts = engine.scheduler.counts
+    assert hits(engine) == (0, 0)
+    assert counts["failed_tokens"] == 8 * BLOCK and counts["load_failed:stale"] == 1
+    assert counts["loaded_tokens"] == counts["loaded_bytes"] == 0
+
+
+def test_what_is_not_there_is_one_miss_however_often_it_is_asked(
+    warm: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(warm)
+    engine.serve(range(1000, 1000 + 2 * BLOCK))
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    for _ in range(3):
+        assert engine.scheduler.matched(request, 0) == (0, False)
+    engine.finish(engine.run(request))
+    assert engine.scheduler.counts["miss:absent"] == 2
+    engine.serve(PROMPT)
+    assert engine.scheduler.counts["miss:absent"] == 2
+
+
+def test_the_ranks_figures_add_up(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm, layout_of([0, 20], ranks=2))
+    for _ in range(2):
+        engine.serve(PROMPT)
+    told = engine.scheduler.stats.take()
+    counts, times = told["counts"], told["times"]
+    assert counts["saved_tokens"] == counts["loaded_tokens"] == 8 * BLOCK
+    # Every block of the first group, on two ranks; a window's are saved as far as they have pages.
+    assert counts["saved_bytes"] == 2 * (8 + 8) * BYTES
+    assert counts["loaded_bytes"] == 2 * (8 + 2) * BYTES
+    assert (len(times["load_s"]), len(times["save_s"])) == (2, 2)
+    assert len(times["wait_s"]) == 2 and min(min(one) for one in times.values()) >= 0
+    assert engine.scheduler.stats.take() == {}, "each is told once"
+
+
+def test_every_count_of_a_kind_has_its_series(warm: Daemon, engine_of: EngineOf) -> None:
+    """A reason that no series has would be counted and seen by nobody."""
+    engine = engine_of(warm, patience_ms=200)
+    for _ in range(2):
+        engine.serve(PROMPT)
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"load": False}})
+    warm.process.kill()
+    warm.process.wait()
+    engine.serve(range(500, 600))
+    labels = {one.kind: one.values for one in COUNTERS}
+    kinds = {name.partition(":")[0] for name in engine.scheduler.counts}
+    assert {"hit_tokens", "miss", "not_saved", "saved_bytes"} <= kinds & set(labels)
+    for name in engine.scheduler.counts:
+        kind, _, label = name.partition(":")
+        assert label in labels.get(kind, ()) or not label, name
+
+
+def test_times_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_stats, "LIMIT_TIMES", 3)
+    stats = Stats()
+    for _ in range(5):
+        stats.took("load_s", 1.0)
+    assert stats.take() == {"counts": {}, "times": {"load_s": [1.0] * 3}}
+
+
+def test_two_stats_are_one() -> None:
+    one = {"counts": {"a": 1}, "times": {"load_s": [1.0]}}
+    other = {"counts": {"a": 2, "b": 1}, "times": {"load_s": [2.0], "save_s": [3.0]}}
+    both = {"counts": {"a": 3, "b": 1}, "times": {"load_s": [1.0, 2.0], "save_s": [3.0]}}
+    assert added(one, other) == both
+    assert added({}, one) == added(one, {}) == one
+
+
+# --- events ------------------------------------------------------------------------------------
+
+
+class Index:
+    """What somebody believes who hears the engine's events."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.there: set[tuple[int, int, bytes]] = set()
+        self.tokens: dict[bytes, list[int]] = {}
+
+    def listen(self) -> None:
+        for event in self.engine.scheduler.take_events():
+            names = {(event.tier, event.group, one) for one in event.hashes}
+            if isinstance(event, Removed):
+                assert names <= self.there, "only what was stored is removed"
+                self.there -= names
+                continue
+            assert not names & self.there, "stored once"
+            self.there |= names
+            tokens = event.tokens.tolist()
+            assert len(tokens) == BLOCK * len(event.hashes)
+            for at, one in enumerate(event.hashes):
+                self.tokens[one] = tokens[at * BLOCK : (at + 1) * BLOCK]
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        def heard() -> bool:
+            self.listen()
+            return holds()
+
+        self.engine.until(heard)
+
+    def has(self, tier: int, request: FakeRequest, group: int = 0) -> int:
+        """How many leading blocks of the prompt are in the tier."""
+        names = [(tier, group, one) in self.there for one in request.block_hashes]
+        return names.index(False) if False in names else len(names)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_events_follow_a_block_from_tier_to_tier(
+    daemon: Daemon, engine_of: EngineOf, ranks: int
+) -> None:
+    engine = engine_of(daemon, layout_of(ranks=ranks), events=True, patience_ms=20_000)
+    index = Index(engine)
+    request = engine.serve(PROMPT)
+    index.until(lambda: index.has(wire.MEMORY, request) == index.has(wire.DISK, request) == 8)
+    for at, one in enumerate(request.block_hashes):
+        assert index.tokens[one] == list(PROMPT)[at * BLOCK : (at + 1) * BLOCK]
+    crowd_out(daemon, engine, on_disk=8 * ranks)
+    index.until(lambda: not index.has(wire.MEMORY, request))
+    assert index.has(wire.DISK, request) == 8
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    index.until(lambda: index.has(wire.MEMORY, request) == 8)
+
+
+def test_consecutive_blocks_are_one_event(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm, events=True)
+    request = engine.serve(PROMPT)
+    events: list[Any] = []
+
+    def told() -> bool:
+        events.extend(engine.scheduler.take_events())
+        return sum(len(event.hashes) for event in events) == 8
+
+    engine.until(told)
+    hashes = request.block_hashes
+    assert isinstance(events[0], Stored) and events[0].parent is None
+    for before, after in pairwise(events):
+        assert after.parent == before.hashes[-1]
+    assert [one for event in events for one in event.hashes] == hashes
+    assert len(events) <= 3
+
+
+def test_another_engine_s_blocks_are_told_once_they_are_known(
+    warm: Daemon, engine_of: EngineOf
+) -> None:
+    engine_of(warm).serve(PROMPT)
+    engine = engine_of(warm, events=True)
+    index = Index(engine)
+    request = engine.serve(PROMPT)
+    index.listen()
+    assert request.cached == 8 * BLOCK and index.has(wire.MEMORY, request) == 8
+
+
+def test_where_events_are_off_the_daemon_is_not_asked(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm)
+    for _ in range(2):
+        engine.serve(PROMPT)
+    assert engine.scheduler.take_events() == []
+    session = engine.scheduler._session()
+    assert session is not None
+    assert wire.Watch not in session.client.link._told.values()
+
+
+def test_nothing_is_told_as_there_after_the_daemon_is_gone(
+    warm: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(warm, events=True)
+    index = Index(engine)
+    request = engine.serve(PROMPT)
+    index.until(lambda: index.has(wire.MEMORY, request) == 8)
+    warm.process.kill()
+    warm.process.wait()
+    engine.serve(range(500, 600))
+    index.until(lambda: not index.there)
+
+
+def test_nothing_is_told_as_there_in_a_new_generation(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm, events=True)
+    index = Index(engine)
+    request = engine.serve(PROMPT)
+    index.until(lambda: index.has(wire.MEMORY, request) == 8)
+    engine.scheduler.new_generation()
+    index.listen()
+    assert not index.there
+    engine.serve(PROMPT)
+    index.until(lambda: index.has(wire.MEMORY, request) == 8)
+
+
+def test_missed_changes_are_told_as_removals(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm, events=True)
+    index = Index(engine)
+    request = engine.serve(PROMPT)
+    index.until(lambda: index.has(wire.MEMORY, request) == 8)
+    with warm.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        for start in range(1, 13):
+            keys = space.keys([start] * (BLOCK * WARM_BLOCKS))
+            space.save(keys, bytes(WARM_BLOCKS * BYTES))
+    index.until(lambda: engine.scheduler.counts["missed"] > 0)
+    assert not index.there
+
+
+def test_what_is_known_is_bounded(
+    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin_events, "LIMIT_KNOWN", 10)
+    engine = engine_of(warm, events=True)
+    index = Index(engine)
+    first = engine.serve(PROMPT)
+    index.until(lambda: index.has(wire.MEMORY, first) == 8)
+    second = engine.serve(range(1000, 1000 + 8 * BLOCK + 3))
+    index.until(lambda: index.has(wire.MEMORY, second) == 8)
+    # Of the first only the last two are known, which says nothing of the prefix.
+    assert len(index.there) == 10 and not index.has(wire.MEMORY, first)
+
+
+# --- pins --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_pinned_prompt_stays(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
+    """It is pinned when it is saved, or, where it was saved before, when it is found."""
+    engine = engine_of(warm)
+    if before:
+        engine.serve(PROMPT)
+    engine.longest_call_s = 0.0
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 600}})
+    engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
+    assert engine.longest_call_s < 0.25
+    engine.serve(range(1000, 1000 + 8 * BLOCK + 3))
+    crowd_out(warm, engine)
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    assert engine.serve(range(1000, 1000 + 8 * BLOCK + 3)).cached == 0
+    engine.settle()
+
+
+def test_a_pin_ends(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm)
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 0.5}})
+    engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
+    warm.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])
+    crowd_out(warm, engine)
+    assert engine.serve(PROMPT).cached == 0
+
+
+@pytest.mark.parametrize(
+    "pin", [-1, True, "600", None, float("nan"), float("inf"), [1]], ids=lambda pin: repr(pin)
+)
+def test_a_pin_that_makes_no_sense_is_left_out(pin: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_wishes({"kvtier": {"pin": pin, "save": False}}) == Wishes(True, False, 0.0)
+    assert "seconds are meant" in caplog.text
+
+
+def test_wishes_are_read_from_anything() -> None:
+    assert read_wishes(None) == read_wishes({}) == read_wishes({"kvtier": None}) == Wishes()
+    assert read_wishes([1]) == read_wishes({"kvtier": "x"}) == read_wishes({"p": 1}) == Wishes()
+    assert read_wishes({"kvtier": {"pin": 10**30}}).pin_s == LIMIT_PIN_S
+    assert read_wishes({"kvtier": {"load": 0}}) == Wishes(False, True, 0.0)
+
+
+# --- timelines ---------------------------------------------------------------------------------
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    """As a reader of the format takes it: the last comma and the bracket may be missing."""
+    text = path.read_text()
+    assert text.startswith("[\n") and text.endswith(",\n")
+    return list(json.loads(text[:-2] + "]"))
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("where", ["warm", "cold"])
+def test_a_timeline_has_all_of_a_hit_in_order(
+    daemon: Daemon, engine_of: EngineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    load: str, where: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    path = tmp_path / "hits.json"
+    ranks = 1 if load == "sync" else 2
+    engine = engine_of(
+        daemon, layout_of(ranks=ranks), load=load, timeline=str(path), patience_ms=20_000
+    )
+    engine.serve(PROMPT)
+    if where == "cold":
+        crowd_out(daemon, engine, on_disk=8 * ranks)
+    request = engine.serve(PROMPT)
+    engine.close()
+    spans = written(path)
+    assert {one["args"]["request"] for one in spans} == {request.request_id}, "misses are no hits"
+    assert spans[0]["args"]["tokens"][where] == 8 * BLOCK
+    named = {one["name"]: one for one in spans}
+    assert len(named) == len(spans)
+    expected = ["until it is asked about", "the daemon answers"]
+    expected += ["blocks come from disk"] if where == "cold" else []
+    expected += ["waits for its turn", "on its way to the ranks"]
+    copies = [f"copy, rank {rank}" for rank in range(ranks)]
+    after = (
+        ["first step"] if load == "sync" else ["the end is noticed", "rescheduled", "first step"]
+    )
+    assert set(named) == {*expected, *copies, *after}
+    at = [named[name] for name in expected + (after if load == "async" else [])]
+    for before, later in pairwise(at):
+        assert before["dur"] >= 0 and before["ts"] + before["dur"] <= later["ts"] + 1
+    step, first = named["first step"], named["copy, rank 0"]
+    within = step["ts"] <= first["ts"] and first["ts"] + first["dur"] <= step["ts"] + step["dur"]
+    assert within == (load == "sync")
+    assert len({named[name]["tid"] for name in copies} | {step["tid"]}) == ranks + 1
+
+
+def test_without_a_file_nothing_is_noted(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm)
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    timelines = engine.scheduler.timelines
+    assert not timelines._open and not timelines._thread.is_alive()
+    engine.finish(engine.run(request))
+    assert request.cached and not timelines.hits
+
+
+def test_an_aborted_request_leaves_no_timeline(
+    warm: Daemon, engine_of: EngineOf, tmp_path: Path
+) -> None:
+    engine = engine_of(warm, load="async", timeline=str(tmp_path / "hits.json"))
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    engine.until(lambda: bool(engine.loading))
+    engine.finish(request)
+    engine.until(lambda: not engine.loading)
+    timelines = engine.scheduler.timelines
+    assert not timelines._open and not timelines.hits
+    assert timelines._lanes == [0], "the next one has its place"
+
+
+def test_a_file_that_can_not_be_written_is_said_once(
+    warm: Daemon, engine_of: EngineOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(warm, timeline=str(tmp_path / "nowhere" / "hits.json"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert engine.serve(PROMPT).done
+        engine.until(lambda: not engine.scheduler.timelines._thread.is_alive())
+    assert caplog.text.count("timelines are not kept") == 1
+
+
+def test_a_file_has_its_limit(
+    warm: Daemon, engine_of: EngineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hits.json"
+    monkeypatch.setattr(plugin_timeline, "LIMIT_FILE_BYTES", 100)
+    engine = engine_of(warm, timeline=str(path))
+    for _ in range(2):
+        engine.serve(PROMPT)
+    engine.until(lambda: not engine.scheduler.timelines._thread.is_alive())
+    assert path.read_text() == ""
