@@ -22,6 +22,7 @@ from prompts import BLOCK
 HERE = Path(__file__).parent
 MODULES = {"RecordingConnector": "recording", "SlowConnector": "slowing"}
 START_S = 240.0
+ENGINE = ("model_name", "engine")  # labels that every metric has
 ANSWER_S = 240.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
@@ -64,6 +65,16 @@ class Engine:
     def generate(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> list[Any]:
         self.begin(prompts, tokens, **more)
         return list(self.answer())
+
+    def metrics(self, prefix: str = "vllm:kvtier_") -> dict[str, float]:
+        """The engine's Prometheus metrics, as `name` or `name:label`; of a histogram its count."""
+        self.order(metrics=prefix)
+        return {
+            ":".join(
+                [name, *(text for label, text in labels.items() if label not in ENGINE)]
+            ): value
+            for name, labels, value in self.answer()
+        }
 
     def reset(self, connector: bool = False) -> None:
         """The engine's own cache is empty from now on."""

@@ -44,6 +44,14 @@ def main() -> None:
         order = json.loads(line)
         if "prompts" in order:
             reply(generated(order["prompts"], order["tokens"], order.get("parameters")))
+        elif "metrics" in order:
+            reply(
+                [
+                    [one.name, one.labels, getattr(one, "value", getattr(one, "count", None))]
+                    for one in llm.get_metrics()
+                    if one.name.startswith(order["metrics"])
+                ]
+            )
         else:
             reply(llm.reset_prefix_cache(reset_connector=order["connector"]))
 

@@ -1,0 +1,206 @@
+"""What an engine's metrics, hit sources and KV events say of kvtier, through vLLM's own interfaces."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon, start_daemon
+from prompts import BLOCK, prompt
+
+TOKENS = 10 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("observed")
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    (folder / "cold").mkdir()
+    cold = f'[cold]\ndirectories = ["{folder / "cold"}"]\nsize = "512MiB"\nwrite = "through"\n'
+    daemon = start_daemon(folder, config='[warm]\nsize = "16MiB"\n' + cold)
+    yield daemon
+    daemon.stop()
+
+
+class Listener:
+    """Somebody who hears the engine's events."""
+
+    def __init__(self, endpoint: str) -> None:
+        import msgspec
+        import zmq
+        from vllm.distributed.kv_events import KVEventBatch
+
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.connect(endpoint)
+        self.socket.subscribe(b"")
+        self.decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.there: dict[str, set[Any]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.parents: dict[Any, Any] = {}
+        self.tokens: dict[str, dict[Any, list[int]]] = {medium: {} for medium in self.there}
+        self.batches = 0
+
+    def listen(self) -> None:
+        while self.socket.poll(20):
+            _, _, body = self.socket.recv_multipart()
+            self.batches += 1
+            for event in self.decoder.decode(body).events:
+                kind = type(event).__name__
+                if kind == "AllBlocksCleared":
+                    self.there["GPU"].clear()
+                    continue
+                there = self.there[event.medium]
+                if kind == "BlockRemoved":
+                    there.difference_update(event.block_hashes)
+                    continue
+                there.update(event.block_hashes)
+                for at, one in enumerate(event.block_hashes):
+                    tokens = event.token_ids[at * BLOCK : (at + 1) * BLOCK]
+                    self.tokens[event.medium][one] = tokens
+                    self.parents[one] = (
+                        event.block_hashes[at - 1] if at else event.parent_block_hash
+                    )
+
+    def until(self, engine: Any, holds: Callable[[], bool]) -> None:
+        """Events come with steps: have the engine make some."""
+        deadline = time.monotonic() + 60
+        seed = 10_000
+        while not holds():
+            assert time.monotonic() < deadline, {key: len(one) for key, one in self.there.items()}
+            seed += 1
+            engine.generate([prompt(seed, 20)], 4)
+            self.listen()
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: Daemon, engine_of: Callable[..., Any], folder: Path) -> Any:
+    return engine_of(
+        "llama", daemon.socket, disable_log_stats=False,
+        kv_events_config={
+            "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/events",
+        },
+        extra={"patience_ms": 20_000, "load": "sync", "timeline": str(folder / "hits.json")},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def listener(engine: Any, folder: Path) -> Listener:
+    listener = Listener(f"ipc://{folder}/events")
+    listener.until(engine, lambda: listener.batches > 0)
+    return listener
+
+
+def crowd_out(engine: Any, daemon: Daemon, seed: int) -> None:
+    before = daemon.stats()["tiers"]["cold"]["blocks"]
+    engine.generate([prompt(seed + number) for number in range(16)], 1)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= before + 150, 60.0)
+
+
+def chain(listener: Listener, medium: str, tokens: list[int]) -> list[Any]:
+    """The hashes of the prompt's leading blocks, as far as the medium has them and by their events."""
+    found: list[Any] = []
+    for at in range(len(tokens) // BLOCK):
+        part = tokens[at * BLOCK : (at + 1) * BLOCK]
+        parent = found[-1] if found else None
+        for one in listener.there[medium]:
+            if listener.tokens[medium][one] == part and listener.parents[one] == parent:
+                found.append(one)
+                break
+    return found
+
+
+def test_every_series_is_there_before_anything_happened(engine: Any) -> None:
+    from kvtier_vllm.stats import COUNTERS, TIMES
+
+    metrics = engine.metrics()
+    names = {
+        f"{one.name}:{value}" if one.label else one.name
+        for one in COUNTERS
+        for value in one.values or ("",)
+    }
+    assert names | {name for name, _ in TIMES.values()} == set(metrics)
+    assert not any(metrics[name] for name in names if "missed" not in name)
+
+
+def test_metrics_sources_and_events_of_a_block_s_ways(
+    engine: Any, daemon: Daemon, listener: Listener
+) -> None:
+    """Saved, loaded from memory, evicted, loaded from disk."""
+    engine.generate([prompt(1)], 1)
+    listener.until(engine, lambda: len(chain(listener, "CPU", prompt(1))) == 10)
+    hashes = chain(listener, "CPU", prompt(1))
+    assert chain(listener, "GPU", prompt(1)) == hashes, "the engine calls them so"
+    listener.until(engine, lambda: chain(listener, "STORAGE", prompt(1)) == hashes)
+    saved = engine.metrics()
+    assert saved["vllm:kvtier_saved_tokens"] >= TOKENS
+    assert saved["vllm:kvtier_saved_bytes"] >= 10 * BLOCK * 4096
+    assert saved["vllm:kvtier_save_seconds"] >= 1 and not saved["vllm:kvtier_loaded_tokens"]
+
+    engine.reset()
+    assert engine.generate([prompt(1)], 1)[0]["cached"] == TOKENS
+    warm = engine.metrics()
+    assert warm["vllm:kvtier_hit_tokens:warm"] == warm["vllm:kvtier_loaded_tokens"] == TOKENS
+    assert warm["vllm:kvtier_load_seconds"] == 1 and not warm["vllm:kvtier_hit_tokens:cold"]
+    cached = engine.metrics("vllm:prompt_tokens_cached_by_source")
+    assert cached["vllm:prompt_tokens_cached_by_source:host"] == TOKENS
+    assert not cached["vllm:prompt_tokens_cached_by_source:disk"]
+
+    crowd_out(engine, daemon, 100)
+    listener.until(engine, lambda: not set(hashes) & listener.there["CPU"])
+    assert set(hashes) <= listener.there["STORAGE"]
+    engine.reset()
+    # It waits for the disk where that is expected to be faster than computing.
+    for _ in range(20):
+        (one,) = engine.generate([prompt(1)], 1)
+        engine.reset()
+        if one["cached"] == TOKENS:
+            break
+    now = engine.metrics()
+    cold = now["vllm:kvtier_hit_tokens:cold"]
+    assert now["vllm:kvtier_hit_tokens:warm"] + cold == now["vllm:kvtier_loaded_tokens"]
+    cached = engine.metrics("vllm:prompt_tokens_cached_by_source")
+    assert cached["vllm:prompt_tokens_cached_by_source:disk"] == cold
+    listener.until(engine, lambda: set(hashes) <= listener.there["CPU"])
+
+
+def test_a_failed_load_is_no_hit(engine: Any) -> None:
+    before = engine.metrics()
+    engine.reset()
+    engine.break_loads("stale")
+    try:
+        engine.generate([prompt(1)], 1)
+    finally:
+        engine.break_loads("")
+    after = engine.metrics()
+    grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert grown["vllm:kvtier_failed_loads:stale"] == 1
+    assert grown["vllm:kvtier_failed_tokens"] == TOKENS
+    assert not {"vllm:kvtier_loaded_tokens", "vllm:kvtier_hit_tokens:warm"} & set(grown)
+
+
+def test_a_pinned_prompt_outlives_others(engine: Any, daemon: Daemon, listener: Listener) -> None:
+    engine.reset()
+    engine.generate([prompt(2)], 1, parameters={"kvtier": {"pin": 600}})
+    listener.until(engine, lambda: engine.metrics()["vllm:kvtier_pins:held"] > 0)
+    hashes = set(chain(listener, "CPU", prompt(2)))
+    assert len(hashes) == 10
+    crowd_out(engine, daemon, 200)
+    listener.until(engine, lambda: bool(set(listener.tokens["CPU"]) - listener.there["CPU"]))
+    assert hashes <= listener.there["CPU"]
+
+
+def test_every_hit_has_its_timeline(engine: Any, folder: Path) -> None:
+    engine.stop()
+    spans = json.loads((folder / "hits.json").read_text()[:-2] + "]")
+    requests = {one["args"]["request"] for one in spans}
+    assert len(requests) >= 3
+    for request in requests:
+        names = [one["name"] for one in spans if one["args"]["request"] == request]
+        assert {"the daemon answers", "copy, rank 0", "first step"} <= set(names)
