@@ -35,6 +35,7 @@ LIMIT_NAME = 64
 Lookup = tuple[int, int, bytes]
 NO_LOOKUP: Lookup = (-1, 0, b"")
 LIMIT_SESSION_SPACES = 256
+LIMIT_SESSION_WATCHES = 4
 TOKEN_BYTES = 16
 TURN_S = 0.001  # how long one client is served before the others have their turn
 PARKED_PAUSE_S = 0.002
@@ -74,6 +75,7 @@ class Session:
         self._parked_at = 0  # of the bytes that were sent
         self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._spaces: set[bytes] = set()
+        self._watched: set[int] = set()
         self._watching: dict[int, int] = {}  # of spaces, the request that is to be answered
         self._counted: Lookup = NO_LOOKUP
         self._coming: Lookup = NO_LOOKUP  # the last one, if something of it was on its way
@@ -329,12 +331,17 @@ class Session:
         space = tenant.catalog.space(request.space)
         if request.space in self._watching:
             raise Refused("bad_request", f"space {request.space} is being watched already")
+        if len(self._watched - {request.space}) >= LIMIT_SESSION_WATCHES:
+            raise Refused(
+                "too_many", f"this session watches {LIMIT_SESSION_WATCHES} spaces already"
+            )
 
         def awake() -> None:
             # What comes together is told together.
             self._server.loop.call_later(WATCH_S, self._tell, request.space, watch)
 
         watch = tenant.catalog.watch(self.id, space, awake)
+        self._watched.add(request.space)
         self._watching[request.space] = request.id
         self._tell(request.space, watch)
 

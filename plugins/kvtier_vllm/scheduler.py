@@ -79,6 +79,7 @@ class Prompt:
     computed: int = 0
     coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
     hit: Hit | None = None
+    pinned: bool = False
 
 
 class SchedulerSide:
@@ -434,7 +435,8 @@ class SchedulerSide:
     def _pin(self, prompt: Prompt) -> None:
         """Have what is here of a prompt stay, if its request wants that."""
         session = self._session()
-        if prompt.pin_s and session is not None:
+        if prompt.pin_s and not prompt.pinned and session is not None:
+            prompt.pinned = True
             blocks = prompt.request.num_prompt_tokens // self._layout.block_tokens
             self._begin_pin(Pin(session, self._keys(prompt, session)[:blocks], prompt.pin_s))
 

@@ -132,13 +132,9 @@ class Timelines:
             return
         for request_id in request_ids:
             timeline = self._open.get(request_id)
-            if timeline is None or timeline.step:
-                continue
-            if "allocated" in timeline.marks:
+            if timeline is not None and not timeline.step and "allocated" in timeline.marks:
                 timeline.step = step
                 timeline.marks["scheduled"] = self._clock()
-            else:
-                self.dropped(request_id)
 
     def stepped(self, step: int) -> None:
         """The steps up to this one are over."""

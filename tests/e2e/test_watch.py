@@ -109,3 +109,16 @@ def test_a_pin_that_is_begun_holds(daemon_of: Callable[..., Daemon]) -> None:
         for round_ in range(1, 4):
             filled(space, round_ * 100_000, 200)
         assert space.match(keys) == Match(20, 0, 0.0)
+
+
+def test_a_client_watches_a_few_spaces_and_no_more(daemon_of: Callable[..., Daemon]) -> None:
+    """What is kept for it is bounded, whatever it asks for."""
+    daemon = daemon_of(warm="16MiB")
+    with daemon.connect() as client:
+        spaces = [client.open(spec_of(f"space {number}")) for number in range(5)]
+        tickets = [space.begin_watch() for space in spaces]
+        assert "watches 4 spaces already" in answer(client, tickets[4]).refused
+        filled(spaces[3], 0, 1)
+        assert len(answer(client, tickets[3]).changes) == 1
+        filled(spaces[3], 10_000, 1)
+        assert len(answer(client, spaces[3].begin_watch()).changes) == 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from daemons import Daemon, start_daemon
@@ -34,14 +35,11 @@ class Listener:
     """Somebody who hears the engine's events."""
 
     def __init__(self, endpoint: str) -> None:
-        import msgspec
         import zmq
-        from vllm.distributed.kv_events import KVEventBatch
 
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.connect(endpoint)
         self.socket.subscribe(b"")
-        self.decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self.there: dict[str, set[Any]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         self.parents: dict[Any, Any] = {}
         self.tokens: dict[str, dict[Any, list[int]]] = {medium: {} for medium in self.there}
@@ -51,22 +49,20 @@ class Listener:
         while self.socket.poll(20):
             _, _, body = self.socket.recv_multipart()
             self.batches += 1
-            for event in self.decoder.decode(body).events:
-                kind = type(event).__name__
-                if kind == "AllBlocksCleared":
+            _, events, *_ = msgspec.msgpack.decode(body)
+            for event in events:
+                if event["type"] == "AllBlocksCleared":
                     self.there["GPU"].clear()
                     continue
-                there = self.there[event.medium]
-                if kind == "BlockRemoved":
-                    there.difference_update(event.block_hashes)
+                hashes, there = event["block_hashes"], self.there[event["medium"]]
+                if event["type"] == "BlockRemoved":
+                    there.difference_update(hashes)
                     continue
-                there.update(event.block_hashes)
-                for at, one in enumerate(event.block_hashes):
-                    tokens = event.token_ids[at * BLOCK : (at + 1) * BLOCK]
-                    self.tokens[event.medium][one] = tokens
-                    self.parents[one] = (
-                        event.block_hashes[at - 1] if at else event.parent_block_hash
-                    )
+                there.update(hashes)
+                for at, one in enumerate(hashes):
+                    tokens = event["token_ids"][at * BLOCK : (at + 1) * BLOCK]
+                    self.tokens[event["medium"]][one] = tokens
+                    self.parents[one] = hashes[at - 1] if at else event["parent_block_hash"]
 
     def until(self, engine: Any, holds: Callable[[], bool]) -> None:
         """Events come with steps: have the engine make some."""
@@ -75,7 +71,7 @@ class Listener:
         while not holds():
             assert time.monotonic() < deadline, {key: len(one) for key, one in self.there.items()}
             seed += 1
-            engine.generate([prompt(seed, 20)], 4)
+            engine.generate([prompt(seed, BLOCK + 8)], 1)
             self.listen()
 
 
@@ -91,10 +87,11 @@ def engine(daemon: Daemon, engine_of: Callable[..., Any], folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def listener(engine: Any, folder: Path) -> Listener:
+def listener(engine: Any, folder: Path) -> Iterator[Listener]:
     listener = Listener(f"ipc://{folder}/events")
     listener.until(engine, lambda: listener.batches > 0)
-    return listener
+    yield listener
+    listener.socket.close(0)
 
 
 def crowd_out(engine: Any, daemon: Daemon, seed: int) -> None:

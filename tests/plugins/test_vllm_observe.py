@@ -136,6 +136,20 @@ def test_what_is_not_there_is_one_miss_however_often_it_is_asked(
     assert engine.scheduler.counts["miss:absent"] == 2
 
 
+def test_what_the_engine_has_itself_is_no_miss(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm)
+    engine.serve(range(1000, 1000 + 2 * BLOCK))
+    missed = engine.scheduler.counts["miss:absent"]
+    request = engine.add(PROMPT)
+    engine.waiting.clear()
+    prompt = engine.scheduler._prompts[request.request_id]
+    engine.until(lambda: prompt.lease is not None)
+    assert engine.scheduler.matched(request, 8 * BLOCK) == (0, False)
+    engine.scheduler.allocated(request, [list(range(1, 10))], 0)
+    assert engine.scheduler.counts["miss:absent"] == missed
+    engine.finish(request)
+
+
 def test_the_ranks_figures_add_up(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm, layout_of([0, 20], ranks=2))
     for _ in range(2):
@@ -351,8 +365,11 @@ def test_a_pinned_prompt_stays(warm: Daemon, engine_of: EngineOf, before: bool) 
     engine.settle()
 
 
-def test_a_pin_ends(warm: Daemon, engine_of: EngineOf) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_pin_ends(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
     engine = engine_of(warm)
+    if before:
+        engine.serve(PROMPT)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 0.5}})
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
     warm.wait_for(lambda stats: not stats["tenants"]["default"]["leases"])

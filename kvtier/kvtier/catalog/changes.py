@@ -6,10 +6,8 @@ Whoever is told that knows nothing any more of what was there before.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Final
 
 from kvtier.catalog.spaces import IDENTITY, IDENTITY_BYTES, Spaces
@@ -24,23 +22,22 @@ class Watch:
     """One session's view of one space. `awake` is called when there is something to take."""
 
     awake: Callable[[], None]
-    kept: deque[bytes] = field(default_factory=deque)
+    kept: bytearray = field(default_factory=bytearray)
     missed: int = 0
 
     def note(self, change: bytes) -> None:
-        if len(self.kept) >= LIMIT_KEPT:
-            self.missed += len(self.kept)
+        if len(self.kept) >= LIMIT_KEPT * CHANGE.size:
+            self.missed += len(self.kept) // CHANGE.size
             self.kept.clear()
-        self.kept.append(change)
-        if len(self.kept) == 1:
+        self.kept += change
+        if len(self.kept) == CHANGE.size:
             self.awake()
 
     def take(self, limit: int) -> tuple[int, bytes]:
         """How many changes were forgotten, and the oldest ones after those."""
         missed, self.missed = self.missed, 0
-        taken = b"".join(islice(self.kept, limit))
-        for _ in range(len(taken) // CHANGE.size):
-            self.kept.popleft()
+        taken = bytes(self.kept[: limit * CHANGE.size])
+        del self.kept[: len(taken)]
         return missed, taken
 
 
