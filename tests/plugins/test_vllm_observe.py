@@ -320,8 +320,10 @@ def test_nothing_is_told_as_there_in_a_new_generation(warm: Daemon, engine_of: E
 def test_missed_changes_are_told_as_removals(warm: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(warm, events=True)
     index = Index(engine)
-    request = engine.serve(PROMPT)
+    # Pinned: nobody says that it went.
+    request = engine.serve(PROMPT, kv_transfer_params={"kvtier": {"pin": 600}})
     index.until(lambda: index.has(wire.MEMORY, request) == 8)
+    engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
     with warm.connect() as client:
         space = client.open(spec_for(engine.layout))
         for start in range(1, 13):
