@@ -46,6 +46,7 @@ SHALL = {
     "lease_ms": "milliseconds, such as 60000",
     "saving": 'bytes, such as "256MiB"',
     "copy_threads": "a number of threads, such as 2",
+    "timeline": 'a file, such as "/tmp/hits.json"',
     "weights": 'a name for them, such as "llama-3.1-8b at step 9000"',
 }
 

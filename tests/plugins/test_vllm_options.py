@@ -20,11 +20,13 @@ WRONG: dict[str, list[Any]] = {
     "lease_ms": ["1min", 0, None],
     "saving": ["lots", -1, 0, "0", 1.5, None],
     "copy_threads": [0, "two", 2.5],
+    "timeline": [5, True, None],
     "weights": [5, None],
 }
 RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
     "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
+    "timeline": "/tmp/hits.json",
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_a_wrong_value_gives_a_line_that_says_what_to_write(name: str, value: An
 def test_an_unknown_option_gives_a_line_with_the_one_that_is_meant() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
-    with pytest.raises(ValueError, match=r"no option 'disk': there are socket, load, .*weights$"):
+    with pytest.raises(ValueError, match=r"no option 'disk': there are socket, load, .*timeline$"):
         read_options({"disk": "/tmp"})
 
 
