@@ -641,7 +641,7 @@ class SchedulerSide:
         if prompt is None:
             return
         self._forget_lease(prompt)
-        self.timelines.dropped(request.request_id)
+        self.timelines.finished(request.request_id)
         if prompt.may_save and prompt.saved is not None:
             whole = request.num_computed_tokens // self._layout.block_tokens
             if self._options.save_decode and whole > prompt.saved:

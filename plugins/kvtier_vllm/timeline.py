@@ -144,13 +144,18 @@ class Timelines:
         for timeline in over:
             timeline.marks["stepped"] = self._clock()
             self.hits.append(timeline)
-            self.dropped(timeline.request_id)
+            self._close(timeline)
 
-    def dropped(self, request_id: str) -> None:
-        """It is no hit, or nothing more will happen to it."""
-        timeline = self._open.pop(request_id, None)
-        if timeline is not None:
-            self._lanes.append(timeline.lane)
+    def finished(self, request_id: str) -> None:
+        """The request is over. Of one that a step computes for that step's end is to come: an engine ends
+        requests before it says what the ranks have done."""
+        timeline = self._open.get(request_id)
+        if timeline is not None and not timeline.step:
+            self._close(timeline)
+
+    def _close(self, timeline: Timeline) -> None:
+        del self._open[timeline.request_id]
+        self._lanes.append(timeline.lane)
 
     def close(self) -> None:
         self._ending.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvtier_vllm import timeline as plugin_timeline
 from kvtier_vllm.events import Removed, Stored
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.stats import COUNTERS, Stats, added
+from kvtier_vllm.timeline import Timelines
 from kvtier_vllm.wishes import LIMIT_PIN_S, Wishes, read_wishes
 
 PROMPT = range(8 * BLOCK + 3)
@@ -451,6 +453,19 @@ def test_without_a_file_nothing_is_noted(warm: Daemon, engine_of: EngineOf) -> N
     assert not timelines._open and not timelines._thread.is_alive()
     engine.finish(engine.run(request))
     assert request.cached and not timelines.hits
+
+
+def test_a_request_of_one_step_has_its_timeline(tmp_path: Path) -> None:
+    """It is over before the engine says so of its step."""
+    timelines = Timelines(str(tmp_path / "hits.json"), time.monotonic)
+    timelines.queued("a")
+    timelines.allocated("a", {"warm": 16, "cold": 0})
+    timelines.scheduled(1, ["a"])
+    timelines.finished("a")
+    timelines.stepped(1)
+    timelines.close()
+    assert [one["name"] for one in written(tmp_path / "hits.json")] == ["first step"]
+    assert timelines._lanes == [0] and not timelines._open
 
 
 def test_an_aborted_request_leaves_no_timeline(
