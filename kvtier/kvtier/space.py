@@ -170,6 +170,19 @@ class Space:
         mappings = self.link.mappings
         return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
 
+    def most_keys(self, shards: int = 1) -> int:
+        """How many leading keys one lease that tells so many shards may ask for: of more it is refused."""
+        most = min(wire.LIMIT_KEYS, wire.LIMIT_LOOKS // self.spec.places)
+        told, trailing = 0, 0
+        for group in self.spec.cache_groups:
+            if group.kind == "full":
+                told += min(shards, group.shards)
+            else:
+                blocks = len(group.needed_blocks(self.spec.block_tokens, most))
+                trailing += blocks * min(shards, group.shards)
+        left = max(0, wire.LIMIT_TOLD_SLOTS - trailing)
+        return min(most, left // told) if told else most
+
     def begin_lease(
         self,
         keys: Keys | Sequence[bytes],

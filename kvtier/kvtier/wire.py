@@ -23,6 +23,8 @@ from kvtier.layout import Group, KvSpec
 
 LIMIT_FRAME_BYTES = 4 << 20
 LIMIT_KEYS = 65_536
+LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
+LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
 LIMIT_ENDED = 64  # tokens in one Hello
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
@@ -327,9 +329,8 @@ def schema_digest() -> bytes:
     """What both ends must agree on: every message's tag, fields and types, and the limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__]
-    lines = [
-        f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format}"
-    ]
+    limits = f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {LIMIT_LOOKS} {LIMIT_TOLD_SLOTS}"
+    lines = [f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format}"]
     for kind in types:
         hints = {
             name: text for base in reversed(kind.__mro__)

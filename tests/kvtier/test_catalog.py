@@ -9,11 +9,12 @@ import pytest
 
 from kvtier import Group, KvSpec, Refused
 from kvtier.catalog import Catalog, Granted, LeaseId, SessionId, Space
-from kvtier.key import token_keys
+from kvtier.key import KEY_BYTES, token_keys
 from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier.policy.lru import LruModel
-from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_KEYS, NO_ROOM, PRESENT, SLOT_BYTES
+from kvtier.space import Space as ClientSpace
+from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_KEYS, NO_ROOM, PRESENT, SLOT_BYTES, Opened
 from kvtier_kernels import Store
 from kvtier_kernels.reference.store import Store as TwinStore
 from specs import spec_of
@@ -501,6 +502,31 @@ def test_a_reply_that_fits_no_frame_is_refused_before_anything_is_held(
         catalog.load(ME, space, keys, 1.0, [0], now=0.0)
     assert catalog.leases == 0
     assert catalog.load(ME, space, keys, 1.0, [], now=0.0).ready == 4
+
+
+@pytest.mark.parametrize("windows, shards", [((), 1), ((), 2), ((20,), 2), ((20, 40, 0), 1)])
+def test_a_client_knows_how_many_keys_a_lease_may_have(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], shards: int
+) -> None:
+    for limit in ("kvtier.wire.LIMIT_TOLD_SLOTS", "kvtier.catalog.reading.LIMIT_TOLD_SLOTS"):
+        monkeypatch.setattr(limit, 17)
+    groups = [
+        Group(kind="window" if window else "full", window_tokens=window, layers=1,
+              opaque_bytes=4096, shards=shards)
+        for window in (0, *windows)
+    ]  # fmt: skip
+    spec = KvSpec.groups(groups, model="m", dtype="int8", block_tokens=16, weights="rev:1")
+    catalog = catalog_of(20 * spec.places, 4096)
+    space, keys = space_of(catalog, spec), chain(20)
+    for group, shard in itertools.product(range(len(groups)), range(shards)):
+        granted = catalog.reserve(ME, space, group, shard, b"", keys)
+        catalog.commit(ME, granted.lease, 0, 20)
+    client = ClientSpace(None, spec, Opened(1, 1, bytes(32), bytes(32)))  # type: ignore[arg-type]
+    most = client.most_keys(shards)
+    every = list(range(shards))
+    assert catalog.load(ME, space, keys[: most * KEY_BYTES], 1.0, every, now=0.0).ready == most > 0
+    with pytest.raises(Refused, match="fewer shards"):
+        catalog.load(ME, space, keys[: (most + 1) * KEY_BYTES], 1.0, every, now=0.0)
 
 
 def wide(groups: int, shards: int) -> KvSpec:

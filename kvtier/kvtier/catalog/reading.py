@@ -14,11 +14,10 @@ from kvtier.catalog.leases import NOBODY, LeaseId, Leases, SessionId
 from kvtier.catalog.spaces import Space
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
-from kvtier.wire import Part
+from kvtier.wire import LIMIT_TOLD_SLOTS, Part
 
 LIMIT_HELD_IDS = 1 << 24  # over all leases of a tenant: 64 MiB
 LIMIT_LET_GO_IDS = 1 << 17  # by themselves, in one call: some ms. The next call goes on
-LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
 LIMIT_PINS = 4096
 LIMIT_PINNED_IDS = 1 << 17  # one look at all of them takes some ms
 LIMIT_PIN_S = 7 * 24 * 3600.0

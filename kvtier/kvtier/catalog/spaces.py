@@ -11,7 +11,7 @@ from kvtier.catalog.leases import SessionId
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KINDS, KvSpec
-from kvtier.wire import LIMIT_KEYS
+from kvtier.wire import LIMIT_KEYS, LIMIT_LOOKS
 from kvtier_kernels import Store
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 IDENTITY = struct.Struct("<IIIB3x32s32s")  # space, group, shard, whether a parent, key, parent
 IDENTITY_BYTES = IDENTITY.size
 LIMIT_SPACES = 4096
-LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
 
 
 @dataclass(slots=True)
