@@ -35,11 +35,11 @@ class Forecast:
         """What a step takes: the median of the last ones, 0 before the first."""
         return median(self._steps) if self._steps else 0.0
 
-    def recompute_s(self, tokens: int, before: int) -> float:
-        """How long these tokens would take after `before` others; without limit while nothing is known."""
+    def recompute_s(self, tokens: int, before: int) -> float | None:
+        """How long these tokens would take after `before` others; None while nothing is known."""
         xx, xy, yy, xt, yt = self._sums
         if not xx:
-            return float("inf")
+            return None
         context = before + tokens / 2
         determinant = xx * yy - xy * xy
         if determinant > 1e-6 * xx * yy:

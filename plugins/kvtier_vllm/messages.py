@@ -83,12 +83,15 @@ class Copied:
 @dataclass(slots=True)
 class Report:
     """From the ranks to the scheduler: which loads and saves are over, in how many ranks. `step` is the last
-    one that was carried out."""
+    one that was carried out. `failed`: loads that left pages unfilled. `holes`: saves of which blocks are
+    missing, and whether to try them again."""
 
     step: int = 0
     seats: dict[int, Seat] = field(default_factory=dict)
     loads: Counter[int] = field(default_factory=Counter)
     saves: Counter[int] = field(default_factory=Counter)
+    failed: set[int] = field(default_factory=set)
+    holes: dict[int, bool] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     loaded: list[Copied] = field(default_factory=list)
     saved: list[Copied] = field(default_factory=list)
@@ -96,10 +99,14 @@ class Report:
     load_s: float = 0.0
 
     def add(self, other: Report) -> Report:
-        """Both, as one."""
+        """Both, as one. What one rank will not try again is not tried by any."""
+        holes = {
+            save: self.holes.get(save, True) and other.holes.get(save, True)
+            for save in self.holes.keys() | other.holes.keys()
+        }
         return Report(
             max(self.step, other.step), self.seats | other.seats, self.loads + other.loads,
-            self.saves + other.saves, self.counts + other.counts,
-            self.loaded + other.loaded, self.saved + other.saved,
+            self.saves + other.saves, self.failed | other.failed, holes,
+            self.counts + other.counts, self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
         )  # fmt: skip

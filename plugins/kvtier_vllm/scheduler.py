@@ -37,6 +37,8 @@ log = logging.getLogger("vllm.kvtier")
 GENERATION_BYTES = 16
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
 ASK_AGAIN_S = 0.005
+UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
+TRIES = 3  # to save what left a hole
 
 
 @dataclass(slots=True)
@@ -74,12 +76,37 @@ class Prompt:
     waits_since: float | None = None
     known: int | None = None  # how many leading blocks the daemon has
     saved: int | None = None  # how many leading blocks need no save any more
+    tries: int = 0  # saves that left a hole
+    due: float | None = (
+        None  # when what is coming was to be here, where nothing is known of recomputing
+    )
     gave_up: bool = False
     waited: bool = False
     computed: int = 0
     coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
     hit: Hit | None = None
     pinned: bool = False
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load that some ranks have not answered yet: whose, and from which block on."""
+
+    prompt: Prompt
+    lease: Lease
+    first: int
+    ranks: int
+
+
+@dataclass(slots=True)
+class Saving:
+    """A save that some ranks have not answered yet: whose, from which block on, and of which pages."""
+
+    prompt: Prompt
+    first: int
+    pages: list[int]
+    nbytes: int
+    ranks: int
 
 
 class SchedulerSide:
@@ -110,12 +137,11 @@ class SchedulerSide:
         self._tickets_of: Session | None = None
         self._numbers = 0
         self._loads: list[Load] = []
-        self._leases: dict[int, tuple[Lease, int]] = {}
+        self._leases: dict[int, Loading] = {}
         self._hits: dict[int, Hit] = {}
         self._pins: dict[int, Pin] = {}  # of what a save has yet to bring
-        self._saves: dict[int, tuple[list[int], int]] = {}
+        self._saves: dict[int, Saving] = {}
         self._saves_on: dict[int, set[int]] = {}
-        self._bytes_of: dict[int, int] = {}
         self._saving_bytes = 0
         self._fresh: set[int] = set()
         self._seats: dict[int, Seat] = {}
@@ -178,7 +204,7 @@ class SchedulerSide:
         if now - prompt.leased_at > self._options.lease_ms / 2000:
             self._ask(prompt, session)
             return None
-        if lease.coming and self._worth_waiting(lease, computed):
+        if lease.coming and self._worth_waiting(prompt, lease, computed, now):
             if now - prompt.asked_at >= max(ASK_AGAIN_S, lease.eta_ms / 2000):
                 self._ask(prompt, session)
             return None
@@ -196,8 +222,9 @@ class SchedulerSide:
             log.warning("kvtier: a rank is not with the daemon (it says why): nothing is loaded")
         return self._give_up(prompt, "rank_away")
 
-    def _worth_waiting(self, lease: Lease, computed: int) -> bool:
-        """Whether what is coming is expected here, and loaded, before it would be recomputed."""
+    def _worth_waiting(self, prompt: Prompt, lease: Lease, computed: int, now: float) -> bool:
+        """Whether what is coming is expected here, and loaded, before it would be recomputed. Where nothing
+        was computed yet, it has twice the time that was forecast first, whatever is forecast later."""
         block = self._layout.block_tokens
         start = max(lease.ready * block, computed)
         tokens = (lease.ready + lease.coming) * block - start
@@ -206,7 +233,12 @@ class SchedulerSide:
         load_s = lease.eta_ms / 1000 + self._forecast.load_s(
             tokens // block * self._layout.block_bytes
         )
-        return load_s < self._forecast.recompute_s(tokens, start)
+        recompute_s = self._forecast.recompute_s(tokens, start)
+        if recompute_s is not None:
+            return load_s < recompute_s
+        if prompt.due is None:
+            prompt.due = now + UNKNOWN_WAITS * load_s + UNKNOWN_WAIT_S
+        return now < prompt.due
 
     def _between_steps(self, blocks: int) -> bool:
         # Where a load fails within a step, a page of one group can't be told from another's, nor can the
@@ -260,11 +292,17 @@ class SchedulerSide:
     def _session(self) -> Session | None:
         return None if self._line is None else self._line.session
 
-    def _keys(self, prompt: Prompt, session: Session) -> Keys:
-        """The keys of the whole blocks that this request has so far."""
+    def _belong(self, prompt: Prompt, session: Session) -> None:
+        """What is known of a prompt is of this session."""
         if prompt.session is not session:
             self._forget_lease(prompt)
-            prompt.session, prompt.keys, prompt.known = session, None, None
+            # What another one had is perhaps not here: all is offered again, and taken where it lacks.
+            known = None if prompt.session is None else 0
+            prompt.session, prompt.keys, prompt.known, prompt.saved = session, None, known, None
+
+    def _keys(self, prompt: Prompt, session: Session) -> Keys:
+        """The keys of the whole blocks that this request has so far."""
+        self._belong(prompt, session)
         ratio = self._layout.block_tokens // self._layout.hash_tokens
         keys = prompt.keys
         done = 0 if keys is None else len(keys)
@@ -280,8 +318,8 @@ class SchedulerSide:
     def _ask(self, prompt: Prompt, session: Session) -> None:
         keys = self._keys(prompt, session)
         self._forget_lease(prompt)
-        count = self._loadable(prompt)
         shards = range(self._layout.shards.count)
+        count = min(self._loadable(prompt), session.space.most_keys(len(shards)))
         if self._tickets_of is not session:
             self._tickets, self._tickets_of = {}, session
         try:
@@ -408,7 +446,7 @@ class SchedulerSide:
         self.timelines.allocated(request.request_id, {"warm": hit.warm, "cold": hit.cold})
         now = not self._between_steps(stop - start)
         self._loads.append(Load(number, request.request_id, session.reader.daemon_run, now, shards))
-        self._leases[number] = (lease, self._layout.shards.ranks)
+        self._leases[number] = Loading(prompt, lease, start, self._layout.shards.ranks)
         self._fresh.update(page for reads in shards for read in reads for page in read.block_ids)
         prompt.saved = max(stop, prompt.saved or 0)
         self._pin(prompt)
@@ -528,17 +566,18 @@ class SchedulerSide:
     def _save(self, prompt: Prompt, session: Session, tokens: int, scheduled: Any) -> Save | None:
         request, block = prompt.request, self._layout.block_tokens
         before = request.num_computed_tokens
+        self._belong(prompt, session)
         if prompt.saved is None:
             # What the engine had itself was saved when it was computed, unless the daemon says it was not.
             own = before // block
             prompt.saved = own if prompt.known is None else min(own, prompt.known)
         limit = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
         end = min(before + tokens, limit) // block
-        if end <= prompt.saved:
+        if end <= prompt.saved or prompt.tries >= TRIES:
             return None
         keys = self._keys(prompt, session)
         room = (self._options.saving_bytes - self._saving_bytes) // self._layout.block_bytes
-        end = min(end, len(keys), prompt.saved + room)
+        end = min(end, len(keys), prompt.saved + min(room, session.space.most_keys()))
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
         if end <= prompt.saved or ids is None:
             return None
@@ -548,25 +587,24 @@ class SchedulerSide:
             for first, stop in _runs(ids[group.group_id], prompt.saved, end)
             for part in (keys[first:stop],)
         ]
-        prompt.saved = end
+        first, prompt.saved = prompt.saved, end
         if not writes:
             return None
-        save = self._saving(writes)
+        save = self._saving(prompt, first, writes)
         if prompt.pin_s:
             blocks = min(end, request.num_prompt_tokens // block)
             self._pins[save.number] = Pin(session, keys[:blocks], prompt.pin_s)
         return save
 
-    def _saving(self, writes: list[Write]) -> Save:
+    def _saving(self, prompt: Prompt, first: int, writes: list[Write]) -> Save:
         number = self._number()
         pages = [page for write in writes for page in write.block_ids]
         groups = self._layout.groups
         nbytes = sum(len(write.block_ids) * groups[write.group].block_bytes for write in writes)
-        self._saves[number] = (pages, self._layout.shards.ranks)
+        self._saves[number] = Saving(prompt, first, pages, nbytes, self._layout.shards.ranks)
         for page in pages:
             self._saves_on.setdefault(page, set()).add(number)
         self._saving_bytes += nbytes
-        self._bytes_of[number] = nbytes
         return Save(number, writes)
 
     def _number(self) -> int:
@@ -593,6 +631,10 @@ class SchedulerSide:
             self.stats.took("load_s", copied.ended - copied.begun)
         for copied in report.saved:
             self.stats.took("save_s", copied.ended - copied.begun)
+        for number in report.failed:
+            self._save_again(self._leases[number].prompt, self._leases[number].first)
+        for number, again in report.holes.items():
+            self._hole(self._saves[number], again)
         for number, ranks in report.loads.items():
             self._load_over(number, ranks)
         for number, ranks in report.saves.items():
@@ -602,12 +644,25 @@ class SchedulerSide:
                 self._prompts[request_id].may_load = False
         self.timelines.stepped(report.step)
 
+    def _hole(self, saving: Saving, again: bool) -> None:
+        """Blocks of this save are missing, and what is saved after them could not be found: they are saved
+        again while the request has them, or nothing is that follows them."""
+        prompt = saving.prompt
+        prompt.tries = prompt.tries + 1 if again else TRIES
+        self._save_again(prompt, saving.first)
+
+    @staticmethod
+    def _save_again(prompt: Prompt, first: int) -> None:
+        if prompt.saved is not None:
+            prompt.saved = min(prompt.saved, first)
+
     def _load_over(self, number: int, ranks: int) -> None:
-        lease, left = self._leases.pop(number)
-        if left > ranks:
-            self._leases[number] = (lease, left - ranks)
+        loading = self._leases[number]
+        loading.ranks -= ranks
+        if loading.ranks:
             return
-        lease.release()
+        del self._leases[number]
+        loading.lease.release()
         hit = self._hits.pop(number)
         self.timelines.mark(hit.request_id, "reported")
         if hit.good:
@@ -618,16 +673,16 @@ class SchedulerSide:
             self.counts["failed_tokens"] += hit.warm + hit.cold
 
     def _save_over(self, number: int, ranks: int) -> None:
-        pages, left = self._saves[number]
-        if left > ranks:
-            self._saves[number] = (pages, left - ranks)
+        saving = self._saves[number]
+        saving.ranks -= ranks
+        if saving.ranks:
             return
         del self._saves[number]
         pin = self._pins.pop(number, None)
         if pin is not None:
             self._begin_pin(pin)
-        self._saving_bytes -= self._bytes_of.pop(number)
-        for page in pages:
+        self._saving_bytes -= saving.nbytes
+        for page in saving.pages:
             saves = self._saves_on[page]
             saves.discard(number)
             if not saves:
@@ -645,7 +700,8 @@ class SchedulerSide:
         if prompt.may_save and prompt.saved is not None:
             whole = request.num_computed_tokens // self._layout.block_tokens
             if self._options.save_decode and whole > prompt.saved:
-                self.counts["drop:no_time"] += whole - prompt.saved
+                why = "after_hole" if prompt.tries >= TRIES else "no_time"
+                self.counts[f"drop:{why}"] += whole - prompt.saved
 
     def new_generation(self) -> None:
         """Nothing that was saved so far is found from now on, by this engine."""

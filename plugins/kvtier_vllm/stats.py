@@ -13,7 +13,7 @@ from kvtier.wire import OUTCOMES
 
 Miss = Literal["absent", "adapter", "late", "no_daemon", "rank_away", "refused"]
 Failure = Literal["error", "no_daemon", "stale"]
-Drop = Literal["error", "lost", "no_daemon", "no_time", "overwritten"]
+Drop = Literal["after_hole", "error", "lost", "no_daemon", "no_time", "overwritten"]
 Time = Literal["load_s", "save_s", "wait_s"]
 
 LIMIT_TIMES = 4096  # of each kind that wait to be told: an engine that never asks costs no more

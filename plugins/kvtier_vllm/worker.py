@@ -30,7 +30,10 @@ log = logging.getLogger("vllm.kvtier")
 
 KEPT_RUNS = 2  # of the daemon: what was promised of the last one can still be read
 LARGE_COPY_BYTES = 32 << 20
-DRAIN_S = 2.0
+DRAIN_S = 0.5
+# What leaves blocks of a save out, and which of it would do so again.
+FINAL = ("drop:error", "not_saved:no_room")
+HOLES = (*FINAL, "drop:no_daemon", "drop:overwritten", "drop:lost", "not_saved:leaving")
 
 
 class Overwritten(Exception):  # noqa: N818
@@ -192,11 +195,12 @@ class WorkerSide:
         return report
 
     def close(self) -> None:
-        """Save what waits, for a moment, and hang up."""
+        """Save what waits, for a moment, and hang up: whatever the daemon does."""
         self._to_load.put(None)
         self._to_save.put(None)
+        until = self._clock() + DRAIN_S
         for thread in self._threads:
-            thread.join(DRAIN_S)
+            thread.join(max(0.0, until - self._clock()))
         for copying in list(self._copying.values()):
             copying.end()
         if self._line is not None:
@@ -228,6 +232,7 @@ class WorkerSide:
             self._report.loaded.append(copied)
             if why:
                 self._report.counts[f"load_failed:{why}"] += 1
+                self._report.failed.add(load.number)
             else:
                 self._report.load_bytes += nbytes
                 self._report.load_s += seconds
@@ -275,12 +280,14 @@ class WorkerSide:
         begun = self._clock()
         counts = self._saved(copying)
         copying.end()
-        nbytes = counts["saved_bytes"]
-        copied = Copied(copying.save.number, self._rank, begun, self._clock(), nbytes, nbytes > 0)
+        number, nbytes = copying.save.number, counts["saved_bytes"]
+        copied = Copied(number, self._rank, begun, self._clock(), nbytes, nbytes > 0)
         with self._lock:
             self._report.saved.append(copied)
-            self._report.saves[copying.save.number] += 1
+            self._report.saves[number] += 1
             self._report.counts.update(counts)
+            if any(counts[why] for why in HOLES):
+                self._report.holes[number] = not any(counts[why] for why in FINAL)
 
     def _saved(self, copying: Copying) -> Counter[str]:
         """What became of the blocks, counted. Never raises: the engine's edge."""

@@ -6,17 +6,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from daemons import Daemon
-from fake_engine import BLOCK, FakeEngine, layout_of, spec_for
+from fake_engine import BLOCK, FakeEngine, FakeRequest, layout_of, spec_for
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES
 from kvtier_vllm.layout import Layout
-from kvtier_vllm.messages import Seat
-from kvtier_vllm.scheduler import _runs
+from kvtier_vllm.messages import Load, Seat
+from kvtier_vllm.options import Options
+from kvtier_vllm.scheduler import TRIES, Prompt, SchedulerSide, _runs
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -357,6 +359,166 @@ def test_saves_wait_when_too_many_bytes_do(cold_daemon: Daemon, engine_of: Engin
     assert engine.scheduler.counts["drop:no_time"] == 6
     engine.settle()
     assert engine.run(engine.add(PROMPT)).cached == 2 * BLOCK
+
+
+def grow(engine: FakeEngine, request: FakeRequest, tokens: int) -> None:
+    """The request goes on: so many tokens more, in one step."""
+    request.tokens += range(2000, 2000 + tokens)
+    engine.extend(request)
+    engine.carry_out({request.request_id: request}, {request.request_id: tokens}, [])
+
+
+def drop_saves(engine: FakeEngine, step: Callable[[], object]) -> None:
+    """Call off the saves of a step, as where their pages are given away."""
+    held = threading.Event()
+    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    step()
+    for copying in engine.workers[0]._copying.values():
+        copying.end()
+    held.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+
+
+def test_a_save_that_was_dropped_is_made_up_for(cold_daemon: Daemon, engine_of: EngineOf) -> None:
+    """While the request has its pages: what it saves later could not be found otherwise."""
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    request = engine.add(PROMPT)
+    drop_saves(engine, lambda: engine.run(request))
+    assert engine.scheduler.counts["drop:overwritten"] == 8
+    grow(engine, request, 2 * BLOCK)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert engine.serve([*request.tokens, 1]).cached == 10 * BLOCK
+
+
+def test_what_follows_a_hole_that_stays_is_not_saved(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    saved = engine.scheduler.counts["saved"]
+    request = engine.add(PROMPT)
+    drop_saves(engine, lambda: engine.run(request))
+    for _ in range(TRIES - 1):
+        drop_saves(engine, lambda: grow(engine, request, 1))
+    assert engine.scheduler.counts["drop:overwritten"] == TRIES * 8
+    writes = len(engine.writes)
+    grow(engine, request, 2 * BLOCK)
+    assert len(engine.writes) == writes and engine.scheduler.counts["saved"] == saved
+    engine.finish(request)
+    assert engine.scheduler.counts["drop:after_hole"] == 10
+
+
+def test_a_daemon_without_room_is_not_asked_again(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf
+) -> None:
+    daemon = daemon_of(warm="1MiB")
+    engine = engine_of(daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    with daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        count = (1 << 20) // space.block_bytes()
+        keys = space.keys(list(range(5000, 5000 + count * BLOCK)))
+        space.save(keys, bytes(count * space.block_bytes()))
+        lease = space.lease(keys, 60_000)
+        assert lease.ready >= count - 1
+        request = engine.run(engine.add(PROMPT))
+        engine.until(lambda: not engine.scheduler.in_flight["saves"])
+        assert engine.scheduler.counts["not_saved:no_room"] >= 7
+        writes = len(engine.writes)
+        grow(engine, request, 2 * BLOCK)
+        assert len(engine.writes) == writes
+        engine.finish(request)
+
+
+def test_another_daemon_is_offered_all_of_it(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
+) -> None:
+    """One that was restarted has lost what was saved: the head of a request that goes on."""
+    folder = tmp_path / "again"
+    daemon = daemon_of(folder=folder)
+    engine = engine_of(daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    request = engine.run(engine.add(PROMPT))
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    seat = engine.scheduler._seats[0]
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon_of(folder=folder)
+    line = engine.scheduler._line
+    assert line is not None
+    engine.until(lambda: engine.scheduler._seats[0].daemon_run != seat.daemon_run)
+    engine.until(lambda: bool(line.session) and line.session.reader.daemon_run != seat.daemon_run)
+    grow(engine, request, 2 * BLOCK)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert engine.serve([*request.tokens, 1]).cached == 10 * BLOCK
+
+
+def test_pages_that_a_load_left_unfilled_are_saved_when_they_are_computed(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    keys = engine.scheduler._prompts[request.request_id].keys
+    with cold_daemon.connect() as client:
+        assert keys is not None and client.open(spec_for(engine.layout)).forget(keys) == 8
+    worker = engine.workers[0]
+    (reader,) = worker._readers.values()
+    worker._readers = {bytes(16): reader}
+    worker._sit = lambda step, line: None  # type: ignore[method-assign]
+    engine.run(request)
+    assert request.failed
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert engine_of(cold_daemon).serve(PROMPT).cached == 8 * BLOCK
+
+
+def test_more_keys_than_a_lease_may_have_are_cut(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be refused as a whole is loaded as far as one lease goes."""
+    engine = engine_of(cold_daemon, layout_of([0, 20], ranks=2))
+    engine.serve(PROMPT)
+    # Of each rank's two groups: six slots of the first, and the two of the window.
+    monkeypatch.setattr("kvtier.wire.LIMIT_TOLD_SLOTS", 2 * 6 + 2 * 2)
+    assert engine.serve(PROMPT).cached == 6 * BLOCK
+
+
+def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
+    side = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
+    prompt = Prompt(None, b"", True, True)
+    coming: Any = SimpleNamespace(ready=0, coming=8, eta_ms=100.0)
+    answers = [side._worth_waiting(prompt, coming, 0, now) for now in (0.0, 0.2, 0.3, 0.9)]
+    assert answers == [True, True, False, False]
+    # Once a step was measured, that decides: 8 blocks in a millisecond here, in a second there.
+    side._forecast.stepped(8 * BLOCK, 0.0, 0.001)
+    assert not side._worth_waiting(prompt, coming, 0, 0.0)
+    slow = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
+    slow._forecast.stepped(8 * BLOCK, 0.0, 1.0)
+    assert slow._worth_waiting(prompt, coming, 0, 0.9)
+
+
+def test_the_end_waits_a_moment_for_what_is_in_flight(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """However long a save and a load would take."""
+    worker = engine_of(cold_daemon).workers[0]
+    held = threading.Event()
+    worker._to_save.put(lambda: bool(held.wait(10)))
+    worker._load = lambda load: held.wait(10)  # type: ignore[method-assign]
+    worker._to_load.put(Load(1, "r", b"", False, []))
+    try:
+        ending = threading.Thread(target=worker.close)
+        ending.start()
+        ending.join(1.0)
+        assert not ending.is_alive()
+    finally:
+        held.set()
 
 
 def engine_block_bytes() -> int:
