@@ -25,12 +25,15 @@ PAGE_BYTES = 4096
 STEP_S = 0.002
 
 
-def layout_of(windows: Sequence[int] = (0,), ranks: int = 1, replicas: int = 1) -> Layout:
-    """One group for each of `windows`, 0 being full attention."""
+def layout_of(
+    windows: Sequence[int] = (0,), ranks: int = 1, replicas: int = 1, parts: Sequence[int] = ()
+) -> Layout:
+    """One group for each of `windows`, 0 being full attention; `parts` where their blocks differ."""
     groups = tuple(
         Cached(
             number, "window" if window else "full", window,
             tuple((f"{number}.{layer}", PAGE_BYTES) for layer in range(LAYERS)),
+            parts[number] if parts else 1,
         )
         for number, window in enumerate(windows)
     )  # fmt: skip
@@ -147,25 +150,29 @@ class FakeEngine:
         return request
 
     def content(self, rank: int, group: int, layer: int, request: FakeRequest, at: int) -> bytes:
-        """What a page of this block holds, on this rank."""
-        shard = self.layout.shards.of(rank)
-        seed = request.block_hashes[at] + bytes([shard, group, layer])
+        """What page number `at` of a request holds, on this rank."""
+        shard, (block, part) = self.layout.shards.of(rank), divmod(at, self.parts(group))
+        seed = request.block_hashes[block] + bytes([shard, group, layer, part])
         return hashlib.sha256(seed).digest() * (PAGE_BYTES // 32)
 
     def compute(self, request: FakeRequest, start: int, stop: int) -> None:
         for rank, group, layer in np.ndindex(len(self.memory), len(self.layout.groups), LAYERS):
-            for at in range(start // BLOCK, stop // BLOCK):
+            parts = self.parts(group)
+            for at in range(start // BLOCK * parts, stop // BLOCK * parts):
                 if page := request.pages[group][at]:
                     data = np.frombuffer(self.content(rank, group, layer, request, at), np.uint8)
                     self.memory[rank][group, layer, page] = data
 
+    def parts(self, group: int) -> int:
+        return self.layout.groups[group].parts
+
     def wrong_pages(self, request: FakeRequest) -> list[tuple[int, int, int, int]]:
-        """The (rank, group, layer, block) of every page that holds something else than it must."""
+        """The (rank, group, layer, page) of every page that holds something else than it must."""
         blocks = request.num_computed_tokens // BLOCK
         return [
             (rank, group, layer, at)
             for rank, group, layer in np.ndindex(len(self.memory), len(self.layout.groups), LAYERS)
-            for at in range(blocks)
+            for at in range(blocks * self.parts(group))
             if (page := request.pages[group][at])
             and bytes(self.memory[rank][group, layer, page])
             != self.content(rank, group, layer, request, at)
@@ -175,10 +182,10 @@ class FakeEngine:
         """Pages for so many tokens; none for what a window has left behind."""
         request.pages = []
         for group in self.layout.groups:
-            skipped = 0
+            skipped, size = 0, BLOCK // group.parts
             if group.kind == "window":
-                skipped = max(0, computed - group.window_tokens) // BLOCK
-            count = -(-tokens // BLOCK) - skipped
+                skipped = max(0, computed - group.window_tokens) // size
+            count = -(-tokens // size) - skipped
             pages, self.free = self.free[:count], self.free[count:]
             assert len(pages) == count, "the fake engine is out of pages"
             request.pages.append([0] * skipped + pages)
@@ -222,8 +229,8 @@ class FakeEngine:
         self.carry_out({request.request_id: request for request in now}, running, new)
 
     def extend(self, request: FakeRequest) -> None:
-        for pages in request.pages:
-            count = -(-request.num_tokens // BLOCK) - len(pages)
+        for group, pages in zip(self.layout.groups, request.pages, strict=True):
+            count = -(-request.num_tokens * group.parts // BLOCK) - len(pages)
             pages += self.free[:count]
             self.free = self.free[count:]
 

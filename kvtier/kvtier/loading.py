@@ -97,8 +97,16 @@ class Reader:
         self, slots: bytes, pieces: Pieces, block_ids: Sequence[int], threads: int = 1
     ) -> int:
         """Copy slots into an engine's paged blocks; how many leading ones still were what they were
-        after it."""
-        scatter(pieces, block_ids, self._extents, slots, threads)
+        after it. Each slot goes to as many of these as there are ids for it, one after the other; 0 leaves
+        its part alone then."""
+        parts = len(block_ids) * wire.SLOT_BYTES // len(slots) if slots else 1
+        if parts == 1:
+            scatter(pieces, block_ids, self._extents, slots, threads)
+        else:
+            within = wire.split(slots, parts, pieces.block_bytes)
+            wanted = [at for at, block in enumerate(block_ids) if block]
+            ids = [block_ids[at] for at in wanted]
+            scatter(pieces, ids, self._extents, b"".join(within[at] for at in wanted), threads)
         return fresh(self._tables, slots)
 
 

@@ -38,6 +38,15 @@ LIMIT_CHANGES = (
 LENGTH = struct.Struct("<I")
 
 
+def split(slots: bytes, parts: int, nbytes: int) -> list[bytes]:
+    """Packed places within slots: of each slot so many, of so many bytes, one after the other."""
+    return [
+        SLOT.pack(extent, reserved, offset + at * nbytes, generation)
+        for extent, reserved, offset, generation in SLOT.iter_unpack(slots)
+        for at in range(parts)
+    ]
+
+
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     id: int
 

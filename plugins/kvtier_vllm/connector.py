@@ -29,7 +29,7 @@ from kvtier import SpecError
 from kvtier.wire import MEMORY
 from kvtier_vllm.events import Event, Removed
 from kvtier_vllm.layout import Layout, check_hashes, describe, find_pages, read_layout
-from kvtier_vllm.messages import Report, Step
+from kvtier_vllm.messages import PagesTold, Report, Step
 from kvtier_vllm.metrics import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.options import Unsupported, read_options
 from kvtier_vllm.scheduler import SchedulerSide
@@ -45,10 +45,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class PagesMetadata(KVConnectorHandshakeMetadata):
-    """What a worker's memory looks like, `Pages.digest`, or why it can't be used."""
-
-    digest: str
-    why_not: str = ""
+    told: PagesTold
 
 
 @dataclass
@@ -86,12 +83,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout: Layout | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._pages = PagesMetadata("", "no caches were registered")
+        self._pages = PagesTold("", "no caches were registered")
+        self._told: dict[int, PagesTold] = {}
+        self._rank, self._reported = 0, False
         note = check_hashes(vllm_config)
         try:
             self._layout = read_layout(vllm_config, kv_cache_config)
         except Unsupported as error:
-            log.warning("kvtier: the engine goes on without: %s", error)
+            if role is KVConnectorRole.SCHEDULER:
+                log.warning("kvtier: the engine goes on without: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
             told = vllm_config.kv_events_config
@@ -112,10 +112,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the scheduler's side ----------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers have registered their caches: the space can be opened."""
-        if self._scheduler is None or self._layout is None:
+        """The workers have registered their caches: the space can be opened. Beside another connector this
+        may be what that one's workers told; then it is opened when ours have, with their first step."""
+        own = {r: one.told for r, one in metadata.items() if isinstance(one, PagesMetadata)}
+        if own:
+            self._open(own)
+
+    def _open(self, told_by_rank: dict[int, PagesTold]) -> None:
+        if self._scheduler is None or self._layout is None or self._told:
             return
-        told = list(metadata.values())
+        self._told = told_by_rank
+        told = list(told_by_rank.values())
         try:
             for pages in told:
                 if pages.why_not:
@@ -190,6 +197,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(meta, WorkerReport):
+            if meta.report.pages:
+                self._open(meta.report.pages)
             self._scheduler.reported(meta.report, connector_output.failed_recving)
 
     def request_finished(
@@ -212,21 +221,21 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- a worker's side ---------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        self._rank = get_tensor_model_parallel_rank()
         if self._layout is None:
             return
         try:
             pages, arrays = find_pages(self._layout, kv_caches, self._kv_cache_config.num_blocks)
         except Unsupported as error:
-            self._pages = PagesMetadata("", str(error))
+            self._pages = PagesTold("", str(error))
             return
-        from vllm.distributed import get_tensor_model_parallel_rank
+        self._worker = WorkerSide(self._layout, self._options, self._rank, pages, arrays)
+        self._pages = PagesTold(pages.digest)
 
-        rank = get_tensor_model_parallel_rank()
-        self._worker = WorkerSide(self._layout, self._options, rank, pages, arrays)
-        self._pages = PagesMetadata(pages.digest)
-
-    def get_handshake_metadata(self) -> PagesMetadata | None:
-        return self._pages
+    def get_handshake_metadata(self) -> PagesMetadata:
+        return PagesMetadata(self._pages)
 
     def _step(self) -> Step | None:
         meta = self._get_connector_metadata()
@@ -266,5 +275,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.bad_blocks()
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
-        return None if self._worker is None else WorkerReport(self._worker.report())
+    def build_connector_worker_meta(self) -> WorkerReport:
+        report = Report() if self._worker is None else self._worker.report()
+        if not self._reported:
+            self._reported = True
+            report.pages = {self._rank: self._pages}
+        return WorkerReport(report)

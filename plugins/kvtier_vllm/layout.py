@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,22 @@ HASHES = ("sha256_cbor", "sha256")
 
 @dataclass(frozen=True)
 class Cached:
-    """One KV-cache group of the engine that is kept: its number there, and each layer's page in bytes."""
+    """One KV-cache group of the engine that is kept: its number there, and each layer's page in bytes.
+    `parts`: how many of its blocks, one after the other, are one block here, where groups differ."""
 
     group_id: int
     kind: Kind
     window_tokens: int
     pages: tuple[tuple[str, int], ...]
+    parts: int = 1
 
     @property
     def block_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.pages)
+        return self.parts * sum(nbytes for _, nbytes in self.pages)
+
+    def whole(self, ids: Sequence[int], at: int) -> bool:
+        """Whether the engine has all pages of a block here."""
+        return all(ids[at * self.parts : (at + 1) * self.parts])
 
 
 @dataclass(frozen=True)
@@ -107,14 +114,14 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
     if not ids:
         raise Unsupported("this model has nothing that a later request could use again")
     specs = [kv_cache_config.kv_cache_groups[group_id] for group_id in ids]
-    sizes = {spec.kv_cache_spec.block_size for spec in specs}
-    if len(sizes) != 1:
-        raise Unsupported(f"KV-cache groups with blocks of {sorted(sizes)} tokens: not supported")
-    block_tokens = sizes.pop()
+    # Where groups have blocks of different sizes, what all of them have whole can be found again.
+    block_tokens = math.lcm(*(spec.kv_cache_spec.block_size for spec in specs))
     hash_tokens = kv_cache_config.hash_block_size or block_tokens
     if block_tokens % hash_tokens:
         raise Unsupported(f"blocks of {block_tokens} tokens with hashes of {hash_tokens}")
-    groups = tuple(_cached(group_id, spec) for group_id, spec in zip(ids, specs, strict=True))
+    groups = tuple(
+        _cached(group_id, spec, block_tokens) for group_id, spec in zip(ids, specs, strict=True)
+    )
     ranks = parallel.tensor_parallel_size
     replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
     if ranks % replicas:
@@ -122,7 +129,7 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
     return Layout(block_tokens, hash_tokens, groups, Shards(ranks, replicas))
 
 
-def _cached(group_id: int, group: Any) -> Cached:
+def _cached(group_id: int, group: Any, block_tokens: int) -> Cached:
     spec = group.kv_cache_spec
     if getattr(group, "is_eagle_group", False):
         raise Unsupported("draft layers that are cached with the model's are not supported yet")
@@ -134,7 +141,8 @@ def _cached(group_id: int, group: Any) -> Cached:
         raise Unsupported(f"group {group_id} mixes layers of {len(kinds)} kinds")
     kind, window = kinds.pop()
     sizes = [layer.page_size_bytes for layer in of_layers]
-    return Cached(group_id, kind, window, tuple(zip(group.layer_names, sizes, strict=True)))
+    pages = tuple(zip(group.layer_names, sizes, strict=True))
+    return Cached(group_id, kind, window, pages, block_tokens // spec.block_size)
 
 
 def _kind(spec: Any) -> tuple[Kind, int]:

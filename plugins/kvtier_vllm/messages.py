@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Read:
-    """Slots of one group and shard, and the engine's blocks that they go to."""
+    """Slots of one group and shard, and the engine's blocks that they go to: as many for each slot as the
+    group has parts, 0 for what is not wanted."""
 
     group: int
     block_ids: list[int]
@@ -29,7 +30,8 @@ class Load:
 
 @dataclass(slots=True)
 class Write:
-    """Consecutive blocks of a prefix in one group, as the engine has them in its pages; packed keys."""
+    """Consecutive blocks of a prefix in one group, as the engine has them in its pages: as many for each of
+    the packed keys as the group has parts."""
 
     group: int
     block_ids: list[int]
@@ -80,16 +82,25 @@ class Copied:
     good: bool
 
 
+@dataclass(slots=True, frozen=True)
+class PagesTold:
+    """What a rank's memory looks like, `Pages.digest`, or why it can't be used."""
+
+    digest: str
+    why_not: str = ""
+
+
 @dataclass(slots=True)
 class Report:
     """From the ranks to the scheduler: which loads and saves are over, in how many ranks. `step` is the last
-    one that was carried out. `failed`: loads that left pages unfilled. `holes`: saves of which blocks are
-    missing, and whether to try them again."""
+    one that was carried out. `pages` comes with a rank's first one. `failed`: loads that left pages
+    unfilled. `holes`: saves of which blocks are missing, and whether to try them again."""
 
     step: int = 0
     seats: dict[int, Seat] = field(default_factory=dict)
     loads: Counter[int] = field(default_factory=Counter)
     saves: Counter[int] = field(default_factory=Counter)
+    pages: dict[int, PagesTold] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     holes: dict[int, bool] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -106,7 +117,7 @@ class Report:
         }
         return Report(
             max(self.step, other.step), self.seats | other.seats, self.loads + other.loads,
-            self.saves + other.saves, self.failed | other.failed, holes,
+            self.saves + other.saves, self.pages | other.pages, self.failed | other.failed, holes,
             self.counts + other.counts, self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
         )  # fmt: skip

@@ -20,11 +20,12 @@ import msgspec
 
 from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Answer, Changes, Lease, Pinned
+from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT_BYTES
 from kvtier_vllm.events import Event, Events
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.identity import Adapters
-from kvtier_vllm.layout import Layout
+from kvtier_vllm.layout import Cached, Layout
 from kvtier_vllm.line import Line, Session
 from kvtier_vllm.messages import Load, Read, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
@@ -490,15 +491,16 @@ class SchedulerSide:
     ) -> Iterator[Read]:
         for number, group in enumerate(self._layout.groups):
             part = lease.part(number, shard)
-            ids = block_ids[group.group_id]
+            ids, parts = block_ids[group.group_id], group.parts
             # Block 0 stands for none: what a window has left behind.
-            places = [at for at in range(start, stop) if ids[at]]
+            places = [at for at in range(start, stop) if any(ids[at * parts : (at + 1) * parts])]
             slots = b"".join(
                 part.slots[(at - part.first) * SLOT_BYTES : (at + 1 - part.first) * SLOT_BYTES]
                 for at in places
                 if at >= part.first
             )
-            yield Read(number, [ids[at] for at in places], slots)
+            pages = [page for at in places for page in ids[at * parts : (at + 1) * parts]]
+            yield Read(number, pages, slots)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -533,22 +535,22 @@ class SchedulerSide:
         fresh, self._fresh = self._fresh, set()
         if not self._saves:
             return []
-        block = self._layout.block_tokens
         for new in scheduled.scheduled_new_reqs:
-            self._add_fresh(fresh, new.block_ids, new.num_computed_tokens // block)
+            self._add_fresh(fresh, new.block_ids, new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             if cached.new_block_ids[at]:
                 resumed = request_id in cached.resumed_req_ids
-                first = cached.num_computed_tokens[at] // block if resumed else 0
+                first = cached.num_computed_tokens[at] if resumed else 0
                 self._add_fresh(fresh, cached.new_block_ids[at], first)
         named = {save for page in fresh for save in self._saves_on.get(page, ())}
         return sorted(named)
 
-    @staticmethod
-    def _add_fresh(fresh: set[int], groups: Sequence[Sequence[int]], first: int) -> None:
-        for ids in groups:
-            fresh.update(ids[first:])
+    def _add_fresh(self, fresh: set[int], pages: Sequence[Sequence[int]], computed: int) -> None:
+        # Groups that are not kept have their pages from the same pool.
+        parts = {group.group_id: group.parts for group in self._layout.groups}
+        for group_id, ids in enumerate(pages):
+            fresh.update(ids[computed * parts.get(group_id, 0) // self._layout.block_tokens :])
 
     def _new_saves(self, scheduled: Any) -> Iterator[Save]:
         """Saves of the blocks that this step fills, as far as pages may wait to be copied."""
@@ -582,9 +584,10 @@ class SchedulerSide:
         if end <= prompt.saved or ids is None:
             return None
         writes = [
-            Write(number, list(ids[group.group_id][first:stop]), part.packed, part.parent)
+            Write(number, pages, part.packed, part.parent)
             for number, group in enumerate(self._layout.groups)
-            for first, stop in _runs(ids[group.group_id], prompt.saved, end)
+            for first, stop in _runs(group, ids[group.group_id], prompt.saved, end)
+            for pages in (list(ids[group.group_id][first * group.parts : stop * group.parts]),)
             for part in (keys[first:stop],)
         ]
         first, prompt.saved = prompt.saved, end
@@ -600,7 +603,9 @@ class SchedulerSide:
         number = self._number()
         pages = [page for write in writes for page in write.block_ids]
         groups = self._layout.groups
-        nbytes = sum(len(write.block_ids) * groups[write.group].block_bytes for write in writes)
+        nbytes = sum(
+            len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes
+        )
         self._saves[number] = Saving(prompt, first, pages, nbytes, self._layout.shards.ranks)
         for page in pages:
             self._saves_on.setdefault(page, set()).add(number)
@@ -724,11 +729,11 @@ class SchedulerSide:
         }  # fmt: skip
 
 
-def _runs(ids: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The ranges of consecutive blocks that have a page."""
+def _runs(group: Cached, ids: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges of consecutive blocks that have their pages."""
     first = start
     for at in range(start, stop + 1):
-        if at == stop or not ids[at]:
+        if at == stop or not group.whole(ids, at):
             if first < at:
                 yield first, at
             first = at + 1

@@ -20,6 +20,8 @@ import msgspec
 
 from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Reader
+from kvtier.key import KEY_BYTES
+from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
 from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.line import Line, Session
@@ -250,7 +252,7 @@ class WorkerSide:
             if not read.block_ids:
                 continue
             fresh = reader.scatter(read.slots, pieces, read.block_ids, threads)
-            if fresh < len(read.block_ids):
+            if fresh * SLOT_BYTES < len(read.slots):
                 return "stale", 0
             moved += nbytes
         return "", moved
@@ -291,7 +293,7 @@ class WorkerSide:
 
     def _saved(self, copying: Copying) -> Counter[str]:
         """What became of the blocks, counted. Never raises: the engine's edge."""
-        blocks = sum(len(write.block_ids) for write in copying.save.writes)
+        blocks = sum(len(write.keys) for write in copying.save.writes) // KEY_BYTES
         if not self._layout.shards.writes(self._rank):
             return Counter()
         session = self._line.first() if self._line is not None else None
@@ -318,7 +320,7 @@ class WorkerSide:
                 with copying:
                     saving.gather(self._pieces[write.group], write.block_ids)
                 saving.commit(len(saving))
-        nbytes = len(saving) * self._pieces[write.group].block_bytes
+        nbytes = len(saving) * self._layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
         if write.group == self._layout.whole_group and self._shard == 0:
             counts["saved_tokens"] = len(saving) * self._layout.block_tokens

@@ -58,6 +58,31 @@ def test_another_client_reads_what_one_has_leased(shared_daemon: Daemon) -> None
         lease.release()
 
 
+def test_a_block_may_be_several_of_the_engine_s(shared_daemon: Daemon) -> None:
+    """One after the other in its slot; a reader leaves out what it does not want."""
+    source, from_ = paged(7)
+    target, to = paged(None)
+    spec = spec_of("pairs", block_tokens=2 * SPEC.block_tokens)
+    assert spec.block_bytes == 2 * SPEC.block_bytes
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys([7] * (3 * spec.block_tokens))
+        space.save(keys[:1], b"".join(source[:, page].tobytes() for page in (3, 1)))
+        with space.reserve(keys) as saving:
+            assert saving.granted == [1, 2]
+            saving.gather(from_, [3, 1, 0, 7, 11, 4])
+            saving.commit(len(saving))
+        lease = space.lease(keys)
+        whole = b"".join(source[:, page].tobytes() for page in (0, 7))
+        assert bytes(lease.views(lease.part(0, 0), spec.block_bytes)[1]) == whole
+        reader = client.reader()
+        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2, 8, 9, 10]) == 3
+        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2, 8, 0, 6]) == 3
+        lease.release()
+    assert np.array_equal(target[:, [5, 2, 8, 9, 10, 6]], source[:, [1, 0, 7, 11, 4, 4]])
+    assert not target[:, [0, 1, 3, 4, 7, 11]].any()
+
+
 def test_a_reader_needs_neither_its_client_nor_the_daemon(
     daemon_of: Callable[..., Daemon],
 ) -> None:

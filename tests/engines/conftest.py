@@ -53,6 +53,11 @@ class Engine:
         assert line, f"no answer:\n{self.log.read_text()[-4000:]}"
         return json.loads(line)
 
+    def wait_until_ready(self) -> None:
+        started = time.monotonic()
+        assert self.answer(START_S) == "ready"
+        print(f"engine: started in {time.monotonic() - started:.1f} s")
+
     def order(self, **order: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -151,9 +156,25 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("models") / kind
-            command = [sys.executable, str(HERE / "models.py"), kind, str(made[kind])]
-            subprocess.run(command, check=True, capture_output=True, timeout=START_S)
+            made_of(kind, made[kind])
         return made[kind]
+
+    return make
+
+
+def made_of(*what: str | Path | int) -> None:
+    """Make a model of a kind in a folder, or an adapter from a seed: in another process, as engines do."""
+    command = [sys.executable, HERE / "models.py", *what]
+    subprocess.run(
+        [str(word) for word in command], check=True, capture_output=True, timeout=START_S
+    )
+
+
+@pytest.fixture
+def make_adapter() -> Callable[[Path, int], Path]:
+    def make(folder: Path, seed: int) -> Path:
+        made_of("adapter", folder, seed)
+        return folder
 
     return make
 
@@ -169,6 +190,8 @@ def engine_of(
         folder = tmp_path_factory.mktemp("engine")
         script = HERE / changes.pop("script", "host.py")
         kept = records or folder
+        beside, wait = changes.pop("beside", None), changes.pop("wait", True)
+        environment = ENVIRONMENT | changes.pop("environment", {})
         extra = {"socket": socket} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
@@ -181,18 +204,24 @@ def engine_of(
             "block_size": BLOCK, "max_model_len": 1024, "skip_tokenizer_init": True,
             "prefix_caching_hash_algo": "sha256_cbor", "kv_transfer_config": transfer,
         } | changes  # fmt: skip
+        if beside:
+            # Behind others, in the connector that has several.
+            connectors = [*beside["connectors"], transfer]
+            arguments["kv_transfer_config"] = transfer | {
+                "kv_connector": "MultiConnector", "kv_connector_module_path": None,
+                "kv_connector_extra_config": {"connectors": connectors},
+            }  # fmt: skip
         log = folder / "engine.log"
         with log.open("w") as sink:
             process = subprocess.Popen(
                 [sys.executable, str(script), json.dumps(arguments)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
-                env=os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)},
+                env=os.environ | environment | {"KVTIER_TEST_RECORDS": str(kept)},
             )  # fmt: skip
         engine = Engine(process, kept, log)
         running.append(engine)
-        started = time.monotonic()
-        assert engine.answer(START_S) == "ready"
-        print(f"engine {kind}: started in {time.monotonic() - started:.1f} s")
+        if wait:
+            engine.wait_until_ready()
         return engine
 
     yield start

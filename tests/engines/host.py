@@ -12,6 +12,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     llm = LLM(**json.loads(sys.argv[1]))
 
@@ -19,14 +20,17 @@ def main() -> None:
         replies.write(json.dumps(body) + "\n")
         replies.flush()
 
-    def generated(prompts: list[list[int]], tokens: int, parameters: Any) -> list[dict[str, Any]]:
+    def generated(
+        prompts: list[list[int]], tokens: int, parameters: Any, adapter: Any
+    ) -> list[dict[str, Any]]:
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False,
             extra_args={"kv_transfer_params": parameters} if parameters else None,
         )  # fmt: skip
         asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         told = []
-        for output in llm.generate(asked, sampling, use_tqdm=False):
+        lora = LoRARequest(*adapter) if adapter else None
+        for output in llm.generate(asked, sampling, use_tqdm=False, lora_request=lora):
             one = output.outputs[0]
             chosen = zip(one.token_ids, one.logprobs or (), strict=True)
             told.append(
@@ -43,7 +47,8 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "prompts" in order:
-            reply(generated(order["prompts"], order["tokens"], order.get("parameters")))
+            more = (order.get(name) for name in ("parameters", "adapter"))
+            reply(generated(order["prompts"], order["tokens"], *more))
         elif "metrics" in order:
             reply(
                 [

@@ -2,15 +2,73 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
+WINDOW = 100
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 2048, "initializer_range": 0.15, "torch_dtype": "float32",
 }  # fmt: skip
+
+
+# Of experts: all of them for every token, so that no rounding can choose others.
+EXPERTS = 2
+TIED = 0.05
+
+
+def configuration(kind: str) -> Any:
+    """What a model of this kind is made of."""
+    import transformers
+
+    if kind == "llama":
+        return transformers.LlamaConfig(num_hidden_layers=4, **COMMON)
+    if kind == "mistral":
+        return transformers.MistralConfig(num_hidden_layers=3, sliding_window=WINDOW, **COMMON)
+    if kind == "gemma2":
+        return transformers.Gemma2Config(
+            num_hidden_layers=4, sliding_window=WINDOW, query_pre_attn_scalar=64, **COMMON
+        )
+    if kind == "gemma3":
+        return transformers.Gemma3TextConfig(
+            num_hidden_layers=6, sliding_window=WINDOW, query_pre_attn_scalar=64,
+            tie_word_embeddings=False, **COMMON,
+        )  # fmt: skip
+    if kind == "gemma4":
+        # Its full layers have twice the heads' width: half as many tokens in a page of the same size.
+        return transformers.Gemma4TextConfig(
+            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=WINDOW, global_head_dim=128, num_kv_shared_layers=0,
+            hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCABULARY,
+            tie_word_embeddings=False, **COMMON,
+        )  # fmt: skip
+    if kind == "gpt_oss":
+        return transformers.GptOssConfig(
+            num_hidden_layers=4, sliding_window=WINDOW, num_local_experts=EXPERTS,
+            num_experts_per_tok=EXPERTS, **COMMON,
+        )  # fmt: skip
+    if kind == "deepseek":
+        latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                  "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
+        experts = {"n_routed_experts": EXPERTS, "num_experts_per_tok": EXPERTS, "n_shared_experts": 1,
+                   "moe_intermediate_size": 128, "first_k_dense_replace": 1}  # fmt: skip
+        return transformers.DeepseekV2Config(
+            num_hidden_layers=3, topk_group=1, n_group=1, **latent, **experts,
+            **COMMON | {"num_key_value_heads": 4, "initializer_range": 0.08},
+        )  # fmt: skip
+    if kind == "qwen3_next":
+        linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64,
+                  "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
+        experts = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS, "moe_intermediate_size": 128,
+                   "shared_expert_intermediate_size": 128}  # fmt: skip
+        return transformers.Qwen3NextConfig(
+            num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+            **linear, **experts, **COMMON,
+        )  # fmt: skip
+    raise ValueError(kind)
 
 
 def make_model(kind: str, folder: Path) -> Path:
@@ -19,29 +77,51 @@ def make_model(kind: str, folder: Path) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    if kind == "llama":
-        config = transformers.LlamaConfig(num_hidden_layers=4, **COMMON)
-    elif kind == "mistral":
-        config = transformers.MistralConfig(num_hidden_layers=3, sliding_window=100, **COMMON)
-    elif kind == "gemma3":
-        config = transformers.Gemma3TextConfig(
-            num_hidden_layers=6,
-            sliding_window=100,
-            query_pre_attn_scalar=64,
-            tie_word_embeddings=False,
-            **COMMON,
-        )
-    else:
-        raise ValueError(kind)
+    config = configuration(kind)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    if config.tie_word_embeddings:
+        # What comes out would be what went in, were it not for the layers: let them outweigh it.
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(TIED)
+            model.model.norm.weight.fill_(1 / TIED)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter for the Llama there, of other content for another seed."""
+    import torch
+    from safetensors.torch import save_file
+
+    layers: int = configuration("llama").num_hidden_layers
+    hidden, out = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=random) * 0.2
+        tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=random) * 0.2
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(about))
     return folder
 
 
 def main() -> None:
     import sys
 
-    make_model(sys.argv[1], Path(sys.argv[2]))
+    kind, folder, *seed = sys.argv[1:]
+    if kind == "adapter":
+        make_adapter(Path(folder), int(seed[0]))
+    else:
+        make_model(kind, Path(folder))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,10 @@ class RecordingConnector(KvtierConnector):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._scheduler
-        assert side is not None and self._layout is not None
+        if side is None:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            return
+        assert self._layout is not None
         prompt = side._prompts.get(request.request_id)
         lease = prompt.lease if prompt is not None else None
         keys = prompt.keys if prompt is not None else None
@@ -113,18 +116,18 @@ class RecordingConnector(KvtierConnector):
             first = lease.ready - num_external_tokens // self._layout.block_tokens
             ids = blocks.get_block_ids()
             for number, group in enumerate(self._layout.groups):
-                pages = ids[group.group_id]
-                wanted = [at for at in range(first, lease.ready) if pages[at]]
+                pages, parts = ids[group.group_id], group.parts
+                wanted = [at for at in range(first * parts, lease.ready * parts) if pages[at]]
                 record(
                     what="wanted", load=name_of(side._loads[-1]), group=number,
                     pages=[pages[at] for at in wanted],
-                    keys=[keys[at].hex() for at in wanted],
+                    keys=[f"{keys[at // parts].hex()}.{at % parts}" for at in wanted],
                 )  # fmt: skip
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         done = super().request_finished_all_groups(request, block_ids)
-        assert self._scheduler is not None
-        record(what="held", counts=dict(self._scheduler.counts), **self._scheduler.in_flight)
+        if self._scheduler is not None:
+            record(what="held", counts=dict(self._scheduler.counts), **self._scheduler.in_flight)
         return done
 
     # --- a worker's side: what the pages hold
@@ -151,12 +154,12 @@ class RecordingConnector(KvtierConnector):
         step = self._step()
         for save in step.saves if step is not None else ():
             for write in save.writes:
-                keys = [
-                    write.keys[at : at + KEY_BYTES] for at in range(0, len(write.keys), KEY_BYTES)
-                ]
-                for key, page in zip(keys, write.block_ids, strict=True):
+                parts = self._layout.groups[write.group].parts
+                for at, page in enumerate(write.block_ids):
+                    place = at // parts * KEY_BYTES
+                    key = f"{write.keys[place : place + KEY_BYTES].hex()}.{at % parts}"
                     record(
-                        what="saved", shard=self._worker._shard, key=key.hex(), group=write.group,
+                        what="saved", shard=self._worker._shard, key=key, group=write.group,
                         layers=self._digests(write.group, page),
                     )  # fmt: skip
         super().wait_for_save()
@@ -194,6 +197,8 @@ class RecordingConnector(KvtierConnector):
         load = self._loading.pop(request_id)
         for at, read in enumerate(load.shards[self._worker._shard]):
             for place, page in enumerate(read.block_ids):
+                if not page:
+                    continue
                 if how == "zero" and at == place == 0:
                     name, _ = self._layout.groups[read.group].pages[0]
                     tensor = self._caches[name]

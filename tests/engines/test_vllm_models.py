@@ -1,40 +1,163 @@
-"""Other shapes of cache: several groups, windows, two ranks. Byte for byte, as with one group."""
+"""Other shapes of cache, and features that change what is cached or how: byte for byte, as with one group."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from prompts import BLOCK, check_same, prompt
+from daemons import Daemon, start_daemon
+from prompts import BLOCK, CLOSE, check_same, prompt
 
 WINDOW_BLOCKS = 4  # of 100 tokens: the 99 before the next one
+REPEATING = prompt(1, 40) * 8 + prompt(1, 5)
+
+
+@dataclass
+class Case:
+    """How an engine is started, and what it loads of a prompt: so many pages, of so many whole blocks."""
+
+    kind: str
+    pages: int
+    options: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 10
+    block: int = BLOCK
+    tokens: list[int] = field(default_factory=lambda: prompt(1))
+    close: float = CLOSE
+    slow: bool = False
+
+
+FP8 = {"kv_cache_dtype": "fp8"}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4,
+    }
+}  # fmt: skip
+BESIDE = {
+    "connectors": [
+        {"kv_connector": "Elsewhere", "kv_connector_module_path": "elsewhere", "kv_role": "kv_both"}
+    ]
+}
+CASES = {
+    # A window needs its last blocks, of each of its layers.
+    "mistral": Case("mistral", 3 * WINDOW_BLOCKS),
+    "gemma2": Case("gemma2", 2 * 10 + 2 * WINDOW_BLOCKS, slow=True),
+    "gemma3": Case("gemma3", 5 * WINDOW_BLOCKS + 10),
+    # Blocks of 32 and of 64 tokens: five of 64, of which the window needs 99 tokens, in three pages of 32.
+    "gemma4": Case("gemma4", 2 * 10 + 2 * 2, blocks=5, block=2 * BLOCK),
+    "gpt_oss": Case("gpt_oss", 2 * 10 + 2 * WINDOW_BLOCKS, slow=True),
+    # Neither prefix caching nor chunked prefill there, and the engine's own decoding and prefill differ.
+    "deepseek": Case("deepseek", 3 * 20, {"block_size": 16}, 20, 16, close=0.2),
+    "two ranks": Case("llama", 2 * 4 * 10, {"tensor_parallel_size": 2}),
+    "fp8": Case("llama", 4 * 10, FP8),
+    "ngram": Case("llama", 4 * 10, NGRAM, tokens=REPEATING, slow=True),
+    "beside another": Case("llama", 4 * 10, {"beside": BESIDE}, slow=True),
+}
 
 
 @pytest.mark.parametrize(
-    "kind, ranks, pages",
-    [
-        # A window needs its last blocks, of each of its layers.
-        ("mistral", 1, 3 * WINDOW_BLOCKS),
-        ("gemma3", 1, 5 * WINDOW_BLOCKS + 10),
-        ("llama", 2, 2 * 4 * 10),
-    ],
+    "name",
+    [pytest.param(n, marks=[pytest.mark.faults] if c.slow else []) for n, c in CASES.items()],
 )
 def test_a_prompt_is_loaded_as_it_was_saved(
-    shared_daemon: Daemon, engine_of: Callable[..., Any], kind: str, ranks: int, pages: int
+    shared_daemon: Daemon, engine_of: Callable[..., Any], name: str
 ) -> None:
-    engine = engine_of(kind, shared_daemon.socket, tensor_parallel_size=ranks)
+    case = CASES[name]
+    engine = engine_of(case.kind, shared_daemon.socket, **case.options)
     before = shared_daemon.stats()["saved_tokens"]
-    (first,) = engine.generate([prompt(1)], 40)
-    shared_daemon.wait_for(lambda stats: stats["saved_tokens"] >= before + 11 * BLOCK, 30.0)
+    (first,) = engine.generate([case.tokens], 40)
+    cached = case.blocks * case.block
+    shared_daemon.wait_for(lambda stats: stats["saved_tokens"] >= before + cached + case.block)
     engine.reset()
     engine.forget_records()
-    (again,) = engine.generate([prompt(1)], 40)
-    assert again["cached"] == 10 * BLOCK
-    check_same(first, again)
-    count, wrong = engine.compare()
-    assert (count, wrong) == (pages, [])
+    (again,) = engine.generate([case.tokens], 40)
+    assert again["cached"] == cached
+    check_same(first, again, case.close)
+    assert engine.compare() == (case.pages, [])
     engine.stop()
     assert "kvtier:" not in engine.log.read_text()
+
+
+def test_an_adapter_s_blocks_are_of_its_content(
+    shared_daemon: Daemon, engine_of: Callable[..., Any], tmp_path: Path,
+    make_adapter: Callable[[Path, int], Path],
+) -> None:  # fmt: skip
+    """Two adapters and none: three prompts. The engine's own hash knows an adapter by name and path only."""
+    one, two = (make_adapter(tmp_path / str(seed), seed) for seed in (1, 2))
+    engine = engine_of(
+        "llama", shared_daemon.socket, enable_lora=True, max_loras=2, max_lora_rank=8
+    )
+    asked = [{}, {"adapter": ("a", 1, str(one))}, {"adapter": ("b", 2, str(two))}]
+    before = shared_daemon.stats()["saved_tokens"]
+    first = [engine.generate([prompt(1)], 40, **more)[0] for more in asked]
+    assert [answer["cached"] for answer in first] == [0, 0, 0]
+    assert len({tuple(answer["tokens"]) for answer in first}) == 3
+    shared_daemon.wait_for(lambda stats: stats["saved_tokens"] >= before + 3 * 11 * BLOCK)
+    engine.reset()
+    engine.forget_records()
+    for more, right in zip(asked, first, strict=True):
+        (again,) = engine.generate([prompt(1)], 40, **more)
+        assert again["cached"] == 10 * BLOCK
+        check_same(right, again)
+    assert engine.compare() == (3 * 4 * 10, [])
+    engine.reset()
+    make_adapter(one, 3)
+    (other,) = engine.generate([prompt(1)], 40, adapter=("a", 3, str(one)))
+    assert other["cached"] == 0 and other["tokens"] != first[1]["tokens"]
+    engine.stop()
+
+
+def test_a_model_with_states_is_served_without(
+    shared_daemon: Daemon, engine_of: Callable[..., Any]
+) -> None:
+    """Declined in one line. What the engine finds by itself it still finds."""
+    engine = engine_of("qwen3_next", shared_daemon.socket)
+    before = shared_daemon.stats()["saved_tokens"]
+    (first,) = engine.generate([prompt(1, 700)], 40)
+    (again,) = engine.generate([prompt(1, 700)], 40)
+    check_same(first, again)
+    assert shared_daemon.stats()["saved_tokens"] == before
+    engine.stop()
+    assert engine.log.read_text().count("kvtier:") == 1
+    assert "MambaSpec caches can't be kept yet" in engine.log.read_text()
+
+
+@pytest.mark.faults
+def test_engines_of_one_deployment_share_their_blocks(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two data-parallel ranks: what one has saved the other loads."""
+    daemon = start_daemon(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        more = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2",
+                "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}  # fmt: skip
+        kept = ranks[0].records if ranks else None
+        ranks.append(engine_of("gpt_oss", daemon.socket, kept, environment=more, wait=False))
+    for engine in ranks:
+        engine.wait_until_ready()
+    # Both step at the same time, or neither does.
+    for engine, seed in zip(ranks, (1, 2), strict=True):
+        engine.begin([prompt(seed)], 40)
+    first = [engine.answer()[0] for engine in ranks]
+    daemon.wait_for(lambda stats: stats["saved_tokens"] >= 2 * 11 * BLOCK)
+    for engine in ranks:
+        engine.reset()
+    ranks[0].forget_records()
+    for engine, seed in zip(ranks, (2, 1), strict=True):
+        engine.begin([prompt(seed)], 40)
+    crossed = [engine.answer()[0] for engine in ranks]
+    assert [answer["cached"] for answer in crossed] == [10 * BLOCK, 10 * BLOCK]
+    for right, answer in zip(reversed(first), crossed, strict=True):
+        check_same(right, answer)
+    assert ranks[0].compare() == (2 * (2 * 10 + 2 * WINDOW_BLOCKS), [])
+    for engine in ranks:
+        engine.stop()
+    daemon.stop()

@@ -117,6 +117,16 @@ def test_groups_that_the_engine_mixes_of_like_kinds_are_one() -> None:
     assert described(mixed).cache_groups[0].opaque_bytes == 4096 + 8192
 
 
+def test_groups_of_different_block_sizes_share_the_blocks_that_all_have() -> None:
+    """Smaller pages hold fewer tokens: several of them are one block."""
+    config, caches = engine(full(), window(100, block_size=48), full(block_size=32))
+    layout = read_layout(config, caches)
+    assert layout.block_tokens == 96 and layout.hash_tokens == 16
+    assert [group.parts for group in layout.groups] == [6, 2, 3]
+    assert [group.block_bytes for group in layout.groups] == [6 * 8192, 2 * 8192, 3 * 8192]
+    assert [group.whole([1, 2, 3, 0, 5, 6], 0) for group in layout.groups] == [False, True, True]
+
+
 def test_replicated_ranks_share_a_shard() -> None:
     spec = described(parallel={"tensor_parallel_size": 4}, replicas=2)
     assert spec.cache_groups[0].shards == 2
@@ -130,7 +140,6 @@ def test_replicated_ranks_share_a_shard() -> None:
     "specs, changes",
     [
         ((MambaSpec(block_size=16),), {}),
-        ((full(), full(block_size=32)), {}),
         ((full(),), {"parallel": {"pipeline_parallel_size": 2}}),
         ((full(),), {"parallel": {"decode_context_parallel_size": 2}}),
         ((full(),), {"hash_tokens": 24}),

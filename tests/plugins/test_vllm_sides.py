@@ -27,6 +27,7 @@ SHAPES = {
     "two ranks": layout_of(ranks=2),
     "two ranks of like pages": layout_of(ranks=2, replicas=2),
     "a window": layout_of([2 * BLOCK - 1]),
+    "blocks of different sizes": layout_of([20, 0, 7], parts=[2, 1, 4]),
     "six groups": layout_of([0, 20, 20, 0, 40, 20], ranks=2),
 }
 
@@ -91,9 +92,16 @@ def test_a_tail_is_saved_below_its_head(cold_daemon: Daemon, engine_of: EngineOf
 
 
 def test_only_blocks_with_a_page_are_saved() -> None:
-    assert list(_runs([0, 0, 3, 4, 0, 5, 0], 0, 7)) == [(2, 4), (5, 6)]
-    assert list(_runs([7, 8, 9], 1, 3)) == [(1, 3)]
-    assert list(_runs([0, 0], 0, 2)) == []
+    group = layout_of().groups[0]
+    assert list(_runs(group, [0, 0, 3, 4, 0, 5, 0], 0, 7)) == [(2, 4), (5, 6)]
+    assert list(_runs(group, [7, 8, 9], 1, 3)) == [(1, 3)]
+    assert list(_runs(group, [0, 0], 0, 2)) == []
+
+
+def test_a_block_is_saved_with_all_of_its_pages_or_not_at_all() -> None:
+    """A window may have left some of them behind: another engine would load what was never written."""
+    group = layout_of([20], parts=[2]).groups[0]
+    assert list(_runs(group, [0, 3, 4, 5, 6, 0, 7, 8], 0, 4)) == [(1, 2), (3, 4)]
 
 
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
