@@ -2,8 +2,7 @@
 
 A request's lease is asked for when it is queued; the answer is read at the next step's start and lies in a
 table until the engine asks. What is promised is leased, and mapped by every rank: the slots themselves go to
-the ranks, which need no daemon to copy them. A save's pages are never held: when they are given to somebody
-else the save is named to the ranks, which end its copy before that step (see `Step.overwritten`).
+the ranks, which need no daemon to copy them.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Answer, Changes, Lease, Pinned
-from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT_BYTES
 from kvtier_vllm.events import Event, Events
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.identity import Adapters
-from kvtier_vllm.layout import Cached, Layout
+from kvtier_vllm.layout import Layout
 from kvtier_vllm.line import Line, Session
-from kvtier_vllm.messages import Load, Read, Report, Save, Seat, Step, Write
+from kvtier_vllm.messages import Load, Read, Report, Save, Seat, Step
 from kvtier_vllm.options import Options
+from kvtier_vllm.prompt import Hit, Pin, Prompt
+from kvtier_vllm.saving import Saves
 from kvtier_vllm.stats import Miss, Stats
 from kvtier_vllm.timeline import Timelines
 from kvtier_vllm.wishes import read_wishes
@@ -39,54 +40,6 @@ GENERATION_BYTES = 16
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
 ASK_AGAIN_S = 0.005
 UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
-TRIES = 3  # to save what left a hole
-
-
-@dataclass(slots=True)
-class Hit:
-    """What one load brings, in tokens."""
-
-    request_id: str
-    warm: int
-    cold: int
-    good: bool = True
-
-
-@dataclass(slots=True, frozen=True)
-class Pin:
-    session: Session
-    keys: Keys
-    seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """A request: its keys, and what is known of them."""
-
-    request: Any
-    extras: bytes
-    may_load: bool
-    may_save: bool
-    pin_s: float
-    keys: Keys | None = None
-    session: Session | None = None  # of whose keys, ticket and lease
-    ticket: int = 0
-    asked_at: float = 0.0
-    lease: Lease | None = None
-    leased_at: float = 0.0
-    waits_since: float | None = None
-    known: int | None = None  # how many leading blocks the daemon has
-    saved: int | None = None  # how many leading blocks need no save any more
-    tries: int = 0  # saves that left a hole
-    due: float | None = (
-        None  # when what is coming was to be here, where nothing is known of recomputing
-    )
-    gave_up: bool = False
-    waited: bool = False
-    computed: int = 0
-    coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
-    hit: Hit | None = None
-    pinned: bool = False
 
 
 @dataclass(slots=True)
@@ -96,17 +49,6 @@ class Loading:
     prompt: Prompt
     lease: Lease
     first: int
-    ranks: int
-
-
-@dataclass(slots=True)
-class Saving:
-    """A save that some ranks have not answered yet: whose, from which block on, and of which pages."""
-
-    prompt: Prompt
-    first: int
-    pages: list[int]
-    nbytes: int
     ranks: int
 
 
@@ -141,9 +83,7 @@ class SchedulerSide:
         self._leases: dict[int, Loading] = {}
         self._hits: dict[int, Hit] = {}
         self._pins: dict[int, Pin] = {}  # of what a save has yet to bring
-        self._saves: dict[int, Saving] = {}
-        self._saves_on: dict[int, set[int]] = {}
-        self._saving_bytes = 0
+        self._saves = Saves(layout, options, self.counts)
         self._fresh: set[int] = set()
         self._seats: dict[int, Seat] = {}
         self._unseated_since: float | None = None  # some rank can't read what would be promised
@@ -508,7 +448,8 @@ class SchedulerSide:
         """What the ranks have to do with this step. Reads the answers that have come."""
         self._drain()
         self._steps += 1
-        overwritten = self._overwritten(scheduled)
+        fresh, self._fresh = self._fresh, set()
+        overwritten = self._saves.overwritten(scheduled, fresh)
         saves = list(self._new_saves(scheduled)) if self._options.save else []
         loads, self._loads = self._loads, []
         self._note(scheduled)
@@ -530,87 +471,28 @@ class SchedulerSide:
         mean = context / tokens if tokens else 0.0
         self._started.append((self._steps, self._clock(), tokens, mean))
 
-    def _overwritten(self, scheduled: Any) -> list[int]:
-        """The saves whose pages this step gives to somebody else."""
-        fresh, self._fresh = self._fresh, set()
-        if not self._saves:
-            return []
-        for new in scheduled.scheduled_new_reqs:
-            self._add_fresh(fresh, new.block_ids, new.num_computed_tokens)
-        cached = scheduled.scheduled_cached_reqs
-        for at, request_id in enumerate(cached.req_ids):
-            if cached.new_block_ids[at]:
-                resumed = request_id in cached.resumed_req_ids
-                first = cached.num_computed_tokens[at] if resumed else 0
-                self._add_fresh(fresh, cached.new_block_ids[at], first)
-        named = {save for page in fresh for save in self._saves_on.get(page, ())}
-        return sorted(named)
-
-    def _add_fresh(self, fresh: set[int], pages: Sequence[Sequence[int]], computed: int) -> None:
-        # Groups that are not kept have their pages from the same pool.
-        parts = {group.group_id: group.parts for group in self._layout.groups}
-        for group_id, ids in enumerate(pages):
-            fresh.update(ids[computed * parts.get(group_id, 0) // self._layout.block_tokens :])
-
     def _new_saves(self, scheduled: Any) -> Iterator[Save]:
-        """Saves of the blocks that this step fills, as far as pages may wait to be copied."""
+        """Saves of the blocks that this step fills."""
         session = self._session()
         if session is None:
             return
+        most = session.space.most_keys()
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is None or not prompt.may_save:
                 continue
-            save = self._save(prompt, session, tokens, scheduled)
+            self._belong(prompt, session)
+            keys_of = partial(self._keys, prompt, session)
+            save = self._saves.filled(prompt, tokens, scheduled, keys_of, most, self._number)
             if save is not None:
+                self._pin_when_saved(prompt, session, save.number)
                 yield save
 
-    def _save(self, prompt: Prompt, session: Session, tokens: int, scheduled: Any) -> Save | None:
-        request, block = prompt.request, self._layout.block_tokens
-        before = request.num_computed_tokens
-        self._belong(prompt, session)
-        if prompt.saved is None:
-            # What the engine had itself was saved when it was computed, unless the daemon says it was not.
-            own = before // block
-            prompt.saved = own if prompt.known is None else min(own, prompt.known)
-        limit = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
-        end = min(before + tokens, limit) // block
-        if end <= prompt.saved or prompt.tries >= TRIES:
-            return None
-        keys = self._keys(prompt, session)
-        room = (self._options.saving_bytes - self._saving_bytes) // self._layout.block_bytes
-        end = min(end, len(keys), prompt.saved + min(room, session.space.most_keys()))
-        ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
-        if end <= prompt.saved or ids is None:
-            return None
-        writes = [
-            Write(number, pages, part.packed, part.parent)
-            for number, group in enumerate(self._layout.groups)
-            for first, stop in _runs(group, ids[group.group_id], prompt.saved, end)
-            for pages in (list(ids[group.group_id][first * group.parts : stop * group.parts]),)
-            for part in (keys[first:stop],)
-        ]
-        first, prompt.saved = prompt.saved, end
-        if not writes:
-            return None
-        save = self._saving(prompt, first, writes)
+    def _pin_when_saved(self, prompt: Prompt, session: Session, number: int) -> None:
         if prompt.pin_s:
-            blocks = min(end, request.num_prompt_tokens // block)
-            self._pins[save.number] = Pin(session, keys[:blocks], prompt.pin_s)
-        return save
-
-    def _saving(self, prompt: Prompt, first: int, writes: list[Write]) -> Save:
-        number = self._number()
-        pages = [page for write in writes for page in write.block_ids]
-        groups = self._layout.groups
-        nbytes = sum(
-            len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes
-        )
-        self._saves[number] = Saving(prompt, first, pages, nbytes, self._layout.shards.ranks)
-        for page in pages:
-            self._saves_on.setdefault(page, set()).add(number)
-        self._saving_bytes += nbytes
-        return Save(number, writes)
+            blocks = prompt.request.num_prompt_tokens // self._layout.block_tokens
+            keys = self._keys(prompt, session)[: min(blocks, prompt.saved or 0)]
+            self._pins[number] = Pin(session, keys, prompt.pin_s)
 
     def _number(self) -> int:
         self._numbers += 1
@@ -637,29 +519,17 @@ class SchedulerSide:
         for copied in report.saved:
             self.stats.took("save_s", copied.ended - copied.begun)
         for number in report.failed:
-            self._save_again(self._leases[number].prompt, self._leases[number].first)
-        for number, again in report.holes.items():
-            self._hole(self._saves[number], again)
+            self._saves.again(self._leases[number].prompt, self._leases[number].first)
+        for number in self._saves.reported(report):
+            pin = self._pins.pop(number, None)
+            if pin is not None:
+                self._begin_pin(pin)
         for number, ranks in report.loads.items():
             self._load_over(number, ranks)
-        for number, ranks in report.saves.items():
-            self._save_over(number, ranks)
         for request_id in failed:
             if request_id in self._prompts:
                 self._prompts[request_id].may_load = False
         self.timelines.stepped(report.step)
-
-    def _hole(self, saving: Saving, again: bool) -> None:
-        """Blocks of this save are missing, and what is saved after them could not be found: they are saved
-        again while the request has them, or nothing is that follows them."""
-        prompt = saving.prompt
-        prompt.tries = prompt.tries + 1 if again else TRIES
-        self._save_again(prompt, saving.first)
-
-    @staticmethod
-    def _save_again(prompt: Prompt, first: int) -> None:
-        if prompt.saved is not None:
-            prompt.saved = min(prompt.saved, first)
 
     def _load_over(self, number: int, ranks: int) -> None:
         loading = self._leases[number]
@@ -677,22 +547,6 @@ class SchedulerSide:
         else:
             self.counts["failed_tokens"] += hit.warm + hit.cold
 
-    def _save_over(self, number: int, ranks: int) -> None:
-        saving = self._saves[number]
-        saving.ranks -= ranks
-        if saving.ranks:
-            return
-        del self._saves[number]
-        pin = self._pins.pop(number, None)
-        if pin is not None:
-            self._begin_pin(pin)
-        self._saving_bytes -= saving.nbytes
-        for page in saving.pages:
-            saves = self._saves_on[page]
-            saves.discard(number)
-            if not saves:
-                del self._saves_on[page]
-
     # --- the end of a request ----------------------------------------------------------------
 
     def finished(self, request: Any) -> None:
@@ -702,11 +556,7 @@ class SchedulerSide:
             return
         self._forget_lease(prompt)
         self.timelines.finished(request.request_id)
-        if prompt.may_save and prompt.saved is not None:
-            whole = request.num_computed_tokens // self._layout.block_tokens
-            if self._options.save_decode and whole > prompt.saved:
-                why = "after_hole" if prompt.tries >= TRIES else "no_time"
-                self.counts[f"drop:{why}"] += whole - prompt.saved
+        self._saves.finished(prompt)
 
     def new_generation(self) -> None:
         """Nothing that was saved so far is found from now on, by this engine."""
@@ -723,17 +573,7 @@ class SchedulerSide:
     def in_flight(self) -> dict[str, int]:
         """What is held: for tests, that nothing is left behind."""
         return {
-            "prompts": len(self._prompts), "leases": len(self._leases), "saves": len(self._saves),
-            "tickets": len(self._tickets), "pages": len(self._saves_on),
-            "bytes": self._saving_bytes, "hits": len(self._hits), "pins": len(self._pins),
+            "prompts": len(self._prompts), "leases": len(self._leases),
+            "tickets": len(self._tickets), "hits": len(self._hits), "pins": len(self._pins),
+            **self._saves.in_flight,
         }  # fmt: skip
-
-
-def _runs(group: Cached, ids: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The ranges of consecutive blocks that have their pages."""
-    first = start
-    for at in range(start, stop + 1):
-        if at == stop or not group.whole(ids, at):
-            if first < at:
-                yield first, at
-            first = at + 1

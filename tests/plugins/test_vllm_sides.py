@@ -18,7 +18,9 @@ from kvtier.key import KEY_BYTES
 from kvtier_vllm.layout import Layout
 from kvtier_vllm.messages import Load, Seat
 from kvtier_vllm.options import Options
-from kvtier_vllm.scheduler import TRIES, Prompt, SchedulerSide, _runs
+from kvtier_vllm.prompt import Prompt
+from kvtier_vllm.saving import TRIES, runs
+from kvtier_vllm.scheduler import SchedulerSide
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -93,15 +95,15 @@ def test_a_tail_is_saved_below_its_head(cold_daemon: Daemon, engine_of: EngineOf
 
 def test_only_blocks_with_a_page_are_saved() -> None:
     group = layout_of().groups[0]
-    assert list(_runs(group, [0, 0, 3, 4, 0, 5, 0], 0, 7)) == [(2, 4), (5, 6)]
-    assert list(_runs(group, [7, 8, 9], 1, 3)) == [(1, 3)]
-    assert list(_runs(group, [0, 0], 0, 2)) == []
+    assert list(runs(group, [0, 0, 3, 4, 0, 5, 0], 0, 7)) == [(2, 4), (5, 6)]
+    assert list(runs(group, [7, 8, 9], 1, 3)) == [(1, 3)]
+    assert list(runs(group, [0, 0], 0, 2)) == []
 
 
 def test_a_block_is_saved_with_all_of_its_pages_or_not_at_all() -> None:
     """A window may have left some of them behind: another engine would load what was never written."""
     group = layout_of([20], parts=[2]).groups[0]
-    assert list(_runs(group, [0, 3, 4, 5, 6, 0, 7, 8], 0, 4)) == [(1, 2), (3, 4)]
+    assert list(runs(group, [0, 3, 4, 5, 6, 0, 7, 8], 0, 4)) == [(1, 2), (3, 4)]
 
 
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:

@@ -1,0 +1,160 @@
+"""What is to be saved, and which pages wait for it. No page is held: when one is given to somebody else, the
+save is named to the ranks, which end its copy before that step (see `Step.overwritten`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier import Keys
+from kvtier.key import KEY_BYTES
+from kvtier_vllm.layout import Cached, Layout
+from kvtier_vllm.messages import Report, Save, Write
+from kvtier_vllm.options import Options
+from kvtier_vllm.prompt import Prompt
+
+TRIES = 3  # to save what left a hole
+
+
+@dataclass(slots=True)
+class Saving:
+    """A save that some ranks have not answered yet: whose, from which block on, and of which pages."""
+
+    prompt: Prompt
+    first: int
+    pages: list[int]
+    nbytes: int
+    ranks: int
+
+
+class Saves:
+    """Those of one engine. `counts` is told what was not saved."""
+
+    def __init__(self, layout: Layout, options: Options, counts: Counter[str]) -> None:
+        self._layout = layout
+        self._options = options
+        self._counts = counts
+        self._parts = {group.group_id: group.parts for group in layout.groups}
+        self._of: dict[int, Saving] = {}
+        self._on: dict[int, set[int]] = {}
+        self._nbytes = 0
+
+    def overwritten(self, scheduled: Any, fresh: set[int]) -> list[int]:
+        """The saves whose pages this step gives to somebody else; `fresh` are those that it loads into."""
+        if not self._of:
+            return []
+        pages = set(fresh)
+        for new in scheduled.scheduled_new_reqs:
+            self._add_fresh(pages, new.block_ids, new.num_computed_tokens)
+        cached = scheduled.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            if cached.new_block_ids[at]:
+                resumed = request_id in cached.resumed_req_ids
+                first = cached.num_computed_tokens[at] if resumed else 0
+                self._add_fresh(pages, cached.new_block_ids[at], first)
+        return sorted({save for page in pages for save in self._on.get(page, ())})
+
+    def _add_fresh(self, pages: set[int], groups: Sequence[Sequence[int]], computed: int) -> None:
+        # Groups that are not kept have their pages from the same pool.
+        for group_id, ids in enumerate(groups):
+            pages.update(
+                ids[computed * self._parts.get(group_id, 0) // self._layout.block_tokens :]
+            )
+
+    def filled(
+        self, prompt: Prompt, tokens: int, scheduled: Any, keys_of: Callable[[], Keys],
+        most: int, number: Callable[[], int],
+    ) -> Save | None:  # fmt: skip
+        """A save of the blocks that so many tokens fill, `most` at once, and as far as pages may wait."""
+        request, block = prompt.request, self._layout.block_tokens
+        before = request.num_computed_tokens
+        if prompt.saved is None:
+            # What the engine had itself was saved when it was computed, unless the daemon says it was not.
+            own = before // block
+            prompt.saved = own if prompt.known is None else min(own, prompt.known)
+        limit = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
+        end = min(before + tokens, limit) // block
+        if end <= prompt.saved or prompt.tries >= TRIES:
+            return None
+        keys = keys_of()
+        room = (self._options.saving_bytes - self._nbytes) // self._layout.block_bytes
+        end = min(end, len(keys), prompt.saved + min(room, most))
+        ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
+        if end <= prompt.saved or ids is None:
+            return None
+        writes = [
+            Write(index, pages, part.packed, part.parent)
+            for index, group in enumerate(self._layout.groups)
+            for first, stop in runs(group, ids[group.group_id], prompt.saved, end)
+            for pages in (list(ids[group.group_id][first * group.parts : stop * group.parts]),)
+            for part in (keys[first:stop],)
+        ]
+        first, prompt.saved = prompt.saved, end
+        return self._begun(number(), prompt, first, writes) if writes else None
+
+    def _begun(self, number: int, prompt: Prompt, first: int, writes: list[Write]) -> Save:
+        pages = [page for write in writes for page in write.block_ids]
+        groups = self._layout.groups
+        nbytes = sum(
+            len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes
+        )
+        self._of[number] = Saving(prompt, first, pages, nbytes, self._layout.shards.ranks)
+        for page in pages:
+            self._on.setdefault(page, set()).add(number)
+        self._nbytes += nbytes
+        return Save(number, writes)
+
+    def reported(self, report: Report) -> list[int]:
+        """Take what the ranks have saved; the saves that all have answered. Where blocks are missing, what is
+        saved after them could not be found: they are saved again while the request has them, or nothing is
+        that follows them."""
+        for number, again in report.holes.items():
+            saving = self._of[number]
+            saving.prompt.tries = saving.prompt.tries + 1 if again else TRIES
+            self.again(saving.prompt, saving.first)
+        return [number for number, ranks in report.saves.items() if self._over(number, ranks)]
+
+    @staticmethod
+    def again(prompt: Prompt, first: int) -> None:
+        """Blocks from here on are not saved after all."""
+        if prompt.saved is not None:
+            prompt.saved = min(prompt.saved, first)
+
+    def _over(self, number: int, ranks: int) -> bool:
+        saving = self._of[number]
+        saving.ranks -= ranks
+        if saving.ranks:
+            return False
+        del self._of[number]
+        self._nbytes -= saving.nbytes
+        for page in saving.pages:
+            saves = self._on[page]
+            saves.discard(number)
+            if not saves:
+                del self._on[page]
+        return True
+
+    def finished(self, prompt: Prompt) -> None:
+        """The request is over: count what of it was not saved."""
+        if not prompt.may_save or prompt.saved is None or not self._options.save_decode:
+            return
+        whole = prompt.request.num_computed_tokens // self._layout.block_tokens
+        if whole > prompt.saved:
+            why = "after_hole" if prompt.tries >= TRIES else "no_time"
+            self._counts[f"drop:{why}"] += whole - prompt.saved
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        return {"saves": len(self._of), "pages": len(self._on), "bytes": self._nbytes}
+
+
+def runs(group: Cached, ids: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges of consecutive blocks that have their pages."""
+    first = start
+    for at in range(start, stop + 1):
+        if at == stop or not group.whole(ids, at):
+            if first < at:
+                yield first, at
+            first = at + 1
