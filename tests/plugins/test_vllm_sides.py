@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,12 @@ import pytest
 from daemons import Daemon
 from fake_engine import BLOCK, FakeEngine, FakeRequest, layout_of, spec_for
 from kvtier.client import Lease
-from kvtier.key import KEY_BYTES
+from kvtier.key import KEY_BYTES, Keys
 from kvtier_vllm.layout import Layout
 from kvtier_vllm.messages import Load, Seat
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
-from kvtier_vllm.saving import TRIES, runs
+from kvtier_vllm.saving import TRIES, Saves, runs
 from kvtier_vllm.scheduler import SchedulerSide
 
 PROMPT = range(8 * BLOCK + 3)
@@ -104,6 +105,34 @@ def test_a_block_is_saved_with_all_of_its_pages_or_not_at_all() -> None:
     """A window may have left some of them behind: another engine would load what was never written."""
     group = layout_of([20], parts=[2]).groups[0]
     assert list(runs(group, [0, 3, 4, 5, 6, 0, 7, 8], 0, 4)) == [(1, 2), (3, 4)]
+
+
+def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
+    """Also where a group has it that is not kept; not where a request shares what was computed before."""
+    layout = layout_of([20, 0], parts=[2, 1])
+    saves = Saves(layout, Options(), Counter())
+    pages = ([1, 2, 3, 4], [5, 6])
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=2 * BLOCK, num_prompt_tokens=2 * BLOCK
+    )
+
+    def scheduled(computed: int = 0, *ids: list[int]) -> Any:
+        new = SimpleNamespace(block_ids=ids, num_computed_tokens=computed)
+        return SimpleNamespace(
+            scheduled_new_reqs=[new], scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: pages),
+        )  # fmt: skip
+
+    keys = Keys(bytes(range(2 * KEY_BYTES)))
+    save = saves.filled(
+        Prompt(request, b"", True, True), 2 * BLOCK, scheduled(), lambda: keys, 9, lambda: 7
+    )
+    assert save is not None and [write.block_ids for write in save.writes] == [*pages]
+    for page in range(1, 7):
+        assert saves.overwritten(scheduled(0, [], [], [page]), set()) == [7]
+        assert saves.overwritten(scheduled(), {page}) == [7]
+    assert saves.overwritten(scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()) == []
+    assert saves.overwritten(scheduled(BLOCK, [1, 2, 3], [5], []), set()) == [7]
 
 
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
