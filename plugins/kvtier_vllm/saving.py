@@ -63,6 +63,13 @@ class Saves:
                 ids[computed * self._parts.get(group_id, 0) // self._layout.block_tokens :]
             )
 
+    def seen(self, prompt: Prompt) -> None:
+        """A step goes on with this request. What the engine had of it at its first was saved when it was
+        computed, unless the daemon says it was not."""
+        if prompt.saved is None:
+            own = prompt.request.num_computed_tokens // self._layout.block_tokens
+            prompt.saved = own if prompt.known is None else min(own, prompt.known)
+
     def filled(
         self, prompt: Prompt, tokens: int, scheduled: Any, keys_of: Callable[[], Keys],
         most: int, number: Callable[[], int],
@@ -70,10 +77,7 @@ class Saves:
         """A save of the blocks that so many tokens fill, `most` at once, and as far as pages may wait."""
         request, block = prompt.request, self._layout.block_tokens
         before = request.num_computed_tokens
-        if prompt.saved is None:
-            # What the engine had itself was saved when it was computed, unless the daemon says it was not.
-            own = before // block
-            prompt.saved = own if prompt.known is None else min(own, prompt.known)
+        assert prompt.saved is not None
         limit = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
         end = min(before + tokens, limit) // block
         if end <= prompt.saved or prompt.tries >= TRIES:
@@ -142,7 +146,8 @@ class Saves:
             return
         whole = prompt.request.num_computed_tokens // self._layout.block_tokens
         if whole > prompt.saved:
-            why = "after_hole" if prompt.tries >= TRIES else "no_time"
+            why = "no_time" if prompt.session is not None else "no_daemon"
+            why = "after_hole" if prompt.tries >= TRIES else why
             self._counts[f"drop:{why}"] += whole - prompt.saved
 
     @property

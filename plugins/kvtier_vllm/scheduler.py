@@ -237,9 +237,10 @@ class SchedulerSide:
         """What is known of a prompt is of this session."""
         if prompt.session is not session:
             self._forget_lease(prompt)
-            # What another one had is perhaps not here: all is offered again, and taken where it lacks.
-            known = None if prompt.session is None else 0
-            prompt.session, prompt.keys, prompt.known, prompt.saved = session, None, known, None
+            if prompt.session is not None:
+                # What that one had is perhaps not here: all is offered again, and taken where it lacks.
+                prompt.known, prompt.saved = 0, None
+            prompt.session, prompt.keys = session, None
 
     def _keys(self, prompt: Prompt, session: Session) -> Keys:
         """The keys of the whole blocks that this request has so far."""
@@ -474,15 +475,16 @@ class SchedulerSide:
     def _new_saves(self, scheduled: Any) -> Iterator[Save]:
         """Saves of the blocks that this step fills."""
         session = self._session()
-        if session is None:
-            return
-        most = session.space.most_keys()
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is None or not prompt.may_save:
                 continue
-            self._belong(prompt, session)
-            keys_of = partial(self._keys, prompt, session)
+            if session is not None:
+                self._belong(prompt, session)
+            self._saves.seen(prompt)
+            if session is None:
+                continue
+            keys_of, most = partial(self._keys, prompt, session), session.space.most_keys()
             save = self._saves.filled(prompt, tokens, scheduled, keys_of, most, self._number)
             if save is not None:
                 self._pin_when_saved(prompt, session, save.number)

@@ -124,9 +124,9 @@ def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
         )  # fmt: skip
 
     keys = Keys(bytes(range(2 * KEY_BYTES)))
-    save = saves.filled(
-        Prompt(request, b"", True, True), 2 * BLOCK, scheduled(), lambda: keys, 9, lambda: 7
-    )
+    prompt = Prompt(request, b"", True, True)
+    saves.seen(prompt)
+    save = saves.filled(prompt, 2 * BLOCK, scheduled(), lambda: keys, 9, lambda: 7)
     assert save is not None and [write.block_ids for write in save.writes] == [*pages]
     for page in range(1, 7):
         assert saves.overwritten(scheduled(0, [], [], [page]), set()) == [7]
@@ -493,6 +493,20 @@ def test_another_daemon_is_offered_all_of_it(
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)
     assert engine.serve([*request.tokens, 1]).cached == 10 * BLOCK
+
+
+def test_what_was_computed_before_a_daemon_came_is_saved(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
+) -> None:
+    folder = tmp_path / "later"
+    engine = engine_of(str(folder / "kvtier.sock"))
+    request = engine.run(engine.add(PROMPT))
+    daemon = daemon_of(folder=folder)
+    engine.until(lambda: bool(engine.scheduler._seats))
+    grow(engine, request, 2 * BLOCK)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert engine_of(daemon).serve([*request.tokens, 1]).cached == 10 * BLOCK
 
 
 def test_pages_that_a_load_left_unfilled_are_saved_when_they_are_computed(
