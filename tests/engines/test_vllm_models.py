@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon, start_daemon
+from daemons import Daemon
 from prompts import BLOCK, CLOSE, check_same, prompt
 
+long = pytest.mark.skipif(
+    not os.environ.get("KVTIER_FAULTS"), reason="an engine more; KVTIER_FAULTS=1"
+)
 WINDOW_BLOCKS = 4  # of 100 tokens: the 99 before the next one
 REPEATING = prompt(1, 40) * 8 + prompt(1, 5)
 
@@ -61,7 +65,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.faults] if c.slow else []) for n, c in CASES.items()],
+    [pytest.param(name, marks=[long] if case.slow else []) for name, case in CASES.items()],
 )
 def test_a_prompt_is_loaded_as_it_was_saved(
     shared_daemon: Daemon, engine_of: Callable[..., Any], name: str
@@ -128,12 +132,12 @@ def test_a_model_with_states_is_served_without(
     assert "MambaSpec caches can't be kept yet" in engine.log.read_text()
 
 
-@pytest.mark.faults
+@long
 def test_engines_of_one_deployment_share_their_blocks(
-    engine_of: Callable[..., Any], tmp_path: Path
+    daemon_of: Callable[..., Daemon], engine_of: Callable[..., Any]
 ) -> None:
     """Two data-parallel ranks: what one has saved the other loads."""
-    daemon = start_daemon(tmp_path)
+    daemon = daemon_of()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -162,4 +166,3 @@ def test_engines_of_one_deployment_share_their_blocks(
     assert ranks[0].compare() == (2 * (2 * 10 + 2 * WINDOW_BLOCKS), [])
     for engine in ranks:
         engine.stop()
-    daemon.stop()
