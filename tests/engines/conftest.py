@@ -53,11 +53,6 @@ class Engine:
         assert line, f"no answer:\n{self.log.read_text()[-4000:]}"
         return json.loads(line)
 
-    def wait_until_ready(self) -> None:
-        started = time.monotonic()
-        assert self.answer(START_S) == "ready"
-        print(f"engine: started in {time.monotonic() - started:.1f} s")
-
     def order(self, **order: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -190,8 +185,7 @@ def engine_of(
         folder = tmp_path_factory.mktemp("engine")
         script = HERE / changes.pop("script", "host.py")
         kept = records or folder
-        beside, wait = changes.pop("beside", None), changes.pop("wait", True)
-        environment = ENVIRONMENT | changes.pop("environment", {})
+        beside = changes.pop("beside", None)
         extra = {"socket": socket} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
@@ -216,12 +210,13 @@ def engine_of(
             process = subprocess.Popen(
                 [sys.executable, str(script), json.dumps(arguments)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
-                env=os.environ | environment | {"KVTIER_TEST_RECORDS": str(kept)},
+                env=os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)},
             )  # fmt: skip
         engine = Engine(process, kept, log)
         running.append(engine)
-        if wait:
-            engine.wait_until_ready()
+        started = time.monotonic()
+        assert engine.answer(START_S) == "ready"
+        print(f"engine {kind}: started in {time.monotonic() - started:.1f} s")
         return engine
 
     yield start
