@@ -72,7 +72,7 @@ figures: venv   ## put the figures of the last benchmarks into the README
 
 faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
-	KVTIER_FAULTS=1 $(ENGINES)/bin/python -m pytest tests/engines/test_vllm_faults.py
+	KVTIER_FAULTS=1 $(ENGINES)/bin/python -m pytest tests/engines/test_vllm_faults.py tests/engines/test_vllm_models.py
 
 clean:          ## forget everything built
 	rm -rf $(VENV) $(ENGINES) build dist
