@@ -1,0 +1,436 @@
+"""What to read from the disks for whom, in which order, and what not to read at all. Pure: it has no clock of
+its own, does no I/O, and names blocks and requests by whatever its owner likes.
+
+A request that asks is weighed once: a load that would end after its blocks had been computed, or that would
+make another one end so, is not begun. What is begun goes by deadline, some milliseconds' worth at a time, so
+that who comes later with less time is served first; a prefetch, and writes, have a small share beside it. The
+reads of a request that is gone are called back, unless another waits for them too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvtier.planning.links import Link
+from kvtier.planning.recompute import Recompute, predict
+
+__all__ = ["LIMIT_ASKS", "WHY", "Link", "Planner", "Recompute", "Verdict", "predict"]
+
+LIMIT_ASKS = 1024
+LIMIT_WAITS = 65_536
+PATIENCE_S = 5.0  # of who does not say how long it waits
+EACH_S = 8.0  # and its place is that of one who has so many times what its load takes alone
+PREFETCH_S = 30.0
+HASTE_S = 0.005  # a load that has less than this to spare is not begun
+SLACK = 0.05  # of what recomputing takes: a load may be late by so much
+EXPLORE = 0.01
+EXPLORE_DEARER = 2.0  # computing is tried where it takes no more than so many times the load
+GONE_S = 0.2  # without a word, after a lease was released
+LAPSE_S = 5.0  # what was said of a request that asks no more is forgotten
+
+WHY = (
+    "faster",  # the load is expected first
+    "unknown",  # what recomputing takes was never told
+    "prefetch",  # nobody waits for it
+    "tried_load",  # it is expected last, by little: to know whether that is still so
+    "tried_compute",  # the same
+    "slower",  # recomputing is expected first
+    "crowded",  # the disk has too much to do until then
+    "late",  # the load was begun, and its time is over
+    "too_many",  # requests wait already
+)
+LOADS = frozenset(WHY[:4])
+Place = tuple[bool, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether to load, why, and what the two would take. `first`: it was not said before."""
+
+    load: bool
+    why: str
+    load_s: float
+    recompute_s: float
+    first: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request that waits, until all that it waits for is over or its time is."""
+
+    name: Hashable
+    number: int
+    urgent: bool
+    by: float  # its place in the order
+    end: float  # when it is given up
+    recompute_s: float  # within which a load was promised; without limit: nothing was
+    verdict: Verdict
+    asked_at: float
+    released_at: float = float("inf")
+    left: Counter[Link] = field(default_factory=Counter)  # bytes that are read in its place
+    reads: set[Read] = field(default_factory=set)  # that it waits for
+    waiting: dict[Link, deque[Read]] = field(default_factory=dict)
+    queued: set[Link] = field(default_factory=set)  # in whose queue it is
+
+    @property
+    def place(self) -> Place:
+        return not self.urgent, self.by, self.number
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A block that is to be read, in the place of the first of those who wait for it."""
+
+    name: Hashable
+    link: Link
+    nbytes: int
+    number: int
+    asks: list[Ask] = field(default_factory=list)
+    queued: list[Ask] = field(default_factory=list)  # among whose waiting ones it is
+    begun: bool = False
+
+
+def _place(ask: Ask) -> Place:
+    return ask.place
+
+
+class Planner:
+    """`dice` returns numbers from 0 to 1."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        dice: Callable[[], float] = random.random,
+    ) -> None:
+        self._clock = clock
+        self._dice = dice
+        self._numbers = count()
+        self._asks: dict[Hashable, Ask] = {}
+        self._order: list[Ask] = []  # those with something to wait for, by place
+        self._reads: dict[Hashable, Read] = {}
+        self._queues: dict[tuple[Link, bool], list[tuple[Place, Ask]]] = {}
+        self._urgent: Counter[Link] = Counter()  # reads of urgent requests, waiting or begun
+        self.waits = 0  # by so many, each for one read
+        self.late = 0  # loads that were begun and not ended in time
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def weigh(
+        self,
+        name: Hashable,
+        fresh: Mapping[Link, int],
+        joined: Iterable[Hashable] = (),
+        *,
+        urgent: bool = True,
+        within_s: float = PATIENCE_S,
+        recompute_s: float = float("inf"),
+    ) -> Verdict:
+        """Load, or compute again? `fresh` has the bytes that would be read from each link, `joined` blocks
+        that are being read for others. Where it is to be a load, `add` is to follow. Who asked before, by
+        this name, is told what was said, and how far it is."""
+        now = self._clock()
+        before = self._asks.get(name)
+        if before is not None:
+            before.asked_at, before.released_at = now, float("inf")
+            if not before.verdict.load or not any(fresh.values()):
+                return self._again(before, before.verdict.load)
+        elif len(self._asks) >= LIMIT_ASKS:
+            return Verdict(False, "too_many", 0.0, recompute_s)
+        ask = before or self._new(name, urgent, within_s, recompute_s, now)
+        promised = ask.recompute_s < float("inf")
+        reads = [read for block in joined if (read := self._reads.get(block)) is not None]
+        own_s = max((nbytes / link.bytes_s for link, nbytes in fresh.items()), default=0.0)
+        if before is None and urgent and not promised:
+            ask.by = now + min(within_s, EACH_S * own_s)  # a short one goes before a long one
+        why = self._why(ask, fresh, reads, own_s, now)
+        if why == "crowded" and not promised:
+            ask.by = ask.end if before is None else ask.by
+            why = self._why(ask, fresh, reads, own_s, now)
+        load_s = self._load_s(ask, fresh, reads)
+        if before is not None:
+            return self._again(before, why in LOADS)
+        if promised and self._dice() < EXPLORE:
+            if why in LOADS:
+                if recompute_s <= EXPLORE_DEARER * load_s:
+                    why = "tried_compute"
+            else:
+                ask.by = ask.end
+                if self._fits(ask, fresh, reads, now):
+                    why = "tried_load"
+        ask.verdict = Verdict(why in LOADS, why, load_s, recompute_s)
+        self._asks[name] = ask
+        return ask.verdict
+
+    def add(
+        self,
+        name: Hashable,
+        fresh: Iterable[tuple[Hashable, Link, int]],
+        joined: Iterable[Hashable] = (),
+    ) -> None:
+        """The request waits for these: blocks to be read from now on, and blocks that others wait for."""
+        ask = self._asks[name]
+        if not ask.reads:
+            insort(self._order, ask, key=_place)
+        for block, link, nbytes in fresh:
+            assert block not in self._reads, "a block is read twice"
+            read = self._reads[block] = Read(block, link, nbytes, next(self._numbers))
+            self._join(ask, read)
+        for block in joined:
+            known = self._reads.get(block)
+            if known is not None and known not in ask.reads and self.waits < LIMIT_WAITS:
+                self._join(ask, known)
+        if not ask.reads:
+            self._leave(ask)
+
+    def _new(
+        self, name: Hashable, urgent: bool, within_s: float, recompute_s: float, now: float
+    ) -> Ask:
+        patience = PREFETCH_S
+        if urgent:
+            patience = min(within_s, recompute_s)
+        else:
+            recompute_s = float("inf")
+        slack = SLACK * patience if recompute_s < float("inf") else 0.0
+        said = Verdict(True, "", 0.0, recompute_s)
+        by, end = now + patience, now + patience + slack
+        return Ask(name, next(self._numbers), urgent, by, end, recompute_s, said, now)
+
+    def _again(self, ask: Ask, load: bool) -> Verdict:
+        """What was said, and how long it takes yet. `load`: whether what came on top is to be read, too."""
+        said, load_s = ask.verdict, self._finish_s(ask)
+        return Verdict(said.load and load, said.why, load_s, said.recompute_s, False)
+
+    def _why(
+        self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read], own_s: float, now: float
+    ) -> str:
+        if not ask.urgent:
+            return "prefetch"
+        if own_s > ask.recompute_s:
+            return "slower"
+        if not self._fits(ask, fresh, joined, now):
+            return "crowded"
+        return "faster" if ask.recompute_s < float("inf") else "unknown"
+
+    def _fits(
+        self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read], now: float
+    ) -> bool:
+        """Whether this ends in time, and everyone to whom that was promised does, too."""
+        most = ask.by if ask.recompute_s < float("inf") else ask.end
+        if now + self._joined_s(ask, joined) > most:
+            return False
+        for link, nbytes in self._moved(ask, fresh, joined).items():
+            rate = link.sure_bytes_s
+            # What the disk has is not called back, and it may have writes, too.
+            start = now + HASTE_S + link.reading_bytes / rate
+            ahead = 0
+            for other in self._order:
+                if not other.urgent or other.place > ask.place:
+                    break
+                ahead += other.left[link]
+            if start + (ahead + nbytes) / rate > most:
+                return False
+            for other in self._order[bisect_left(self._order, ask.place, key=_place) :]:
+                if not other.urgent:
+                    break
+                ahead += other.left[link]
+                in_time = (
+                    other.recompute_s < float("inf") and now + ahead / link.bytes_s <= other.end
+                )
+                if in_time and other.left[link] and start + (ahead + nbytes) / rate > other.end:
+                    return False
+        return True
+
+    def _moved(
+        self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read]
+    ) -> Mapping[Link, int]:
+        """The bytes that would be read at this one's place, and are not so yet."""
+        moved = Counter(fresh)
+        for read in joined:
+            if not read.begun and (not read.asks or ask.place < read.asks[0].place):
+                moved[read.link] += read.nbytes
+        return moved
+
+    def _load_s(self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read]) -> float:
+        own = self._ends_s(ask.place, self._moved(ask, fresh, joined))
+        return max(own, self._joined_s(ask, joined))
+
+    def _joined_s(self, ask: Ask, joined: Sequence[Read]) -> float:
+        """How long those take that are read for others before this one's turn."""
+        owners = {read.asks[0] for read in joined if read.asks and read.asks[0].place < ask.place}
+        return max(map(self._finish_s, owners), default=0.0)
+
+    def _finish_s(self, ask: Ask) -> float:
+        """How long what it waits for takes yet."""
+        return self._ends_s(ask.place, dict.fromkeys({read.link for read in ask.reads}, 0))
+
+    def _ends_s(self, place: Place, fresh: Mapping[Link, int]) -> float:
+        """How long so many more bytes take in this place of the order, after those before it."""
+        longest = 0.0
+        for link, nbytes in fresh.items():
+            ahead = 0
+            for other in self._order:
+                if other.place > place:
+                    break
+                ahead += other.left[link]
+            longest = max(longest, (ahead + nbytes) / link.bytes_s)
+        return longest
+
+    def eta_s(self, name: Hashable) -> float:
+        """How long what this request waits for takes yet; 0 if it waits for nothing."""
+        ask = self._asks.get(name)
+        return self._finish_s(ask) if ask is not None else 0.0
+
+    def bytes_of(self, block: Hashable) -> int:
+        """What the read of this block brings."""
+        return self._reads[block].nbytes
+
+    @property
+    def waiting(self) -> int:
+        """How many reads are asked for, and not over."""
+        return len(self._reads)
+
+    # --- who waits for what ------------------------------------------------------------------
+
+    def _join(self, ask: Ask, read: Read) -> None:
+        """Wait for this; it is read in the place of the first of those who do."""
+        leader = read.asks[0] if read.asks else None
+        insort(read.asks, ask, key=_place)
+        ask.reads.add(read)
+        self.waits += 1
+        if read.asks[0] is ask:
+            if leader is not None:
+                self._unlead(leader, read)
+            self._lead(ask, read)
+
+    def _lead(self, ask: Ask, read: Read) -> None:
+        link = read.link
+        ask.left[link] += read.nbytes
+        self._urgent[link] += ask.urgent
+        if read.begun or ask in read.queued:
+            return
+        read.queued.append(ask)
+        ask.waiting.setdefault(link, deque()).append(read)
+        if link not in ask.queued:
+            ask.queued.add(link)
+            heapq.heappush(self._queues.setdefault((link, ask.urgent), []), (ask.place, ask))
+
+    def _unlead(self, ask: Ask, read: Read) -> None:
+        ask.left[read.link] -= read.nbytes
+        self._urgent[read.link] -= ask.urgent
+
+    def _part(self, ask: Ask, read: Read) -> None:
+        """It waits for this no more."""
+        leads = read.asks[0] is ask
+        read.asks.remove(ask)
+        ask.reads.discard(read)
+        self.waits -= 1
+        if leads:
+            self._unlead(ask, read)
+
+    def _leave(self, ask: Ask) -> None:
+        """It waits for nothing any more. That it was not to be loaded is remembered for a while."""
+        at = bisect_left(self._order, ask.place, key=_place)
+        assert self._order[at] is ask
+        del self._order[at]
+        if ask.verdict.load:
+            self._asks.pop(ask.name, None)
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def take(self, link: Link) -> list[Hashable]:
+        """What is to be handed to this disk now, in order; each is to be told of by `over`."""
+        taken = []
+        while link.has_room():
+            urgent, side = self._head(link, True), self._head(link, False)
+            if urgent is None or (side is not None and link.spend_prefetch(side.nbytes)):
+                urgent = side
+            if urgent is None:
+                break
+            urgent.begun = True
+            link.began(urgent.nbytes, urgent.asks[0].urgent)
+            taken.append(urgent.name)
+        return taken
+
+    def _head(self, link: Link, urgent: bool) -> Read | None:
+        """The read that is to begin first."""
+        queue = self._queues.get((link, urgent), [])
+        while queue:
+            ask = queue[0][1]
+            waiting = ask.waiting[link]
+            while waiting:
+                read = waiting[0]
+                if not read.begun and read.asks and read.asks[0] is ask:
+                    return read
+                read.queued.remove(ask)
+                waiting.popleft()
+            heapq.heappop(queue)
+            ask.queued.discard(link)
+        return None
+
+    def over(self, block: Hashable, good: bool) -> None:
+        """A read that was handed over has ended, and brought what it should or not."""
+        read = self._reads.pop(block)
+        read.link.ended(read.nbytes, good)
+        for ask in list(read.asks):
+            self._part(ask, read)
+            if not ask.reads:
+                self._leave(ask)
+
+    def may_write(self, link: Link) -> bool:
+        """Whether a write may be handed to this disk now: where urgent reads wait, only a few."""
+        return not self._urgent[link] or link.may_write()
+
+    def wrote(self, link: Link, nbytes: int) -> None:
+        """So much is being written there."""
+        if self._urgent[link]:
+            link.wrote(nbytes)
+
+    # --- requests that go --------------------------------------------------------------------
+
+    def cancel(self, name: Hashable) -> list[Hashable]:
+        """The request is gone: the blocks that are not to be read any more."""
+        ask = self._asks.pop(name, None)
+        return self._call_back(ask) if ask is not None else []
+
+    def released(self, name: Hashable) -> None:
+        """Its lease was released: it is gone, unless it asks again soon."""
+        if (ask := self._asks.get(name)) is not None:
+            ask.released_at = self._clock()
+
+    def tend(self) -> list[Hashable]:
+        """The blocks that are not to be read any more, as those who wait for them are gone, or their time
+        is over."""
+        now, blocks = self._clock(), []
+        for ask in list(self._asks.values()):
+            if now - ask.released_at > GONE_S:
+                blocks += self.cancel(ask.name)
+            elif ask.verdict.load and now > ask.end:
+                ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
+                self.late += 1
+                blocks += self._call_back(ask)
+            elif not ask.verdict.load and now - ask.asked_at > LAPSE_S:
+                del self._asks[ask.name]
+        return blocks
+
+    def _call_back(self, ask: Ask) -> list[Hashable]:
+        blocks = []
+        for read in sorted(ask.reads, key=lambda read: read.number):
+            led = read.asks[0] is ask
+            self._part(ask, read)
+            if read.asks:
+                if led:
+                    self._lead(read.asks[0], read)
+            elif not read.begun:
+                del self._reads[read.name]
+                blocks.append(read.name)
+        at = bisect_left(self._order, ask.place, key=_place)
+        if at < len(self._order) and self._order[at] is ask:
+            del self._order[at]
+        return blocks
