@@ -1,8 +1,8 @@
 """Moves one tenant's blocks between memory and disk: what, when, and what becomes of it. The catalog decides
 which blocks; the cold tier has the files; nothing here waits for a disk but these tasks themselves.
 
-Reads are begun by a match and are before everything else. Writes keep the coldest blocks of the warm tier
-clean, so that room can be made at once; or, write-through, follow each save.
+Reads are asked for by a match, go in the planner's order, and are before everything else. Writes keep the
+coldest blocks of the warm tier clean, so that room can be made at once; or, write-through, follow each save.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from collections.abc import Callable, Sequence
 
 from kvtier.catalog import Catalog, Space
 from kvtier.catalog.blocks import ID_BYTES
-from kvtier.catalog.cold import Demotion, Promotion, Rescue
+from kvtier.catalog.cold import Demotion, Promotion, Rescue, Survey
 from kvtier.catalog.cold import Outgoing as Described
 from kvtier.codec.frame import PAGE, RAW, pages
+from kvtier.planning import PATIENCE_S, WHY, Link, Verdict
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.drive import HANGS_S
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
+from kvtier_daemon.tiers.reads import Name, Request
 from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf, Wrote
 
 log = logging.getLogger(__name__)
@@ -37,9 +39,9 @@ PLACE_BYTES = 8  # the first two
 WRITE_BYTES = 32 << 20  # made durable by one sync
 WRITE_BLOCKS = 128  # planned in one go: each costs the loop some 20 us
 WRITES_AT_ONCE = 2
-READ_BLOCKS = 128  # handed over in one go, as with writes
-READING_BLOCKS = 4096  # asked for and not there yet
-READING_BYTES = 1 << 30  # other tenants' reads wait behind them
+READING_BLOCKS = 8192  # asked for and not there yet; one request may have half of what is left
+READING_BYTES = 1 << 30
+LEAST_BLOCKS = 64  # or so many
 CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
 PAUSE_S = 0.05
 SECOND_CHANCE = 0.25  # of what is written may be written a second time
@@ -52,7 +54,6 @@ EARLY_BYTES = 64 << 20
 LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
 BRING_AWAY_S = 3.0  # that writes wait for what goes before them
-PACE_S = 1.0  # of reads: how fast those before it were counts for half
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
 DAY_S = 86_400.0
 HOUR_S = 3600.0
@@ -93,38 +94,6 @@ class Budget:
         return sum(nbytes for _, nbytes in self._hours)
 
 
-class Pace:
-    """How fast reads bring what is waited for, all of them together, and so how long the rest will take."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._waiting_bytes = 0
-        self._at = 0.0
-        self._busy_s = self._come_bytes = 0.0  # lately
-
-    def asked(self, nbytes: int) -> None:
-        if not self._waiting_bytes:
-            self._at = self._clock()
-        self._waiting_bytes += nbytes
-        if self._busy_s > PACE_S:
-            self._busy_s, self._come_bytes = self._busy_s / 2, self._come_bytes / 2
-
-    def over(self, nbytes: int, good: bool) -> None:
-        """A read has ended, and brought what it should or not."""
-        now = self._clock()
-        self._busy_s, self._at = self._busy_s + now - self._at, now
-        self._waiting_bytes -= nbytes
-        self._come_bytes += nbytes if good else 0
-
-    def room(self, block_bytes: int) -> int:
-        """How many such blocks may be asked for now."""
-        return max(0, (READING_BYTES - self._waiting_bytes) // block_bytes)
-
-    def eta_s(self) -> float:
-        """0 where nothing can be told."""
-        return self._waiting_bytes * self._busy_s / self._come_bytes if self._come_bytes else 0.0
-
-
 class Mover:
     """One tenant's. `extents` is filled by whoever adds extents to the tenant: their numbers with the cold
     tier, in the tenant's order."""
@@ -143,6 +112,9 @@ class Mover:
         self.extents: list[int] = []
         self.counts: Counter[str] = Counter(written=0, read=0, written_again=0, spoilt=0, late=0)
         self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
+        self.verdicts: Counter[str] = Counter(
+            dict.fromkeys(WHY, 0)
+        )  # on requests: load, or compute
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -154,7 +126,7 @@ class Mover:
         self._left.set()
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._wake = asyncio.Event()
-        self._pace = Pace(clock)
+        self._waiting_bytes = 0  # asked for and not there yet
         self._again_bytes = 0.0  # that may be written a second time
         self._bounce: tuple[int, int] | None = None
         # Of segments that leave: where frames are copied to, and what from. Both are there for a while.
@@ -174,43 +146,86 @@ class Mover:
 
     # --- reading -----------------------------------------------------------------------------
 
-    def promote(self, space: Space, keys: bytes, coming: int) -> tuple[int, float]:
-        """Begin to read what this prefix needs and memory lacks: how many of the `coming` blocks are to be
-        expected, and in how many milliseconds, as far as can be told."""
+    def promote(
+        self,
+        space: Space,
+        keys: bytes,
+        coming: int,
+        *,
+        request: Request | None = None,
+        urgent: bool = True,
+        within_s: float = PATIENCE_S,
+        recompute_s: float = float("inf"),
+    ) -> tuple[int, float, str]:
+        """Begin to read what this prefix needs and memory lacks, if that is the sooner way to have it: how
+        many of the `coming` blocks are to be expected, in how many milliseconds, and why so."""
         if not self._cold.is_on:
-            return 0, 0.0
+            return 0, 0.0, "off"
+        if request is None:
+            request = (0, (self._tenant, space.number, keys))
+        cold, reads = self._catalog.cold, self._cold.reads
+        said: list[Verdict] = []
+        joined: list[Name] = []
+
+        def accept(survey: Survey) -> bool:
+            fresh: Counter[Link] = Counter()
+            for segment, _, nbytes, *_ in FRAME.iter_unpack(survey.frames):
+                fresh[reads.link_of(segment)] += nbytes
+            joined.extend((self._tenant, one) for one in array("I", survey.joined))
+            verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
+            said.append(verdict)
+            return verdict.load
+
+        room = min(READING_BLOCKS, cold.reading + self._room(space)) - cold.reading
+        limit = cold.reading + max(room // 2, min(room, LEAST_BLOCKS))
         out_of_reach = self._cold.out_of_reach()
-        cold = self._catalog.cold
-        limit = min(READING_BLOCKS, cold.reading + self._pace.room(space.spec.block_bytes))
-        plan = cold.plan_promotion(space, keys, limit, out_of_reach)
+        plan = cold.plan_promotion(space, keys, limit, out_of_reach, accept)
+        if not said:
+            return 0, 0.0, "not_read"
+        if said[0].first:
+            self.verdicts[said[0].why] += 1
+        if not said[0].load:
+            if said[0].first or not reads.planner.eta_s(request):
+                return 0, 0.0, said[0].why
+            # No more, but what was begun for it is on its way.
+            plan = cold.plan_promotion(space, keys, 0, out_of_reach)
+        if plan.ids or said[0].first:
+            self._read(request, plan, joined)
         if plan.ids:
-            self._pace.asked(sum(fields[2] for fields in FRAME.iter_unpack(plan.frames)))
-            self._read(plan)
             self._wake.set()  # others went for these, so others are the coldest now
         elif not plan.joined:
-            return 0, 0.0
-        return max(0, coming - plan.left_out), self._pace.eta_s() * 1000
+            return 0, 0.0, "not_read"
+        eta_ms = max(reads.planner.eta_s(request), said[0].load_s) * 1000
+        return max(0, coming - plan.left_out), eta_ms, said[0].why
 
-    def _read(self, plan: Promotion, first: int = 0) -> None:
-        """Hand these to the disk, from the first on, some at a time."""
-        numbers = array("I", plan.ids)
-        if first and not self._cold.is_on:
-            for at in range(first, len(numbers)):
-                self._have_read(self._wanted(plan, numbers[at], at), errno.ECANCELED)
-            return
-        last = min(first + READ_BLOCKS, len(numbers))
-        self._cold.read(
-            [self._wanted(plan, numbers[at], at) for at in range(first, last)], self._have_read
-        )
-        if last < len(numbers):
-            asyncio.get_running_loop().call_soon(self._read, plan, last)
+    def _read(self, request: Request, plan: Promotion, joined: Sequence[Name] = ()) -> None:
+        """Have these read for a request that was weighed."""
+        blocks = [self._wanted(plan, number, at) for at, number in enumerate(array("I", plan.ids))]
+        self._waiting_bytes += sum(block.payload_bytes for block in blocks)
+        self._cold.reads.add(request, self._tenant, blocks, joined, self._have_read)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for what this request asked for."""
+        self._cold.reads.cancel(request)
+
+    def released(self, request: Request) -> None:
+        """Its lease was released: nobody waits, unless it asks again soon."""
+        self._cold.reads.planner.released(request)
+
+    def session_over(self, session: int) -> None:
+        """Nobody waits for what this session's requests asked for."""
+        self._cold.reads.session_over(session)
+
+    def _room(self, space: Space) -> int:
+        """How many blocks of this space may be asked for on top."""
+        return max(0, (READING_BYTES - self._waiting_bytes) // space.spec.block_bytes)
 
     def _wanted(self, plan: Promotion, number: int, at: int) -> Incoming:
         place = self._place(plan.slots[at * SLOT.size : (at + 1) * SLOT.size])
         return _incoming(number, plan.frames, plan.digests, at, place)
 
     def _have_read(self, block: Incoming, code: int) -> None:
-        self._pace.over(block.payload_bytes, not code)
+        self._waiting_bytes -= block.payload_bytes
         ids, cold = array("I", [block.id]).tobytes(), self._catalog.cold
         if not code:
             cold.promoted(ids)
@@ -257,6 +272,8 @@ class Mover:
     def _plan(self) -> Demotion | None:
         """What to write next, or None."""
         if not self._cold.takes or (left := self._budget.left()) <= 0:
+            return None
+        if not self._cold.may_write(self._tenant):
             return None
         cold = self._catalog.cold
         while self._saved:

@@ -6,6 +6,7 @@ import array
 import errno
 import fcntl
 import logging
+import math
 import os
 import secrets
 import socket
@@ -21,6 +22,7 @@ from kvtier.catalog import Found, LeaseId, SessionId, Space, Watch
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
+from kvtier.planning import COMPUTE, PATIENCE_S
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.warm import Extent
@@ -36,6 +38,8 @@ Lookup = tuple[int, int, bytes]
 NO_LOOKUP: Lookup = (-1, 0, b"")
 LIMIT_SESSION_SPACES = 256
 LIMIT_SESSION_WATCHES = 4
+LIMIT_WAITING = 4096
+LONGEST_WAIT_S = 60.0
 TOKEN_BYTES = 16
 TURN_S = 0.001  # how long one client is served before the others have their turn
 PARKED_PAUSE_S = 0.002
@@ -77,6 +81,9 @@ class Session:
         self._spaces: set[bytes] = set()
         self._watched: set[int] = set()
         self._watching: dict[int, int] = {}  # of spaces, the request that is to be answered
+        self._waiting: dict[
+            LeaseId, int
+        ] = {}  # the requests that wait for more than their leases have
         self._counted: Lookup = NO_LOOKUP
         self._coming: Lookup = NO_LOOKUP  # the last one, if something of it was on its way
         self._promised: tuple[Lookup, int, int] = (
@@ -224,11 +231,11 @@ class Session:
         found = tenant.catalog.match(space, request.keys, count, tenant.brings)
         if count:
             self._counted = lookup
-        coming, eta_ms = _coming(tenant, space, request.keys, found)
+        coming, eta_ms, why = self._bring(tenant, space, request, found)
         if asks:
             self._coming = lookup if coming else NO_LOOKUP
-            self._promise(tenant, space, lookup, found, count)
-        return wire.Matched(request.id, found.ready, coming, eta_ms)
+            self._promise(tenant, space, lookup, found, count, why)
+        return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
         space = tenant.catalog.space(request.space)
@@ -243,16 +250,46 @@ class Session:
             self.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), count, tenant.brings,
         )  # fmt: skip
-        coming, eta_ms = _coming(tenant, space, request.keys, found)
-        self._promise(tenant, space, _lookup(request), found, count)
-        return _loaded(request.id, found, coming, eta_ms)
+        coming, eta_ms, why = self._bring(tenant, space, request, found)
+        self._promise(tenant, space, _lookup(request), found, count, why)
+        if coming and found.lease and request.request:
+            if len(self._waiting) >= LIMIT_WAITING:
+                self._waiting.clear()
+            self._waiting[found.lease] = request.request
+        return _loaded(request.id, found, coming, eta_ms, why)
+
+    def _bring(
+        self, tenant: Tenant, space: Space, request: wire.Match | wire.Load | wire.Prefetch, found: Found
+    ) -> tuple[int, float, str]:  # fmt: skip
+        """Begin to bring what is on disk, if that is the sooner way to have it: how many blocks are to be
+        expected, in how many milliseconds, and why."""
+        if not found.coming:
+            return 0, 0.0, ""
+        if tenant.mover is None:
+            return 0, 0.0, "off"
+        name = (self.id, _lookup(request))
+        if isinstance(request, wire.Prefetch):
+            return tenant.mover.promote(
+                space, request.keys, found.coming, request=name, urgent=False
+            )
+        within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
+        queued_s = max(0, request.queued_ms) / 1000
+        return tenant.mover.promote(
+            space, request.keys, found.coming,
+            request=(self.id, request.request) if request.request else name,
+            within_s=min(within_s, LONGEST_WAIT_S),
+            recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
+        )  # fmt: skip
 
     def _promise(
-        self, tenant: Tenant, space: Space, lookup: Lookup, found: Found, counted: bool
+        self, tenant: Tenant, space: Space, lookup: Lookup, found: Found, counted: bool, why: str
     ) -> None:
         """Note what was counted as coming: as far as it is lost by the time that is asked about again, it was
         a miss."""
         coming = found.coming if tenant.brings else 0
+        if counted and why in COMPUTE:
+            tenant.catalog.count_lost(space, coming, why)
+            coming = 0
         if not counted:
             promised, there, of_it_coming = self._promised
             if promised != lookup:
@@ -269,6 +306,9 @@ class Session:
 
     def _release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
         tenant.catalog.release(self.id, LeaseId(request.lease))
+        waits = self._waiting.pop(LeaseId(request.lease), 0)
+        if waits and tenant.mover is not None:
+            tenant.mover.released((self.id, waits))
         return wire.Done(request.id)
 
     def _reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
@@ -300,6 +340,24 @@ class Session:
         now = self._server.clock()
         blocks = tenant.catalog.pin(space, request.keys, request.ttl_ms / 1000, now)
         return wire.Counted(request.id, blocks)
+
+    def _unpin(self, tenant: Tenant, request: wire.Unpin) -> wire.Reply:
+        self._check_may_write()
+        space = tenant.catalog.space(request.space)
+        return wire.Counted(request.id, tenant.catalog.unpin(space, request.keys))
+
+    def _cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
+        if tenant.mover is not None:
+            tenant.mover.cancel((self.id, request.request))
+        return wire.Done(request.id)
+
+    def _prefill(self, tenant: Tenant, request: wire.Prefill) -> wire.Reply:
+        space = tenant.catalog.space(request.space)
+        fit = (request.token_s, request.context_s)
+        if not (all(map(math.isfinite, fit)) and min(fit) >= 0 and max(fit) > 0):
+            raise Refused("bad_request", f"computing takes {fit} seconds")
+        space.prefill = fit
+        return wire.Done(request.id)
 
     def _hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
         self._check_may_write()
@@ -488,6 +546,8 @@ class Session:
         self._inbox.clear()
         self.parked = 0
         self._server.sessions.discard(self)
+        if self.tenant is not None and self.tenant.mover is not None:
+            self.tenant.mover.session_over(self.id)
         gone = self._farewell or self.peer.gone
         if self.tenant is not None and self.tenant.catalog.end_session(self.id, gone):
             self._server.ghosts.add(self)
@@ -536,19 +596,17 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Watch: Session._watch,
     wire.Stats: Session._stats,
     wire.Ping: Session._ping,
+    wire.Cancel: Session._cancel,
+    wire.Prefill: Session._prefill,
+    wire.Unpin: Session._unpin,
 }
 
 
-def _coming(tenant: Tenant, space: Space, keys: bytes, found: Found) -> tuple[int, float]:
-    """Begin to bring what is on disk: how many blocks are to be expected, and in how many milliseconds."""
-    if not found.coming or tenant.mover is None:
-        return 0, 0.0
-    return tenant.mover.promote(space, keys, found.coming)
-
-
-def _loaded(request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0) -> wire.Loaded:
+def _loaded(
+    request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0, why: str = ""
+) -> wire.Loaded:
     return wire.Loaded(
-        request_id, found.ready, coming, eta_ms, found.lease, found.token, list(found.parts)
+        request_id, found.ready, coming, eta_ms, found.lease, found.token, list(found.parts), why
     )
 
 

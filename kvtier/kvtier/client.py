@@ -142,7 +142,7 @@ class Client:
             changes = [Change(*one) for one in wire.CHANGE.iter_unpack(reply.changes)]
             return Changes(changes, reply.missed)
         if isinstance(reply, wire.Matched):
-            return Match(reply.ready, reply.coming, reply.eta_ms)
+            return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
         return Match(0, 0, 0.0, refused)
 
     def close(self) -> None:

@@ -26,12 +26,14 @@ LARGE_COPY_BYTES = 32 << 20
 
 class Match(msgspec.Struct, frozen=True):
     """How many leading blocks are `ready` in memory, and how many after them are `coming`, in `eta_ms`.
-    `refused` says why, where the daemon would not look."""
+    `refused` says why, where the daemon would not look; `why` is the reason for bringing what is on disk, or
+    for leaving it there (see planning.WHY)."""
 
     ready: int
     coming: int
     eta_ms: float
     refused: str = ""
+    why: str = ""
 
 
 class Pinned(msgspec.Struct, frozen=True):
@@ -93,21 +95,45 @@ class Space:
 
     # --- looking -----------------------------------------------------------------------------
 
-    def match(self, keys: Keys | Sequence[bytes]) -> Match:
-        """How much of this prefix is here; starts the promotion of what is on its way."""
+    def match(
+        self,
+        keys: Keys | Sequence[bytes],
+        *,
+        request: int = 0,
+        within_ms: int = 0,
+        queued_ms: int = 0,
+    ) -> Match:
+        """How much of this prefix is here; starts to bring what is on disk, if that is expected before it is
+        computed again.
+
+        `request`: a number of the caller's for who waits: asking again by it asks nothing new, and `cancel`
+        ends it. `within_ms`: how long it waits at most; `queued_ms`: how long it has to wait anyway.
+        """
         packed = Keys.of(keys).packed
-        reply = self.link.ask(wire.Match(self.link.new_id(), self.index, packed), wire.Matched)
-        return Match(reply.ready, reply.coming, reply.eta_ms)
+        asked = wire.Match(
+            self.link.new_id(), self.index, packed, request, within_ms, queued_ms
+        )  # fmt: skip
+        reply = self.link.ask(asked, wire.Matched)
+        return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
         """Match for its effect: these blocks will be wanted soon."""
         packed = Keys.of(keys).packed
         reply = self.link.ask(wire.Prefetch(self.link.new_id(), self.index, packed), wire.Matched)
-        return Match(reply.ready, reply.coming, reply.eta_ms)
+        return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
         """Send a match and return its ticket at once; `client.poll()` has the answer later."""
         return self.link.tell(wire.Match(self.link.new_id(), self.index, Keys.of(keys).packed))
+
+    def cancel(self, request: int) -> None:
+        """Nobody waits any more for what was asked for by this number. Not waited for."""
+        self.link.tell(wire.Cancel(0, request))
+
+    def prefill(self, token_s: float, context_s: float = 0.0) -> None:
+        """Say what computing takes here: `token_s` for each token, and `context_s` more for each one that is
+        before it. The daemon compares loads with it, for all who use this space. Not waited for."""
+        self.link.tell(wire.Prefill(0, self.index, token_s, context_s))
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -188,19 +214,33 @@ class Space:
         keys: Keys | Sequence[bytes],
         deadline_ms: int = 500,
         shards: Sequence[int] = (0,),
+        *,
+        request: int = 0,
+        within_ms: int = 0,
+        queued_ms: int = 0,
     ) -> int:
-        """Send a lease request and return its ticket at once; `client.poll()` has the Lease later."""
-        request = self._lease_request(keys, deadline_ms, shards)
-        return self.link.tell(request)
+        """Send a lease request and return its ticket at once; `client.poll()` has the Lease later. Who waits,
+        and how long, is said as in `match`."""
+        asked = self._lease_request(keys, deadline_ms, shards, request, within_ms, queued_ms)
+        return self.link.tell(asked)
 
     def _lease_request(
-        self, keys: Keys | Sequence[bytes], deadline_ms: int, shards: Sequence[int]
+        self,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int,
+        shards: Sequence[int],
+        request: int = 0,
+        within_ms: int = 0,
+        queued_ms: int = 0,
     ) -> wire.Load:
         packed, most = Keys.of(keys).packed, max(group.shards for group in self.spec.cache_groups)
         for shard in shards:
             if not 0 <= shard < most:
                 raise ValueError(f"the space has no shard {shard}: its groups have up to {most}")
-        return wire.Load(self.link.new_id(), self.index, packed, deadline_ms, list(shards))
+        return wire.Load(
+            self.link.new_id(), self.index, packed, deadline_ms, list(shards), request, within_ms,
+            queued_ms,
+        )  # fmt: skip
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -257,6 +297,13 @@ class Space:
         """Ask for what comes to this space and goes, from the first time on; returns a ticket at once, and
         `client.poll()` has the Changes when there are some. Then ask again: until then so many are kept."""
         return self.link.tell(wire.Watch(self.link.new_id(), self.index))
+
+    def unpin(self, keys: Keys | Sequence[bytes]) -> int:
+        """End the pins that hold nothing but blocks of this prefix; how many blocks they held."""
+        packed = Keys.of(keys).packed
+        return self.link.ask(
+            wire.Unpin(self.link.new_id(), self.index, packed), wire.Counted
+        ).blocks
 
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
         """Say how much these blocks matter, 0 (may go first) to 1; how many of them are here."""

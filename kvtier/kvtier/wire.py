@@ -72,19 +72,30 @@ class Open(Message, tag=2):
 
 
 class Match(Message, tag=3):
-    """How much of this prefix is here. Starts its promotion."""
+    """How much of this prefix is here. Starts its promotion.
+
+    `request`: the client's own number for who waits, by which it asks again and cancels; 0 is none.
+    `within_ms`: how long it waits at most, and `queued_ms` how long it would have to anyway; 0: not said.
+    """
 
     space: int
     keys: bytes
+    request: int = 0
+    within_ms: int = 0
+    queued_ms: int = 0
 
 
 class Load(Message, tag=4):
-    """Match, and hold what is ready until released or the deadline. `shards`: whose slots to tell."""
+    """Match, and hold what is ready until released or the deadline. `shards`: whose slots to tell. The rest
+    as in `Match`."""
 
     space: int
     keys: bytes
     deadline_ms: int
     shards: list[int]
+    request: int = 0
+    within_ms: int = 0
+    queued_ms: int = 0
 
 
 class Adopt(Message, tag=5):
@@ -162,6 +173,34 @@ class Bye(Message, tag=16):
     """The client closes and promises that nothing of it still touches a slot."""
 
 
+class Cancel(Message, tag=18):
+    """Nobody waits any more for what this session's request of that number asked for."""
+
+    request: int
+
+
+class Prefill(Message, tag=19):
+    """What computing takes in this space: so long for each token, and so much more for each before it."""
+
+    space: int
+    token_s: float
+    context_s: float
+
+
+class Unpin(Message, tag=20):
+    """End the pins that hold nothing but blocks of this prefix."""
+
+    space: int
+    keys: bytes
+
+
+class Explain(Message, tag=21):
+    """Why these keys, or those of the lookup of that number, are here or not; neither: the last lookups."""
+
+    lookup: int = 0
+    keys: bytes = b""
+
+
 # --- what the daemon answers --------------------------------------------------------------------
 
 
@@ -181,9 +220,12 @@ class Opened(Message, tag=33):
 
 
 class Matched(Message, tag=34):
+    """`why` says why what is on disk is brought, or is not (see planning.WHY)."""
+
     ready: int
     coming: int
     eta_ms: float
+    why: str = ""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -202,6 +244,7 @@ class Loaded(Message, tag=35):
     lease: int
     token: bytes
     parts: list[Part]
+    why: str = ""
 
 
 class Reserved(Message, tag=36):
@@ -253,7 +296,8 @@ class GoingDown(Message, tag=65):
 
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
-    | Prefetch | Pin | Hint | Forget | Stats | Ping | Watch | Bye
+    | Prefetch | Pin | Hint | Forget | Stats | Ping | Watch | Bye | Cancel | Prefill | Unpin
+    | Explain
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed

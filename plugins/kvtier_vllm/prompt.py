@@ -42,6 +42,7 @@ class Prompt:
     keys: Keys | None = None
     session: Session | None = None  # of whose keys, ticket and lease
     ticket: int = 0
+    number: int = 0  # by which the daemon knows it
     asked_at: float = 0.0
     lease: Lease | None = None
     leased_at: float = 0.0

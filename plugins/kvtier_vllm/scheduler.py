@@ -73,6 +73,8 @@ class SchedulerSide:
         self._line: Line | None = None
         self._spec = b""
         self._forecast = Forecast()
+        self._told = (0.0, 0.0)
+        self._told_to: Session | None = None
         self._adapters = Adapters()
         self._generation = b""
         self._prompts: dict[str, Prompt] = {}
@@ -226,6 +228,7 @@ class SchedulerSide:
             prompt = Prompt(
                 request, extras or b"", named and may_load, named and may_save,
                 wishes.pin_s if named else 0.0,
+                number=self._number(),
             )  # fmt: skip
             self._prompts[request.request_id] = prompt
         return prompt
@@ -265,13 +268,35 @@ class SchedulerSide:
         if self._tickets_of is not session:
             self._tickets, self._tickets_of = {}, session
         try:
-            ticket = session.space.begin_lease(keys[:count], self._options.lease_ms, shards)
+            self._tell_prefill(session)
+            ticket = session.space.begin_lease(
+                keys[:count], self._options.lease_ms, shards,
+                request=prompt.number, within_ms=self._options.patience_ms,
+            )  # fmt: skip
         except KvtierError as error:
             self._lost(session, error)
             return
         prompt.ticket, prompt.asked_at = ticket, self._clock()
         self.timelines.mark(prompt.request.request_id, "asked")
         self._tickets[ticket] = prompt.request.request_id
+
+    def _tell_prefill(self, session: Session) -> None:
+        """Have the daemon know what computing takes, each time that this has changed by a tenth."""
+        fit = self._forecast.prefill
+        told = self._told if self._told_to is session else (0.0, 0.0)
+        if any(abs(now - was) > 0.1 * was for now, was in zip(fit, told, strict=True)):
+            session.space.prefill(*fit)
+            self._told, self._told_to = fit, session
+
+    def _cancel(self, prompt: Prompt) -> None:
+        """Nobody waits for this prompt's blocks any more."""
+        session = self._session()
+        if session is None or prompt.session is not session:
+            return
+        try:
+            session.space.cancel(prompt.number)
+        except KvtierError as error:
+            self._lost(session, error)
 
     def _forget_lease(self, prompt: Prompt) -> None:
         if prompt.ticket:
@@ -556,8 +581,11 @@ class SchedulerSide:
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return
+        waits = prompt.ticket or (prompt.lease is not None and prompt.lease.coming)
         self._forget_lease(prompt)
         self.timelines.finished(request.request_id)
+        if waits:
+            self._cancel(prompt)
         self._saves.finished(prompt)
 
     def new_generation(self) -> None:

@@ -14,7 +14,8 @@ from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.policy.base import make
 from kvtier_daemon import mover as mover_module
-from kvtier_daemon.mover import Budget, Mover, Pace
+from kvtier_daemon.mover import Budget, Mover
+from kvtier_daemon.tiers import reads as reads_module
 from kvtier_daemon.tiers.cold import Incoming, Read
 from kvtier_daemon.tiers.shelf import Outgoing, Wrote
 from kvtier_kernels import Store
@@ -100,7 +101,7 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
 ) -> None:
     """As long as it takes, nobody else is served."""
     monkeypatch.setattr(mover_module, "WRITE_BLOCKS", 8)
-    monkeypatch.setattr(mover_module, "READ_BLOCKS", 8)
+    monkeypatch.setattr(reads_module, "READ_BLOCKS", 8)
     handed: Counter[str] = Counter()
 
     async def moves(through: bool) -> None:
@@ -148,25 +149,3 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-
-def test_how_long_reads_take_is_told_by_how_fast_all_of_them_were() -> None:
-    now = 0.0
-    pace = Pace(lambda: now)
-    assert pace.eta_s() == 0
-    for seconds in (8, 2, 2, 2, 2, 2, 2):  # side by side: all of them come at last
-        for _ in range(8):
-            pace.asked(100)
-        now += seconds
-        for _ in range(8):
-            pace.over(100, True)
-        now += 100  # nobody asks
-    pace.asked(400)
-    assert 1 <= pace.eta_s() <= 1.1
-    for _ in range(20):  # the disk has become slow
-        pace.asked(100)
-        now += 10
-        pace.over(100, True)
-    assert 35 <= pace.eta_s() <= 40
-    pace.over(400, False)
-    assert pace.eta_s() == 0

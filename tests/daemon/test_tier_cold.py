@@ -108,7 +108,9 @@ class Cold:
         if not promoting:
             return b""
         cold.reading += 1
-        self.mover._read(Promotion(promoting, store.slots(promoting), *store.frames(promoting)))
+        plan = Promotion(promoting, store.slots(promoting), *store.frames(promoting))
+        self.mover._cold.reads.weigh((0, 0), {}, (), True, 5.0, float("inf"))
+        self.mover._read((0, 0), plan)
         self._until(lambda: not cold.reading)
         return store.present(space.index, identity.group, identity.shard, identity.key)
 

@@ -45,13 +45,18 @@ def test_framer_yields_what_came_before_a_bad_length() -> None:
 
 def test_messages_are_plain_msgpack_arrays() -> None:
     (body,) = bodies(wire.encode(wire.Match(7, 3, b"k" * 32)))
-    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32]
+    assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32, 0, 0, 0]
 
 
 EXAMPLES = [
     wire.Hello(1, b"s" * 32, "me"),
     wire.Match(2, 0, b""),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1]),
+    wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30),
+    wire.Cancel(0, 17),
+    wire.Prefill(0, 2, 1e-5, 2.5e-9),
+    wire.Unpin(4, 1, b"k" * 32),
+    wire.Explain(4, 0, b"k" * 32),
     wire.Adopt(4, b"t" * 16, [0]),
     wire.Release(0, 9),
     wire.Reserve(5, 0, 0, 0, b"", b"k" * 32),

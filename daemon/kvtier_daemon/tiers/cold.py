@@ -29,6 +29,7 @@ from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.drive import BENIGN, HANGS_S, Drive, Over, anonymous
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
+from kvtier_daemon.tiers.reads import Reads
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Outgoing, Shelf, Wrote
 from kvtier_daemon.tiers.volume import Volume, space_key
@@ -93,6 +94,7 @@ class ColdTier:
         # By epoch and page: frames that could not be read, and how much else had been by then.
         self._doubted: dict[tuple[int, int], int] = {}
         self._turn = 0
+        self.reads = Reads(loop, self, clock)
         self._looks_at = clock() + LOOK_S
         self._closing = False
         with contextlib.ExitStack() as undo:
@@ -195,6 +197,7 @@ class ColdTier:
 
     def tend(self) -> None:
         """What has to be looked at now and then."""
+        self.reads.tend()
         for drive in self.drives:
             drive.tend()
         if self._clock() >= self._looks_at and not self._closing:
@@ -383,8 +386,19 @@ class ColdTier:
             shelf = shelves[self._turn % len(shelves)]
             known = all(self._is_described(shelf.volume, tenant, space) for space in spaces)
             if known and shelf.drive.writes.is_on and (count := shelf.write(blocks, done)):
+                nbytes = sum(block.spec.group_block_bytes(block.group) for block in blocks[:count])
+                self.reads.planner.wrote(shelf.drive.link, nbytes)
                 return count
         return 0
+
+    def may_write(self, tenant: str) -> bool:
+        """Whether a write may go to one of the disks now: urgent reads are before it."""
+        may = self.reads.planner.may_write
+        return any(may(shelf.drive.link) for shelf in self.shelves[tenant])
+
+    def drive_of(self, segment: int) -> Drive:
+        """The worker that reads this segment."""
+        return self._numbering.shelves[segment].drive
 
     def fits(self, tenant: str, block: Outgoing) -> bool:
         """Whether a segment can have such a block at all."""

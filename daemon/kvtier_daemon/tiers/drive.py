@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.codec.frame import PAGE
+from kvtier.planning import Link
 from kvtier_kernels import Disk, Mapping
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Drive:
         clock: Callable[[], float],
     ) -> None:
         self.reads, self.writes = Lane(f"reading {name}", clock), Lane(f"writing {name}", clock)
+        self.link = Link(clock)
         self.faults = 0
         self.short = ""  # why there are no more files
         self.elsewhere = ""  # where the directory is not what it was any more

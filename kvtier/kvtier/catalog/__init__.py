@@ -175,6 +175,15 @@ class Catalog:
         space.check_keys(keys)
         return self._reading.pin(space, keys, ttl_s, now)
 
+    def unpin(self, space: Space, keys: bytes) -> int:
+        """End the pins that hold nothing but blocks of this prefix; how many blocks they held."""
+        space.check_keys(keys)
+        return self._reading.unpin(space, keys)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._reading.pinned_bytes
+
     def hint(self, space: Space, keys: bytes, importance: float) -> int:
         """Tell the policy how much these blocks matter, 0 (gone first) to 1."""
         ids = self._resident(space, keys)
@@ -266,13 +275,13 @@ class Catalog:
         if found < blocks:
             self.miss_tokens[self._why_missing(space, keys, found)] += (blocks - found) * tokens
 
-    def count_lost(self, space: Space, blocks: int) -> None:
+    def count_lost(self, space: Space, blocks: int, why: str = "not_read") -> None:
         """So many blocks that were counted as coming will not come."""
         if not blocks:
             return
         tokens = blocks * space.spec.block_tokens
         self.hit_tokens["cold"] -= tokens
-        self.miss_tokens["not_read"] += tokens
+        self.miss_tokens[why] += tokens
 
     def _why_missing(self, space: Space, keys: bytes, at: int) -> str:
         """Why the prefix ends at block `at`: the worst state that this block has in any part."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from itertools import compress, islice
 
@@ -45,6 +45,14 @@ class Promotion:
     digests: bytes = b""
     joined: bytes = b""
     left_out: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Survey:
+    """What a promotion would read, by its frames, and the ids of what is being read already."""
+
+    frames: bytes
+    joined: bytes
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,8 +120,10 @@ class Cold:
         keys: bytes,
         limit_blocks: int,
         out_of_reach: Set[int] = frozenset(),
+        accept: Callable[[Survey], bool] | None = None,
     ) -> Promotion:
-        """Take slots for what a match of these keys would need from the disk.
+        """Take slots for what a match of these keys would need from the disk, if `accept` agrees; it is asked
+        where there is something to read or to wait for.
 
         Of a prefix that would put more than `limit_blocks` in flight, or that needs something of the
         segments that are `out_of_reach`, a shorter one. Never evicts a block of this very chain. A block
@@ -131,6 +141,11 @@ class Cold:
         limit_blocks = max(0, limit_blocks - self.reading)
         prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
         moving = any(cold for _, _, cold, _ in wanted)
+        if accept is not None and wanted:
+            there = b"".join(cold for _, _, cold, _ in wanted)
+            on_its_way = b"".join(promoting for _, _, _, promoting in wanted)
+            if (there or on_its_way) and not accept(Survey(store.frames(there)[0], on_its_way)):
+                return Promotion(left_out=asked)
         here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
         ids, joined = b"", b""
         self._blocks.lease(here)

@@ -219,6 +219,22 @@ class Reading:
             self._end(self._of[lease_id])
         return blocks
 
+    def unpin(self, space: Space, keys: bytes) -> int:
+        """End the pins that hold nothing but blocks of this prefix; how many blocks they held."""
+        if space.index < 0:
+            return 0
+        prefix = set(array("I", self._blocks.store.resident(space.index, keys)))
+        ended = self._pins_that(prefix.issuperset)
+        blocks = sum(self._of[lease_id].prefix_blocks for lease_id in ended)
+        for lease_id in ended:
+            self._end(self._of[lease_id])
+        return blocks
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What pins keep of the arena."""
+        return sum(pin.nbytes for pin in self._pins.values())
+
     def unpin_forgotten(self) -> None:
         """End the pins that hold a block which is READY no more: forgetting outweighs keeping."""
         ready = self._blocks.store.ready

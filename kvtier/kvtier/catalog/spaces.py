@@ -11,6 +11,7 @@ from kvtier.catalog.leases import SessionId
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KINDS, KvSpec
+from kvtier.planning.recompute import predict
 from kvtier.wire import LIMIT_KEYS, LIMIT_LOOKS
 from kvtier_kernels import Store
 
@@ -34,6 +35,14 @@ class Space:
     users: set[SessionId] = field(default_factory=set)
     index: int = -1
     watches: dict[SessionId, Watch] = field(default_factory=dict)
+    prefill: tuple[float, float] | None = None  # seconds a token, and for each token before it
+
+    def recompute_s(self, blocks: int, before: int) -> float:
+        """What computing so many blocks takes after others; without limit where nobody has said."""
+        if self.prefill is None:
+            return float("inf")
+        tokens = self.spec.block_tokens
+        return predict(self.prefill, blocks * tokens, before * tokens)
 
     @property
     def reach(self) -> int:

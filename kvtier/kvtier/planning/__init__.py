@@ -21,9 +21,20 @@ from itertools import count
 from kvtier.planning.links import Link
 from kvtier.planning.recompute import Recompute, predict
 
-__all__ = ["LIMIT_ASKS", "WHY", "Link", "Planner", "Recompute", "Verdict", "predict"]
+__all__ = [
+    "COMPUTE",
+    "LIMIT_ASKS",
+    "LIMIT_WAITS",
+    "PATIENCE_S",
+    "WHY",
+    "Link",
+    "Planner",
+    "Recompute",
+    "Verdict",
+    "predict",
+]
 
-LIMIT_ASKS = 1024
+LIMIT_ASKS = 2048
 LIMIT_WAITS = 65_536
 PATIENCE_S = 5.0  # of who does not say how long it waits
 EACH_S = 8.0  # and its place is that of one who has so many times what its load takes alone
@@ -46,7 +57,7 @@ WHY = (
     "late",  # the load was begun, and its time is over
     "too_many",  # requests wait already
 )
-LOADS = frozenset(WHY[:4])
+LOADS, COMPUTE = frozenset(WHY[:4]), frozenset(WHY[4:])
 Place = tuple[bool, float, int]
 
 
@@ -287,6 +298,10 @@ class Planner:
         ask = self._asks.get(name)
         return self._finish_s(ask) if ask is not None else 0.0
 
+    def knows(self, name: Hashable) -> bool:
+        """Whether this request waits, or what was said of it is remembered."""
+        return name in self._asks
+
     def bytes_of(self, block: Hashable) -> int:
         """What the read of this block brings."""
         return self._reads[block].nbytes
@@ -344,10 +359,10 @@ class Planner:
 
     # --- reading -----------------------------------------------------------------------------
 
-    def take(self, link: Link) -> list[Hashable]:
+    def take(self, link: Link, most: int = 1 << 31) -> list[Hashable]:
         """What is to be handed to this disk now, in order; each is to be told of by `over`."""
-        taken = []
-        while link.has_room():
+        taken: list[Hashable] = []
+        while len(taken) < most and link.has_room():
             urgent, side = self._head(link, True), self._head(link, False)
             if urgent is None or (side is not None and link.spend_prefetch(side.nbytes)):
                 urgent = side
