@@ -72,7 +72,7 @@ class App:
                 name,
                 secrets[name],
                 quota,
-                Catalog(Store(), make(config.warm.policy)),
+                Catalog(Store(), make(config.warm.policy), config.history_bytes // len(quotas)),
             )
             for name, quota in quotas.items()
         }
@@ -143,7 +143,7 @@ class App:
         for name, tenant in self.tenants.items():
             tenant.mover = Mover(
                 name, tenant.catalog, tier, tenant.quota_bytes, through=cold.write == "through",
-                daily_bytes=int(cold.daily_bytes * shares[name]),
+                daily_bytes=int(cold.daily_bytes * shares[name]), admission=cold.admission,
             )  # fmt: skip
         catalogs = {name: tenant.catalog for name, tenant in self.tenants.items()}
         self._scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
@@ -278,6 +278,8 @@ class App:
             "bytes": _sum(mover.bytes for mover in movers),
             "day_bytes": sum(mover.day_bytes for mover in movers),
             "day_limit_bytes": int(self.config.cold.daily_bytes * share),
+            "loads": _sum(mover.verdicts for mover in movers),
+            "unwritten": _sum(tenant.catalog.blocks.unwritten for tenant in tenants),
             "not_read": _sum(tenant.catalog.cold.failed for tenant in tenants),
             "reading": sum(tenant.catalog.cold.reading for tenant in tenants),
             "writing": sum(tenant.catalog.cold.writing for tenant in tenants),
@@ -333,6 +335,7 @@ class App:
                 "saved": sum(catalog.saved_bytes for catalog in catalogs),
                 "loaded": sum(catalog.loaded_bytes for catalog in catalogs),
             },
+            "notes_bytes": sum(catalog.notes_bytes for catalog in catalogs),
             "catalog_bytes": sum(catalog.memory_bytes() for catalog in catalogs),
             "sessions": sum(sessions[each.name] for each in tenants),
             "failures": dict(self._server.failures) if tenant is None else {},
@@ -344,6 +347,7 @@ class App:
                     "spaces": each.catalog.spaces,
                     "sessions": sessions[each.name],
                     "leases": each.catalog.leases,
+                    "pinned_bytes": each.catalog.pinned_bytes,
                 }
                 for each, count in zip(tenants, counts, strict=True)
             },

@@ -47,6 +47,7 @@ class Cold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     codec: Annotated[str, values.CODEC] = "raw"
     write: Annotated[str, values.WRITE] = "back"
     engine: Annotated[str, values.ENGINE] = "auto"
+    admission: Annotated[str, values.ADMISSION] = "auto"
     daily_bytes: Annotated[int, values.BUDGET] = msgspec.field(name="daily_writes", default=0)
     scrub_bytes: Annotated[int, values.RATE] = msgspec.field(name="scrub", default=16 * MIB)
 
@@ -67,6 +68,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     state: Annotated[Path, values.PATH]
     log_level: Annotated[str, values.LEVEL] = "info"
     max_clients: Annotated[int, values.CLIENTS] = 256
+    history_bytes: Annotated[int, values.SIZE] = msgspec.field(name="history", default=MIB)
     warm: Warm
     cold: Cold | None
     tenants: dict[str, Tenant]
@@ -199,6 +201,8 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> Loaded:
 
     warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
     top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
+    if "history" in top:
+        top["history_bytes"] = top.pop("history")
     warm.pop("size")
     warm.pop("extent", None)
     config = Config(

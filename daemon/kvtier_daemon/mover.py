@@ -21,6 +21,7 @@ from kvtier.catalog import Catalog, Space
 from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion, Promotion, Rescue, Survey
 from kvtier.catalog.cold import Outgoing as Described
+from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
 from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.planning import PATIENCE_S, WHY, Link, Verdict
 from kvtier.wire import DIGEST_BYTES
@@ -55,6 +56,7 @@ LIMIT_SAVED = 4096  # commits that wait to be written through
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
 BRING_AWAY_S = 3.0  # that writes wait for what goes before them
 DAMAGED = (errno.EBADMSG, errno.ENODATA)
+SCARCE = 1 / 2  # of an hour's budget
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 
@@ -69,6 +71,15 @@ class Budget:
         self._left = self._most
         self._at = clock()
         self._hours: deque[tuple[int, int]] = deque()  # number of the hour, bytes
+
+    @property
+    def is_limited(self) -> bool:
+        return self._rate > 0
+
+    @property
+    def scarce(self) -> float:
+        """With fewer bytes left than this, not everything should be written."""
+        return self._most * SCARCE
 
     def left(self) -> float:
         """How many bytes may be written now."""
@@ -107,6 +118,7 @@ class Mover:
         *,
         through: bool = False,
         daily_bytes: int = 0,
+        admission: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
@@ -119,6 +131,10 @@ class Mover:
         self._catalog = catalog
         self._cold = cold
         self._through = through
+        self._admission = admission
+        if admission == "second-touch" or (admission == "auto" and daily_bytes):
+            catalog.blocks.admission.turn_on()
+        catalog.blocks.keeps_back = LATE
         self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
         self._budget = Budget(daily_bytes, clock)
         self._leaving: asyncio.Queue[tuple[Shelf, Segment]] = asyncio.Queue()
@@ -271,7 +287,9 @@ class Mover:
 
     def _plan(self) -> Demotion | None:
         """What to write next, or None."""
-        if not self._cold.takes or (left := self._budget.left()) <= 0:
+        left = self._budget.left()
+        self._gate(left)
+        if not self._cold.takes or left <= 0:
             return None
         if not self._cold.may_write(self._tenant):
             return None
@@ -285,6 +303,20 @@ class Mover:
                 return plan
         plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes, WRITE_BLOCKS)
         return plan if plan.ids else None
+
+    def _gate(self, left: float) -> None:
+        """Say why what is evicted now without a frame has none, and whether everything may be written."""
+        blocks = self._catalog.blocks
+        shut = self._admission == "second-touch" or (
+            self._admission == "auto" and self._budget.is_limited and left < self._budget.scarce
+        )
+        blocks.admission.shut = shut
+        if not self._cold.takes:
+            blocks.keeps_back = OFF
+        elif left <= 0:
+            blocks.keeps_back = BUDGET
+        else:
+            blocks.keeps_back = ONCE if shut else LATE
 
     async def _write(self, plan: Demotion) -> tuple[bytes, bool]:
         """Write these, as far as there is a place for them; the ids of those for which there was none, and
@@ -301,6 +333,7 @@ class Mover:
         unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
         if unfit:
             log.debug("cold: %d blocks are too large for a segment", len(unfit))
+            self._catalog.blocks.unwritten["too_large"] += len(unfit)
             cold.not_demoted(_ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
         wrote = False

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 import kvtier
 from kvtier import wire
 from kvtier.catalog import Found, LeaseId, SessionId, Space, Watch
@@ -23,6 +25,7 @@ from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier.planning import COMPUTE, PATIENCE_S
+from kvtier_daemon.explaining import explain
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.warm import Extent
@@ -234,7 +237,7 @@ class Session:
         coming, eta_ms, why = self._bring(tenant, space, request, found)
         if asks:
             self._coming = lookup if coming else NO_LOOKUP
-            self._promise(tenant, space, lookup, found, count, why)
+            self._promise(tenant, space, request.keys, lookup, found, count, why)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
@@ -251,7 +254,7 @@ class Session:
             self._server.clock(), count, tenant.brings,
         )  # fmt: skip
         coming, eta_ms, why = self._bring(tenant, space, request, found)
-        self._promise(tenant, space, _lookup(request), found, count, why)
+        self._promise(tenant, space, request.keys, _lookup(request), found, count, why)
         if coming and found.lease and request.request:
             if len(self._waiting) >= LIMIT_WAITING:
                 self._waiting.clear()
@@ -282,7 +285,14 @@ class Session:
         )  # fmt: skip
 
     def _promise(
-        self, tenant: Tenant, space: Space, lookup: Lookup, found: Found, counted: bool, why: str
+        self,
+        tenant: Tenant,
+        space: Space,
+        keys: bytes,
+        lookup: Lookup,
+        found: Found,
+        counted: bool,
+        why: str,
     ) -> None:
         """Note what was counted as coming: as far as it is lost by the time that is asked about again, it was
         a miss."""
@@ -290,6 +300,8 @@ class Session:
         if counted and why in COMPUTE:
             tenant.catalog.count_lost(space, coming, why)
             coming = 0
+        if counted:
+            self._note_lookup(tenant, space, keys, found, coming, why)
         if not counted:
             promised, there, of_it_coming = self._promised
             if promised != lookup:
@@ -298,6 +310,25 @@ class Session:
                 space, max(0, min(there - found.ready - coming, of_it_coming))
             )
         self._promised = lookup, found.ready + coming, coming
+
+    def _note_lookup(
+        self, tenant: Tenant, space: Space, keys: bytes, found: Found, coming: int, why: str
+    ) -> None:
+        """Remember what was answered, for whoever wants to know why."""
+        got = found.ready + coming
+        missing = keys[got * KEY_BYTES : (got + 1) * KEY_BYTES]
+        reason = "" if not missing else why if why in COMPUTE else tenant.catalog.last_miss or why
+        tenant.catalog.lookups.note(
+            self._server.clock(), self.name, space.number, len(keys) // KEY_BYTES, found.ready,
+            coming, reason, missing,
+        )  # fmt: skip
+
+    def _explain(self, tenant: Tenant, request: wire.Explain) -> wire.Reply:
+        told = explain(
+            tenant.catalog, request.lookup, request.keys, self._server.clock(), tenant.brings
+        )
+        fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in told.items()}
+        return wire.Report(request.id, fields)
 
     def _adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_shards(request.shards)
@@ -599,6 +630,7 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Cancel: Session._cancel,
     wire.Prefill: Session._prefill,
     wire.Unpin: Session._unpin,
+    wire.Explain: Session._explain,
 }
 
 

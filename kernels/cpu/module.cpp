@@ -13,6 +13,7 @@ void bind_frame(nb::module_& m);
 void bind_codec(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_notes(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "kvtier's native parts: copies, names, mappings, disks and the catalog's store.";
@@ -29,4 +30,5 @@ NB_MODULE(_native, m) {
     bind_codec(m);
     bind_policy(m);
     bind_store(m);
+    bind_notes(m);
 }

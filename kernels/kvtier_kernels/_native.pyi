@@ -323,6 +323,24 @@ class Lru:
     def __len__(self) -> int: ...
     def memory_bytes(self) -> int: ...
 
+class Notes:
+    """What was last noted of blocks, by 64 bits of their keys, in memory of a fixed size: 16 bytes a note.
+    Where there is no room, an older one of a few goes."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    def note(self, keys: bytes, code: int, now: int, before: bytes = b"", also: int = 0) -> None:
+        """Notes `code`, 1 to 255, of each key; where the last note was one of the codes in `before`, that
+        code with the bits `also` instead."""
+
+    def codes(self, keys: bytes) -> bytes:
+        """The last note of each key; 0 for none."""
+
+    def of(self, key: bytes) -> tuple[int, int]:
+        """The last note of one key, and when it was made."""
+
+    def __len__(self) -> int: ...
+    def memory_bytes(self) -> int: ...
+
 class Store:
     def __init__(self, ghosts: int = 65536) -> None: ...
     def add_extent(self, nbytes: int, generations: Buffer) -> int: ...

@@ -94,6 +94,12 @@ class Client:
         report = self.link.ask(wire.Stats(self.link.new_id()), wire.Report)
         return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
 
+    def explain(self, lookup: int = 0, keys: bytes = b"") -> dict[str, Any]:
+        """What `kvtier explain --json` prints: of a lookup, of keys, or the last lookups."""
+        asked = wire.Explain(self.link.new_id(), lookup, keys)
+        report = self.link.ask(asked, wire.Report)
+        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+
     def ping(self) -> None:
         """Ask for nothing and wait for the answer."""
         self.link.ask(wire.Ping(self.link.new_id()), wire.Done)

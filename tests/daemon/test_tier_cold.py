@@ -95,7 +95,7 @@ class Cold:
 
     def _evict(self, space: Space) -> None:
         """Everything that nobody holds leaves memory."""
-        self._catalog._blocks.make_room(space.index, 0, SLOTS)
+        self._catalog.blocks.make_room(space.index, 0, SLOTS)
 
     def _bring(self, identity: Identity) -> bytes:
         """Its id, once it was read from the disk; empty if it is nowhere."""
@@ -150,7 +150,7 @@ class Cold:
         self._catalog.release(ME, self._held.pop(identity))
 
     def forget(self, identity: Identity) -> None:
-        self._catalog._blocks.forget(self._ids(identity))
+        self._catalog.blocks.forget(self._ids(identity))
         self.mover.bury()
 
     def used_bytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvtier.errors import KvtierError, Unavailable
-from kvtier_daemon.cli import demo, fsck, serve, status
+from kvtier_daemon.cli import demo, explain, fsck, serve, status
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.demo)
+app.command("explain")(explain.explain)
 app.command("fsck")(fsck.fsck)
 app.command("serve")(serve.serve)
 app.command("status")(status.status)

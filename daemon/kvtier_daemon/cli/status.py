@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
+
+    from kvtier import Client
 
 BAR_CELLS = 24
 
@@ -40,12 +43,19 @@ def status(
 
 
 def _ask(path: Path) -> Mapping[str, Any]:
+    with connected(path, "status") as client:
+        return client.stats()
+
+
+@contextmanager
+def connected(path: Path, name: str) -> Iterator[Client]:
+    """A client of the daemon at `path`; where none answers, Unavailable says what to do."""
     from kvtier import Client
     from kvtier.errors import Unavailable
 
     try:
-        with Client.connect(str(path), populate=False, name="status") as client:
-            return client.stats()
+        with Client.connect(str(path), populate=False, name=name) as client:
+            yield client
     except Unavailable as error:
         raise Unavailable(_why(path, error)) from error
 
@@ -204,6 +214,8 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
         "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
+        "cold loads": [f"{why} {n:,}" for why, n in _falling(cold.get("loads", {}))],
+        "cold not written": [f"{why} {n:,}" for why, n in _falling(cold.get("unwritten", {}))],
         "cold not read": [f"{why} {n:,}" for why, n in _falling(cold.get("not_read", {}))],
         "cold scrub": [
             f"{format_bytes(rate)}/s, {looked}",

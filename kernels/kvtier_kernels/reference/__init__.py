@@ -17,12 +17,14 @@ from kvtier_kernels.reference.blocks import (
 from kvtier_kernels.reference.codec import decode_part, encode_parts, split_planes
 from kvtier_kernels.reference.disk import OPERATION, Disk
 from kvtier_kernels.reference.names import chain_hashes, chain_keys
+from kvtier_kernels.reference.notes import Notes
 from kvtier_kernels.reference.xxh3 import xxh3_128
 
 __all__ = [
     "OPERATION",
     "SLOT",
     "Disk",
+    "Notes",
     "Pieces",
     "blake3",
     "chain_hashes",

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
 from kvtier.catalog.changes import Changes, Watch
 from kvtier.catalog.cold import COLD, PROMOTING, Cold
+from kvtier.catalog.departures import NOTES_BYTES, Departures, Lookups, near
 from kvtier.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier.catalog.reading import Reading
 from kvtier.catalog.spaces import Space, Spaces
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvtier_kernels._native import Counts
 
 LIMIT_LEASE_S = 3600.0
+WHERE = ("in_memory", "coming", "on_disk", "in_progress", "incomplete")
 
 __all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space", "Watch"]
 
@@ -50,19 +52,21 @@ class Found:
 class Catalog:
     """Everything of one tenant. Another tenant has another catalog, so nothing crosses."""
 
-    def __init__(self, store: Store, policy: Policy) -> None:
+    def __init__(self, store: Store, policy: Policy, notes_bytes: int = NOTES_BYTES) -> None:
         self._store = store
         self._policy = policy
         self._spaces = Spaces(store)
         self._changes = Changes(store, self._spaces)
-        self._blocks = Blocks(store, policy, self._changes)
+        self.blocks = Blocks(store, policy, self._changes, Departures(notes_bytes))
         self._leases = Leases()
-        self._reading = Reading(self._blocks, self._leases)
-        self._writing = Writing(self._blocks, self._spaces, self._leases)
-        self.cold = Cold(self._blocks, self._spaces)
+        self._reading = Reading(self.blocks, self._leases)
+        self._writing = Writing(self.blocks, self._spaces, self._leases)
+        self.cold = Cold(self.blocks, self._spaces)
         self.lookup_tokens = 0
         self.hit_tokens: Counter[str] = Counter(warm=0, cold=0)
         self.miss_tokens: Counter[str] = Counter()
+        self.last_miss = ""  # why the last lookup that was counted did not find all
+        self.lookups = Lookups()
         self.saved_tokens = 0
         self.saved_bytes = 0
         self.loaded_bytes = 0
@@ -197,7 +201,7 @@ class Catalog:
         """These blocks match no more from now on, on disk neither; those being read go when their
         readers do."""
         ids = self._resident(space, keys)
-        if ids and self._blocks.forget(ids):
+        if ids and self.blocks.forget(ids):
             self._reading.unpin_forgotten()
         return len(ids) // ID_BYTES
 
@@ -221,6 +225,46 @@ class Catalog:
             watch = space.watches[session] = Watch(awake)
             self._changes.look()
         return watch
+
+    # --- why ---------------------------------------------------------------------------------
+
+    def explain(self, key: bytes, space: Space | None = None) -> dict[str, Any]:
+        """Where this block is, or why it is nowhere; in this space, or in whichever has it."""
+        spaces = [space] if space is not None else list(self._spaces)
+        best: tuple[str, Space | None] = ("", space)
+        for one in spaces:
+            where = self._where(one, key)
+            if where and (not best[0] or WHERE.index(where) < WHERE.index(best[0])):
+                best = where, one
+        told: dict[str, Any] = {"key": key.hex(), "why": best[0]}
+        if best[1] is not None:
+            told["space"] = best[1].number
+        if best[0] in ("", "incomplete"):
+            why, ago = self.blocks.departures.of(key)
+            if why:
+                told |= {"why": why, "ago_s": round(ago, 1)}
+            elif not best[0]:
+                told["why"] = "never_stored"
+                if space is not None and (others := near(space, list(self._spaces))):
+                    told["near"] = others
+                    if space.index < 0:
+                        told["why"] = "other_identity"
+        return told
+
+    def _where(self, space: Space, key: bytes) -> str:
+        """What there is of this block in this space; empty for nothing."""
+        if space.index < 0:
+            return ""
+        states = set(self._store.states(space.index, key))
+        if IN_PROGRESS in states:
+            return "in_progress"
+        if not states - {GRANTED}:
+            return ""
+        if GRANTED in states:
+            return "incomplete"
+        if COLD in states:
+            return "on_disk"
+        return "coming" if PROMOTING in states else "in_memory"
 
     # --- ends --------------------------------------------------------------------------------
 
@@ -260,10 +304,15 @@ class Catalog:
 
     @property
     def evicted_blocks(self) -> Counter[str]:
-        return self._blocks.evicted
+        return self.blocks.evicted
 
     def memory_bytes(self) -> int:
         return self._store.memory_bytes() + self._policy.memory_bytes()
+
+    @property
+    def notes_bytes(self) -> int:
+        """What is kept of blocks that went, and of what was wanted: the same however many there are."""
+        return self.blocks.departures.memory_bytes() + self.blocks.admission.memory_bytes()
 
     def _count_lookup(self, space: Space, keys: bytes, ready: int, brought: int) -> None:
         tokens = space.spec.block_tokens
@@ -272,8 +321,12 @@ class Catalog:
         self.hit_tokens["warm"] += ready * tokens
         self.hit_tokens["cold"] += brought * tokens
         found = ready + brought
+        if self.blocks.admission.is_on:
+            self.blocks.admission.found(keys[: found * KEY_BYTES])
+        self.last_miss = ""
         if found < blocks:
-            self.miss_tokens[self._why_missing(space, keys, found)] += (blocks - found) * tokens
+            self.last_miss = self._why_missing(space, keys, found)
+            self.miss_tokens[self.last_miss] += (blocks - found) * tokens
 
     def count_lost(self, space: Space, blocks: int, why: str = "not_read") -> None:
         """So many blocks that were counted as coming will not come."""

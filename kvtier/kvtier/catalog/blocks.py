@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import compress
 
+from kvtier.admission import Admission
 from kvtier.catalog.changes import Changes
+from kvtier.catalog.departures import (
+    EVICTED,
+    FORGOTTEN,
+    GONE,
+    LATE,
+    ONCE,
+    UNWRITTEN,
+    Departures,
+)  # fmt: skip
 from kvtier.errors import Refused
+from kvtier.key import Keys
 from kvtier.policy.base import Policy
 from kvtier.wire import CAME, DISK, MEMORY, WENT
 from kvtier_kernels import Store
@@ -26,12 +38,20 @@ WHY_EVICTED = (
 
 
 class Blocks:
-    def __init__(self, store: Store, policy: Policy, changes: Changes) -> None:
+    def __init__(
+        self, store: Store, policy: Policy, changes: Changes, departures: Departures
+    ) -> None:
         self.store = store
         self.changes = changes
         self.policy = policy
         self.evicted: Counter[str] = Counter(dict.fromkeys(WHY_EVICTED, 0))
         self._writing: set[int] = set()  # held by a write to the disk, and known to the policy
+        self.departures = departures
+        self.admission = Admission()
+        self.unwritten: Counter[str] = Counter(
+            dict.fromkeys(UNWRITTEN, 0)
+        )  # evicted, and on no disk
+        self.keeps_back = EVICTED  # why what is evicted was not written; so: there is no disk
         self.died = bytearray()  # segment and page of frames that are nothing any more
 
     def lease(self, batches: list[bytes]) -> None:
@@ -78,12 +98,15 @@ class Blocks:
     def commit(self, ids: bytes, checksums: bytes) -> None:
         self.store.commit(ids, checksums)
         self.changes.tell(CAME, MEMORY, self.changes.name(ids))
+        if self.admission.is_on:
+            self.admission.saved(self.store.keys_of(ids))
         self.policy.added(ids)
 
     def forget(self, ids: bytes) -> bool:
         """They match no more; those that are leased or being read from the disk go when that ends: True
         if there are any."""
         names = self.changes.name(ids)
+        self.departures.note(self.store.keys_of(ids), FORGOTTEN)
         freed, orphans, died = self.store.forget(ids)
         for tier in (MEMORY, DISK):
             self.changes.tell(WENT, tier, names)
@@ -93,17 +116,41 @@ class Blocks:
         self.evicted["forgotten"] += len(freed) // ID_BYTES
         return len(freed) < len(ids)
 
+    def _note_victims(self, victims: bytes) -> dict[int, int]:
+        """Note why these are nowhere, if they go; of each that is in memory alone, where it is not the same
+        for all."""
+        if self.keeps_back != ONCE:
+            self.departures.note(self.store.keys_of(victims), self.keeps_back)
+            return {}
+        dirty = self.store.dirty(victims)
+        keys = self.store.keys_of(dirty)
+        again = self.admission.admitted(keys)
+        self.departures.note(keys, ONCE)
+        self.departures.note(b"".join(compress(Keys(keys), again)), LATE)
+        codes = (LATE if one else ONCE for one in again)
+        return dict(zip(array("I", dirty), codes, strict=True))
+
+    def _count_unwritten(self, dirty: dict[int, int], evicted: bytes, dropped: int) -> None:
+        if self.keeps_back == EVICTED or not dropped:
+            return
+        if self.keeps_back != ONCE:
+            self.unwritten[GONE[self.keeps_back]] += dropped
+            return
+        self.unwritten.update(GONE[dirty[one]] for one in array("I", evicted) if one in dirty)
+
     def make_room(self, space: int, group: int, wanted: int) -> None:
         """Evict, coldest first, until `wanted` slots are free or nothing more may go."""
         store, policy = self.store, self.policy
         victims = b""  # at first: what other spaces left empty costs nobody anything
         while (short := wanted - store.room(space, group, wanted)) > 0:
+            dirty = self._note_victims(victims) if victims else {}
             evicted, orphans, cold = store.make_room(space, group, wanted, victims)
             self.changes.tell(WENT, MEMORY, self.changes.evicted())
             policy.removed(evicted)
             policy.demoted(orphans)
             self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES
             self.evicted["demoted"] += len(cold) // ID_BYTES
+            self._count_unwritten(dirty, evicted, (len(evicted) - len(cold)) // ID_BYTES)
             if victims and not evicted:
                 break
             victims = policy.victims(short + len(self._writing))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
+from kvtier.catalog.departures import LOST, SPOILT
 from kvtier.catalog.leases import NOBODY
 from kvtier.catalog.spaces import IDENTITY, Space, Spaces
 from kvtier.codec.frame import Identity
@@ -28,6 +29,7 @@ PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 FEW_VICTIMS = 64
+LOOK_BLOCKS = 4096  # at most, for some that deserve to be written
 
 Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
 
@@ -218,6 +220,7 @@ class Cold:
 
     def unpromoted(self, ids: bytes, reason: str) -> None:
         """These were not read, and their frames may be good: on disk as before."""
+        self._blocks.departures.note(self._blocks.store.keys_of(ids), LOST)  # if they go
         gone, orphans = self._blocks.store.unpromoted(ids)
         self._not_read(ids, reason, orphans)
         self._blocks.evicted["lost"] += len(gone) // ID_BYTES
@@ -225,6 +228,7 @@ class Cold:
     def spoilt(self, ids: bytes, reason: str) -> None:
         """The frames of these are not what they should be: they are nowhere any more."""
         names = self._name(ids)
+        self._blocks.departures.note(self._blocks.store.keys_of(ids), SPOILT)
         gone, orphans, died = self._blocks.store.spoilt(ids)
         self._tell(WENT, DISK, names)
         self._not_read(ids, reason, orphans)
@@ -246,12 +250,17 @@ class Cold:
         counts = self._blocks.store.counts()
         blocks = max(1, counts["blocks"]["ready"])
         nbytes = max(1, counts["bytes"]["ready"])
-        limit_bytes = min(limit_bytes, limit_blocks * nbytes // blocks)
+        admission, look = self._blocks.admission, limit_blocks
+        if admission.shut:
+            look = max(limit_blocks, LOOK_BLOCKS)
+            limit_bytes = look * nbytes // blocks
+        limit_bytes = min(limit_bytes, look * nbytes // blocks)
         ask = FEW_VICTIMS + watermark_bytes * blocks // nbytes
         while True:
             victims = self._blocks.policy.victims(min(ask, blocks))
             ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
             if enough or ask >= blocks:
+                ids = admission.filter(ids, self._blocks.store.keys_of)[: limit_blocks * ID_BYTES]
                 self._blocks.hold(ids)
                 return self._demotion(ids, victims=True)
             ask *= 2
@@ -260,6 +269,7 @@ class Cold:
         """What of these is in memory alone and not being written, such as a commit's."""
         new = array("I", self._blocks.store.dirty(ids))
         ids = array("I", (one for one in new if one not in self._writing)).tobytes()
+        ids = self._blocks.admission.filter(ids, self._blocks.store.keys_of)
         self._blocks.lease([ids])
         return self._demotion(ids, victims=False)
 
@@ -369,6 +379,9 @@ class Cold:
                     )
                 )
             )
+        for segment in {one[0] for one in struct.iter_unpack("<I12x", frames)}:
+            here = store.still(ids, segment)
+            self._blocks.departures.note(store.keys_of(here), SPOILT)
         gone, orphans, died = store.damaged(ids, frames)
         self._tell(WENT, DISK, names if died else b"")
         self._blocks.policy.demoted(orphans)
@@ -401,8 +414,10 @@ class Cold:
 
     def drop_segment(self, segment: int) -> int:
         """The segment is about to be used again: what was there alone is gone; how many blocks."""
-        names = self._name(self.in_segment(segment) if self._blocks.changes.watched else b"")
-        gone, orphans = self._blocks.store.drop_segment(segment)
+        store, ids = self._blocks.store, self.in_segment(segment)
+        self._blocks.departures.note(store.keys_of(ids), LOST)
+        names = self._name(ids if self._blocks.changes.watched else b"")
+        gone, orphans = store.drop_segment(segment)
         self._tell(WENT, DISK, names)
         self._blocks.policy.demoted(orphans)
         self._blocks.evicted["lost"] += len(gone) // ID_BYTES

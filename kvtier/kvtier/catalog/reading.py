@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks
+from kvtier.catalog.departures import EXPIRED
 from kvtier.catalog.leases import NOBODY, LeaseId, Leases, SessionId
 from kvtier.catalog.spaces import Space
 from kvtier.errors import Refused
@@ -140,6 +141,7 @@ class Reading:
 
         One call lets go of so many blocks, the next one goes on.
         """
+        self._blocks.departures.now = now
         least = self._held_ids - LIMIT_LET_GO_IDS
         self._go_on(least)
         ended = 0
@@ -147,6 +149,9 @@ class Reading:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._of.get(lease_id)
             if lease is not None:
+                if (pin := self._pins.get(lease_id)) is not None:
+                    names = self._blocks.store.keys_of(pin.ids.tobytes())
+                    self._blocks.departures.note(names, EXPIRED)
                 self._end(lease)
                 ended += 1
         return ended

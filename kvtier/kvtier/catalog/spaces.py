@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,9 @@ class Spaces:
 
     def __len__(self) -> int:
         return len(self._of)
+
+    def __iter__(self) -> Iterator[Space]:
+        return iter(self._of.values())
 
     def open(self, identity: bytes, spec: KvSpec, session: SessionId) -> Space:
         """The space of this identity, made on first sight."""

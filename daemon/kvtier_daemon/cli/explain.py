@@ -1,0 +1,101 @@
+"""`kvtier explain`: why a lookup found what it found, and where a block is, or why it is nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.flags import Socket
+
+KEY_DIGITS = 64
+WHY = {
+    "": "all of it was found",
+    "in_memory": "it is in memory",
+    "coming": "it is being read from the disk",
+    "on_disk": "it is on disk",
+    "tier_off": "it is on disk, and the disk is off: `kvtier status` says why",
+    "in_progress": "a client is writing it",
+    "incomplete": "some of its groups or shards are here, others are not",
+    "never_stored": "it was never stored, or so long ago that it is not known any more",
+    "other_identity": "nothing was ever stored under this description; others that are like it have blocks",
+    "evicted": "it was evicted for others, and there is no cold tier",
+    "expired": "its pin ran out, and then it was evicted",
+    "forgotten": "somebody asked to forget it",
+    "lost": "its place on disk was used again",
+    "spoilt": "its frame on disk was damaged",
+    "budget": "it was evicted unwritten: the disks' daily writes were used up",
+    "off": "it was evicted unwritten: the disks took nothing",
+    "late": "it was evicted before it could be written",
+    "once": "it was evicted unwritten: it had been wanted once, and writes are scarce",
+    "too_large": "no segment can have it",
+    "absent": "the first missing block was not there",
+    "cold": "what was missing was on disk",
+    "promoting": "what was missing was being read from the disk",
+    "not_read": "what was missing was on disk, and could not be brought",
+    "slower": "recomputing was expected to be sooner than reading it from the disk",
+    "crowded": "the disk had too much to do to beat recomputing",
+    "tried_compute": "recomputed to know what that takes (one request in a hundred)",
+    "too_many": "too many requests were waiting for the disk",
+}  # fmt: skip
+
+
+def explain(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REQUEST | KEY...]",
+            help="The number of a lookup, or keys in hex. Without: the last lookups.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Say why a lookup hit or missed, or where blocks are. Exits with 3 if no daemon answers."""
+    from kvtier.client import default_socket
+    from kvtier_daemon.cli.status import connected
+
+    lookup, keys = _parsed(what or [])
+    with connected(Path(socket or default_socket()), "explain") as client:
+        told = client.explain(lookup, keys)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(told, indent=2))
+        return
+    for line in _lines(told):
+        typer.echo(line)
+
+
+def _parsed(what: list[str]) -> tuple[int, bytes]:
+    if len(what) == 1 and what[0].isdecimal() and len(what[0]) < KEY_DIGITS:
+        return int(what[0]), b""
+    try:
+        keys = [bytes.fromhex(text) for text in what if len(text) == KEY_DIGITS]
+    except ValueError:
+        keys = []
+    if len(keys) < len(what):
+        raise typer.BadParameter(f"give the number of a lookup, or keys of {KEY_DIGITS} hex digits")
+    return 0, b"".join(keys)
+
+
+def _lines(told: Mapping[str, Any]) -> Iterator[str]:
+    for lookup in told.get("lookups", [told["lookup"]] if "lookup" in told else []):
+        found = f"{lookup['ready']} ready, {lookup['coming']} coming of {lookup['blocks']} blocks"
+        yield (
+            f"{lookup['number']}: {lookup['ago_s']:.1f} s ago, {lookup['client']}, space"
+            f" {lookup['space']}: {found}; {WHY.get(lookup['why'], lookup['why'])}"
+        )
+    for key in told.get("keys", []):
+        ago = f" ({key['ago_s']:.0f} s ago)" if "ago_s" in key else ""
+        yield f"{key['key']}: {WHY.get(key['why'], key['why'])}{ago}"
+        for near in key.get("near", []):
+            fields = ", ".join(
+                f"{name} {values['there']!r} (here {values['here']!r})"
+                for name, values in near["differs"].items()
+            )
+            yield f"    space {near['space']} has blocks, and differs in: {fields}"
+    if not any(told.values()):
+        yield "no lookup yet"

@@ -1,0 +1,58 @@
+"""What `kvtier explain` says: why a lookup ended where it did, and where a block is, or why it is nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.catalog import Catalog
+from kvtier.catalog.departures import Lookup
+from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
+
+LAST = 20
+LIMIT_EXPLAINED = 4096  # keys times spaces: some milliseconds
+
+
+def explain(catalog: Catalog, number: int, keys: bytes, now: float, brings: bool) -> dict[str, Any]:
+    """Of one tenant: the lookup of this number, or these keys, or the last lookups."""
+    if number:
+        lookup = catalog.lookups.numbered(number)
+        if lookup is None:
+            raise Refused("bad_request", f"lookup {number} is not among the last ones")
+        told: dict[str, Any] = {"lookup": _told(lookup, now)}
+        if lookup.missing:
+            told["keys"] = [_explained(catalog, lookup.missing, lookup.space, brings)]
+        return told
+    if not keys:
+        return {"lookups": [_told(one, now) for one in catalog.lookups.last(LAST)]}
+    if len(keys) % KEY_BYTES:
+        raise Refused("bad_request", f"{len(keys)} bytes of keys: {KEY_BYTES} each")
+    if len(keys) // KEY_BYTES * max(1, catalog.spaces) > LIMIT_EXPLAINED:
+        raise Refused("bad_request", "too many keys: ask in parts")
+    each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+    return {"keys": [_explained(catalog, key, None, brings) for key in each]}
+
+
+def _explained(catalog: Catalog, key: bytes, number: int | None, brings: bool) -> dict[str, Any]:
+    try:
+        space = catalog.space(number) if number is not None else None
+    except Refused:  # it holds nothing any more, and nobody uses it
+        space = None
+    told = catalog.explain(key, space)
+    if told["why"] in ("on_disk", "coming") and not brings:
+        told["why"] = "tier_off"
+    return told
+
+
+def _told(lookup: Lookup, now: float) -> dict[str, Any]:
+    return {
+        "number": lookup.number,
+        "ago_s": round(now - lookup.at, 3),
+        "client": lookup.client,
+        "space": lookup.space,
+        "blocks": lookup.blocks,
+        "ready": lookup.ready,
+        "coming": lookup.coming,
+        "why": lookup.why,
+        "missing": lookup.missing.hex(),
+    }

@@ -1,0 +1,97 @@
+// Notes of what became of blocks, and their binding.
+#include "notes.h"
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace kvtier {
+namespace {
+
+constexpr std::size_t kKeyBytes = 32;
+constexpr std::size_t kAhead = 8;
+
+}  // namespace
+
+Notes::Notes(std::size_t nbytes) : sets_(std::max<std::size_t>(1, nbytes / sizeof(Set))) {}
+
+void Notes::note(const char* keys, std::size_t count, std::uint8_t code, std::uint32_t now,
+                 std::span<const std::uint8_t> before, std::uint8_t also) {
+    for (std::size_t i = 0; i < count; ++i) {
+        if (i + kAhead < count)
+            __builtin_prefetch(&sets_[set_of(name_of(keys + (i + kAhead) * kKeyBytes))], 1);
+        const std::uint64_t name = name_of(keys + i * kKeyBytes);
+        Set& set = sets_[set_of(name)];
+        Note* place = &set.notes[0];
+        for (Note& note : set.notes) {
+            if (note.code != 0 && note.name == name) {
+                place = &note;
+                break;
+            }
+            // The first that is free, else the oldest.
+            if (place->code != 0 && (note.code == 0 || note.at < place->at)) place = &note;
+        }
+        const bool known = place->code != 0 && place->name == name;
+        size_ += place->code == 0;
+        const bool marked = known && std::ranges::find(before, place->code) != before.end();
+        const auto all = static_cast<std::uint8_t>(marked ? place->code | also : code);
+        *place = {name, now, all};
+    }
+}
+
+std::pair<std::uint8_t, std::uint32_t> Notes::of(const char* key) const {
+    const std::uint64_t name = name_of(key);
+    for (const Note& note : sets_[set_of(name)].notes)
+        if (note.code != 0 && note.name == name) return {note.code, note.at};
+    return {0, 0};
+}
+
+}  // namespace kvtier
+
+void bind_notes(nanobind::module_& m) {
+    namespace nb = nanobind;
+    using kvtier::kKeyBytes;
+    using kvtier::Notes;
+    const auto checked = [](const nb::bytes& keys) {
+        if (keys.size() % kKeyBytes)
+            throw nb::value_error(
+                (std::to_string(keys.size()) + " bytes of keys: 32 each").c_str());
+        return keys.size() / kKeyBytes;
+    };
+    nb::class_<Notes>(m, "Notes", "What was last noted of blocks, in memory of a fixed size.")
+        .def(nb::init<std::size_t>(), nb::arg("nbytes"))
+        .def(
+            "note",
+            [checked](Notes& notes, nb::bytes keys, std::uint8_t code, std::uint32_t now,
+                      nb::bytes before, std::uint8_t also) {
+                const std::size_t count = checked(keys);
+                if (code == 0) throw nb::value_error("code 0 is no note");
+                const auto* first = reinterpret_cast<const std::uint8_t*>(before.c_str());
+                notes.note(keys.c_str(), count, code, now, {first, before.size()}, also);
+            },
+            nb::arg("keys"), nb::arg("code"), nb::arg("now"), nb::arg("before") = nb::bytes("", 0),
+            nb::arg("also") = 0)
+        .def(
+            "codes",
+            [checked](const Notes& notes, nb::bytes keys) {
+                const std::size_t count = checked(keys);
+                std::string codes(count, '\0');
+                for (std::size_t i = 0; i < count; ++i)
+                    codes[i] =
+                        static_cast<char>(notes.of(keys.c_str() + i * kKeyBytes).first);
+                return nb::bytes(codes.data(), codes.size());
+            },
+            nb::arg("keys"))
+        .def(
+            "of",
+            [checked](const Notes& notes, nb::bytes key) {
+                if (checked(key) != 1) throw nb::value_error("one key");
+                const auto [code, at] = notes.of(key.c_str());
+                return nb::make_tuple(code, at);
+            },
+            nb::arg("key"))
+        .def("__len__", &Notes::size)
+        .def("memory_bytes", &Notes::memory_bytes);
+}
