@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.catalog import Catalog
+from kvtier.catalog import Catalog, Space
 from kvtier.catalog.departures import Lookup
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
@@ -33,11 +33,7 @@ def explain(catalog: Catalog, number: int, keys: bytes, now: float, brings: bool
     return {"keys": [_explained(catalog, key, None, brings) for key in each]}
 
 
-def _explained(catalog: Catalog, key: bytes, number: int | None, brings: bool) -> dict[str, Any]:
-    try:
-        space = catalog.space(number) if number is not None else None
-    except Refused:  # it holds nothing any more, and nobody uses it
-        space = None
+def _explained(catalog: Catalog, key: bytes, space: Space | None, brings: bool) -> dict[str, Any]:
     told = catalog.explain(key, space)
     if told["why"] in ("on_disk", "coming") and not brings:
         told["why"] = "tier_off"
@@ -49,7 +45,7 @@ def _told(lookup: Lookup, now: float) -> dict[str, Any]:
         "number": lookup.number,
         "ago_s": round(now - lookup.at, 3),
         "client": lookup.client,
-        "space": lookup.space,
+        "space": lookup.space.number,
         "blocks": lookup.blocks,
         "ready": lookup.ready,
         "coming": lookup.coming,

@@ -319,7 +319,7 @@ class Session:
         missing = keys[got * KEY_BYTES : (got + 1) * KEY_BYTES]
         reason = "" if not missing else why if why in COMPUTE else tenant.catalog.last_miss or why
         tenant.catalog.lookups.note(
-            self._server.clock(), self.name, space.number, len(keys) // KEY_BYTES, found.ready,
+            self._server.clock(), self.name, space, len(keys) // KEY_BYTES, found.ready,
             coming, reason, missing,
         )  # fmt: skip
 

@@ -69,10 +69,11 @@ def test_every_key_can_be_written(read):
     me = pwd.getpwuid(0).pw_name
     config = read(
         'socket = "/tmp/a.sock"\nsocket_mode = "0666"\nsocket_group = 7\nstate = "/tmp/s"\n'
-        'log_level = "debug"\nmax_clients = 3\n'
+        'log_level = "debug"\nmax_clients = 3\nhistory = "2MiB"\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
+        'admission = "second-touch"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
         '[tenants.b]\nuids = ["*"]\nquota = "256MiB"\n'
     ).config
@@ -83,6 +84,7 @@ def test_every_key_can_be_written(read):
         "state": "/tmp/s",
         "log_level": "debug",
         "max_clients": 3,
+        "history": 2 * MIB,
         "warm": {
             "size": GIB,
             "policy": "lru",
@@ -97,6 +99,7 @@ def test_every_key_can_be_written(read):
             "codec": "raw",
             "write": "through",
             "engine": "threads",
+            "admission": "second-touch",
             "daily_writes": 2048 * GIB,
             "scrub": 4 * MIB,
         },

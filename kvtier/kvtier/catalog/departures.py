@@ -67,7 +67,7 @@ class Lookup:
     number: int
     at: float
     client: str
-    space: int
+    space: Space
     blocks: int
     ready: int
     coming: int
@@ -83,7 +83,7 @@ class Lookups:
         self._numbers = 0
 
     def note(
-        self, at: float, client: str, space: int, blocks: int, ready: int, coming: int, why: str,
+        self, at: float, client: str, space: Space, blocks: int, ready: int, coming: int, why: str,
         missing: bytes,
     ) -> None:  # fmt: skip
         self._numbers += 1

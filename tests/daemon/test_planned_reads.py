@@ -1,0 +1,196 @@
+"""Reads in the daemon: who asks again, who goes, who had better compute, and whose time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from daemon.test_cold import BLOCK, key, run
+from daemon.test_forget import ONE, SLOTS, Tenant
+from kvtier.planning import PATIENCE_S, links
+from kvtier_daemon.tiers.cold import Incoming, Read
+from specs import pattern
+
+
+def keys(count: int) -> bytes:
+    return b"".join(key(number) for number in range(count))
+
+
+class Held(Tenant):
+    """One whose disk gets its reads only when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: list[Incoming] = []
+        self.held: list[tuple[Sequence[Incoming], Read]] = []
+        self.reads = self.bench.tier.reads
+        self.to_disk, self.bench.tier.read = self.bench.tier.read, self.hold  # type: ignore[method-assign]
+
+    def hold(self, blocks: Sequence[Incoming], done: Read, urgent: bool = True) -> None:
+        self.read += blocks
+        self.held.append((blocks, done))
+
+    async def let_go(self) -> None:
+        while self.held or self.catalog.cold.reading:
+            for blocks, done in self.held:
+                self.to_disk(blocks, done)
+            self.held.clear()
+            await asyncio.sleep(0.001)
+
+    async def on_disk_alone(self, count: int) -> None:
+        """So many blocks that only the disk has."""
+        await self.start()
+        for number in range(count):
+            self.save(number)
+        await self.on_disk(count)
+        granted = self.catalog.reserve(
+            ONE, self.space, 0, 0, b"", b"".join(key(1000 + at) for at in range(SLOTS))
+        )
+        self.catalog.abort(ONE, granted.lease)
+        assert self.catalog.match(self.space, keys(count)).ready == 0
+
+    async def turn(self) -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        await self.let_go()
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.bench.tier.close()
+
+
+@pytest.fixture(autouse=True)
+def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "WINDOW_S", 0.0)
+
+
+def test_who_goes_leaves_no_read_behind_and_no_slot(tmp_path: Path) -> None:
+    async def goes() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(24)
+        for how in ("cancelled", "session"):
+            before = len(tenant.read)
+            asked = tenant.mover.promote(tenant.space, keys(24), 24, request=(7, how))
+            assert (asked[0], asked[2]) == (24, "unknown")
+            await tenant.turn()
+            begun = len(tenant.read) - before
+            assert 0 < begun < 24
+            if how == "cancelled":
+                tenant.mover.cancel((7, how))
+            else:
+                tenant.mover.session_over(7)
+            assert tenant.catalog.cold.reading == begun
+            await tenant.let_go()
+            assert len(tenant.read) - before == begun, "others were read all the same"
+            assert tenant.catalog.match(tenant.space, keys(24)).ready == begun
+            granted = tenant.catalog.reserve(
+                ONE, tenant.space, 0, 0, b"", b"".join(key(1000 + at) for at in range(SLOTS))
+            )
+            tenant.catalog.abort(ONE, granted.lease)
+            assert granted.outcomes.count(0) == SLOTS, "a slot is missing"
+        await tenant.end()
+
+    run(goes())
+
+
+def test_what_computing_beats_is_not_read_and_takes_no_slot(tmp_path: Path) -> None:
+    async def beaten() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(20)
+        evicted = dict(tenant.catalog.evicted_blocks)
+        for again in (0, 1):
+            asked = tenant.mover.promote(
+                tenant.space, keys(20), 20, request=(1, 1), recompute_s=20 * BLOCK / 1e12
+            )
+            assert asked == (0, 0.0, "slower"), again
+        assert tenant.mover.verdicts["slower"] == 1
+        await tenant.turn()
+        assert (tenant.read, tenant.catalog.cold.reading) == ([], 0)
+        assert dict(tenant.catalog.evicted_blocks) == evicted
+        await tenant.end()
+
+    run(beaten())
+
+
+def test_two_that_ask_for_the_same_share_its_reads(tmp_path: Path) -> None:
+    async def share() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(20)
+        for request in ((1, 1), (1, 1), (2, 1), (3, 5)):
+            assert tenant.mover.promote(tenant.space, keys(20), 20, request=request)[0] == 20
+        await tenant.turn()
+        tenant.mover.cancel((1, 1))
+        tenant.mover.session_over(3)
+        await tenant.let_go()
+        assert len(tenant.read) == len({block.id for block in tenant.read}) == 20
+        assert tenant.catalog.match(tenant.space, keys(20)).ready == 20
+        for number in range(20):
+            (lease,) = tenant.catalog.load(ONE, tenant.space, keys(number + 1), 1.0, [0], 0.0).parts
+            (_, _, offset, _) = list(struct.iter_unpack("<IIQQ", lease.slots))[-1]
+            assert bytes(tenant.bench.slot(offset // BLOCK)) == pattern(key(number), BLOCK)
+        await tenant.end()
+
+    run(share())
+
+
+def test_what_does_not_come_in_time_is_given_up_and_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def late() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(24)
+        planner, now = tenant.reads.planner, [tenant.reads.planner._clock()]
+        monkeypatch.setattr(planner, "_clock", lambda: now[0])
+        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
+        await tenant.turn()
+        begun = len(tenant.read)
+        assert 0 < begun < 24
+        now[0] += PATIENCE_S + 0.01
+        tenant.reads.tend()
+        assert tenant.catalog.cold.reading == begun
+        assert tenant.mover.counts["late"] == 24 - begun
+        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[2] == "late"
+        await tenant.end()
+
+    run(late())
+
+
+def test_writes_wait_while_somebody_waits_for_reads(tmp_path: Path) -> None:
+    async def wait() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(20)
+        link = tenant.bench.tier.drives[0].link
+        link.wrote(1 << 30)  # they have had their share
+        assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
+        await tenant.turn()
+        written = tenant.mover.counts["written"]
+        tenant.save(5000)
+        await asyncio.sleep(0.2)
+        assert tenant.mover.counts["written"] == written
+        await tenant.let_go()
+        await tenant.on_disk(written + 1)
+        await tenant.end()
+
+    run(wait())
+
+
+def test_a_disk_that_is_off_gives_back_what_it_was_to_read(tmp_path: Path) -> None:
+    async def off() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(20)
+        assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
+        tenant.bench.tier.drives[0].reads.give_up("the test says so")
+        async with asyncio.timeout(20):
+            while tenant.catalog.cold.reading:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert tenant.read == []
+        assert tenant.reads.planner.waiting == 0
+        await tenant.end()
+
+    run(off())

@@ -1,0 +1,107 @@
+"""`kvtier explain` and the words that clients have for the planner, with a real daemon."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from daemons import Daemon
+from e2e.test_cold_tier import CHAIN, SPEC, cold_daemon, save, settled, tokens
+from kvtier import Refused
+from specs import spec_of
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+def explained(daemon: Daemon, *arguments: str) -> str:
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "explain", "--socket", daemon.socket]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_miss_is_explained_by_its_number_and_by_its_key(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = daemon_of(warm="4MiB")
+    with daemon.connect(name="one") as client:
+        assert "no lookup" in explained(daemon)
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        space.match(keys)
+        save(client, 0)
+        space.match(keys)
+        for chain in (1, 2):
+            save(client, chain)
+        space.match(keys)
+        other = client.open(spec_of("cold e2e", weights="rev:9"))
+        other.match(other.keys(tokens(0)))
+    lookups = json.loads(explained(daemon, "--json"))["lookups"]
+    assert [one["number"] for one in lookups] == [4, 3, 2, 1]
+    assert [one["ready"] for one in lookups] == [0, 0, CHAIN, 0]
+    assert {one["client"] for one in lookups} == {"one"}
+    text = explained(daemon, "3")
+    assert "evicted" in text and keys[0].hex() in text
+    assert "evicted" in explained(daemon, keys[1].hex())
+    assert "weights 'rev:1' (here 'rev:9')" in explained(daemon, "4")
+    assert json.loads(explained(daemon, "2", "--json")).keys() == {"lookup"}
+    with daemon.connect() as client, pytest.raises(Refused, match="not among the last"):
+        client.explain(99)
+
+
+def test_an_engine_that_computes_fast_is_told_to_compute(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        for chain in range(10):
+            save(client, chain)
+            settled(daemon)
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        space.prefill(1e-12, 0.0)
+        found = space.match(keys, request=5)
+        assert (found.ready + found.coming < CHAIN, found.why) == (True, "slower")
+        stats = daemon.stats()
+        assert stats["tiers"]["cold"]["loads"]["slower"] == 1
+        assert stats["miss_tokens"]["slower"] == 16 * (CHAIN - found.ready)
+        number = client.explain()["lookups"][0]["number"]
+        told = client.explain(number)
+        assert told["lookup"]["why"] == "slower"
+        assert told["keys"][0]["why"] == "on_disk"
+        assert "recomputing was expected to be sooner" in explained(daemon, str(number))
+        space.prefill(1.0, 0.0)
+        found = space.match(keys, request=6)
+        assert (found.ready + found.coming, found.why) == (CHAIN, "faster")
+        deadline = time.monotonic() + 20
+        while space.match(keys, request=6).ready < CHAIN:
+            assert time.monotonic() < deadline
+        space.cancel(6)
+        for wrong in ((0.0, 0.0), (-1.0, 1.0), (float("nan"), 0.0)):
+            space.prefill(*wrong)
+        assert space.match(keys).ready == CHAIN, "what makes no sense ended the session"
+        assert stats["failures"]["bad_request"] == 0
+        assert daemon.stats()["failures"]["bad_request"] == 3
+
+
+def test_a_pin_is_taken_back(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(warm="16MiB")
+    with daemon.connect() as client:
+        save(client, 0)
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        assert space.pin(keys, 60) == CHAIN
+        assert daemon.stats()["tenants"]["default"]["pinned_bytes"] == CHAIN * SPEC.block_bytes
+        assert space.unpin(keys) == CHAIN
+        assert daemon.stats()["tenants"]["default"]["pinned_bytes"] == 0
