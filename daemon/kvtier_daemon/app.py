@@ -231,7 +231,7 @@ class App:
             for tenant in self.tenants.values():
                 tenant.catalog.expire(now)
                 if tenant.mover is not None:
-                    tenant.mover.bury()
+                    tenant.mover.tend()
             if self.cold is not None:
                 self.cold.tend()
             self._server.tend()

@@ -266,6 +266,11 @@ class Mover:
             self._saved.append(ids)
         self._wake.set()
 
+    def tend(self) -> None:
+        """What has to be looked at now and then."""
+        self.bury()
+        self._gate(self._budget.left())
+
     async def run(self) -> None:
         """Write what is to be written, for as long as the daemon lives."""
         async with asyncio.TaskGroup() as tasks:
@@ -333,7 +338,6 @@ class Mover:
         unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
         if unfit:
             log.debug("cold: %d blocks are too large for a segment", len(unfit))
-            self._catalog.blocks.unwritten["too_large"] += len(unfit)
             cold.not_demoted(_ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
         wrote = False

@@ -5,111 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
-from kvtier.planning import LIMIT_ASKS, LIMIT_WAITS, Link, Planner, Verdict
+from kvtier.planning import LIMIT_ASKS, LIMIT_WAITS, Planner
 from kvtier.planning.links import GUESS_BYTES_S, STALE_S, WINDOW_READS
-from kvtier.planning.modelled import Disk
+from kvtier.planning.modelled import BLOCK, RATE, Load, World
 
-MIB = 1 << 20
-BLOCK = 2 * MIB
-RATE = 3e9
 NEVER = float("inf")
-
-
-@dataclass
-class Load:
-    """A request of a workload, and what became of it."""
-
-    name: str
-    at: float
-    blocks: list[str]
-    recompute_s: float = NEVER
-    gone_at: float = NEVER
-    verdict: Verdict | None = None
-    left: set[str] = field(default_factory=set)
-    over_at: float = NEVER
-    urgent: bool = True
-
-
-class World:
-    """Requests, a planner and a disk, in simulated time. A block that was called back is on disk as before,
-    one that came is in memory."""
-
-    def __init__(self, rate: float = RATE, writes: bool = False, known: bool = True) -> None:
-        self.now = 0.0
-        self.planner = Planner(lambda: self.now, dice=lambda: 1.0)
-        self.link = Link(lambda: self.now)
-        if known:  # how fast it is has been seen
-            for at in range(100):
-                self.link.began(BLOCK, urgent=False)
-                self.now = (at + 1) * BLOCK / rate
-                self.link.ended(BLOCK, good=True)
-        self.disk = Disk(self.planner, self.link, rate, BLOCK if writes else 0, self.now)
-        self.start = self.now
-        self.reads: Counter[str] = Counter()
-        self.in_memory: set[str] = set()
-        self.reading: set[str] = set()
-        self.most_waiting = 0
-
-    def ask(self, load: Load, nbytes: int = BLOCK) -> None:
-        fresh = [b for b in load.blocks if b not in self.in_memory and b not in self.reading]
-        joined = [b for b in load.blocks if b in self.reading]
-        total = len(fresh) * nbytes
-        load.verdict = self.planner.weigh(
-            load.name, {self.link: total} if total else {}, joined,
-            urgent=load.urgent, recompute_s=load.recompute_s,
-        )  # fmt: skip
-        if load.verdict.load:
-            self.planner.add(load.name, [(b, self.link, nbytes) for b in fresh], joined)
-            self.reading.update(fresh)
-            load.left = {*fresh, *joined}
-            if not load.left:
-                load.over_at = 0.0
-
-    def gone(self, blocks: list[object]) -> None:
-        for block in blocks:
-            assert isinstance(block, str)
-            self.reading.discard(block)
-
-    def run(self, loads: list[Load], until: float = NEVER) -> None:
-        """Let these come and go, until all is over or the time is."""
-        events = sorted([(self.start + load.at, 0, load) for load in loads]
-                        + [(self.start + load.gone_at, 1, load) for load in loads
-                           if load.gone_at < NEVER], key=lambda event: event[:2])  # fmt: skip
-        tended = self.now
-        while True:
-            next_event = events[0][0] if events else NEVER
-            then = min(next_event, self.disk.next_s(), tended + 0.1)
-            if (not events and not self.planner.waiting) or then > self.start + until:
-                break
-            self.now = max(self.now, then)
-            self.disk.run_until(self.now)
-            for block, at in self.disk.came:
-                assert isinstance(block, str)
-                self.planner.over(block, good=True)
-                self.reading.discard(block)
-                self.in_memory.add(block)
-                self.reads[block] += 1
-                for load in loads:
-                    if block in load.left:
-                        load.left.discard(block)
-                        if not load.left:
-                            load.over_at = at - self.start - load.at
-            self.disk.came.clear()
-            while events and events[0][0] <= self.now:
-                _, ends, load = events.pop(0)
-                if ends:
-                    load.left = set()
-                    self.gone(self.planner.cancel(load.name))
-                else:
-                    self.ask(load)
-            if self.now >= tended + 0.1:
-                tended = self.now
-                self.gone(self.planner.tend())
-            self.most_waiting = max(self.most_waiting, self.planner.waiting)
 
 
 def blocks(name: str, count: int) -> list[str]:

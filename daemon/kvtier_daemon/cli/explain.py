@@ -30,7 +30,6 @@ WHY = {
     "off": "it was evicted unwritten: the disks took nothing",
     "late": "it was evicted before it could be written",
     "once": "it was evicted unwritten: it had been wanted once, and writes are scarce",
-    "too_large": "no segment can have it",
     "absent": "the first missing block was not there",
     "cold": "what was missing was on disk",
     "promoting": "what was missing was being read from the disk",

@@ -29,9 +29,8 @@ GONE = (
     "off",  # the same: the disks take nothing
     "late",  # the same: it was not yet written
     "once",  # the same: it was wanted once, and only what is wanted again is written
-    "too_large",  # the same: no segment can have it
 )
-EVICTED, EXPIRED, FORGOTTEN, LOST, SPOILT, BUDGET, OFF, LATE, ONCE, TOO_LARGE = range(1, len(GONE))
+EVICTED, EXPIRED, FORGOTTEN, LOST, SPOILT, BUDGET, OFF, LATE, ONCE = range(1, len(GONE))
 UNWRITTEN = GONE[BUDGET:]
 AND_EVICTED = 0x80  # beside EXPIRED
 

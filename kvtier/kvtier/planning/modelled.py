@@ -1,13 +1,17 @@
-"""A disk as a model, under a clock of its own: what the simulator and the tests read from."""
+"""Loads and a disk as models, under a clock of their own: for tests, benchmarks and the simulator."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvtier.planning import Link, Planner
+from kvtier.planning import Link, Planner, Verdict
 
+BLOCK = 2 << 20
+RATE = 3e9
+NEVER = float("inf")
+TEND_S = 0.1
 DEPTH = 8
 WRITE_BATCH = 16
 
@@ -75,3 +79,96 @@ class Disk:
                 self._has.append(self._writes.popleft())
             else:
                 break
+
+
+@dataclass
+class Load:
+    """A request of a workload, and what became of it."""
+
+    name: str
+    at: float
+    blocks: list[str]
+    recompute_s: float = NEVER
+    gone_at: float = NEVER
+    verdict: Verdict | None = None
+    left: set[str] = field(default_factory=set)
+    over_at: float = NEVER
+    urgent: bool = True
+
+
+class World:
+    """Requests, a planner and a disk, in simulated time. A block that was called back is on disk as before,
+    one that came is in memory."""
+
+    def __init__(self, rate: float = RATE, writes: bool = False, known: bool = True) -> None:
+        self.now = 0.0
+        self.planner = Planner(lambda: self.now, dice=lambda: 1.0)
+        self.link = Link(lambda: self.now)
+        if known:  # how fast it is has been seen
+            for at in range(100):
+                self.link.began(BLOCK, urgent=False)
+                self.now = (at + 1) * BLOCK / rate
+                self.link.ended(BLOCK, good=True)
+        self.disk = Disk(self.planner, self.link, rate, BLOCK if writes else 0, self.now)
+        self.start = self.now
+        self.reads: Counter[str] = Counter()
+        self.in_memory: set[str] = set()
+        self.reading: set[str] = set()
+        self.most_waiting = 0
+
+    def ask(self, load: Load, nbytes: int = BLOCK) -> None:
+        fresh = [b for b in load.blocks if b not in self.in_memory and b not in self.reading]
+        joined = [b for b in load.blocks if b in self.reading]
+        total = len(fresh) * nbytes
+        load.verdict = self.planner.weigh(
+            load.name, {self.link: total} if total else {}, joined,
+            urgent=load.urgent, recompute_s=load.recompute_s,
+        )  # fmt: skip
+        if load.verdict.load:
+            self.planner.add(load.name, [(b, self.link, nbytes) for b in fresh], joined)
+            self.reading.update(fresh)
+            load.left = {*fresh, *joined}
+            if not load.left:
+                load.over_at = 0.0
+
+    def gone(self, blocks: list[object]) -> None:
+        for block in blocks:
+            assert isinstance(block, str)
+            self.reading.discard(block)
+
+    def run(self, loads: list[Load], until: float = NEVER) -> None:
+        """Let these come and go, until all is over or the time is."""
+        events = sorted([(self.start + load.at, 0, load) for load in loads]
+                        + [(self.start + load.gone_at, 1, load) for load in loads
+                           if load.gone_at < NEVER], key=lambda event: event[:2])  # fmt: skip
+        tended = self.now
+        while True:
+            next_event = events[0][0] if events else NEVER
+            then = min(next_event, self.disk.next_s(), tended + TEND_S)
+            if (not events and not self.planner.waiting) or then > self.start + until:
+                break
+            self.now = max(self.now, then)
+            self.disk.run_until(self.now)
+            for block, at in self.disk.came:
+                assert isinstance(block, str)
+                self.planner.over(block, good=True)
+                self.reading.discard(block)
+                self.in_memory.add(block)
+                self.reads[block] += 1
+                for load in loads:
+                    if block in load.left:
+                        load.left.discard(block)
+                        if not load.left:
+                            load.over_at = at - self.start - load.at
+            self.disk.came.clear()
+            while events and events[0][0] <= self.now:
+                _, ends, load = events.pop(0)
+                if ends:
+                    load.left = set()
+                    self.gone(self.planner.cancel(load.name))
+                else:
+                    self.ask(load)
+            if self.now >= tended + TEND_S:
+                tended = self.now
+                self.gone(self.planner.tend())
+            self.most_waiting = max(self.most_waiting, self.planner.waiting)
