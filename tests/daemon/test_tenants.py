@@ -119,6 +119,39 @@ print(kept, client.stats()["tiers"]["warm"]["used_bytes"])
         assert space.match(keys).ready == 8
 
 
+def test_pins_take_a_quarter_of_ones_own_and_nothing_of_anothers(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        code = """
+pinned = 0
+for turn in range(8):
+    keys = space.keys([turn] * 16 + list(range(16 * 31)))
+    space.save(keys, bytes(32 * spec.block_bytes))
+    pinned += space.pin(keys, 600)
+more = space.keys([99] * 16 + list(range(16 * 179)))
+kept = space.save(more, bytes(180 * spec.block_bytes)).stored
+print(pinned * spec.block_bytes, kept, client.stats()["tenants"]["theirs"]["pinned_bytes"])
+"""
+        quarter = (16 << 20) // 4
+        assert as_nobody(daemon, code) == f"{quarter} 180 {quarter}"
+        assert space.match(keys).ready == 8
+        assert space.pin(keys) == 8
+        assert client.stats()["tenants"]["ours"]["used_bytes"] == 8 * space.spec.block_bytes
+
+
+def test_a_tenants_lookups_are_explained_to_it_alone(daemon: Daemon) -> None:
+    client, space, keys = ours(daemon)
+    with client:
+        space.match(keys)
+        space.match(space.keys(list(range(1000, 1016))))
+        code = """
+told = client.explain(keys=bytes.fromhex(sys.argv[4])[:32])
+print(client.explain(), told["keys"][0]["why"])
+"""
+        assert as_nobody(daemon, code, keys.packed.hex()) == "{'lookups': []} never_stored"
+        assert len(client.explain()["lookups"]) == 2
+
+
 def test_a_tenant_is_told_only_about_itself(daemon: Daemon) -> None:
     client, _, _ = ours(daemon)
     with client:
