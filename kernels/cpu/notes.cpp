@@ -79,8 +79,7 @@ void bind_notes(nanobind::module_& m) {
                 const std::size_t count = checked(keys);
                 std::string codes(count, '\0');
                 for (std::size_t i = 0; i < count; ++i)
-                    codes[i] =
-                        static_cast<char>(notes.of(keys.c_str() + i * kKeyBytes).first);
+                    codes[i] = static_cast<char>(notes.of(keys.c_str() + i * kKeyBytes).first);
                 return nb::bytes(codes.data(), codes.size());
             },
             nb::arg("keys"))

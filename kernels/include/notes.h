@@ -1,4 +1,5 @@
-// What was last noted of blocks that may be gone: by 64 bits of their names, in memory of a fixed size.
+// What was last noted of blocks that may be gone: by 64 bits of their names, in memory of a fixed
+// size.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -8,13 +9,14 @@
 
 namespace kvtier {
 
-// Sets of four: who comes to a full one takes the place of what was noted there first. A set is one cache
-// line, so a note costs one miss.
+// Sets of four: who comes to a full one takes the place of what was noted there first. A set is one
+// cache line, so a note costs one miss.
 class Notes {
  public:
     explicit Notes(std::size_t nbytes);
 
-    // Notes `code` of each name; of those with one of the codes in `before` noted last, `code | also`.
+    // Notes `code` of each name; of those with one of the codes in `before` noted last, `code |
+    // also`.
     void note(const char* keys, std::size_t count, std::uint8_t code, std::uint32_t now,
               std::span<const std::uint8_t> before, std::uint8_t also);
     // What was noted last: code and time; code 0 for nothing.
@@ -37,7 +39,8 @@ class Notes {
         return name;
     }
     std::size_t set_of(std::uint64_t name) const {
-        return static_cast<std::size_t>((static_cast<unsigned __int128>(name) * sets_.size()) >> 64);
+        return static_cast<std::size_t>((static_cast<unsigned __int128>(name) * sets_.size()) >>
+                                        64);
     }
 
     std::vector<Set> sets_;
