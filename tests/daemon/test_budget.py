@@ -114,9 +114,11 @@ def test_a_mover_writes_no_more_than_its_budget(
     run(work())
 
 
+@pytest.mark.parametrize("admission, share", [("all", 1.0), ("auto", 0.5), ("second-touch", 0.0)])
 def test_a_daemon_writes_no_more_than_its_days_share(
-    daemon_of: Callable[..., Daemon], tmp_path: Path
+    daemon_of: Callable[..., Daemon], tmp_path: Path, admission: str, share: float
 ) -> None:
+    """Of what is wanted once, that is: what was wanted twice has the rest."""
     disk = tmp_path / "disk"
     disk.mkdir()
     spec = spec_of("budget")
@@ -124,6 +126,7 @@ def test_a_daemon_writes_no_more_than_its_days_share(
     daemon = daemon_of(
         config=f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\n'
         f'write = "through"\ndaily_writes = {24 * hour * spec.block_bytes}\n'
+        f'admission = "{admission}"\n'
     )
     with daemon.connect() as client:
         space = client.open(spec)
@@ -131,9 +134,19 @@ def test_a_daemon_writes_no_more_than_its_days_share(
         for at in range(0, 128, 2):
             some = all_keys[at : at + 2]
             space.save(some, [pattern(key, spec.block_bytes) for key in some])
-        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= hour - 2)
+        once = int(share * hour)
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= once - 2)
         time.sleep(0.5)
-        assert daemon.stats()["tiers"]["cold"]["states"]["written"] <= hour + 4
+        assert daemon.stats()["tiers"]["cold"]["states"]["written"] <= once + 4
+        if admission == "all":
+            return
+        space.match(all_keys)
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= hour - 2)
+        again = space.keys(list(range(5000, 5000 + 16 * 250)))
+        space.save(again, bytes(250 * spec.block_bytes))
+        cold = daemon.stats()["tiers"]["cold"]
+        assert cold["states"]["written"] <= 2 * hour + 4  # two writers, each with what was left
+        assert sum(cold["unwritten"].values()) >= 128 - 6 - cold["states"]["written"]
 
 
 def test_a_second_chance_is_for_a_quarter_of_what_is_written(tmp_path: Path) -> None:

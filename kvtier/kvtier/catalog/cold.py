@@ -250,17 +250,20 @@ class Cold:
         counts = self._blocks.store.counts()
         blocks = max(1, counts["blocks"]["ready"])
         nbytes = max(1, counts["bytes"]["ready"])
-        admission, look = self._blocks.admission, limit_blocks
-        if admission.shut:
-            look = max(limit_blocks, LOOK_BLOCKS)
-            limit_bytes = look * nbytes // blocks
-        limit_bytes = min(limit_bytes, look * nbytes // blocks)
+        admission = self._blocks.admission
+        if admission.shut:  # more is looked at than is taken
+            limit_blocks = min(limit_blocks, max(1, limit_bytes * blocks // nbytes))
+            limit_bytes = LOOK_BLOCKS * nbytes // blocks
+        else:
+            limit_bytes = min(limit_bytes, limit_blocks * nbytes // blocks)
         ask = FEW_VICTIMS + watermark_bytes * blocks // nbytes
         while True:
             victims = self._blocks.policy.victims(min(ask, blocks))
             ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
             if enough or ask >= blocks:
-                ids = admission.filter(ids, self._blocks.store.keys_of)[: limit_blocks * ID_BYTES]
+                ids = admission.filter(ids, self._blocks.store.keys_of)
+                if admission.shut:
+                    ids = ids[: limit_blocks * ID_BYTES]
                 self._blocks.hold(ids)
                 return self._demotion(ids, victims=True)
             ask *= 2
