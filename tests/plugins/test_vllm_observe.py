@@ -92,6 +92,7 @@ def test_a_hit_is_counted_where_it_was_when_it_was_asked_for(
 ) -> None:
     engine = engine_of(daemon, load=load, patience_ms=20_000)
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     engine.serve(PROMPT)
     engine.serve(PROMPT)
     assert hits(engine) == (8 * BLOCK, 0)
@@ -240,8 +241,10 @@ class Index:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_events_follow_a_block_from_tier_to_tier(
-    daemon: Daemon, engine_of: EngineOf, ranks: int
+    daemon: Daemon, engine_of: EngineOf, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     engine = engine_of(daemon, layout_of(ranks=ranks), events=True, patience_ms=20_000)
     index = Index(engine)
     request = engine.serve(PROMPT)
@@ -413,6 +416,7 @@ def test_a_timeline_has_all_of_a_hit_in_order(
     load: str, where: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     path = tmp_path / "hits.json"
     ranks = 1 if load == "sync" else 2
     engine = engine_of(
