@@ -363,6 +363,22 @@ class PyStore {
         return out;
     }
 
+    // What a policy is told of a block: its name, 8 bytes, and the id of the block before it.
+    TwoLists named(nb::bytes ids) const {
+        Ids list = ids_in(ids);
+        char *names, *parents;
+        nb::bytes first = zeroed(list.size() * 8, names);
+        nb::bytes second = zeroed(list.size() * sizeof(Id), parents);
+        for (std::size_t i = 0; i < list.size(); ++i) {
+            if (i + 8 < list.size()) store_.prefetch(list[i + 8]);
+            std::uint64_t name = store_.name_of(list[i]);
+            Id parent = store_.ahead_of(list[i]);
+            std::memcpy(names + i * 8, &name, 8);
+            std::memcpy(parents + i * sizeof(Id), &parent, sizeof(Id));
+        }
+        return {first, second};
+    }
+
     nb::dict counts() const {
         const Counts& counts = store_.counts();
         nb::dict blocks, bytes, all;
@@ -438,6 +454,7 @@ void bind_store(nb::module_& m) {
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
+        .def("named", &PyStore::named, "ids"_a)
         .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)
         .def("make_room", &PyStore::make_room, "space"_a, "group"_a, "n"_a, "victims"_a)
         .def("note_evicted", &PyStore::note_evicted, "on"_a)

@@ -1,11 +1,7 @@
-// The LRU policy and its binding.
+// The LRU policy. Batches are walked from their ends: the head of a chain is the most recent.
 #include "lru.h"
 
-#include <nanobind/nanobind.h>
-
-#include <stdexcept>
-
-#include "bytes.h"
+#include <algorithm>
 
 namespace kvtier {
 
@@ -30,94 +26,85 @@ void Lru::erase(std::uint64_t at) {
     --size_;
 }
 
-void Lru::prefetch(std::span<const std::uint32_t> ids, std::size_t i) const {
+void Lru::prefetch(std::span<const Id> ids, std::size_t i) const {
     constexpr std::size_t links_ahead = 16, neighbours_ahead = 8;
-    if (i + links_ahead < ids.size()) {
-        std::uint64_t at = ids[i + links_ahead] + first;
+    if (i >= links_ahead) {
+        std::uint64_t at = std::uint64_t{ids[i - links_ahead]} + first;
         if (links_.reaches(at)) __builtin_prefetch(&links_[at], 1);
     }
-    if (i + neighbours_ahead < ids.size()) {
-        std::uint64_t at = ids[i + neighbours_ahead] + first;
-        if (!holds(at)) return;
+    if (i >= neighbours_ahead) {
+        std::uint64_t at = std::uint64_t{ids[i - neighbours_ahead]} + first;
+        if (!lists(at)) return;
         __builtin_prefetch(&links_[links_[at].prev], 1);
         __builtin_prefetch(&links_[links_[at].next], 1);
     }
 }
 
-void Lru::added(std::span<const std::uint32_t> ids) {
-    for (std::uint32_t id : ids)
-        if (id >= 0xFFFFFFF0) throw std::out_of_range("lru: no block has such an id");
-    for (std::size_t i = 0; i < ids.size(); ++i) {
+void Lru::added(std::span<const Id> ids, std::span<const Name>, std::span<const Id>) {
+    check_ids(ids);
+    for (std::size_t i = ids.size(); i-- > 0;) {
         prefetch(ids, i);
-        std::uint64_t at = ids[i] + first;
+        std::uint64_t at = std::uint64_t{ids[i]} + first;
         links_.reach(at);
-        if (holds(at)) erase(at);
+        if (lists(at)) erase(at);
         insert(at, links_[ends].prev, ends);
     }
 }
 
-void Lru::touched(std::span<const std::uint32_t> ids) {
-    for (std::size_t i = 0; i < ids.size(); ++i) {
+void Lru::refreshed(std::span<const Id> ids) {
+    for (std::size_t i = ids.size(); i-- > 0;) {
         prefetch(ids, i);
-        std::uint64_t at = ids[i] + first;
-        if (!holds(at)) continue;
+        std::uint64_t at = std::uint64_t{ids[i]} + first;
+        if (!lists(at)) continue;
         erase(at);
         insert(at, links_[ends].prev, ends);
     }
 }
 
-void Lru::removed(std::span<const std::uint32_t> ids) {
-    for (std::size_t i = 0; i < ids.size(); ++i) {
+void Lru::held(std::span<const Id> ids) {
+    for (std::size_t i = ids.size(); i-- > 0;) {
         prefetch(ids, i);
-        std::uint64_t at = ids[i] + first;
-        if (holds(at)) erase(at);
+        std::uint64_t at = std::uint64_t{ids[i]} + first;
+        if (!lists(at)) continue;
+        erase(at);
+        links_[at].next = aside;
     }
 }
 
-void Lru::demoted(std::span<const std::uint32_t> ids) {
+// Until now somebody read them: they are recent.
+void Lru::freed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
-        std::uint64_t at = ids[i] + first;
-        if (!holds(at)) continue;
+        std::uint64_t at = std::uint64_t{ids[i]} + first;
+        if (knows(at) && !lists(at)) insert(at, links_[ends].prev, ends);
+    }
+}
+
+void Lru::gone(std::span<const Id> ids) {
+    for (std::size_t i = ids.size(); i-- > 0;) {
+        prefetch(ids, i);
+        std::uint64_t at = std::uint64_t{ids[i]} + first;
+        if (lists(at))
+            erase(at);
+        else if (knows(at))
+            links_[at] = {0, 0};
+    }
+}
+
+void Lru::demoted(std::span<const Id> ids) {
+    for (std::size_t i = ids.size(); i-- > 0;) {
+        std::uint64_t at = std::uint64_t{ids[i]} + first;
+        if (!lists(at)) continue;
         erase(at);
         insert(at, ends, links_[ends].next);
     }
 }
 
-std::vector<std::uint32_t> Lru::victims(std::size_t n) const {
-    std::vector<std::uint32_t> ids;
-    ids.reserve(n < size_ ? n : size_);
+std::vector<Id> Lru::victims(std::size_t n) const {
+    std::vector<Id> ids;
+    ids.reserve(std::min(n, size_));
     for (std::uint64_t at = links_[ends].next; at != ends && ids.size() < n; at = links_[at].next)
-        ids.push_back(static_cast<std::uint32_t>(at - first));
+        ids.push_back(static_cast<Id>(at - first));
     return ids;
 }
 
 }  // namespace kvtier
-
-void bind_policy(nanobind::module_& m) {
-    namespace nb = nanobind;
-    using kvtier::Lru;
-    nb::class_<Lru>(m, "Lru",
-                    "Least recently used: the block that nobody wanted longest goes first.")
-        .def(nb::init<>())
-        .def(
-            "added", [](Lru& lru, nb::bytes ids) { lru.added(kvtier::ids_in(ids)); },
-            nb::arg("ids"))
-        .def(
-            "touched", [](Lru& lru, nb::bytes ids) { lru.touched(kvtier::ids_in(ids)); },
-            nb::arg("ids"))
-        .def(
-            "removed", [](Lru& lru, nb::bytes ids) { lru.removed(kvtier::ids_in(ids)); },
-            nb::arg("ids"))
-        .def(
-            "demoted", [](Lru& lru, nb::bytes ids) { lru.demoted(kvtier::ids_in(ids)); },
-            nb::arg("ids"))
-        .def(
-            "hinted", [](Lru&, nb::bytes ids, double) { kvtier::ids_in(ids); }, nb::arg("ids"),
-            nb::arg("importance"))
-        .def(
-            "victims",
-            [](const Lru& lru, std::size_t n) { return kvtier::ids_out(lru.victims(n)); },
-            nb::arg("n"))
-        .def("__len__", &Lru::size)
-        .def("memory_bytes", &Lru::memory_bytes);
-}

@@ -163,6 +163,16 @@ class Store {
     const Record& block(Id id) const;
     const Place& place_of(Id id) const { return places_[block(id).place]; }
     Id parent_of(Id id) const { return records_[records_.node_of(id)].parent; }
+    // The same wherever the block is, and after it was gone.
+    std::uint64_t name_of(Id id) const {
+        std::uint64_t at = block(id).place - spaces_[place_of(id).space].first_place[0];
+        return key_of(id).words[0] + at * 0x9E3779B97F4A7C15;
+    }
+    // The block of the same group and shard before it in its chain, or none.
+    Id ahead_of(Id id) const {
+        Id above = parent_of(id);
+        return above == none ? none : residency(above, block(id).place);
+    }
     bool summed(Id id) const { return records_.summed(id); }
     const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }
     SlotAddress slot(Id id) const;

@@ -1,13 +1,17 @@
 """What every policy must do; inherit it and say how to make one.
 
 It asks nothing about the order of victims beyond what all policies share: what was demoted goes
-first, and what isn't held is never named.
+first, and what is held, or nowhere, is never named.
 """
 
 import random
 import struct
 
 import pytest
+
+from kvtier.policy.base import NO_PARENT
+
+EVENTS = ["wanted", "refreshed", "held", "freed", "left", "gone"]
 
 
 def pack(*ids):
@@ -44,17 +48,40 @@ class PolicyTests:
         assert policy.victims(7) == policy.victims(7)
         assert len(policy) == 30
 
-    def test_a_removed_block_is_no_victim(self, policy):
+    def test_a_held_block_is_no_victim_until_it_is_freed(self, policy):
         policy.added(pack(1, 2, 3))
-        policy.removed(pack(2))
+        policy.held(pack(2))
+        policy.wanted(pack(1, 2))
+        policy.refreshed(pack(2))
+        policy.demoted(pack(2))
         assert sorted(unpack(policy.victims(9))) == [1, 3]
         assert len(policy) == 2
+        policy.freed(pack(2))
+        assert sorted(unpack(policy.victims(9))) == [1, 2, 3]
+
+    def test_a_block_that_left_or_is_gone_is_no_victim(self, policy):
+        policy.added(pack(1, 2, 3, 4, 5))
+        policy.held(pack(4, 5))
+        policy.left(pack(2, 4))
+        policy.gone(pack(3, 5))
+        policy.wanted(pack(2, 3, 4, 5))
+        policy.freed(pack(2, 3, 4, 5))
+        assert unpack(policy.victims(9)) == [1]
+        assert len(policy) == 1
 
     def test_a_block_may_come_back(self, policy):
         policy.added(pack(1, 2, 3))
-        policy.removed(pack(2))
-        policy.added(pack(2))
+        policy.left(pack(2))
+        policy.gone(pack(3))
+        policy.added(pack(2, 3))
         assert sorted(unpack(policy.victims(9))) == [1, 2, 3]
+
+    def test_what_is_gone_while_it_is_on_disk_is_nothing_any_more(self, policy):
+        policy.added(pack(1, 2))
+        policy.left(pack(2))
+        policy.gone(pack(2))
+        policy.added(pack(2))
+        assert sorted(unpack(policy.victims(9))) == [1, 2]
 
     def test_adding_twice_holds_it_once(self, policy):
         policy.added(pack(1, 2, 1))
@@ -64,16 +91,15 @@ class PolicyTests:
 
     def test_demoted_blocks_go_first(self, policy):
         policy.added(pack(*range(20)))
-        policy.touched(pack(15, 16, 17))
+        policy.wanted(pack(15, 16, 17))
         policy.demoted(pack(16, 17, 3))
         assert set(unpack(policy.victims(3))) == {16, 17, 3}
 
     def test_strangers_are_passed_over(self, policy):
         policy.added(pack(1))
         for stranger in (2, 10**6, 2**31, 2**32 - 1):
-            policy.touched(pack(stranger))
-            policy.removed(pack(stranger))
-            policy.demoted(pack(stranger))
+            for event in (*EVENTS, "demoted"):
+                getattr(policy, event)(pack(stranger))
             policy.hinted(pack(stranger), 0.5)
         assert policy.victims(9) == pack(1)
 
@@ -84,25 +110,42 @@ class PolicyTests:
         assert sorted(unpack(policy.victims(99))) == list(range(10))
 
     def test_a_torn_batch_is_refused(self, policy):
-        for call in (policy.added, policy.touched, policy.removed, policy.demoted):
+        for event in ("added", *EVENTS, "demoted"):
             with pytest.raises(ValueError):
-                call(b"\0\0\0\0\0")
+                getattr(policy, event)(b"\0\0\0\0\0")
         assert len(policy) == 0
 
     def test_it_reports_its_memory(self, policy):
         policy.added(pack(*range(1000)))
         assert policy.memory_bytes() > 0
 
-    def test_it_holds_exactly_the_evictable_blocks_whatever_happens(self, policy):
+    def test_it_names_exactly_the_evictable_blocks_whatever_happens(self, policy):
         rnd = random.Random(5)
-        held = set()
-        for _ in range(2000):
+        known, held = set(), set()
+        for step in range(2000):
+            policy.now(step / 3)
             ids = [rnd.randrange(200) for _ in range(rnd.randrange(6))]
-            event = rnd.choice(["added", "added", "removed", "touched", "demoted"])
-            getattr(policy, event)(pack(*ids))
+            event = rnd.choice(["added", "added", "added", *EVENTS, "demoted"])
             if event == "added":
-                held.update(ids)
-            if event == "removed":
+                ids = [one for one in dict.fromkeys(ids) if one not in known]
+                policy.added(pack(*ids), *told(ids, rnd))
+                known.update(ids)
+            else:
+                getattr(policy, event)(pack(*ids))
+            if event == "held":
+                held.update(known.intersection(ids))
+            if event in ("freed", "left", "gone"):
                 held.difference_update(ids)
-            assert len(policy) == len(held)
-        assert set(unpack(policy.victims(1000))) == held
+            if event in ("left", "gone"):
+                known.difference_update(ids)
+            assert len(policy) == len(known - held)
+            if step % 50 == 0:
+                assert set(unpack(policy.victims(1000))) == known - held
+        assert set(unpack(policy.victims(1000))) == known - held
+
+
+def told(ids, rnd):
+    """Names and parents of new blocks: some are of one chain, some are roots."""
+    names = struct.pack(f"<{len(ids)}Q", *(one * 0x9E3779B97F4A7C15 % 2**64 for one in ids))
+    parents = [rnd.choice([NO_PARENT, before]) for before in [NO_PARENT, *ids][: len(ids)]]
+    return names, pack(*parents)

@@ -99,7 +99,7 @@ class Warm:
         store, space = self._catalog._store, self._space(identity)
         ids = store.present(space.index, identity.group, identity.shard, identity.key)
         store.forget(ids)
-        self._catalog._policy.removed(ids)
+        self._catalog._policy.gone(ids)
 
     def used_bytes(self) -> int:
         return self._catalog.counts()["bytes"]["ready"]

@@ -36,7 +36,7 @@ class Arena:
             if room == n:
                 break
             evicted, orphans, _ = self.store.make_room(space, 0, n, self.lru.victims(n - room))
-            self.lru.removed(evicted)
+            self.lru.gone(evicted)
             self.lru.demoted(orphans)
         ids, _ = self.store.reserve(space, 0, 0, None, keys, bytes(n))
         assert len(ids) == 4 * n, "everything can be evicted, so there must be room"
@@ -88,7 +88,7 @@ def test_a_pinned_block_does_not_keep_its_slab_from_the_others():
     # One block of each slab of 32 MiB stays leased.
     pinned = b"".join(arena.lru.victims(128)[4 * i : 4 * i + 4] for i in range(5, 128, 16))
     arena.store.lease(pinned)
-    arena.lru.removed(pinned)
+    arena.lru.held(pinned)
     for _ in range(60):
         arena.save(rnd.randbytes(32 * 8), 1)
     counts = arena.store.counts()
@@ -113,7 +113,7 @@ class Held:
         ids = self.lru.victims(self.blocks)
         self.leased = b"".join(ids[4 * i : 4 * i + 4] for i in held)
         self.store.lease(self.leased)
-        self.lru.removed(self.leased)
+        self.lru.held(self.leased)
 
     def ready(self):
         return self.store.counts()["blocks"]["ready"]
@@ -123,7 +123,7 @@ class Held:
         space, victims = self.spaces[which], b""
         while (short := n - self.store.room(space, 0, n)) > 0:
             evicted, orphans, _ = self.store.make_room(space, 0, n, victims)
-            self.lru.removed(evicted)
+            self.lru.gone(evicted)
             self.lru.demoted(orphans)
             if victims and not evicted:
                 break
@@ -174,14 +174,14 @@ def test_what_lies_around_held_blocks_stays_of_use(kind, seed):
     arena.save(1, 4)
     big = arena.lru.victims(1000)
     arena.store.lease(big)
-    arena.lru.removed(big)
+    arena.lru.held(big)
     arena.save(0, 256)
     arena.store.unlease(big)
-    arena.lru.added(big)
+    arena.lru.freed(big)
     # A held block lies over two slots at most where layouts came to differ in phase.
     for _ in range(2):
         assert arena.save(0, 256) >= 256 - 2 * len(held) - 4
     arena.store.unlease(arena.leased)
-    arena.lru.added(arena.leased)
+    arena.lru.freed(arena.leased)
     arena.save(0, 256)
     assert arena.save(0, 256) >= 250

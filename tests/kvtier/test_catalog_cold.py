@@ -91,7 +91,7 @@ class Tenant:
         plan = self.cold.plan_write_through(ids)
         assert self.write(plan, segment) == 0
         self.store.evict(ids)
-        self.policy.removed(ids)
+        self.policy.left(ids)
 
     def found(self, keys: bytes) -> tuple[int, int]:
         found = self.catalog.match(self.space, keys, count=False)

@@ -21,13 +21,17 @@ class TestLruModel(policy_tests.PolicyTests):
 
 
 @pytest.mark.parametrize("policy", [Lru, LruModel])
-def test_later_in_a_batch_is_more_recent(policy):
+def test_earlier_in_a_batch_is_more_recent(policy):
     lru = policy()
-    lru.added(pack(1, 2, 3, 4))
-    lru.touched(pack(2, 1))
+    lru.added(pack(4, 3, 2, 1))
+    assert unpack(lru.victims(4)) == [1, 2, 3, 4]
+    lru.wanted(pack(1, 2))
     assert unpack(lru.victims(4)) == [3, 4, 2, 1]
     lru.demoted(pack(1, 4))
     assert unpack(lru.victims(4)) == [1, 4, 3, 2]
+    lru.held(pack(1, 4))
+    lru.freed(pack(4, 1))
+    assert unpack(lru.victims(4)) == [3, 2, 1, 4]
 
 
 def test_native_and_model_name_the_same_victims():
@@ -37,7 +41,7 @@ def test_native_and_model_name_the_same_victims():
         ids = pack(
             *(rnd.randrange(300_000) // rnd.choice([1, 3000]) for _ in range(rnd.randrange(8)))
         )
-        event = rnd.choice(["added", "added", "removed", "touched", "demoted"])
+        event = rnd.choice(["added", "added", *policy_tests.EVENTS, "demoted"])
         getattr(native, event)(ids)
         getattr(model, event)(ids)
         n = rnd.randrange(50)

@@ -21,7 +21,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of", "identities", "frames"]
+CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of", "identities", "frames", "named"]
 CALLS_WITH_IDS += ["promote", "promoted", "unpromoted", "spoilt"]
 RESTORABLE = "ready", "cold", "promoting"
 FRAME = struct.Struct("<IIIBBBB")
@@ -108,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.leases.pop(i, None)
             self.summed.discard(i)
             self.unframe(i)
-        self.lru.removed(pack(ids))
+        self.lru.gone(pack(ids))
 
     def vacate(self, i):
         if i in self.places:
@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         for i in cold:
             self.states[i] = "cold"
             self.vacate(i)
-        self.lru.removed(pack(cold))
+        self.lru.left(pack(cold))
         self.gone([i for i in ids if i not in self.frames])
         return cold
 
@@ -637,7 +637,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.both("lease", pack(ids)) is None
         for i in ids:
             self.leases[i] = self.leases.get(i, 0) + 1
-        self.lru.removed(pack(ids))
+        self.lru.held(pack(ids))
 
     leases_of = rule(picks=st.lists(numbers, min_size=1, max_size=6))
     lease_some, lease_others = leases_of(lease), leases_of(lease)
@@ -655,7 +655,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert evictable == [i for i in ended if self.states[i] == "ready"]
         assert freed == [i for i in ended if self.states[i] == "doomed"]
         self.gone(freed)
-        self.lru.added(pack(evictable))
+        self.lru.freed(pack(evictable))
 
     @rule(
         call=st.sampled_from(CALLS_WITH_IDS),
@@ -700,7 +700,7 @@ class StoreMachine(RuleBasedStateMachine):
         for i in unpack(ids):
             assert self.states[i] == "ready"
             assert self.names[i][:3] == (space, group, shard) and self.names[i][3] in path
-        self.lru.touched(ids)
+        self.lru.refreshed(ids)
         self.both("states", space, path[-32:])
         self.both("states", space, path[1:32])
         self.both("ancestors", space, group, shard, path[-32:], limit)
@@ -777,6 +777,7 @@ class StoreMachine(RuleBasedStateMachine):
         frames, _ = self.both("frames", pack(self.frames))
         assert frames == b"".join(FRAME.pack(*frame) for frame in self.frames.values())
         self.both("identities", pack(ids))
+        self.both("named", pack(ids))
         self.both("coldest", pack(ids), 100_000, 50_000)
         assert self.both("ready", pack(ids)) == len(self.of("ready"))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)

@@ -348,6 +348,19 @@ class Store:
             node = node.parent
         return join(ids)
 
+    def named(self, ids: bytes) -> tuple[bytes, bytes]:
+        """What a policy is told of blocks: names that are theirs wherever they are, 8 bytes each, and the
+        ids of those before them in the same group and shard, or the last id there is."""
+        names, parents = [], []
+        for block in self._known(ids):
+            place = block.place
+            at = list(self._space(place.space).places.values()).index(place)
+            own = int.from_bytes(block.node.key[:8], "little")
+            names.append((own + at * 0x9E3779B97F4A7C15) % 2**64)
+            above = self._find(place, block.node.parent.key) if block.node.parent else None
+            parents.append(0xFFFFFFFF if above is None else above.id)
+        return struct.pack(f"<{len(names)}Q", *names), struct.pack(f"<{len(parents)}I", *parents)
+
     # Plans.
 
     def room(self, space: int, group: int, n: int) -> int:

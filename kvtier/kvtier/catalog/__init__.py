@@ -17,7 +17,7 @@ from kvtier.catalog.changes import Changes, Watch
 from kvtier.catalog.cold import COLD, PROMOTING, Cold
 from kvtier.catalog.departures import NOTES_BYTES, Departures, Lookups, near
 from kvtier.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
-from kvtier.catalog.reading import Reading
+from kvtier.catalog.reading import Held, Reading
 from kvtier.catalog.spaces import Space, Spaces
 from kvtier.catalog.writing import Granted, Writing
 from kvtier.errors import Refused
@@ -89,12 +89,12 @@ class Catalog:
     # --- looking and reading -----------------------------------------------------------------
 
     def match(self, space: Space, keys: bytes, count: bool = True, brings: bool = False) -> Found:
-        """The longest prefix that every group can restore; it counts as used from now. `brings` says that
-        what is on disk will be brought, and so is no miss."""
+        """The longest prefix that every group can restore; it counts as used from now. Without `count` it is
+        a lookup that was told already. `brings` says that what is on disk will be brought, and so is no
+        miss."""
         space.check_keys(keys)
         ready, coming, parts = self._reading.find(space, keys)
-        for held in parts:
-            self._policy.touched(last_first(held.ids))
+        self._use(parts, count)
         if count:
             self._count_lookup(space, keys, ready, coming if brings else 0)
         return Found(ready, coming)
@@ -114,6 +114,8 @@ class Catalog:
         space.check_keys(keys)
         ready, coming, held = self._reading.find(space, keys)
         parts = self._reading.tell(held, shards)
+        self._policy.now(now)
+        self._use(held, count)
         if count:
             self._count_lookup(space, keys, ready, coming if brings else 0)
         if ready == 0:
@@ -122,6 +124,14 @@ class Catalog:
         lease = self._reading.hold(session, space, held, ready, deadline)
         self._count_loaded(space, parts)
         return Found(ready, coming, lease.id, lease.token, parts)
+
+    def _use(self, parts: Sequence[Held], count: bool) -> None:
+        """The one place that says that a request used what it found."""
+        for held in parts:
+            if count:
+                self._policy.wanted(held.ids)
+            else:
+                self._policy.refreshed(held.ids)
 
     def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
         """Join the lease with this token. The lease lasts until all who joined it let go."""
@@ -271,6 +281,7 @@ class Catalog:
     def expire(self, now: float) -> int:
         """End the read leases whose deadline has passed, some at a time; how many there were. Whoever
         still reads under one sees the slot's generation change if the slot is given away."""
+        self._policy.now(now)
         return self._reading.expire(now)
 
     def end_session(self, session: SessionId, gone: bool) -> bool:

@@ -1,6 +1,6 @@
 """The blocks of one tenant: the store, which knows them, and the policy, which says who goes first, in step.
 
-Which blocks the policy knows: exactly those that may be evicted, READY and held by no lease; and those
+Which blocks the policy may name: exactly those that may be evicted, READY and held by no lease; and those
 that nothing but a write to the disk holds.
 """
 
@@ -45,13 +45,13 @@ class Blocks:
         self.changes = changes
         self.policy = policy
         self.evicted: Counter[str] = Counter(dict.fromkeys(WHY_EVICTED, 0))
-        self._writing: set[int] = set()  # held by a write to the disk, and known to the policy
         self.departures = departures
         self.admission = Admission()
         self.unwritten: Counter[str] = Counter(
             dict.fromkeys(UNWRITTEN, 0)
         )  # evicted, and on no disk
         self.keeps_back = EVICTED  # why what is evicted was not written; so: there is no disk
+        self._writing: set[int] = set()  # held by a write to the disk, and the policy wasn't told
         self.died = bytearray()  # segment and page of frames that are nothing any more
 
     def lease(self, batches: list[bytes]) -> None:
@@ -68,17 +68,22 @@ class Blocks:
                 raise Refused("bad_request", "a key is given twice") from error
             raise Refused("too_many", "a block is held by too many leases") from error
         for ids in taken:
-            self._remove(ids)
+            self.policy.held(ids)
+            self._not_writing(ids)
 
-    def _remove(self, ids: bytes) -> None:
-        self.policy.removed(ids)
+    def _not_writing(self, ids: bytes) -> None:
         if self._writing:
             self._writing.difference_update(array("I", ids))
 
     def unlease(self, ids: bytes) -> None:
         evictable, freed = self.store.unlease(ids)
-        self.policy.added(last_first(evictable))
-        self.evicted["forgotten"] += len(freed) // ID_BYTES
+        self.policy.freed(evictable)
+        self.gone(freed, "forgotten")
+
+    def gone(self, ids: bytes, why: str) -> None:
+        """These are nowhere any more."""
+        self.policy.gone(ids)
+        self.evicted[why] += len(ids) // ID_BYTES
 
     def hold(self, victims: bytes) -> None:
         """Keep these, which the policy named, while they are written to the disk. They keep their places
@@ -92,15 +97,20 @@ class Blocks:
         evictable, freed = self.store.unlease(ids)
         read = array("I", (one for one in array("I", evictable) if one not in self._writing))
         self._writing.difference_update(array("I", ids))
-        self.policy.added(read.tobytes())
-        self.evicted["forgotten"] += len(freed) // ID_BYTES
+        read.reverse()
+        self.policy.freed(read.tobytes())
+        self.gone(freed, "forgotten")
 
     def commit(self, ids: bytes, checksums: bytes) -> None:
         self.store.commit(ids, checksums)
         self.changes.tell(CAME, MEMORY, self.changes.name(ids))
         if self.admission.is_on:
             self.admission.saved(self.store.keys_of(ids))
-        self.policy.added(ids)
+        self.came(ids)
+
+    def came(self, ids: bytes) -> None:
+        """These are READY from now on."""
+        self.policy.added(ids, *self.store.named(ids))
 
     def forget(self, ids: bytes) -> bool:
         """They match no more; those that are leased or being read from the disk go when that ends: True
@@ -110,10 +120,11 @@ class Blocks:
         freed, orphans, died = self.store.forget(ids)
         for tier in (MEMORY, DISK):
             self.changes.tell(WENT, tier, names)
-        self._remove(ids)
+        self._not_writing(ids)
+        self.policy.held(ids)  # those that go later are no victims until then
+        self.gone(freed, "forgotten")
         self.policy.demoted(orphans)
         self.died += died
-        self.evicted["forgotten"] += len(freed) // ID_BYTES
         return len(freed) < len(ids)
 
     def _note_victims(self, victims: bytes) -> dict[int, int]:
@@ -146,7 +157,8 @@ class Blocks:
             dirty = self._note_victims(victims) if victims else {}
             evicted, orphans, cold = store.make_room(space, group, wanted, victims)
             self.changes.tell(WENT, MEMORY, self.changes.evicted())
-            policy.removed(evicted)
+            policy.left(cold)
+            policy.gone(_without(evicted, cold))
             policy.demoted(orphans)
             self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES
             self.evicted["demoted"] += len(cold) // ID_BYTES
@@ -158,9 +170,15 @@ class Blocks:
                 break
 
 
+def _without(ids: bytes, some: bytes) -> bytes:
+    if not some:
+        return ids
+    left_out = set(array("I", some))
+    return array("I", (one for one in array("I", ids) if one not in left_out)).tobytes()
+
+
 def last_first(ids: bytes) -> bytes:
-    """The same ids, last first: a policy takes the later ones of a batch as the more recent, and the head
-    of a chain has to outlive its tail."""
+    """The same ids, last first: what is found from a chain's tail on, as a policy takes it."""
     if len(ids) <= ID_BYTES:
         return ids
     order = array("I", ids)

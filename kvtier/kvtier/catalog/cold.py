@@ -14,7 +14,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from itertools import compress, islice
 
-from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
+from kvtier.catalog.blocks import ID_BYTES, Blocks
 from kvtier.catalog.departures import LOST, SPOILT
 from kvtier.catalog.leases import NOBODY
 from kvtier.catalog.spaces import IDENTITY, Space, Spaces
@@ -213,8 +213,8 @@ class Cold:
         """These are in their slots, verified: which of them are READY, the others were forgotten."""
         ready, gone = self._blocks.store.promoted(ids)
         self._tell(CAME, MEMORY, self._name(ready))
-        self._blocks.policy.added(last_first(ready))
-        self._blocks.evicted["forgotten"] += len(gone) // ID_BYTES
+        self._blocks.came(ready)
+        self._blocks.gone(gone, "forgotten")
         self.reading -= len(ids) // ID_BYTES
         return ready
 
@@ -223,7 +223,7 @@ class Cold:
         self._blocks.departures.note(self._blocks.store.keys_of(ids), LOST)  # if they go
         gone, orphans = self._blocks.store.unpromoted(ids)
         self._not_read(ids, reason, orphans)
-        self._blocks.evicted["lost"] += len(gone) // ID_BYTES
+        self._blocks.gone(gone, "lost")
 
     def spoilt(self, ids: bytes, reason: str) -> None:
         """The frames of these are not what they should be: they are nowhere any more."""
@@ -232,7 +232,7 @@ class Cold:
         gone, orphans, died = self._blocks.store.spoilt(ids)
         self._tell(WENT, DISK, names)
         self._not_read(ids, reason, orphans)
-        self._blocks.evicted["spoilt"] += len(gone) // ID_BYTES
+        self._blocks.gone(gone, "spoilt")
         self._blocks.died += died
 
     def _not_read(self, ids: bytes, reason: str, orphans: bytes) -> None:
@@ -387,8 +387,8 @@ class Cold:
             self._blocks.departures.note(store.keys_of(here), SPOILT)
         gone, orphans, died = store.damaged(ids, frames)
         self._tell(WENT, DISK, names if died else b"")
+        self._blocks.gone(gone, "spoilt")
         self._blocks.policy.demoted(orphans)
-        self._blocks.evicted["spoilt"] += len(gone) // ID_BYTES
         self._blocks.died += died
         return len(died) // PLACE_BYTES, store.dirty(ids) if died else b""
 
@@ -422,8 +422,8 @@ class Cold:
         names = self._name(ids if self._blocks.changes.watched else b"")
         gone, orphans = store.drop_segment(segment)
         self._tell(WENT, DISK, names)
+        self._blocks.gone(gone, "lost")
         self._blocks.policy.demoted(orphans)
-        self._blocks.evicted["lost"] += len(gone) // ID_BYTES
         return len(gone) // ID_BYTES
 
     def restore(

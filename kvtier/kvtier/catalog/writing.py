@@ -87,8 +87,7 @@ class Writing:
     ) -> tuple[bytes, bytes]:
         """Blocks for the leading new keys, as far as there is room: (ids, slots)."""
         store, index = self._blocks.store, space.index
-        # What is here of the chain is in use by this save: hold it while victims are chosen, and let it
-        # go last-block-first, so that a tail always leaves before its head.
+        # What is here of the chain is in use by this save: hold it while victims are chosen.
         here = store.present(index, group, shard, keys)
         above = store.ancestors(index, group, shard, parent, space.reach) if parent else b""
         self._blocks.lease([above, here])
@@ -114,12 +113,12 @@ class Writing:
             raise Refused("bad_request", f"{len(checksums)} bytes of checksums for {count} blocks")
         ids = lease.ids[first * ID_BYTES : (first + count) * ID_BYTES]
         self._blocks.commit(ids, checksums)
-        # A block that is new makes all before it recent, nearest first: a head outlives its tail, also
-        # where a chain is saved block by block as it grows.
+        # A block that is new makes all before it recent: a head outlives its tail, also where a chain is
+        # saved block by block as it grows.
         store, space = self._blocks.store, lease.space
         last = store.keys_of(ids[-ID_BYTES:])
         above = store.ancestors(space.index, lease.group, lease.shard, last, space.reach)
-        self._blocks.policy.touched(above)
+        self._blocks.policy.refreshed(last_first(above))
         lease.pending[first : first + count] = bytes(count)
         if not any(lease.pending):
             self._end(lease)

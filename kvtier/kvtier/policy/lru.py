@@ -8,6 +8,7 @@ same in Python, for tests to hold it against.
 from collections import OrderedDict
 from itertools import islice
 
+from kvtier.policy.model import pack, unpack
 from kvtier_kernels import Lru
 
 __all__ = ["Lru", "LruModel"]
@@ -17,42 +18,60 @@ class LruModel:
     """The executable specification of `Lru`: an ordered dict, coldest first."""
 
     def __init__(self) -> None:
-        self._ids: OrderedDict[int, None] = OrderedDict()
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self._held: set[int] = set()
 
-    def added(self, ids: bytes) -> None:
-        for block in unpack(ids):
-            self._ids[block] = None
-            self._ids.move_to_end(block)
+    def now(self, seconds: float) -> None:
+        """The order is all that counts here."""
 
-    def touched(self, ids: bytes) -> None:
-        for block in unpack(ids):
-            if block in self._ids:
-                self._ids.move_to_end(block)
+    def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
+        for block in reversed(unpack(ids)):
+            self._held.discard(block)
+            self._order[block] = None
+            self._order.move_to_end(block)
 
-    def removed(self, ids: bytes) -> None:
+    def wanted(self, ids: bytes) -> None:
+        self.refreshed(ids)
+
+    def refreshed(self, ids: bytes) -> None:
+        for block in reversed(unpack(ids)):
+            if block in self._order:
+                self._order.move_to_end(block)
+
+    def held(self, ids: bytes) -> None:
         for block in unpack(ids):
-            self._ids.pop(block, None)
+            if block in self._order:
+                del self._order[block]
+                self._held.add(block)
+
+    def freed(self, ids: bytes) -> None:
+        """Until now somebody read them: they are recent."""
+        for block in reversed(unpack(ids)):
+            if block in self._held:
+                self._held.discard(block)
+                self._order[block] = None
+
+    def left(self, ids: bytes) -> None:
+        self.gone(ids)
+
+    def gone(self, ids: bytes) -> None:
+        for block in unpack(ids):
+            self._order.pop(block, None)
+            self._held.discard(block)
 
     def demoted(self, ids: bytes) -> None:
         for block in reversed(unpack(ids)):
-            if block in self._ids:
-                self._ids.move_to_end(block, last=False)
+            if block in self._order:
+                self._order.move_to_end(block, last=False)
 
     def hinted(self, ids: bytes, importance: float) -> None:
         unpack(ids)  # recency is all that counts here
 
     def victims(self, n: int) -> bytes:
-        return b"".join(block.to_bytes(4, "little") for block in islice(self._ids, n))
+        return pack(list(islice(self._order, n)))
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._order)
 
     def memory_bytes(self) -> int:
-        return 100 * len(self._ids)
-
-
-def unpack(ids: bytes) -> list[int]:
-    """The ids of a batch. Raises ValueError where it isn't a whole number of them."""
-    if len(ids) % 4:
-        raise ValueError("ids are 4 bytes each")
-    return [int.from_bytes(ids[at : at + 4], "little") for at in range(0, len(ids), 4)]
+        return 100 * (len(self._order) + len(self._held))

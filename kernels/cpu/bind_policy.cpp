@@ -1,0 +1,61 @@
+// The policies as Python classes: batches come as bytes.
+#include <nanobind/nanobind.h>
+
+#include "bytes.h"
+#include "lru.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvtier;
+
+namespace {
+
+// Where nobody can say names and parents, a block is its own name and at a root.
+void added(Policy& policy, const nb::bytes& ids, const nb::bytes& names, const nb::bytes& parents) {
+    std::span<const Id> list = ids_in(ids), above = ids_in(parents);
+    if (names.size() != 0 && names.size() != list.size() * sizeof(Name))
+        throw std::invalid_argument("a name of 8 bytes for each id, or none");
+    if (above.size() != 0 && above.size() != list.size())
+        throw std::invalid_argument("a parent for each id, or none");
+    check_ids(list);
+    for (Id parent : above)
+        if (parent != none) check_ids({&parent, 1});
+    std::vector<Name> called(list.begin(), list.end());
+    if (names.size() != 0) std::memcpy(called.data(), names.c_str(), names.size());
+    const std::vector<Id> roots(above.empty() ? list.size() : 0, none);
+    policy.added(list, called, above.empty() ? std::span<const Id>(roots) : above);
+}
+
+template <void (Policy::*tell)(std::span<const Id>)>
+void batch(Policy& policy, const nb::bytes& ids) {
+    (policy.*tell)(ids_in(ids));
+}
+
+}  // namespace
+
+void bind_policy(nb::module_& m) {
+    nb::class_<Policy>(m, "Policy", "What every native policy does.")
+        .def("now", &Policy::now, "seconds"_a)
+        .def("added", &added, "ids"_a, "names"_a = nb::bytes("", 0), "parents"_a = nb::bytes("", 0))
+        .def("wanted", &batch<&Policy::wanted>, "ids"_a)
+        .def("refreshed", &batch<&Policy::refreshed>, "ids"_a)
+        .def("held", &batch<&Policy::held>, "ids"_a)
+        .def("freed", &batch<&Policy::freed>, "ids"_a)
+        .def("left", &batch<&Policy::left>, "ids"_a)
+        .def("gone", &batch<&Policy::gone>, "ids"_a)
+        .def("demoted", &batch<&Policy::demoted>, "ids"_a)
+        .def(
+            "hinted",
+            [](Policy& policy, const nb::bytes& ids, double importance) {
+                policy.hinted(ids_in(ids), importance);
+            },
+            "ids"_a, "importance"_a)
+        .def(
+            "victims",
+            [](const Policy& policy, std::size_t n) { return ids_out(policy.victims(n)); }, "n"_a)
+        .def("__len__", &Policy::size)
+        .def("memory_bytes", &Policy::memory_bytes);
+    nb::class_<Lru, Policy>(m, "Lru",
+                            "Least recently used: the block that nobody wanted longest goes first.")
+        .def(nb::init<>());
+}
