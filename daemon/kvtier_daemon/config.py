@@ -33,7 +33,7 @@ class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     size_bytes: Annotated[int, values.SIZE] = msgspec.field(name="size")
     extent_bytes: Annotated[int, values.EXTENT] = msgspec.field(name="extent")
-    policy: Annotated[str, values.POLICY] = "lru"
+    policy: Annotated[str, values.POLICY] = "auto"
     lock: Annotated[bool, values.SWITCH] = False
     huge_pages: Annotated[bool, values.SWITCH] = False
 

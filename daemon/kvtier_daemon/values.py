@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.policy.base import NATIVE
 from kvtier.units import GIB, MIB, format_bytes, parse_bytes, parse_share
 
 PAGE_BYTES: Final = 4096
-POLICIES: Final = ("lru",)
+POLICIES: Final = tuple(NATIVE)
 CODECS: Final = ("raw",)
 WRITES: Final = ("back", "through")
 ADMISSIONS: Final = ("auto", "all", "second-touch")

@@ -2,7 +2,10 @@
 #include <nanobind/nanobind.h>
 
 #include "bytes.h"
+#include "classics.h"
 #include "lru.h"
+#include "prefix.h"
+#include "value.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -10,18 +13,24 @@ using namespace kvtier;
 
 namespace {
 
-// Where nobody can say names and parents, a block is its own name and at a root.
+// Where nobody can say names, a block is its own.
+std::vector<Name> names_in(const nb::bytes& names, std::span<const Id> ids) {
+    if (names.size() != 0 && names.size() != ids.size() * sizeof(Name))
+        throw std::invalid_argument("a name of 8 bytes for each id, or none");
+    std::vector<Name> called(ids.begin(), ids.end());
+    if (names.size() != 0) std::memcpy(called.data(), names.c_str(), names.size());
+    return called;
+}
+
+// Nor parents: then it is at a root.
 void added(Policy& policy, const nb::bytes& ids, const nb::bytes& names, const nb::bytes& parents) {
     std::span<const Id> list = ids_in(ids), above = ids_in(parents);
-    if (names.size() != 0 && names.size() != list.size() * sizeof(Name))
-        throw std::invalid_argument("a name of 8 bytes for each id, or none");
+    const std::vector<Name> called = names_in(names, list);
     if (above.size() != 0 && above.size() != list.size())
         throw std::invalid_argument("a parent for each id, or none");
     check_ids(list);
     for (Id parent : above)
         if (parent != none) check_ids({&parent, 1});
-    std::vector<Name> called(list.begin(), list.end());
-    if (names.size() != 0) std::memcpy(called.data(), names.c_str(), names.size());
     const std::vector<Id> roots(above.empty() ? list.size() : 0, none);
     policy.added(list, called, above.empty() ? std::span<const Id>(roots) : above);
 }
@@ -37,7 +46,12 @@ void bind_policy(nb::module_& m) {
     nb::class_<Policy>(m, "Policy", "What every native policy does.")
         .def("now", &Policy::now, "seconds"_a)
         .def("added", &added, "ids"_a, "names"_a = nb::bytes("", 0), "parents"_a = nb::bytes("", 0))
-        .def("wanted", &batch<&Policy::wanted>, "ids"_a)
+        .def(
+            "wanted",
+            [](Policy& policy, const nb::bytes& ids, const nb::bytes& names) {
+                policy.wanted(ids_in(ids), names_in(names, ids_in(ids)));
+            },
+            "ids"_a, "names"_a = nb::bytes("", 0))
         .def("refreshed", &batch<&Policy::refreshed>, "ids"_a)
         .def("held", &batch<&Policy::held>, "ids"_a)
         .def("freed", &batch<&Policy::freed>, "ids"_a)
@@ -58,4 +72,13 @@ void bind_policy(nb::module_& m) {
     nb::class_<Lru, Policy>(m, "Lru",
                             "Least recently used: the block that nobody wanted longest goes first.")
         .def(nb::init<>());
+    nb::class_<Lfu, Policy>(m, "Lfu", "Least frequently used, with counts that age.")
+        .def(nb::init<>());
+    nb::class_<Arc, Policy>(m, "Arc", "Adaptive replacement.").def(nb::init<>());
+    nb::class_<S3Fifo, Policy>(m, "S3Fifo", "Three queues, first in, first out.").def(nb::init<>());
+    nb::class_<Prefix, Policy>(m, "Prefix", "Least recently used chains, what is shared last.")
+        .def(nb::init<>());
+    nb::class_<Attention, Policy>(m, "Attention", "Prefix, with an engine's hints.")
+        .def(nb::init<>());
+    nb::class_<Value, Policy>(m, "Value", "Expected reuse, learned as it goes.").def(nb::init<>());
 }

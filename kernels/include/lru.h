@@ -10,7 +10,7 @@ class Lru final : public Policy {
     Lru();
     void added(std::span<const Id> ids, std::span<const Name> names,
                std::span<const Id> parents) override;
-    void wanted(std::span<const Id> ids) override { refreshed(ids); }
+    void wanted(std::span<const Id> ids, std::span<const Name>) override { refreshed(ids); }
     void refreshed(std::span<const Id> ids) override;
     void held(std::span<const Id> ids) override;
     void freed(std::span<const Id> ids) override;

@@ -24,9 +24,10 @@ class Policy {
     // READY from now on: new, or back from the disk. `parents` are the blocks before them, or none.
     virtual void added(std::span<const Id> ids, std::span<const Name> names,
                        std::span<const Id> parents) = 0;
-    virtual void wanted(std::span<const Id> ids) = 0;     // by a request, told once of each
-    virtual void refreshed(std::span<const Id> ids) = 0;  // by the same request
-    virtual void held(std::span<const Id> ids) = 0;       // no victims until they are freed
+    // By a request, told once of each; and by the same request again.
+    virtual void wanted(std::span<const Id> ids, std::span<const Name> names) = 0;
+    virtual void refreshed(std::span<const Id> ids) = 0;
+    virtual void held(std::span<const Id> ids) = 0;  // no victims until they are freed
     virtual void freed(std::span<const Id> ids) = 0;
     virtual void left(std::span<const Id> ids) = 0;  // on disk alone, and known yet
     virtual void gone(std::span<const Id> ids) = 0;

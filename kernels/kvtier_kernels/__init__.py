@@ -1,15 +1,21 @@
 """Native kernels behind one import: copies, checksums, names, mappings, disks, the catalog's store."""
 
 from kvtier_kernels._native import (
+    Arc,
+    Attention,
     Buffers,
     Disk,
+    Lfu,
     Lru,
     Mapping,
     Notes,
     Pieces,
     Policy,
     Prefaulter,
+    Prefix,
+    S3Fifo,
     Store,
+    Value,
     blake3,
     chain_hashes,
     chain_keys,
@@ -37,15 +43,21 @@ from kvtier_kernels._native import (
 )
 
 __all__ = [
+    "Arc",
+    "Attention",
     "Buffers",
     "Disk",
+    "Lfu",
     "Lru",
     "Mapping",
     "Notes",
     "Pieces",
     "Policy",
     "Prefaulter",
+    "Prefix",
+    "S3Fifo",
     "Store",
+    "Value",
     "blake3",
     "chain_hashes",
     "chain_keys",

@@ -47,7 +47,7 @@ def test_a_size_is_all_that_has_to_be_said(read):
     assert (config.socket_mode, config.socket_group) == (0o660, None)
     assert (config.log_level, config.max_clients) == ("info", 256)
     warm = config.warm
-    assert (warm.size_bytes, warm.extent_bytes, warm.policy) == (64 * GIB, GIB, "lru")
+    assert (warm.size_bytes, warm.extent_bytes, warm.policy) == (64 * GIB, GIB, "auto")
     assert (warm.lock, warm.huge_pages) == (False, False)
     assert list(config.tenants) == ["default"]
     assert config.tenants["default"].uids == ("*",)
@@ -225,7 +225,11 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ("[warm]\nsize = 1.5", "warm.size: expected a size such as 64GiB"),
         ("[warm]\nsize = 64", "warm.size: 64 B is less than 1 MiB"),
         ("[warm]\nsize = '64G'", "warm.size: '64G' is ambiguous"),
-        ("[warm]\npolicy = 'arc'", "warm.policy: expected a policy that is there: lru, got 'arc'"),
+        (
+            "[warm]\npolicy = 'lur'",
+            "warm.policy: expected a policy that is there: lru, lfu, arc, s3fifo, prefix, attention, value,"
+            " auto, got 'lur'",
+        ),
         ("[warm]\nlock = 1", "warm.lock: expected true or false, got 1"),
         ("[warm]\nextent = 12", "warm.extent: 12 B is less than 4 KiB"),
         ("socket = 'here.sock'", "socket: expected an absolute path, got 'here.sock'"),

@@ -10,6 +10,7 @@ passed over.
 
 from typing import Protocol
 
+from kvtier_kernels import Arc, Attention, Lfu, Lru, Prefix, S3Fifo, Value
 from kvtier_kernels import Policy as Native
 
 ID_BYTES, NAME_BYTES = 4, 8
@@ -29,7 +30,7 @@ class Policy(Protocol):
         the block before it in its chain, or NO_PARENT. Where nobody can say, both are left out.
         """
 
-    def wanted(self, ids: bytes) -> None:
+    def wanted(self, ids: bytes, names: bytes = b"") -> None:
         """A request used these blocks. Told once of each request."""
 
     def refreshed(self, ids: bytes) -> None:
@@ -64,10 +65,20 @@ class Policy(Protocol):
         """Bytes that it occupies."""
 
 
-def make(name: str) -> Native:
-    """The policy of this name, as the configuration spells it."""
-    if name == "lru":
-        from kvtier.policy.lru import Lru
+NATIVE = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "arc": Arc,
+    "s3fifo": S3Fifo,
+    "prefix": Prefix,
+    "attention": Attention,
+    "value": Value,
+    "auto": Value,
+}
 
-        return Lru()
-    raise ValueError(f"no policy is called {name!r}; there is: lru")
+
+def make(name: str) -> Native:
+    """The policy of this name, as the configuration spells it. `auto` is what the measurements pick."""
+    if name not in NATIVE:
+        raise ValueError(f"no policy is called {name!r}; there is: {', '.join(NATIVE)}")
+    return NATIVE[name]()

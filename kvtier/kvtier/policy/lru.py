@@ -30,7 +30,7 @@ class LruModel:
             self._order[block] = None
             self._order.move_to_end(block)
 
-    def wanted(self, ids: bytes) -> None:
+    def wanted(self, ids: bytes, names: bytes = b"") -> None:
         self.refreshed(ids)
 
     def refreshed(self, ids: bytes) -> None:

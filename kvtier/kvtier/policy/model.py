@@ -1,9 +1,14 @@
-"""What the models of policies share: batches as lists."""
+"""What the models of policies share: batches as lists, blocks in queues, chains, and epochs of time."""
+
+from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
-from kvtier.policy.base import ID_BYTES
+from kvtier.policy.base import ID_BYTES, NAME_BYTES, NO_PARENT
 
 
 def unpack(ids: bytes) -> list[int]:
@@ -15,3 +20,452 @@ def unpack(ids: bytes) -> list[int]:
 
 def pack(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
+
+
+def unpack_names(names: bytes, ids: Sequence[int]) -> list[int]:
+    """Where nobody can say, a block is its own name."""
+    if len(names) not in (0, len(ids) * NAME_BYTES):
+        raise ValueError("a name of 8 bytes for each id, or none")
+    return array("Q", names).tolist() if names else list(ids)
+
+
+def unpack_parents(parents: bytes, ids: Sequence[int]) -> list[int]:
+    above = unpack(parents)
+    if above and len(above) != len(ids):
+        raise ValueError("a parent for each id, or none")
+    return above or [NO_PARENT] * len(ids)
+
+
+# --- blocks in queues ----------------------------------------------------------------------------
+
+
+@dataclass
+class Queued:
+    """A block of `Queues`."""
+
+    name: int
+    queue: int = 0
+    times: int = 0
+    held: bool = False
+    demoted: bool = False
+
+
+class Ghosts:
+    """Names in the order in which they came, each once, and how often each was wanted."""
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def add(self, name: int, times: int = 1) -> None:
+        self._times[name] = times
+        self._times.move_to_end(name)
+
+    def take(self, name: int) -> int:
+        """0 where it is not there."""
+        return self._times.pop(name, 0)
+
+    def trim(self, most: int) -> None:
+        while len(self._times) > most:
+            self._times.popitem(last=False)
+
+    def halve(self) -> None:
+        halved = [(name, times // 2) for name, times in self._times.items() if times > 1]
+        self._times = OrderedDict(halved)
+
+
+class Queues:
+    """Blocks in queues, each an ordered dict, coldest first; the first is of those that were demoted."""
+
+    by_recency = True
+
+    def __init__(self, queues: int) -> None:
+        self.blocks: dict[int, Queued] = {}
+        self.queues: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(queues)]
+
+    # What a policy makes of it: the queue of a block that came, that was used.
+
+    def met(self, block: Queued) -> int:
+        raise NotImplementedError
+
+    def used(self, block: Queued) -> int:
+        raise NotImplementedError
+
+    def leaving(self, number: int) -> None:
+        """It is in its queue yet, if it may go."""
+
+    def has_left(self, block: Queued) -> None:
+        """It is nowhere here any more."""
+
+    # What a policy is told.
+
+    def now(self, seconds: float) -> None:
+        """The order is all that counts here."""
+
+    def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
+        numbers = unpack(ids)
+        unpack_parents(parents, numbers)
+        for number, name in reversed(list(zip(numbers, unpack_names(names, numbers), strict=True))):
+            if number in self.blocks:
+                self._move(number, self.used(self.blocks[number]))
+                continue
+            block = Queued(name)
+            block.queue = self.met(block)
+            self.blocks[number] = block
+            self.push(number)
+
+    def wanted(self, ids: bytes, names: bytes = b"") -> None:
+        for number in reversed(unpack(ids)):
+            if number in self.blocks:
+                self._move(number, self.used(self.blocks[number]))
+
+    def refreshed(self, ids: bytes) -> None:
+        for number in reversed(unpack(ids)):
+            if number in self.blocks:
+                self._move(number, self.blocks[number].queue)
+
+    def held(self, ids: bytes) -> None:
+        for number in unpack(ids):
+            if number in self.blocks and not self.blocks[number].held:
+                self.take(number)
+                self.blocks[number].held = True
+
+    def freed(self, ids: bytes) -> None:
+        for number in reversed(unpack(ids)):
+            if number in self.blocks and self.blocks[number].held:
+                self.blocks[number].held = False
+                self.push(number)
+
+    def left(self, ids: bytes) -> None:
+        self.gone(ids)
+
+    def gone(self, ids: bytes) -> None:
+        for number in unpack(ids):
+            if number not in self.blocks:
+                continue
+            self.leaving(number)
+            if not self.blocks[number].held:
+                self.take(number)
+            self.has_left(self.blocks.pop(number))
+
+    def demoted(self, ids: bytes) -> None:
+        for number in reversed(unpack(ids)):
+            if number in self.blocks and not self.blocks[number].held:
+                self.take(number)
+                self.blocks[number].demoted = True
+                self.push(number)
+                self.queues[0].move_to_end(number, last=False)
+
+    def hinted(self, ids: bytes, importance: float) -> None:
+        unpack(ids)  # none of these listens to hints
+
+    def __len__(self) -> int:
+        return sum(map(len, self.queues))
+
+    def memory_bytes(self) -> int:
+        return 200 * len(self.blocks)
+
+    # For policies.
+
+    def push(self, number: int) -> None:
+        """To the hot end of its queue."""
+        block = self.blocks[number]
+        self.queues[0 if block.demoted else block.queue][number] = None
+
+    def take(self, number: int) -> None:
+        block = self.blocks[number]
+        del self.queues[0 if block.demoted else block.queue][number]
+
+    def _move(self, number: int, to: int) -> None:
+        """To the hot end, unless its place in the same queue says when it came."""
+        block = self.blocks[number]
+        if block.queue == to and not block.demoted and not self.by_recency:
+            return
+        if not block.held:
+            self.take(number)
+        block.queue, block.demoted = to, False
+        if not block.held:
+            self.push(number)
+
+
+# --- chains --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Link:
+    """A block of `Chains`. `where` is "nowhere" once it is gone; its children are counted yet."""
+
+    where: str = "nowhere"  # or here, held, away
+    parent: int = NO_PARENT
+    kids: int = 0  # in memory
+    listed: int = -1
+    demoted: bool = False
+    stamp: int = 0  # the second in which it was wanted last
+    own: int = 0  # the policy's bits
+
+    @property
+    def in_memory(self) -> bool:
+        return self.where in ("here", "held")
+
+
+class Chains:
+    """Blocks that hang on one another; those that nothing hangs on are in lists, each an ordered dict,
+    coldest first, by the list's number. 0 is of those that were demoted."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Link] = {}
+        self.lists: dict[int, OrderedDict[int, None]] = {}
+        self.seconds = 0.0
+
+    # What a policy makes of it.
+
+    def met(self, number: int, name: int, again: bool, batch: int, last: bool) -> None:
+        """A block came, for the first time or `again`; it may be the last of so many."""
+
+    def used(self, number: int, name: int, last: bool) -> None:
+        """A block was wanted."""
+
+    def continued(self, number: int) -> None:
+        """Something new hangs on it."""
+
+    def list_of(self, number: int) -> int:
+        raise NotImplementedError
+
+    def rank(self, number: int) -> int:
+        """Of a list: higher for what goes later."""
+        raise NotImplementedError
+
+    # What a policy is told.
+
+    def now(self, seconds: float) -> None:
+        self.seconds = max(self.seconds, seconds)
+
+    def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
+        numbers = unpack(ids)
+        called, above = unpack_names(names, numbers), unpack_parents(parents, numbers)
+        for at in reversed(range(len(numbers))):
+            number, last = numbers[at], at + 1 == len(numbers)
+            block = self.blocks.setdefault(number, Link())
+            block.stamp, block.demoted = int(self.seconds), False
+            if block.in_memory:
+                self.used(number, called[at], last)
+            else:
+                again = block.where == "away"
+                if not again:
+                    block.own = 0
+                    block.parent = NO_PARENT if above[at] == number else above[at]
+                block.where = "here"
+                if block.parent != NO_PARENT:
+                    parent = self.blocks.setdefault(block.parent, Link())
+                    self._unlist(block.parent)
+                    parent.kids += 1
+                    if parent.in_memory:
+                        self.continued(block.parent)
+                self.met(number, called[at], again, len(numbers), last)
+            self.relist(number)
+
+    def wanted(self, ids: bytes, names: bytes = b"") -> None:
+        numbers = unpack(ids)
+        called = unpack_names(names, numbers)
+        for at in reversed(range(len(numbers))):
+            if self._use(numbers[at]):
+                self.used(numbers[at], called[at], at + 1 == len(numbers))
+                self.relist(numbers[at])
+
+    def refreshed(self, ids: bytes) -> None:
+        for number in reversed(unpack(ids)):
+            if self._use(number):
+                self.relist(number)
+
+    def _use(self, number: int) -> bool:
+        block = self.blocks.get(number)
+        if block is None or not block.in_memory:
+            return False
+        block.stamp, block.demoted = int(self.seconds), False
+        return True
+
+    def held(self, ids: bytes) -> None:
+        for number in unpack(ids):
+            if self._is_here(number):
+                self._unlist(number)
+                self.blocks[number].where = "held"
+
+    def freed(self, ids: bytes) -> None:
+        for number in reversed(unpack(ids)):
+            if number in self.blocks and self.blocks[number].where == "held":
+                self.blocks[number].where = "here"
+                self.relist(number)
+
+    def left(self, ids: bytes) -> None:
+        self._leave(ids, "away")
+
+    def gone(self, ids: bytes) -> None:
+        self._leave(ids, "nowhere")
+
+    def _leave(self, ids: bytes, to: str) -> None:
+        for number in unpack(ids):
+            block = self.blocks.get(number)
+            if block is None or block.where == "nowhere":
+                continue
+            was, block.where = block.where, to
+            if was == "away":
+                continue
+            self._unlist(number)
+            if block.parent != NO_PARENT:
+                self.blocks[block.parent].kids -= 1
+                self._list(block.parent, hot=False)
+
+    def demoted(self, ids: bytes) -> None:
+        for number in reversed(unpack(ids)):
+            if self._is_here(number):
+                was_listed = self.blocks[number].listed >= 0
+                self._unlist(number)
+                self.blocks[number].demoted = True
+                if was_listed:
+                    self._list(number, hot=False)
+
+    def hinted(self, ids: bytes, importance: float) -> None:
+        unpack(ids)
+
+    def victims(self, n: int) -> bytes:
+        """As if those named before were gone: what they hung on then goes when its list's turn comes, or at
+        once where that is over."""
+        named: list[int] = []
+        below: dict[int, int] = {}
+        waiting: list[tuple[int, int, int]] = []
+
+        def name(number: int) -> None:
+            named.append(number)
+            above = self.blocks[number].parent
+            if above == NO_PARENT or self.blocks[above].listed >= 0:
+                return
+            below[above] = below.get(above, self.blocks[above].kids) - 1
+            if below[above] == 0 and self.blocks[above].where == "here":
+                at = self._own_list(above)
+                heappush(waiting, (self._turn(at), len(named), above))
+
+        def name_waiting(turn: float) -> None:
+            while waiting and waiting[0][0] <= turn:
+                name(heappop(waiting)[2])
+
+        turns = sorted((self._turn(at), at) for at, some in self.lists.items() if some)
+        if not turns or turns[0][1] != 0:
+            turns.insert(0, (0, 0))
+        for turn, at in turns:
+            name_waiting(turn)
+            for number in list(self.lists.get(at, ())):
+                name(number)
+                name_waiting(turn)
+        name_waiting(float("inf"))
+        seen = set(named)
+        named += [one for one in sorted(self.blocks) if self._is_here(one) and one not in seen]
+        return pack(named[:n])
+
+    def __len__(self) -> int:
+        return sum(block.where == "here" for block in self.blocks.values())
+
+    def memory_bytes(self) -> int:
+        return 300 * len(self.blocks)
+
+    # For policies.
+
+    def relist(self, number: int) -> None:
+        """To the hot end of its list, if it may go."""
+        self._unlist(number)
+        self._list(number, hot=True)
+
+    def splice(self, older: int, newer: int) -> None:
+        """What is in one list goes to the cold end of another."""
+        moved = self.lists.pop(older, OrderedDict())
+        for number in moved:
+            self.blocks[number].listed = newer
+        moved.update(self.lists.get(newer, {}))
+        self.lists[newer] = moved
+
+    def _is_here(self, number: int) -> bool:
+        return number in self.blocks and self.blocks[number].where == "here"
+
+    def _turn(self, at: int) -> int:
+        return self.rank(at) if at else 0
+
+    def _own_list(self, number: int) -> int:
+        return 0 if self.blocks[number].demoted else self.list_of(number)
+
+    def _list(self, number: int, hot: bool) -> None:
+        block = self.blocks[number]
+        if block.where == "here" and block.kids == 0:
+            block.listed = self._own_list(number)
+            some = self.lists.setdefault(block.listed, OrderedDict())
+            some[number] = None
+            some.move_to_end(number, last=hot)
+
+    def _unlist(self, number: int) -> None:
+        block = self.blocks[number]
+        if block.listed >= 0:
+            del self.lists[block.listed][number]
+            block.listed = -1
+
+
+EPOCHS, NARROW = 128, 5
+
+
+class Ages(Chains):
+    """Chains in lists by kind and by age. Time is in epochs, which become wider as they grow old."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self._epochs: list[tuple[int, int]] = []  # start and slot, oldest first
+        self._spare = list(reversed(range(EPOCHS)))
+        self._open()
+
+    def kind_of(self, own: int) -> int:
+        raise NotImplementedError
+
+    def rank_of(self, kind: int, age: int, place: int) -> int:
+        """Lower for what goes sooner. Ages are quarters of a second; the oldest place is 0."""
+        raise NotImplementedError
+
+    @property
+    def quarters(self) -> int:
+        return int(self.seconds * 4)
+
+    def now(self, seconds: float) -> None:
+        super().now(seconds)
+        if int(self.seconds) > self._epochs[-1][0]:
+            self._open()
+
+    def _open(self) -> None:
+        """Neighbours become one where both together are narrow beside their age."""
+        second = int(self.seconds)
+        kept: list[tuple[int, int]] = []
+        ends = [start for start, _ in self._epochs[1:]] + [second]
+        for at, ((start, slot), end) in enumerate(self._pairs(ends)):
+            crowded = at == 1 and not self._spare
+            if kept and (crowded or NARROW * (end - kept[-1][0]) <= second - end):
+                older, old_slot = kept[-1]
+                for kind in range(self.kinds):
+                    self.splice(1 + old_slot * self.kinds + kind, 1 + slot * self.kinds + kind)
+                self._spare.append(old_slot)
+                kept[-1] = (older, slot)
+            else:
+                kept.append((start, slot))
+        self._epochs = [*kept, (second, self._spare.pop())]
+
+    def _pairs(self, ends: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
+        return zip(self._epochs, ends, strict=False)
+
+    def list_of(self, number: int) -> int:
+        block = self.blocks[number]
+        slot = self._epochs[0][1]
+        for start, at in self._epochs:
+            if start <= block.stamp:
+                slot = at
+        return 1 + slot * self.kinds + self.kind_of(block.own)
+
+    def rank(self, number: int) -> int:
+        slot, kind = divmod(number - 1, self.kinds)
+        place = next(place for place, (_, at) in enumerate(self._epochs) if at == slot)
+        return self.rank_of(kind, self.quarters - 4 * self._epochs[place][0], place)

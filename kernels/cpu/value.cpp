@@ -1,0 +1,258 @@
+// What a block is worth: the hits to be expected for each second of its space, at the best horizon.
+//
+// Of watched blocks it is counted at which age they were wanted again. That gives each kind the
+// chance of it at every age, and with few to go by those of its relatives count more. The floating
+// point is done in the order of the twin (kvtier/policy/value.py), which has the same results.
+#include "value.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+namespace kvtier {
+namespace {
+
+constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
+constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
+constexpr unsigned most_hits = 15, rows = 4;
+constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 26) - 1;
+constexpr std::uint64_t refit_quarters = 60 * 4;
+constexpr double decay = 0.99;              // a refit
+constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
+
+// splitmix64's: clients choose names.
+std::uint64_t mix(std::uint64_t name) {
+    name = (name ^ name >> 30) * 0xBF58476D1CE4E5B9;
+    name = (name ^ name >> 27) * 0x94D049BB133111EB;
+    return name ^ name >> 31;
+}
+
+std::uint32_t short_name(Name name) { return static_cast<std::uint32_t>(mix(name) >> 32) | 1; }
+
+unsigned hit_kind(unsigned hits) {
+    return hits < 2 ? hits : hits < 4 ? 2 : hits < most_hits ? 3 : 4;
+}
+
+unsigned new_kind_of(std::size_t n) { return n < 2 ? 0 : n < 3 ? 1 : n < 6 ? 2 : n < 16 ? 3 : 4; }
+
+constexpr unsigned all_ages = 36;
+
+const std::array<std::uint32_t, all_ages>& ends_of_ages() {  // in quarters
+    static const auto made = [] {
+        std::array<std::uint32_t, all_ages> ends{};
+        for (unsigned i = 0; i < all_ages; ++i)
+            ends[i] = static_cast<std::uint32_t>(
+                std::ldexp(i % 2 ? 1.4142135623730951 : 1.0, static_cast<int>(i / 2 + 2)));
+        return ends;
+    }();
+    return made;
+}
+
+unsigned age_kind(std::uint64_t quarters) {
+    if (quarters <= 4) return 0;
+    const auto below =
+        static_cast<unsigned>(std::bit_width(quarters - 1) - 3) * 2;  // 2^ of it is passed
+    if (below + 1 >= all_ages) return all_ages - 1;
+    return quarters <= ends_of_ages()[below + 1] ? below + 1 : std::min(below + 2, all_ages - 1);
+}
+
+}  // namespace
+
+Value::Value() : Ages(kinds), seen_(seen_slots), sketch_(counters / 2) {
+    static_assert(ages == all_ages);
+}
+
+void Value::now(double seconds) {
+    Ages::now(seconds);
+    if (quarters() - fitted_ >= refit_quarters) refit();
+}
+
+// The oldest first where all else is equal.
+std::uint32_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
+    return 1 + ((ranks_[kind][age_kind(age)] * epochs + place) * 64 + kind);
+}
+
+// ---- blocks ----
+
+unsigned Value::kind_of(std::uint32_t own) const {
+    return (hit_kind(own & hit_bits) * 2 + (own & last_bit ? 1 : 0)) * new_kinds +
+           (own >> new_shift);
+}
+
+void Value::become(Id id, Name name, unsigned hits, unsigned new_kind, bool last) {
+    const unsigned own = std::min(hits, most_hits) | (last ? last_bit : 0) | new_kind << new_shift;
+    const std::uint32_t called = short_name(name);
+    about(id).own = own;
+    if (last) lasts_[lasts_at_++ % lasts_.size()] = {id, called};
+    know(name, (own & hit_bits) + 1);
+    watch(called, kind_of(own));
+}
+
+// One that is forgotten was wanted as often as the sketch remembers.
+void Value::met(Id id, Name name, bool again, std::size_t batch, bool last) {
+    const unsigned hits = again ? (about(id).own & hit_bits) + 1 : times_known(name);
+    become(id, name, hits, new_kind_of(batch), last);
+}
+
+void Value::used(Id id, Name name, bool last) {
+    const unsigned own = about(id).own;
+    become(id, name, (own & hit_bits) + 1, own >> new_shift, last);
+}
+
+// It was not the last of its request: the rest is only there now.
+void Value::continued(Id id) {
+    if (!(about(id).own & last_bit)) return;
+    about(id).own &= ~last_bit;
+    for (std::size_t back = 1; back <= std::min(lasts_at_, lasts_.size()); ++back) {
+        const auto& [last, called] = lasts_[(lasts_at_ - back) % lasts_.size()];
+        if (last != id) continue;
+        Seen& seen = seen_[find(called)];
+        if (seen.name != 0) seen.kind = kind_of(about(id).own) & 63;
+        return;
+    }
+}
+
+// ---- learning ----
+
+std::uint32_t Value::waited(const Seen& seen) const {
+    return (static_cast<std::uint32_t>(quarters()) - seen.at) & quarters_mask;
+}
+
+std::size_t Value::find(std::uint32_t name) const {
+    std::size_t at = name * 0x9E3779B1U >> 16;
+    while (seen_[at].name != 0 && seen_[at].name != name) at = (at + 1) % seen_slots;
+    return at;
+}
+
+void Value::watch(std::uint32_t name, unsigned kind) {
+    if (name > sample_) return;
+    if (watched_ >= seen_most) thin();
+    if (name > sample_) return;
+    Seen& seen = seen_[find(name)];
+    if (seen.name != 0)
+        hits_[seen.kind][age_kind(waited(seen))] += 1;
+    else
+        ++watched_;
+    seen = {name, static_cast<std::uint32_t>(quarters()) & quarters_mask, kind & 63};
+}
+
+// Those go that were watched for long enough; where they are few, every other name.
+void Value::thin() {
+    std::vector<Seen> kept;
+    for (const Seen& seen : seen_) {
+        if (seen.name == 0) continue;
+        if (waited(seen) > watch_quarters)
+            ends_[seen.kind][ages - 1] += 1;
+        else
+            kept.push_back(seen);
+    }
+    if (kept.size() > seen_most / 4 * 3) {
+        sample_ /= 2;
+        scale(0.5);  // what others did is not to outweigh what these are waited for
+        std::erase_if(kept, [&](const Seen& seen) { return seen.name > sample_; });
+    }
+    std::ranges::fill(seen_, Seen{});
+    for (const Seen& seen : kept) seen_[find(seen.name)] = seen;
+    watched_ = kept.size();
+}
+
+void Value::scale(double by) {
+    for (Table* table : {&hits_, &ends_})
+        for (Row& row : *table)
+            for (double& one : row) one *= by;
+}
+
+void Value::refit() {
+    fitted_ = quarters();
+    Table ends = ends_;
+    for (const Seen& seen : seen_)
+        if (seen.name != 0) ends[seen.kind][age_kind(waited(seen))] += 1;
+    auto chances = [](const Row& hit, const Row& end, const Row& relatives, double weight) {
+        Row found{};
+        double risk = 0;
+        for (unsigned j = ages; j-- > 0;) {
+            risk += hit[j] + end[j];
+            const double seen = std::max(risk - end[j] / 2, 0.0);
+            found[j] = std::min((hit[j] + weight * relatives[j]) / (seen + weight), 0.999);
+        }
+        return found;
+    };
+    constexpr unsigned families = kinds / new_kinds;
+    Row hit{}, end{};
+    std::array<Row, families> family_hit{}, family_end{};
+    for (unsigned kind = 0; kind < kinds; ++kind)
+        for (unsigned j = 0; j < ages; ++j) {
+            hit[j] += hits_[kind][j];
+            end[j] += ends[kind][j];
+            family_hit[kind / new_kinds][j] += hits_[kind][j];
+            family_end[kind / new_kinds][j] += ends[kind][j];
+        }
+    const Row all = chances(hit, end, Row{}, 1e-6);
+    std::array<double, ages> widths{};
+    for (unsigned j = 0; j < ages; ++j)
+        widths[j] = (ends_of_ages()[j] - (j ? ends_of_ages()[j - 1] : 0)) / 4.0;
+    Table worth{};
+    std::vector<double> order;
+    for (unsigned kind = 0; kind < kinds; ++kind) {
+        const unsigned family = kind / new_kinds;
+        const Row near = chances(family_hit[family], family_end[family], all, few);
+        const Row own = chances(hits_[kind], ends[kind], near, few_of_new);
+        for (unsigned from = 0; from < ages; ++from) {
+            double left = 1, got = 0, spent = 0, best = 0;
+            for (unsigned j = from; j < ages; ++j) {
+                const double now = left * own[j];
+                got += now;
+                spent += (left - now / 2) * widths[j];
+                left -= now;
+                best = std::max(best, got / spent);
+            }
+            worth[kind][from] = best;
+            order.push_back(best);
+        }
+    }
+    std::ranges::sort(order);
+    order.erase(std::unique(order.begin(), order.end()), order.end());
+    for (unsigned kind = 0; kind < kinds; ++kind)
+        for (unsigned j = 0; j < ages; ++j)
+            ranks_[kind][j] = static_cast<std::uint16_t>(
+                std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
+    scale(decay);
+}
+
+// ---- how often those were wanted that are gone ----
+
+// The least of four counters of 4 bits; all are halved when many were new.
+unsigned Value::times_known(Name name) const {
+    unsigned least = most_hits;
+    std::uint64_t hash = name;
+    for (unsigned row = 0; row < rows; ++row) {
+        hash = mix(hash + row + 1);
+        const std::size_t at = hash % counters;
+        least = std::min<unsigned>(least, sketch_[at / 2] >> at % 2 * 4 & 15);
+    }
+    return least;
+}
+
+void Value::know(Name name, unsigned times) {
+    times = std::min(times, most_hits);
+    bool fresh = false;
+    std::uint64_t hash = name;
+    for (unsigned row = 0; row < rows; ++row) {
+        hash = mix(hash + row + 1);
+        const std::size_t at = hash % counters;
+        const unsigned shift = at % 2 * 4, was = sketch_[at / 2] >> shift & 15;
+        fresh |= was == 0;
+        if (times > was)
+            sketch_[at / 2] =
+                static_cast<std::uint8_t>((sketch_[at / 2] & ~(15U << shift)) | times << shift);
+    }
+    if (!fresh || ++sketched_ < sketch_window) return;
+    sketched_ = 0;
+    for (std::uint8_t& two : sketch_) two = two >> 1 & 0x77;
+}
+
+std::size_t Value::memory_bytes() const {
+    return Ages::memory_bytes() + sizeof(*this) + seen_.size() * sizeof(Seen) + sketch_.size();
+}
+
+}  // namespace kvtier

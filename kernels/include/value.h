@@ -1,0 +1,64 @@
+// Expected reuse, learned as it goes: blocks of a kind and an age are worth what such blocks were.
+//
+// 12 bytes a block in its chain, and a mebibyte for what is learned.
+#pragma once
+#include <array>
+#include <vector>
+
+#include "ages.h"
+
+namespace kvtier {
+
+class Value final : public Ages {
+ public:
+    Value();
+    void now(double seconds) override;
+    std::size_t memory_bytes() const override;
+
+ private:
+    // A kind is how often a block was wanted, whether it was the last of its request, and how many
+    // came with it. Ages go in steps of the square root of two, from a second to two days.
+    static constexpr unsigned new_kinds = 5, kinds = 5 * 2 * new_kinds, ages = 36;
+    // A block that is watched, wherever it is, since it was wanted last.
+    struct Seen {
+        std::uint32_t name;  // 0 where there is none
+        std::uint32_t at : 26, kind : 6;
+    };
+    static_assert(sizeof(Seen) == 8);
+    // Own bits of a block: how often it was wanted after the first time; last; new kind.
+    static constexpr unsigned hit_bits = 15, last_bit = 16, new_shift = 5;
+
+    using Row = std::array<double, ages>;
+    using Table = std::array<Row, kinds>;
+
+    void met(Id id, Name name, bool again, std::size_t batch, bool last) override;
+    void used(Id id, Name name, bool last) override;
+    void continued(Id id) override;
+    unsigned kind_of(std::uint32_t own) const override;
+    std::uint32_t rank_of(unsigned kind, std::uint64_t aged, unsigned place) const override;
+
+    std::uint32_t waited(const Seen& seen) const;
+    void become(Id id, Name name, unsigned hits, unsigned new_kind, bool last);
+    std::size_t find(std::uint32_t name) const;
+    void watch(std::uint32_t name, unsigned kind);
+    void thin();
+    void refit();
+    void scale(double by);
+    unsigned times_known(Name name) const;
+    void know(Name name, unsigned times);
+
+    std::vector<Seen> seen_;
+    std::size_t watched_ = 0;
+    std::uint32_t sample_ = 0xFFFFFFFF;                     // names up to this are watched
+    std::array<std::pair<Id, std::uint32_t>, 64> lasts_{};  // of requests, lately
+    std::size_t lasts_at_ = 0;
+
+    Table hits_{}, ends_{};  // at each age: wanted again, or watched no longer
+    std::array<std::array<std::uint16_t, ages>, kinds> ranks_{};
+    std::uint64_t fitted_ = 0;  // in quarters
+
+    std::vector<std::uint8_t> sketch_;
+    std::size_t sketched_ = 0;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,169 @@
+"""Every policy, native and in Python: the conformance suite, and both step by step on random traces."""
+
+import random
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conformance import policy_tests
+from tests.conformance.policy_tests import EVENTS, pack, unpack
+
+from kvtier.policy.arc import Arc, ArcModel
+from kvtier.policy.attention import Attention, AttentionModel
+from kvtier.policy.base import NATIVE, NO_PARENT, make
+from kvtier.policy.lfu import Lfu, LfuModel
+from kvtier.policy.lru import Lru, LruModel
+from kvtier.policy.prefix import Prefix, PrefixModel
+from kvtier.policy.s3fifo import S3Fifo, S3FifoModel
+from kvtier.policy.value import Value, ValueModel
+
+PAIRS = [
+    (Lru, LruModel), (Lfu, LfuModel), (Arc, ArcModel), (S3Fifo, S3FifoModel),
+    (Prefix, PrefixModel), (Attention, AttentionModel), (Value, ValueModel),
+]  # fmt: skip
+BY_CHAINS = [kind for pair in PAIRS[4:] for kind in pair]
+
+
+@pytest.mark.parametrize("kind", [kind for pair in PAIRS for kind in pair])
+class TestPolicies(policy_tests.PolicyTests):
+    @pytest.fixture
+    def policy(self, kind):
+        return kind()
+
+
+class Cache:
+    """So many blocks, filled by requests as a catalog does it, for a policy and its model at once."""
+
+    def __init__(self, policies, blocks):
+        self.policies, self.blocks = policies, blocks
+        self.at, self.names, self.parents = {}, {}, {}
+        self.spare = list(reversed(range(blocks)))
+        self.hits = self.asked = 0
+
+    def tell(self, event, ids, *more):
+        for policy in self.policies:
+            getattr(policy, event)(pack(*ids), *more)
+
+    def victims(self, n):
+        named, *others = [policy.victims(n) for policy in self.policies]
+        assert all(other == named for other in others)
+        return unpack(named)
+
+    def request(self, now, chain):
+        for policy in self.policies:
+            policy.now(now)
+        found = []
+        for name in chain:
+            if name not in self.at:
+                break
+            found.append(self.at[name])
+        self.asked += len(chain)
+        self.hits += len(found)
+        self.tell("wanted", found, packed([self.names[one] for one in found]))
+        here = [self.at[name] for name in chain if name in self.at]
+        self.tell("held", here)
+        new = [name for name in chain if name not in self.at][: self.blocks - len(here)]
+        self.evict(len(new) - len(self.spare))
+        new = new[: len(self.spare)]
+        ids = [self.spare.pop() for _ in new]
+        self.at.update(zip(new, ids, strict=True))
+        self.names.update(zip(ids, new, strict=True))
+        before = dict(zip(chain[1:], chain, strict=False))
+        self.parents.update(
+            (self.at[name], self.at.get(before.get(name), NO_PARENT)) for name in new
+        )
+        self.tell("freed", here)
+        self.tell("added", ids, packed(new), pack(*(self.parents[one] for one in ids)))
+        self.tell("refreshed", here)
+
+    def evict(self, n):
+        if n <= 0:
+            return
+        victims = self.victims(n)
+        for one in victims:
+            del self.at[self.names.pop(one)]
+            self.spare.append(one)
+        self.tell("gone", victims)
+
+
+def packed(names):
+    return struct.pack(f"<{len(names)}Q", *names)
+
+
+def conversations(rnd, requests, names=1):
+    """Chains that fork and grow: a few beginnings, and turns that continue one of the last ones."""
+    made = iter(range(names, 1 << 40))
+    starts = [[next(made) for _ in range(rnd.randint(1, 4))] for _ in range(4)]
+    last = []
+    for _ in range(requests):
+        before = rnd.choice(last[-6:]) if last and rnd.random() < 0.5 else rnd.choice(starts)
+        chain = before + [next(made) for _ in range(rnd.randint(0, 7))]
+        last.append(chain)
+        yield chain
+
+
+@pytest.mark.parametrize(("native", "model"), PAIRS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), blocks=st.sampled_from([16, 40, 200]))
+def test_native_and_model_evict_the_same_of_conversations(native, model, seed, blocks):
+    rnd = random.Random(seed)
+    cache = Cache([native(), model()], blocks)
+    now = 0.0
+    for chain in conversations(rnd, 120):
+        now += rnd.expovariate(rnd.choice([0.03, 1, 20]))
+        cache.request(now, chain)
+        if rnd.random() < 0.1:
+            cache.victims(rnd.randrange(blocks + 5))
+
+
+@pytest.mark.parametrize(("native", "model"), PAIRS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_native_and_model_agree_on_whatever_happens(native, model, seed):
+    rnd = random.Random(seed)
+    policies, parents, now = [native(), model()], {}, 0.0
+    for _ in range(300):
+        now += rnd.choice([0.0, 0.2, 3.0, 100.0])
+        ids = list(dict.fromkeys(rnd.randrange(60) for _ in range(rnd.randrange(7))))
+        event = rnd.choice(["added", "added", "added", *EVENTS, "demoted", "hinted", "now"])
+        more = []
+        if event == "added":
+            for one in ids:
+                parents[one] = rnd.choice([NO_PARENT, one - 1 if one else NO_PARENT])
+            more = [packed([one % 41 for one in ids]), pack(*(parents[one] for one in ids))]
+        elif event == "hinted":
+            more = [rnd.choice([0.1, 0.5, 1.0])]
+        for policy in policies:
+            if event == "now":
+                policy.now(now)
+            else:
+                getattr(policy, event)(pack(*ids), *more)
+        n = rnd.randrange(70)
+        assert policies[0].victims(n) == policies[1].victims(n)
+        assert len(policies[0]) == len(policies[1])
+
+
+@pytest.mark.parametrize("kind", BY_CHAINS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_no_parent_goes_before_its_children(kind, seed):
+    rnd = random.Random(seed)
+    cache = Cache([kind()], 60)
+    for step, chain in enumerate(conversations(rnd, 80)):
+        cache.request(step * rnd.choice([0.1, 5]), chain)
+        gone = set()
+        for one in cache.victims(60):
+            children = {child for child in cache.names if cache.parents[child] == one}
+            assert children <= gone
+            gone.add(one)
+        assert len(gone) == len(cache.names)
+
+
+def test_make_knows_every_policy_and_says_what_there_is():
+    for name, kind in NATIVE.items():
+        assert type(make(name)) is kind
+    with pytest.raises(
+        ValueError, match="there is: lru, lfu, arc, s3fifo, prefix, attention, value, auto"
+    ):
+        make("lur")
