@@ -363,20 +363,23 @@ class PyStore {
         return out;
     }
 
-    // What a policy is told of a block: its name, 8 bytes, and the id of the block before it.
-    TwoLists named(nb::bytes ids) const {
+    // What a policy is told of blocks: their names, 8 bytes each, and the ids of those before them.
+    nb::bytes names(nb::bytes ids) const {
         Ids list = ids_in(ids);
-        char *names, *parents;
-        nb::bytes first = zeroed(list.size() * 8, names);
-        nb::bytes second = zeroed(list.size() * sizeof(Id), parents);
+        char* data;
+        nb::bytes out = zeroed(list.size() * 8, data);
         for (std::size_t i = 0; i < list.size(); ++i) {
             if (i + 8 < list.size()) store_.prefetch(list[i + 8]);
-            std::uint64_t name = store_.name_of(list[i]);
-            Id parent = store_.ahead_of(list[i]);
-            std::memcpy(names + i * 8, &name, 8);
-            std::memcpy(parents + i * sizeof(Id), &parent, sizeof(Id));
+            const std::uint64_t name = store_.name_of(list[i]);
+            std::memcpy(data + i * 8, &name, 8);
         }
-        return {first, second};
+        return out;
+    }
+
+    nb::bytes parents(nb::bytes ids) const {
+        IdList above;
+        for (Id id : ids_in(ids)) above.push_back(store_.ahead_of(id));
+        return ids_out(above);
     }
 
     nb::dict counts() const {
@@ -454,7 +457,8 @@ void bind_store(nb::module_& m) {
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
-        .def("named", &PyStore::named, "ids"_a)
+        .def("names", &PyStore::names, "ids"_a)
+        .def("parents", &PyStore::parents, "ids"_a)
         .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)
         .def("make_room", &PyStore::make_room, "space"_a, "group"_a, "n"_a, "victims"_a)
         .def("note_evicted", &PyStore::note_evicted, "on"_a)

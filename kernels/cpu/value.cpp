@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
-constexpr unsigned most_hits = 15, rows = 4;
-constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 26) - 1;
+constexpr unsigned most_hits = 127, most_known = 15, rows = 4;
+constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 25) - 1;
 constexpr std::uint64_t refit_quarters = 60 * 4;
 constexpr double decay = 0.99;              // a refit
 constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
@@ -29,9 +29,7 @@ std::uint64_t mix(std::uint64_t name) {
 
 std::uint32_t short_name(Name name) { return static_cast<std::uint32_t>(mix(name) >> 32) | 1; }
 
-unsigned hit_kind(unsigned hits) {
-    return hits < 2 ? hits : hits < 4 ? 2 : hits < most_hits ? 3 : 4;
-}
+unsigned hit_kind(unsigned hits) { return static_cast<unsigned>(std::bit_width(hits)); }
 
 unsigned new_kind_of(std::size_t n) { return n < 2 ? 0 : n < 3 ? 1 : n < 6 ? 2 : n < 16 ? 3 : 4; }
 
@@ -69,7 +67,7 @@ void Value::now(double seconds) {
 
 // The oldest first where all else is equal.
 std::uint32_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
-    return 1 + ((ranks_[kind][age_kind(age)] * epochs + place) * 64 + kind);
+    return 1 + ((ranks_[kind][age_kind(age)] * epochs + place) * 128 + kind);
 }
 
 // ---- blocks ----
@@ -107,7 +105,7 @@ void Value::continued(Id id) {
         const auto& [last, called] = lasts_[(lasts_at_ - back) % lasts_.size()];
         if (last != id) continue;
         Seen& seen = seen_[find(called)];
-        if (seen.name != 0) seen.kind = kind_of(about(id).own) & 63;
+        if (seen.name != 0) seen.kind = kind_of(about(id).own) & 127;
         return;
     }
 }
@@ -133,7 +131,7 @@ void Value::watch(std::uint32_t name, unsigned kind) {
         hits_[seen.kind][age_kind(waited(seen))] += 1;
     else
         ++watched_;
-    seen = {name, static_cast<std::uint32_t>(quarters()) & quarters_mask, kind & 63};
+    seen = {name, static_cast<std::uint32_t>(quarters()) & quarters_mask, kind & 127};
 }
 
 // Those go that were watched for long enough; where they are few, every other name.
@@ -223,7 +221,7 @@ void Value::refit() {
 
 // The least of four counters of 4 bits; all are halved when many were new.
 unsigned Value::times_known(Name name) const {
-    unsigned least = most_hits;
+    unsigned least = most_known;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {
         hash = mix(hash + row + 1);
@@ -234,7 +232,7 @@ unsigned Value::times_known(Name name) const {
 }
 
 void Value::know(Name name, unsigned times) {
-    times = std::min(times, most_hits);
+    times = std::min(times, most_known);
     bool fresh = false;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {

@@ -28,7 +28,7 @@ class Chains : public Policy {
     using List = std::uint32_t;
     static constexpr List last_to_first = 0;  // of those that were demoted
     static constexpr std::uint32_t nowhere = 0, here = 1, read = 2, away = 3;
-    static constexpr unsigned stamp_bits = 20;  // seconds: 12 days
+    static constexpr unsigned stamp_bits = 17;  // seconds: 36 hours
 
     // What is known of a block.
     struct About {
@@ -36,7 +36,7 @@ class Chains : public Policy {
         std::uint32_t listed : 1;  // nothing hangs on it, and it may go
         std::uint32_t demoted : 1;
         std::uint32_t stamp : stamp_bits;  // when it was wanted last
-        std::uint32_t own : 8;             // the policy's
+        std::uint32_t own : 11;            // the policy's
     };
     static_assert(sizeof(About) == 4);
 

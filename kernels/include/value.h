@@ -18,15 +18,15 @@ class Value final : public Ages {
  private:
     // A kind is how often a block was wanted, whether it was the last of its request, and how many
     // came with it. Ages go in steps of the square root of two, from a second to two days.
-    static constexpr unsigned new_kinds = 5, kinds = 5 * 2 * new_kinds, ages = 36;
+    static constexpr unsigned new_kinds = 5, kinds = 8 * 2 * new_kinds, ages = 36;
     // A block that is watched, wherever it is, since it was wanted last.
     struct Seen {
         std::uint32_t name;  // 0 where there is none
-        std::uint32_t at : 26, kind : 6;
+        std::uint32_t at : 25, kind : 7;
     };
     static_assert(sizeof(Seen) == 8);
     // Own bits of a block: how often it was wanted after the first time; last; new kind.
-    static constexpr unsigned hit_bits = 15, last_bit = 16, new_shift = 5;
+    static constexpr unsigned hit_bits = 127, last_bit = 128, new_shift = 8;
 
     using Row = std::array<double, ages>;
     using Table = std::array<Row, kinds>;

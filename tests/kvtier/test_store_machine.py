@@ -21,7 +21,7 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of", "identities", "frames", "named"]
+CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of", "identities", "frames", "names", "parents"]
 CALLS_WITH_IDS += ["promote", "promoted", "unpromoted", "spoilt"]
 RESTORABLE = "ready", "cold", "promoting"
 FRAME = struct.Struct("<IIIBBBB")
@@ -777,7 +777,8 @@ class StoreMachine(RuleBasedStateMachine):
         frames, _ = self.both("frames", pack(self.frames))
         assert frames == b"".join(FRAME.pack(*frame) for frame in self.frames.values())
         self.both("identities", pack(ids))
-        self.both("named", pack(ids))
+        self.both("names", pack(ids))
+        self.both("parents", pack(ids))
         self.both("coldest", pack(ids), 100_000, 50_000)
         assert self.both("ready", pack(ids)) == len(self.of("ready"))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)

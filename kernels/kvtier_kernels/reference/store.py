@@ -348,18 +348,23 @@ class Store:
             node = node.parent
         return join(ids)
 
-    def named(self, ids: bytes) -> tuple[bytes, bytes]:
-        """What a policy is told of blocks: names that are theirs wherever they are, 8 bytes each, and the
-        ids of those before them in the same group and shard, or the last id there is."""
-        names, parents = [], []
+    def names(self, ids: bytes) -> bytes:
+        """What a policy knows blocks by: theirs wherever they are, 8 bytes each."""
+        found = []
         for block in self._known(ids):
-            place = block.place
-            at = list(self._space(place.space).places.values()).index(place)
+            at = list(self._space(block.place.space).places.values()).index(block.place)
             own = int.from_bytes(block.node.key[:8], "little")
-            names.append((own + at * 0x9E3779B97F4A7C15) % 2**64)
-            above = self._find(place, block.node.parent.key) if block.node.parent else None
-            parents.append(0xFFFFFFFF if above is None else above.id)
-        return struct.pack(f"<{len(names)}Q", *names), struct.pack(f"<{len(parents)}I", *parents)
+            found.append((own + at * 0x9E3779B97F4A7C15) % 2**64)
+        return struct.pack(f"<{len(found)}Q", *found)
+
+    def parents(self, ids: bytes) -> bytes:
+        """The ids of the blocks before these in the same group and shard, or the last id there is."""
+        found = []
+        for block in self._known(ids):
+            node = block.node.parent
+            above = self._find(block.place, node.key) if node else None
+            found.append(0xFFFFFFFF if above is None else above.id)
+        return join(found)
 
     # Plans.
 

@@ -129,7 +129,7 @@ class Catalog:
         """The one place that says that a request used what it found."""
         for held in parts:
             if count:
-                self._policy.wanted(held.ids, self._store.named(held.ids)[0])
+                self._policy.wanted(held.ids, self._store.names(held.ids))
             else:
                 self._policy.refreshed(held.ids)
 

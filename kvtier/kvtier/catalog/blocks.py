@@ -110,7 +110,7 @@ class Blocks:
 
     def came(self, ids: bytes) -> None:
         """These are READY from now on."""
-        self.policy.added(ids, *self.store.named(ids))
+        self.policy.added(ids, self.store.names(ids), self.store.parents(ids))
 
     def forget(self, ids: bytes) -> bool:
         """They match no more; those that are leased or being read from the disk go when that ends: True

@@ -19,8 +19,8 @@ __all__ = ["Value", "ValueModel"]
 
 # A kind is how often a block was wanted, whether it was the last of its request, how many came with it.
 NEW_KINDS = 5
-KINDS = 5 * 2 * NEW_KINDS
-MOST_HITS, LAST, NEW_SHIFT = 15, 16, 5  # own bits
+KINDS = 8 * 2 * NEW_KINDS
+MOST_HITS, LAST, NEW_SHIFT = 127, 128, 8  # own bits
 AGES = 36
 ENDS = [int((1.4142135623730951 if at % 2 else 1.0) * 2.0 ** (at // 2 + 2)) for at in range(AGES)]
 WIDTHS = [(end - start) / 4 for start, end in zip([0, *ENDS], ENDS, strict=False)]
@@ -31,7 +31,7 @@ REFIT = 60 * 4
 DECAY = 0.99  # a refit
 FEW, FEW_OF_NEW = 2.0, 50.0  # blocks that weigh as much as their relatives
 
-COUNTERS, ROWS = 1 << 20, 4
+COUNTERS, ROWS, MOST_KNOWN = 1 << 20, 4, 15
 WINDOW = COUNTERS // 4
 
 Row = list[float]
@@ -64,7 +64,7 @@ class ValueModel(Ages):
             self._refit()
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
-        return 1 + ((self._ranks[kind][age_kind(age)] * 128 + place) * 64 + kind)
+        return 1 + ((self._ranks[kind][age_kind(age)] * 128 + place) * 128 + kind)
 
     # Blocks.
 
@@ -161,7 +161,7 @@ class ValueModel(Ages):
         for at in counters_of(name):
             was = self._sketch.get(at, 0)
             fresh |= was == 0
-            self._sketch[at] = max(was, min(times, MOST_HITS))
+            self._sketch[at] = max(was, min(times, MOST_KNOWN))
         self._sketched += fresh
         if self._sketched >= WINDOW:
             self._sketched = 0
@@ -200,7 +200,7 @@ def best_rate(chance: Row, first: int) -> float:
 
 
 def hit_kind(hits: int) -> int:
-    return sum(hits >= least for least in (1, 2, 4, MOST_HITS))
+    return hits.bit_length()
 
 
 def new_kind(batch: int) -> int:
