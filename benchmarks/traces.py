@@ -6,19 +6,29 @@ same prefix.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
+import math
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Request = list[int]
+Timed = tuple[float, Request]  # seconds since the first
 
 
 def read(path: Path, most: int) -> list[Request]:
     """The first requests of a file with a JSON object a line, whose `hash_ids` are a request."""
     with path.open() as file:
         return [json.loads(line)["hash_ids"] for line, _ in zip(file, range(most), strict=False)]
+
+
+def read_timed(path: Path) -> list[Timed]:
+    """The same with times: `timestamp` is in milliseconds."""
+    with path.open() as file:
+        return [(one["timestamp"] / 1000, one["hash_ids"]) for one in map(json.loads, file)]
 
 
 def made_up(requests: int, seed: int = 1) -> list[Request]:
@@ -59,3 +69,116 @@ def lru_hits(requests: Sequence[Request], blocks: int) -> int:
         while len(held) > blocks:
             held.popitem(last=False)
     return hits
+
+
+# --- made up, with times -------------------------------------------------------------------------
+
+
+def chat(requests: int, a_second: float = 1.0, pause_s: float = 60.0) -> list[Timed]:
+    """System prompts, popular ones more often, then a user's words; most users go on after a while."""
+    chance, new = random.Random(1), itertools.count(1)
+    prompts = [[next(new) for _ in range(chance.randint(1, 8))] for _ in range(20)]
+    popular = [1 / (place + 1) for place in range(len(prompts))]
+    waiting: list[tuple[float, int, Request]] = []
+    found: list[Timed] = []
+    now = 0.0
+
+    def ask(when: float, request: Request, goes_on: float) -> None:
+        found.append((when, request))
+        if chance.random() < goes_on:
+            back = when + chance.lognormvariate(math.log(pause_s), 1)
+            heapq.heappush(waiting, (back, len(found), request))
+
+    while len(found) < requests:
+        now += chance.expovariate(a_second)
+        while waiting and waiting[0][0] < now:
+            when, _, before = heapq.heappop(waiting)
+            ask(when, before + [next(new) for _ in range(chance.randint(1, 12))], 0.7)
+        [prompt] = chance.choices(prompts, popular)
+        ask(now, prompt + [next(new) for _ in range(chance.randint(1, 40))], 0.6)
+    return found[:requests]
+
+
+def agents(requests: int) -> list[Timed]:
+    """Some twenty agents at a time, with the long prompts of eight tools, that go on step by step."""
+    chance, new = random.Random(1), itertools.count(1)
+    tools = [[next(new) for _ in range(30)] for _ in range(8)]
+    working: list[Request] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(found) < requests:
+        now += chance.expovariate(3)
+        if len(working) < 20:
+            working.append(chance.choice(tools) + [next(new) for _ in range(3)])
+        at = chance.randrange(len(working))
+        working[at] = working[at] + [next(new) for _ in range(chance.randint(1, 3))]
+        found.append((now, working[at]))
+        if chance.random() < 0.05:
+            working.pop(at)
+    return found
+
+
+def documents(requests: int) -> list[Timed]:
+    """A question about one of 3,000 documents, by Zipf's law."""
+    chance, new = random.Random(1), itertools.count(10**7)
+    texts = [
+        [1, 2, 3, 4] + [1000 + 10 * at + part for part in range(4 + at % 6)] for at in range(3000)
+    ]
+    popular = [1 / (at + 1) ** 0.9 for at in range(len(texts))]
+    asked = chance.choices(texts, popular, k=requests)
+    return [(at / 4, [*text, next(new), next(new)]) for at, text in enumerate(asked)]
+
+
+def loop(requests: int) -> list[Timed]:
+    """300 prompts in turn."""
+    prompts = [[1 + 20 * at + part for part in range(20)] for at in range(300)]
+    return [(at * 0.3, prompts[at % len(prompts)]) for at in range(requests)]
+
+
+def scans(requests: int) -> list[Timed]:
+    """Popular prompts, and from time to time 400 long ones that nobody wants again."""
+    chance, new = random.Random(1), itertools.count(10**7)
+    prompts = [[1 + 12 * at + part for part in range(12)] for at in range(200)]
+    popular = [1 / (at + 1) ** 0.8 for at in range(len(prompts))]
+    found: list[Timed] = []
+    for at in range(requests):
+        scan = at // 400 % 3 == 2
+        [prompt] = chance.choices(prompts, popular)
+        own = [next(new) for _ in range(30 if scan else 2)]
+        found.append((at * 0.3, own if scan else prompt + own))
+    return found
+
+
+def fashions(requests: int) -> list[Timed]:
+    """What is popular changes every 1,500 requests."""
+    chance, new = random.Random(1), itertools.count(10**7)
+    found: list[Timed] = []
+    for at in range(requests):
+        which = (int(chance.paretovariate(0.6)) + at // 1500 * 331) % 1000
+        text = [1 + 10 * which + part for part in range(8)]
+        found.append((at / 3, [*text, next(new), next(new)]))
+    return found
+
+
+def mixed(requests: int) -> list[Timed]:
+    """Chat, agents and documents at the same time."""
+    parts = [chat(requests // 2), agents(requests // 4), documents(requests // 4)]
+    end = parts[0][-1][0]
+    found = [
+        (when * end / part[-1][0], [4 * name + at for name in request])
+        for at, part in enumerate(parts)
+        for when, request in part
+    ]
+    return sorted(found)
+
+
+KINDS: dict[str, Callable[[int], list[Timed]]] = {
+    "chat": chat,
+    "slow chat": lambda requests: chat(requests, 0.1, 900.0),
+    "agents": agents,
+    "documents": documents,
+    "loop": loop,
+    "scans": scans,
+    "fashions": fashions,
+    "mixed": mixed,
+}

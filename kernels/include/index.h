@@ -55,7 +55,7 @@ class Index {
 
  private:
     static constexpr unsigned entries = 12;
-    static constexpr unsigned fill = 7;  // entries a bucket, on average, before one splits
+    static constexpr unsigned fill = 9;  // entries a bucket, on average, before one splits
 
     struct alignas(64) Bucket {
         std::uint8_t tags[entries];

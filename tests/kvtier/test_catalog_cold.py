@@ -11,7 +11,7 @@ from hashlib import sha256
 import pytest
 
 from kvtier import Group, KvSpec, Refused
-from kvtier.catalog import Catalog, SessionId, Watch, changes
+from kvtier.catalog import Catalog, SessionId, Watch, changes, cold
 from kvtier.catalog.cold import PLACE_BYTES, Demotion, Promotion
 from kvtier.codec.frame import HAS_PARENT, Identity
 from kvtier.key import token_keys
@@ -187,6 +187,13 @@ def test_a_watermark_reaches_over_many_small_blocks() -> None:
     tenant.save(chain(100))
     plan = tenant.cold.plan_demotion(1000 * SIZE, 300 * 4096)
     assert [one.space for one in plan.blocks] == [small] * 300
+
+
+def test_no_more_victims_are_looked_at_than_a_turn_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "MOST_VICTIMS", 5)
+    tenant = Tenant(200)
+    tenant.save(chain(200))
+    assert len(tenant.cold.plan_demotion(300 * SIZE, 300 * SIZE).blocks) == 5
 
 
 def test_what_is_being_written_is_not_evicted() -> None:

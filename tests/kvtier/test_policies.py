@@ -160,6 +160,47 @@ def test_no_parent_goes_before_its_children(kind, seed):
         assert len(gone) == len(cache.names)
 
 
+def test_value_watches_fewer_when_there_are_too_many_and_forgets_in_time():
+    """More names than it can watch, in more than the hour for which it does."""
+    cache = Cache([Value(), ValueModel()], 64)
+    rnd = random.Random(3)
+    made = iter(range(1, 1 << 40))
+    known = [[next(made) for _ in range(8)] for _ in range(40)]
+    for at in range(1500):
+        chain = [*rnd.choice(known), *(next(made) for _ in range(60 - 8 * (at % 2)))]
+        cache.request(at * 4.0, chain[: 8 if at % 5 == 0 else None])
+    assert cache.hits > 0
+
+
+def test_hints_keep_chains_that_matter_and_cut_the_tails_of_others():
+    for kind in (Attention, AttentionModel):
+        policy = kind()
+        chains = [list(range(first, first + 4)) for first in (0, 10, 20)]
+        for at, chain in enumerate(chains):
+            policy.now(10.0 * at)
+            policy.added(pack(*chain), packed(chain), pack(NO_PARENT, *chain[:-1]))
+        policy.now(100.0)
+        oldest, middle, newest = (chain[::-1] for chain in chains)
+        assert unpack(policy.victims(12)) == oldest + middle + newest
+        policy.hinted(pack(*chains[0]), 1.0)
+        policy.hinted(pack(*chains[2]), 0.1)
+        assert unpack(policy.victims(12)) == newest + middle + oldest
+
+
+def test_what_chains_share_outlives_a_chain_that_is_newer():
+    for kind in (Prefix, PrefixModel, Attention, AttentionModel):
+        policy = kind()
+        policy.now(0.0)
+        policy.added(pack(1, 2), packed([1, 2]), pack(NO_PARENT, 1))
+        for first in (10, 20):
+            policy.added(pack(first), packed([first]), pack(2))
+        policy.gone(pack(10, 20))
+        policy.now(50.0)
+        policy.added(pack(30), packed([30]))
+        policy.now(70.0)
+        assert unpack(policy.victims(3)) == [30, 2, 1]
+
+
 def test_make_knows_every_policy_and_says_what_there_is():
     for name, kind in NATIVE.items():
         assert type(make(name)) is kind

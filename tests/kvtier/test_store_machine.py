@@ -21,7 +21,16 @@ FULL, WINDOW, STATE = 0, 1, 2
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 KEYS = [sha256(bytes([i])).digest() for i in range(48)]
 CALLS_WITH_IDS = ["abort", "quarantine", "gone", "evict", "forget", "lease", "unlease"]
-CALLS_WITH_IDS += ["ready", "slots", "checksums", "keys_of", "identities", "frames", "names", "parents"]
+CALLS_WITH_IDS += [
+    "ready",
+    "slots",
+    "checksums",
+    "keys_of",
+    "identities",
+    "frames",
+    "names",
+    "parents",
+]
 CALLS_WITH_IDS += ["promote", "promoted", "unpromoted", "spoilt"]
 RESTORABLE = "ready", "cold", "promoting"
 FRAME = struct.Struct("<IIIBBBB")

@@ -30,6 +30,7 @@ USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 FEW_VICTIMS = 64
 LOOK_BLOCKS = 4096  # at most, for some that deserve to be written
+MOST_VICTIMS = 16_384  # looked at in one go: a millisecond
 
 Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
 
@@ -246,7 +247,7 @@ class Cold:
         self, limit_bytes: int, watermark_bytes: int, limit_blocks: int = 1 << 31
     ) -> Demotion:
         """Of the `watermark_bytes` that would be evicted first, what is in memory alone; about so much of it
-        as the limits allow, the coldest first."""
+        as the limits allow, the coldest first. No more than MOST_VICTIMS are looked at."""
         counts = self._blocks.store.counts()
         blocks = max(1, counts["blocks"]["ready"])
         nbytes = max(1, counts["bytes"]["ready"])
@@ -256,11 +257,12 @@ class Cold:
             limit_bytes = LOOK_BLOCKS * nbytes // blocks
         else:
             limit_bytes = min(limit_bytes, limit_blocks * nbytes // blocks)
+        most = min(blocks, MOST_VICTIMS)
         ask = FEW_VICTIMS + watermark_bytes * blocks // nbytes
         while True:
-            victims = self._blocks.policy.victims(min(ask, blocks))
+            victims = self._blocks.policy.victims(min(ask, most))
             ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
-            if enough or ask >= blocks:
+            if enough or ask >= most:
                 ids = admission.filter(ids, self._blocks.store.keys_of)
                 if admission.shut:
                     ids = ids[: limit_blocks * ID_BYTES]
