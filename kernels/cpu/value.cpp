@@ -14,11 +14,15 @@ namespace {
 
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
-constexpr unsigned most_hits = 127, most_known = 15, rows = 4;
+constexpr unsigned most_hits = 127, rows = 4;
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 25) - 1;
 constexpr std::uint64_t refit_quarters = 60 * 4;
 constexpr double decay = 0.99;              // a refit
 constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
+
+// What a counter of 4 bits stands for.
+constexpr std::array<std::uint8_t, 16> steps{0,  1,  2,  3,  4,  6,  8,  12,
+                                             16, 20, 24, 32, 48, 64, 96, 127};
 
 // splitmix64's: clients choose names.
 std::uint64_t mix(std::uint64_t name) {
@@ -221,18 +225,19 @@ void Value::refit() {
 
 // The least of four counters of 4 bits; all are halved when many were new.
 unsigned Value::times_known(Name name) const {
-    unsigned least = most_known;
+    unsigned least = steps.size() - 1;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {
         hash = mix(hash + row + 1);
         const std::size_t at = hash % counters;
         least = std::min<unsigned>(least, sketch_[at / 2] >> at % 2 * 4 & 15);
     }
-    return least;
+    return steps[least];
 }
 
 void Value::know(Name name, unsigned times) {
-    times = std::min(times, most_known);
+    const auto step =
+        static_cast<unsigned>(std::ranges::upper_bound(steps, times) - steps.begin() - 1);
     bool fresh = false;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {
@@ -240,9 +245,9 @@ void Value::know(Name name, unsigned times) {
         const std::size_t at = hash % counters;
         const unsigned shift = at % 2 * 4, was = sketch_[at / 2] >> shift & 15;
         fresh |= was == 0;
-        if (times > was)
+        if (step > was)
             sketch_[at / 2] =
-                static_cast<std::uint8_t>((sketch_[at / 2] & ~(15U << shift)) | times << shift);
+                static_cast<std::uint8_t>((sketch_[at / 2] & ~(15U << shift)) | step << shift);
     }
     if (!fresh || ++sketched_ < sketch_window) return;
     sketched_ = 0;

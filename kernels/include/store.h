@@ -170,8 +170,9 @@ class Store {
     }
     // The block of the same group and shard before it in its chain, or none.
     Id ahead_of(Id id) const {
+        const std::uint32_t place = block(id).place;
         Id above = parent_of(id);
-        return above == none ? none : residency(above, block(id).place);
+        return above == none ? none : residency(above, place);
     }
     bool summed(Id id) const { return records_.summed(id); }
     const Key& key_of(Id id) const { return records_[records_.node_of(id)].key; }

@@ -9,6 +9,7 @@ watched are thinned as in C. Waldspurger et al., "Efficient MRC construction wit
 `Value` is native, `ValueModel` the same in Python, to the last bit.
 """
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ REFIT = 60 * 4
 DECAY = 0.99  # a refit
 FEW, FEW_OF_NEW = 2.0, 50.0  # blocks that weigh as much as their relatives
 
-COUNTERS, ROWS, MOST_KNOWN = 1 << 20, 4, 15
+COUNTERS, ROWS = 1 << 20, 4
+STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 127)  # of a counter of 4 bits
 WINDOW = COUNTERS // 4
 
 Row = list[float]
@@ -153,15 +155,16 @@ class ValueModel(Ages):
     # How often those were wanted that are gone.
 
     def _times_known(self, name: int) -> int:
-        return min(self._sketch.get(at, 0) for at in counters_of(name))
+        return STEPS[min(self._sketch.get(at, 0) for at in counters_of(name))]
 
     def _know(self, name: int, times: int) -> None:
         """All are halved when many were new."""
         fresh = False
+        step = bisect_right(STEPS, times) - 1
         for at in counters_of(name):
             was = self._sketch.get(at, 0)
             fresh |= was == 0
-            self._sketch[at] = max(was, min(times, MOST_KNOWN))
+            self._sketch[at] = max(was, step)
         self._sketched += fresh
         if self._sketched >= WINDOW:
             self._sketched = 0
