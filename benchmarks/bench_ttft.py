@@ -385,7 +385,8 @@ def gaps_ms(one: dict[str, Any], since: float = 0.0, until: float = float("inf")
 
 
 def queued(scene: Scene, rounds: int) -> list[Row]:
-    """A hit on the disk that has to wait for a step of another's: from the end of that step."""
+    """A hit on the disk that waits for another request, from the end of that one's prompt on. An engine takes
+    notice of a request when a step ends: the first of two is over before anybody can have been asked."""
     found = {load: Hits() for load in ("sync", "async")}
     in_all = {load: Hits() for load in found}
     copies = Copies(scene.nbytes)
@@ -395,7 +396,7 @@ def queued(scene: Scene, rounds: int) -> list[Row]:
             scene.engine.reset()
             before, seconds = scene.daemon.read_bytes(), []
             for _ in range(2):  # the second time it is resident
-                step = asked([(next(fresh), STEP)], transfer=OFF)
+                step = asked([(next(fresh), 2 * STEP)], transfer=OFF)
                 hit = asked(parts, transfer={"bench": {"load": load}})
                 first, one = scene.engine.run([step, hit])
                 assert one["cached"] == PREFIX, one
@@ -408,7 +409,7 @@ def queued(scene: Scene, rounds: int) -> list[Row]:
                     hits.resident.append(seconds[1][at])
     rows = []
     for load, least in (("sync", SYNC_MS), ("async", ASYNC_MS)):
-        name = f"{scene.model}, tail of 1: cold hit that queued for a step of {STEP} tokens, {load}, added"
+        name = f"{scene.model}, tail of 1: cold hit that queued for two steps of {STEP} tokens, {load}, added"
         more = {"memcpy ms": copies.ms, "with its time in the queue": median(in_all[load].added_ms)}
         rows.append(added_row(name, found[load], COPY_SHARE * copies.ms + least, **more))
     progress(f"{scene.model}: queued hits")

@@ -49,7 +49,7 @@ class Save:
 class Step:
     """From the scheduler to every rank. `spec` describes the space until all have opened it. `daemon_run`:
     what the scheduler is connected to, of so many extents. `overwritten`: saves whose pages this step gives
-    to somebody else."""
+    to somebody else. `idle`: nothing is computed."""
 
     number: int
     spec: bytes
@@ -58,6 +58,7 @@ class Step:
     loads: list[Load]
     saves: list[Save]
     overwritten: list[int]
+    idle: bool
 
 
 @dataclass(slots=True, frozen=True)

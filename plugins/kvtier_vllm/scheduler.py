@@ -1,8 +1,8 @@
 """The scheduler's side: what of a prompt is here, what to load, what to save. Never waits for the daemon.
 
-A request's lease is asked for when it is queued; the answer is read at the next step's start and lies in a
-table until the engine asks. What is promised is leased, and mapped by every rank: the slots themselves go to
-the ranks, which need no daemon to copy them.
+A request's lease is asked for when it is queued; the answer lies in a table until the engine asks. It is read
+when a request is queued, where that takes a moment only, and at the end of each step. What is promised is
+leased, and mapped by every rank: the slots themselves go to the ranks, which need no daemon to copy them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 from kvtier import Keys, KvSpec, KvtierError
 from kvtier.client import Answer, Changes, Lease, Pinned
 from kvtier.wire import SLOT_BYTES
+from kvtier_vllm.ear import Ear
 from kvtier_vllm.events import Event, Events
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.identity import Adapters
@@ -80,6 +81,8 @@ class SchedulerSide:
         self._prompts: dict[str, Prompt] = {}
         self._tickets: dict[int, str] = {}
         self._tickets_of: Session | None = None
+        self._to_ask: dict[str, Prompt] = {}
+        self._ear = Ear(clock)
         self._numbers = 0
         self._loads: list[Load] = []
         self._leases: dict[int, Loading] = {}
@@ -112,6 +115,7 @@ class SchedulerSide:
         self.timelines.queued(request.request_id)
         if prompt.may_load and session is not None and self._loadable(prompt):
             self._ask(prompt, session)
+            self._hear(prompt, session)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens after these can be loaded, and whether between steps. None: ask again."""
@@ -141,15 +145,15 @@ class SchedulerSide:
             return self._give_up(prompt, "no_daemon") if known_away else None
         if prompt.lease is None or prompt.session is not session:
             if not (prompt.ticket and prompt.session is session):
-                self._ask(prompt, session)
-            return None if prompt.ticket else self._give_up(prompt, "no_daemon")
+                self._to_ask[prompt.request.request_id] = prompt
+            return None
         lease, block = prompt.lease, self._layout.block_tokens
         if now - prompt.leased_at > self._options.lease_ms / 2000:
-            self._ask(prompt, session)
+            self._to_ask[prompt.request.request_id] = prompt
             return None
         if lease.coming and self._worth_waiting(prompt, lease, computed, now):
             if now - prompt.asked_at >= max(ASK_AGAIN_S, lease.eta_ms / 2000):
-                self._ask(prompt, session)
+                self._to_ask[prompt.request.request_id] = prompt
             return None
         tokens = lease.ready * block - computed
         if tokens <= 0:
@@ -311,6 +315,20 @@ class SchedulerSide:
         assert self._line is not None
         self._line.lost(session, str(why))
 
+    def _ask_again(self) -> None:
+        """Send what `matched` has found to be asked: it sends nothing itself."""
+        asked, self._to_ask = self._to_ask, {}
+        session = self._session()
+        for prompt in asked.values():
+            if session is not None:
+                self._ask(prompt, session)
+
+    def _hear(self, prompt: Prompt, session: Session) -> None:
+        """Listen for the answer, for a moment, so that the step that is to come has it."""
+        client = session.client
+        while prompt.ticket and session is self._session() and self._ear.wait(client.fileno()):
+            self._drain()
+
     def _drain(self) -> None:
         """Put the answers that have come into the table. A daemon that answers nobody is left alone."""
         session = self._session()
@@ -326,6 +344,8 @@ class SchedulerSide:
         except KvtierError as error:
             self._lost(session, error)
             return
+        if answers:
+            self._ear.heard()
         for ticket, answer in answers.items():
             self._take(session, ticket, answer, now)
         if self._tickets_of is session and self._tickets:
@@ -471,8 +491,9 @@ class SchedulerSide:
     # --- a step ------------------------------------------------------------------------------
 
     def step(self, scheduled: Any) -> Step:
-        """What the ranks have to do with this step. Reads the answers that have come."""
-        self._drain()
+        """What the ranks have to do with this step."""
+        self._ask_again()
+        self._ear.next_step()
         self._steps += 1
         fresh, self._fresh = self._fresh, set()
         overwritten = self._saves.overwritten(scheduled, fresh)
@@ -484,7 +505,8 @@ class SchedulerSide:
         extents = session.reader.extents if session is not None else 0
         run = session.reader.daemon_run if session is not None else b""
         spec = self._spec if len(self._seats) < self._layout.shards.ranks else b""
-        return Step(self._steps, spec, run, extents, loads, saves, overwritten)
+        idle = not scheduled.total_num_scheduled_tokens
+        return Step(self._steps, spec, run, extents, loads, saves, overwritten, idle)
 
     def _note(self, scheduled: Any) -> None:
         """Remember when the step began, and what it has to do."""
@@ -557,6 +579,7 @@ class SchedulerSide:
             if request_id in self._prompts:
                 self._prompts[request_id].may_load = False
         self.timelines.stepped(report.step)
+        self._drain()
 
     def _load_over(self, number: int, ranks: int) -> None:
         loading = self._leases[number]
@@ -582,6 +605,7 @@ class SchedulerSide:
         if prompt is None:
             return
         waits = prompt.ticket or (prompt.lease is not None and prompt.lease.coming)
+        self._to_ask.pop(request.request_id, None)
         self._forget_lease(prompt)
         self.timelines.finished(request.request_id)
         if waits:

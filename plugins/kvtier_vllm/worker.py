@@ -36,6 +36,9 @@ DRAIN_S = 0.5
 # What leaves blocks of a save out, and which of it would do so again.
 FINAL = ("drop:error", "not_saved:no_room")
 HOLES = (*FINAL, "drop:no_daemon", "drop:overwritten", "drop:lost", "not_saved:leaving")
+# How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
+# of the copying threads, and looks again only when it has slept and been through another step.
+IDLE_WAIT_S = 0.005
 
 
 class Overwritten(Exception):  # noqa: N818
@@ -95,6 +98,9 @@ class WorkerSide:
         self._step = 0
         self._copying: dict[int, Copying] = {}
         self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._on_their_way = 0
+        self._idle = False
         self._report = Report()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -115,7 +121,7 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         """Before any page is written: end the copies from pages that are somebody else's now."""
-        self._step = step.number
+        self._step, self._idle = step.number, step.idle
         self._spoilt = False
         for number in step.overwritten:
             copying = self._copying.get(number)
@@ -150,6 +156,8 @@ class WorkerSide:
         """Carry out those that this step needs; the others go to their thread."""
         for load in loads:
             if not load.now:
+                with self._lock:
+                    self._on_their_way += 1
                 self._to_load.put(load)
                 continue
             good = self._load(load)
@@ -169,8 +177,11 @@ class WorkerSide:
             self._to_save.put(partial(self._save, copying))
 
     def received(self) -> tuple[set[str], set[str]]:
-        """The requests whose load between steps is over, and those of them that it failed."""
-        with self._lock:
+        """The requests whose load between steps is over, and those of them that it failed. In a step that
+        computes nothing it waits a moment for one."""
+        with self._arrived:
+            if self._idle and self._on_their_way:
+                self._arrived.wait_for(lambda: bool(self._received), IDLE_WAIT_S)
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
         return received, failed
@@ -213,11 +224,13 @@ class WorkerSide:
     def _load_all(self) -> None:
         while (load := self._to_load.get()) is not None:
             good = self._load(load)
-            with self._lock:
+            self._over(load)
+            with self._arrived:
+                self._on_their_way -= 1
                 self._received.add(load.request_id)
                 if not good:
                     self._failed.add(load.request_id)
-            self._over(load)
+                self._arrived.notify()
 
     def _load(self, load: Load) -> bool:
         """Copy this rank's shard; whether every page holds what it should. Never raises: it is an edge."""

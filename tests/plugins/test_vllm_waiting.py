@@ -1,0 +1,146 @@
+"""What the engine's thread waits for, and for how long: answers when a request is queued, loads when there is
+nothing else to do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from fake_engine import BLOCK, FakeEngine
+from kvtier_vllm import ear, worker
+from kvtier_vllm.ear import Ear
+
+PROMPT = range(8 * BLOCK + 3)
+EngineOf = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def engine_of() -> Iterator[EngineOf]:
+    engines = []
+
+    def make(daemon: Daemon, *args: Any, **options: Any) -> FakeEngine:
+        engines.append(FakeEngine(daemon.socket, *args, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_an_answer_that_is_there_is_heard(pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], b"x")
+    assert Ear().wait(pipe[0])
+
+
+def test_silence_is_listened_to_once(pipe: tuple[int, int]) -> None:
+    """Who did not answer in time is not waited for, whatever there is, until something was heard of it."""
+    ears = Ear()
+    assert not ears.wait(pipe[0])
+    ears.next_step()
+    os.write(pipe[1], b"x")
+    assert not ears.wait(pipe[0])
+    ears.heard()
+    assert ears.wait(pipe[0])
+
+
+def test_waiting_ends_with_what_a_step_allows(pipe: tuple[int, int]) -> None:
+    """However many answers come, and each of them in time."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.4 * ear.STEP_S
+        return now
+
+    os.write(pipe[1], b"x")
+    ears = Ear(clock)
+    assert [ears.wait(pipe[0]) for _ in range(4)] == [True, True, True, False]
+    ears.next_step()
+    assert ears.wait(pipe[0])
+
+
+def test_what_is_in_memory_is_promised_when_it_is_asked_for_first(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    engine = engine_of(shared_daemon)
+    engine.serve(PROMPT)
+    again = engine.serve(PROMPT)
+    assert (again.cached, again.steps_asked) == (8 * BLOCK, 1)
+
+
+def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(shared_daemon)
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    engine.until(lambda: not engine.scheduler.in_flight["tickets"])
+    engine.scheduler.new_generation()  # what was told of it holds no more
+    asked = []
+    plain = engine.scheduler._ask
+    monkeypatch.setattr(engine.scheduler, "_ask", lambda *args: asked.append(plain(*args)))
+    assert engine.scheduler.matched(request, 0) == (None, False)
+    assert not asked
+    engine.carry_out({}, {}, [])
+    assert len(asked) == 1
+    assert engine.run(request).cached == 0
+
+
+class SlowLoads:
+    """Loads of an engine that begin when they are let."""
+
+    def __init__(self, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.let = threading.Event()
+        plain = engine.workers[0]._load
+
+        def load(one: Any) -> bool:
+            assert self.let.wait(10.0)
+            return plain(one)
+
+        monkeypatch.setattr(engine.workers[0], "_load", load)
+
+
+def test_an_idle_step_ends_with_the_load(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    monkeypatch.setattr(worker, "IDLE_WAIT_S", 10.0)
+    engine = engine_of(shared_daemon, load="async")
+    engine.serve(PROMPT)
+    slow = SlowLoads(engine, monkeypatch)
+    request = engine.add(PROMPT)
+    threading.Timer(0.05, slow.let.set).start()
+    began = time.monotonic()
+    engine.step()
+    assert not request.loading and time.monotonic() - began < 5.0
+
+
+def test_a_step_that_computes_waits_for_no_load(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    monkeypatch.setattr(worker, "IDLE_WAIT_S", 10.0)
+    engine = engine_of(shared_daemon, load="async")
+    engine.serve(PROMPT)
+    slow = SlowLoads(engine, monkeypatch)
+    request = engine.add(PROMPT)
+    other = engine.add(range(500, 510))
+    engine.step()
+    assert other.done and request.loading
+    slow.let.set()
+    assert engine.run(request).cached == 8 * BLOCK
