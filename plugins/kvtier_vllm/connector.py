@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import SpecError
@@ -36,6 +37,8 @@ from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
 
 log = logging.getLogger("vllm.kvtier")
+
+BLOCK_OUTERMOST = "BLHNC"
 
 
 @dataclass
@@ -99,6 +102,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(self._layout, self._options, events=events)
             if note:
                 log.warning("kvtier: %s", note)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """A block's layers side by side: one run of bytes to copy. vLLM takes another where its attention
+        has none of these; it warns of that, so nothing is asked for on a CPU, whose attention has one."""
+        return None if current_platform.is_cpu() else BLOCK_OUTERMOST
 
     @property
     def requires_kv_delivery(self) -> bool:

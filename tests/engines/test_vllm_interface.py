@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +44,28 @@ def test_what_the_plugin_defines_is_asked_for() -> None:
     known = {name.partition(".")[2] for name in interface()}
     own = {name for name in vars(connector) if not name.startswith("_")}
     assert own <= known, own - known
+
+
+def test_a_block_in_one_run_is_asked_for_where_it_is_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By vLLM's own choice among what its attention offers. A CPU's offers one, and is not asked."""
+    connector = pytest.importorskip("kvtier_vllm.connector")
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+    def resolved(*offered: str) -> str:
+        transfer = SimpleNamespace(
+            kv_connector="KvtierConnector", kv_connector_module_path="kvtier_vllm.connector",
+            engine_id="1",
+        )  # fmt: skip
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(kv_cache_layout=None), kv_transfer_config=transfer
+        )
+        return str(resolve_kv_cache_layout(config, [list(offered)]).name)
+
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    asked = connector.KvtierConnector.get_required_kvcache_layout
+    assert connector.current_platform.is_cpu() and asked(None) is None
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert resolved("LBNHC", "LBHNC", "BLNHC", "BLHNC") == "BLHNC"
+    assert resolved("LBNHC", "LBHNC") == "LBNHC"
