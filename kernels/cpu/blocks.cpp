@@ -20,6 +20,7 @@ namespace kvtier {
 namespace {
 
 constexpr size_t kMostThreads = 256;
+constexpr int kMostNice = 19;
 
 // Below this a piece is copied plainly: the partial lines at its ends are too big a part of it.
 constexpr size_t kStreamPieceLeast = 512;
@@ -34,7 +35,8 @@ size_t checked_threads(long threads) {
 // receives one per block. A block is one thread's work, unless there are too few of them and no
 // digest ties a block's bytes to their order.
 template <typename Pieces>
-void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, const Pieces& pieces) {
+void copy_blocks(size_t n, uint64_t bytes, size_t threads, int nice, uint8_t* digests,
+                 const Pieces& pieces) {
     const bool big = n * bytes >= kStreamLeast;
     const auto plain = [big](uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
         if (big && count >= kStreamPieceLeast) {
@@ -47,7 +49,7 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, con
     if (!big) threads = 1;
     if (digests != nullptr) {
         in_parallel(
-            n, threads,
+            n, threads, nice,
             [&](size_t i) {
                 DigestedCopy copy(bytes, big);
                 pieces(i, [&](uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
@@ -59,7 +61,7 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, con
         return;
     }
     if (threads == 1 || n >= 4 * threads) {
-        in_parallel(n, threads, [&](size_t i) { pieces(i, plain); }, fence);
+        in_parallel(n, threads, nice, [&](size_t i) { pieces(i, plain); }, fence);
         return;
     }
     constexpr uint64_t kPartLeast = 256 * 1024;
@@ -67,7 +69,7 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, uint8_t* digests, con
     const uint64_t part = std::max(kPartLeast, (bytes / wanted + kPage - 1) / kPage * kPage);
     const size_t parts = static_cast<size_t>((bytes + part - 1) / part);
     in_parallel(
-        n * parts, threads,
+        n * parts, threads, nice,
         [&](size_t unit) {
             const uint64_t low = unit % parts * part, high = std::min(bytes, low + part);
             uint64_t at = 0;
@@ -176,7 +178,7 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buff
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
     {
         const nb::gil_scoped_release unlocked;
-        copy_blocks(at.size(), bytes, most, checksum ? digests.data() : nullptr,
+        copy_blocks(at.size(), bytes, most, 0, checksum ? digests.data() : nullptr,
                     [&](size_t i, const auto& sink) {
                         uint8_t* const buffer = buffers.at(which.empty() ? i : which[i]);
                         uint8_t* const to = inwards ? at[i] : buffer;
@@ -261,8 +263,9 @@ EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offs
 }
 
 nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings,
-                      nb::handle packed, long threads, bool checksum, bool inwards) {
+                      nb::handle packed, long threads, bool checksum, int nice, bool inwards) {
     const size_t most = checked_threads(threads);
+    if (nice < 0 || nice > kMostNice) throw nb::value_error("nice: 0 to 19");
     const std::vector<uint32_t> ids = read_u32(block_ids, "block_ids", true);
     Slots slots(mappings, packed);
     if (ids.size() != slots.count()) {
@@ -283,8 +286,8 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
     {
         const nb::gil_scoped_release unlocked;
-        copy_blocks(at.size(), pieces.block_bytes(), most, checksum ? digests.data() : nullptr,
-                    [&](size_t i, const auto& sink) {
+        copy_blocks(at.size(), pieces.block_bytes(), most, nice,
+                    checksum ? digests.data() : nullptr, [&](size_t i, const auto& sink) {
                         uint8_t* slot = at[i];
                         const uint32_t after = ids[i + 1 < ids.size() ? i + 1 : i];
                         pieces.each(ids[i], after,
@@ -321,7 +324,7 @@ nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
     NewBytes digest(checksum ? kDigestBytes : 0);
     {
         const nb::gil_scoped_release unlocked;
-        copy_blocks(1, pair.to.size(), most, checksum ? digest.data() : nullptr,
+        copy_blocks(1, pair.to.size(), most, 0, checksum ? digest.data() : nullptr,
                     [&](size_t, const auto& sink) {
                         sink(pair.to.data(), pair.from.data(), pair.to.size(), nullptr);
                     });
@@ -376,17 +379,19 @@ void bind_blocks(nb::module_& m) {
     m.def(
         "gather",
         [](const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings, nb::handle slots,
-           long threads, bool checksum) {
-            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, true);
+           long threads, bool checksum, int nice) {
+            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, nice, true);
         },
-        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false);
+        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false,
+        "nice"_a = 0);
     m.def(
         "scatter",
         [](const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings, nb::handle slots,
-           long threads, bool checksum) {
-            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, false);
+           long threads, bool checksum, int nice) {
+            return copy_pieces(pieces, block_ids, mappings, slots, threads, checksum, nice, false);
         },
-        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false);
+        "pieces"_a, "block_ids"_a, "mappings"_a, "slots"_a, "threads"_a = 1, "checksum"_a = false,
+        "nice"_a = 0);
     m.def("copy", &copy, "dst"_a, "src"_a, "checksum"_a = false, "threads"_a = 1);
     m.def(
         "nt_loop",

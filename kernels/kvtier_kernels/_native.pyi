@@ -248,9 +248,11 @@ def gather(
     slots: Buffer,
     threads: int = 1,
     checksum: bool = False,
+    nice: int = 0,
 ) -> bytes:
     """Copies the pieces of each engine block, one after the other, into its slot. Returns the
-    digests of the slots' bytes if asked for. Checks all bounds before it moves a byte."""
+    digests of the slots' bytes if asked for. Checks all bounds before it moves a byte. With `nice`
+    threads of that priority do it: others that want the cores go first."""
 
 def scatter(
     pieces: Pieces,
@@ -259,6 +261,7 @@ def scatter(
     slots: Buffer,
     threads: int = 1,
     checksum: bool = False,
+    nice: int = 0,
 ) -> bytes:
     """Copies each slot into the pieces of its engine block: the reverse of `gather`."""
 

@@ -94,19 +94,25 @@ class Reader:
         return len(self._extents)
 
     def scatter(
-        self, slots: bytes, pieces: Pieces, block_ids: Sequence[int], threads: int = 1
+        self,
+        slots: bytes,
+        pieces: Pieces,
+        block_ids: Sequence[int],
+        threads: int = 1,
+        nice: int = 0,
     ) -> int:
         """Copy slots into an engine's paged blocks; how many leading ones still were what they were
         after it. Each slot goes to as many of these as there are ids for it, one after the other; 0 leaves
-        its part alone then."""
+        its part alone then. With `nice`, others that want the cores go first."""
         parts = len(block_ids) * wire.SLOT_BYTES // len(slots) if slots else 1
         if parts == 1:
-            scatter(pieces, block_ids, self._extents, slots, threads)
+            scatter(pieces, block_ids, self._extents, slots, threads, nice=nice)
         else:
             within = wire.split(slots, parts, pieces.block_bytes)
             wanted = [at for at, block in enumerate(block_ids) if block]
             ids = [block_ids[at] for at in wanted]
-            scatter(pieces, ids, self._extents, b"".join(within[at] for at in wanted), threads)
+            slots_of = b"".join(within[at] for at in wanted)
+            scatter(pieces, ids, self._extents, slots_of, threads, nice=nice)
         return fresh(self._tables, slots)
 
 

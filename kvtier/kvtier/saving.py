@@ -76,19 +76,24 @@ class Saving(Mapping[Key, memoryview]):
         self.commit(len(self))
 
     def gather(
-        self, pieces: Pieces, block_ids: Sequence[int], threads: int = 1, checksum: bool = True
+        self,
+        pieces: Pieces,
+        block_ids: Sequence[int],
+        threads: int = 1,
+        checksum: bool = True,
+        nice: int = 0,
     ) -> None:
         """Copy an engine's paged blocks into the slots that were granted: an id for each key, or several,
         whose blocks lie one after the other in a slot that has no checksum then. Commits nothing: the pages
-        are free to change before that."""
+        are free to change before that. With `nice`, others that want the cores go first."""
         parts = len(block_ids) // len(self._keys)
         if parts == 1:
             ids = [block_ids[at] for at in self.granted]
-            self.checksums = gather(pieces, ids, self._extents, self.slots, threads, checksum)
+            self.checksums = gather(pieces, ids, self._extents, self.slots, threads, checksum, nice)
             return
         ids = [block for at in self.granted for block in block_ids[at * parts : (at + 1) * parts]]
         within = b"".join(wire.split(self.slots, parts, pieces.block_bytes))
-        gather(pieces, ids, self._extents, within, threads)
+        gather(pieces, ids, self._extents, within, threads, nice=nice)
 
     def _slot_views(self) -> dict[Key, memoryview]:
         if self._buffers is None:

@@ -1,8 +1,10 @@
-"""The scheduler's side: what of a prompt is here, what to load, what to save. Never waits for the daemon.
+"""The scheduler's side: what of a prompt is here, what to load, what to save. Waits for no daemon but for a
+millisecond between two steps.
 
-A request's lease is asked for when it is queued; the answer lies in a table until the engine asks. It is read
-when a request is queued, where that takes a moment only, and at the end of each step. What is promised is
-leased, and mapped by every rank: the slots themselves go to the ranks, which need no daemon to copy them.
+A request's lease is asked for when it is queued; the answer lies in a table until the engine asks. It is
+read when a request is queued, where that takes a moment only (see `ear`), and at the end of each step. What
+is promised is leased, and mapped by every rank: the slots themselves go to the ranks, which need no daemon to
+copy them.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ HOLES = (*FINAL, "drop:no_daemon", "drop:overwritten", "drop:lost", "not_saved:l
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
+# Of copies that no step waits for: they take what the engine leaves of the cores.
+NICE = 10
 
 
 class Overwritten(Exception):  # noqa: N818
@@ -264,7 +266,8 @@ class WorkerSide:
             threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
             if not read.block_ids:
                 continue
-            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads)
+            nice = 0 if load.now else NICE
+            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice)
             if fresh * SLOT_BYTES < len(read.slots):
                 return "stale", 0
             moved += nbytes
@@ -331,7 +334,7 @@ class WorkerSide:
         with session.space.reserve(keys, write.group, self._shard) as saving:
             if saving.slots:
                 with copying:
-                    saving.gather(self._pieces[write.group], write.block_ids)
+                    saving.gather(self._pieces[write.group], write.block_ids, nice=NICE)
                 saving.commit(len(saving))
         nbytes = len(saving) * self._layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})

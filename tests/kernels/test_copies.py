@@ -1,10 +1,14 @@
 """Copies into slots and out of them against their twins, and the bytes around their targets."""
 
+import contextlib
 import itertools
 import os
 import random
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -248,8 +252,9 @@ PIECES = {  # name: (piece sizes, array sizes follow from 7 blocks and a gap)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("nice", [0, 10])
 def test_gather_and_scatter_match_their_twins(
-    copies, make_mapping, packed, random_bytes, guarded, name, checksum, threads
+    copies, make_mapping, packed, random_bytes, guarded, name, checksum, threads, nice
 ):
     sizes, blocks, gap, offset = PIECES[name], 7, 40, 24
     strides = [size + gap for size in sizes]
@@ -263,7 +268,7 @@ def test_gather_and_scatter_match_their_twins(
     assert (ours.block_bytes, ours.blocks, ours.writable) == (sum(sizes), blocks, True)
 
     expected = reference.gather(twins, ids, place.twins, place.slots)
-    digests = kernels.gather(ours, ids, place.mappings, place.slots, threads, checksum)
+    digests = kernels.gather(ours, ids, place.mappings, place.slots, threads, checksum, nice)
     assert digests == (expected if checksum else b"")
     assert place.same()
 
@@ -273,7 +278,7 @@ def test_gather_and_scatter_match_their_twins(
     reference.scatter(
         reference.Pieces(copies_of, offsets, strides, sizes), ids, place.twins, place.slots
     )
-    digests = kernels.scatter(back, ids, place.mappings, place.slots, threads, checksum)
+    digests = kernels.scatter(back, ids, place.mappings, place.slots, threads, checksum, nice)
     assert digests == (expected if checksum else b"")
     for target, twin in zip(targets, copies_of, strict=True):
         assert np.array_equal(target.array, twin) and target.intact()
@@ -286,6 +291,40 @@ def test_gather_shares_one_big_block_between_threads(copies, make_mapping, packe
     mapping = make_mapping(2 * MIB)
     kernels.gather(pieces, [0], [mapping], packed((0, 4096)), 4)
     assert bytes(mapping)[4096 : 4096 + sum(sizes)] == b"".join(a.tobytes() for a in arrays)
+
+
+def nice_values():
+    """Those of this process's threads."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(int((task / "stat").read_text().rpartition(")")[2].split()[16]))
+    return found
+
+
+def test_copies_that_step_back_do_so_in_threads_of_their_own(make_mapping, packed):
+    mapping, array = make_mapping(16 << 20), np.ones(16 << 20, np.uint8)
+    pieces = kernels.Pieces([array], [0], [1 << 20], [1 << 20])
+    ids, slots = list(range(16)), packed(*((0, at << 20) for at in range(16)))
+    ended = threading.Event()
+    own = []
+
+    def copy():
+        while not ended.is_set():
+            kernels.gather(pieces, ids, [mapping], slots, 2, False, 7)
+            kernels.scatter(pieces, ids, [mapping], slots, 2, False, 7)
+        own.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    deadline = time.monotonic() + 10.0
+    while (most := nice_values().count(7)) < 2 and time.monotonic() < deadline:
+        pass
+    ended.set()
+    copying.join()
+    assert (most, own) == (2, [os.getpriority(os.PRIO_PROCESS, 0)])
+    with pytest.raises(ValueError, match="nice"):
+        kernels.gather(pieces, ids, [mapping], slots, 2, False, 20)
 
 
 def test_gather_takes_ids_in_any_form(make_mapping, packed, random_bytes):
