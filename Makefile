@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h)
 
-.PHONY: help venv demo test engines test-engines check format bench bench-cold figures faults clean
+.PHONY: help venv demo test engines test-engines check format bench bench-cold bench-ttft figures faults clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -67,6 +67,9 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 
 bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DIR --trace FILE" says where, and with what
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)
+
+bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minutes; TTFT="--folder DIR" says where
+	$(ENGINES)/bin/python benchmarks/bench_ttft.py $(TTFT)
 
 figures: venv   ## put the figures of the last benchmarks into the README
 	$(BIN)/python benchmarks/figures.py

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ START_S = ANSWER_S = 240.0
 HEADER = 4096  # of a record on disk
 THREADS = 2  # of a copy, as the plugin does
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
 }  # fmt: skip
 STEP = 1024  # tokens of a step
@@ -106,21 +107,24 @@ class Engine:
                 [sys.executable, str(HERE / "ttft_engine.py"), json.dumps(arguments)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True, env=environment,
             )  # fmt: skip
-        assert self._answer(START_S) == "ready"
+        assert self.answer(START_S) == "ready"
         progress(f"{model}: an engine has started")
 
-    def _answer(self, seconds: float = ANSWER_S) -> Any:
+    def answer(self, seconds: float = ANSWER_S) -> Any:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         line = self.process.stdout.readline() if ready else ""
         assert line, f"no answer:\n{self.log.read_text()[-4000:]}"
         return json.loads(line)
 
-    def order(self, **order: Any) -> Any:
+    def begin(self, **order: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+
+    def order(self, **order: Any) -> Any:
+        self.begin(**order)
+        return self.answer()
 
     def generate(self, parts: Parts, tokens: int = 1, **transfer: Any) -> dict[str, Any]:
         found: dict[str, Any] = self.order(
@@ -327,8 +331,22 @@ def warm(scene: Scene, tail: int, size: Size) -> list[Row]:
         if scene.model == "189M" and tail == TAILS[-1]:
             more = {"floor": median(perfect.ratios)}
             rows.append(share_row(f"{name}, ratio", hits.ratios, RATIO, **more))
+    rows += [timeline(scene, seed, tail, load) for load in ("sync", "async")]
     progress(f"{scene.model}, tail of {tail}: warm hits")
     return rows
+
+
+def timeline(scene: Scene, seed: int, tail: int, load: str) -> Row:
+    """Where the time of one hit goes: when each call of the connector began, and how long it took."""
+    one = scene.hit(seed, tail, load, False)
+    until = one["began"] + one["seconds"]
+    calls = [
+        [what, (began - one["began"]) * 1e3, (ended - began) * 1e3]
+        for what, _, began, ended in events(scene.engine.records)
+        if one["began"] <= began <= until
+    ]
+    name = f"{scene.model}, tail of {tail}: one warm hit, {load}, in all"
+    return Row(name, one["seconds"] * 1e3, "ms", more={"calls, at ms and for ms": calls})
 
 
 def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
@@ -385,7 +403,7 @@ def gaps_ms(one: dict[str, Any], since: float = 0.0, until: float = float("inf")
 
 
 def queued(scene: Scene, rounds: int) -> list[Row]:
-    """A hit on the disk that waits for another request, from the end of that one's prompt on. An engine takes
+    """A hit on the disk that waits for another request, from that one's first token on. An engine takes
     notice of a request when a step ends: the first of two is over before anybody can have been asked."""
     found = {load: Hits() for load in ("sync", "async")}
     in_all = {load: Hits() for load in found}
@@ -417,8 +435,7 @@ def queued(scene: Scene, rounds: int) -> list[Row]:
 
 
 def bursts(scene: Scene, count: int) -> list[Row]:
-    """Many requests at once on a prefix that is on the disk alone; the same, computed; then more of them, to
-    see what asking costs."""
+    """Many requests at once on a prefix that is on the disk alone; the same, computed."""
     engine, daemon = scene.engine, scene.daemon
     kinds: dict[str, list[float]] = {"hits": [], "computed": []}
     reads, hit = [], 0
@@ -451,26 +468,28 @@ def bursts(scene: Scene, count: int) -> list[Row]:
         ),
         at_least(f"{name}: hits", hit / (count * BURST), "", 1.0),
     ]  # fmt: skip
-    calls = []
-    for _ in range(count):
-        scene.hit(next(scene.turns), 1, "sync", None)
-        scene.hit(next(scene.turns), 1, "sync", None)
-        seed = next(scene.turns)
-        engine.reset()
-        since = time.perf_counter()
-        engine.run([asked([(seed, PREFIX), (next(fresh), 1)]) for _ in range(WAITING)])
-        calls += [one for one in events(engine.records) if one[0] == "matched" and one[2] > since]
-    us = [(ended - began) * 1e6 for _, _, began, ended in calls]
-    again = sum(1 for _, answer, _, _ in calls if not answer)
-    assert again >= WAITING, f"{again} of {len(calls)} were asked again: nobody waited"
-    more = {"p50 us": median(us), "calls": len(us), "of them to be asked again": again}
-    rows.append(
-        at_most(
-            f"asking with {WAITING} requests waiting, p99", percentile(us, 0.99), "us", 20, **more
-        )
-    )
+    rows.append(asking(scene))
     progress(f"{scene.model}: bursts")
     return rows
+
+
+def asking(scene: Scene) -> Row:
+    """Requests that wait for a daemon that says nothing for a while: each step asks for each of them."""
+    engine, daemon = scene.engine, scene.daemon
+    since = time.perf_counter()
+    daemon.process.send_signal(signal.SIGSTOP)
+    engine.begin(run=[asked([(next(fresh), 2 * BLOCK)]) for _ in range(WAITING)])
+    time.sleep(1.0)
+    daemon.process.send_signal(signal.SIGCONT)
+    engine.answer()
+    calls = [one for one in events(engine.records) if one[0] == "matched" and one[2] > since]
+    us = [(ended - began) * 1e6 for _, _, began, ended in calls]
+    again = sum(1 for _, answer, _, _ in calls if not answer)
+    assert again >= 10 * WAITING, f"{again} of {len(calls)} were to be asked again: nobody waited"
+    more = {"p50 us": median(us), "calls": len(us), "of them to be asked again": again}
+    return at_most(
+        f"asking with {WAITING} requests waiting, p99", percentile(us, 0.99), "us", 20, **more
+    )
 
 
 def flights(engine: Engine, waves: int) -> list[Row]:
@@ -536,35 +555,37 @@ def saving(engine: Engine, pairs: int) -> list[Row]:
     low, high = interval(ratios)
     speed = {f"{kind} tokens/s": median(values) for kind, values in speeds.items()}
     p99 = {kind: percentile(values, 0.99) for kind, values in gaps.items()}
-    costs = saving_us(engine, since)
+    costs, parts = saving_us(engine, since)
     progress("saving")
     return [
         Row("KV-heavy, saving: throughput, lower bound", low, "x", ">= 0.97", low >= 0.97,
             more={"median": median(ratios), "upper bound": high, **speed}),
         at_most("KV-heavy, saving: the steps' threads, p50 of a step that saves", median(costs), "us",
-                200, p99=percentile(costs, 0.99), steps=len(costs)),
+                200, p99=percentile(costs, 0.99), steps=len(costs), **parts),
         at_most("KV-heavy, saving: ITL p99", p99["on"] / p99["off"], "x", 1.05,
                 **{f"{kind} ms": value for kind, value in p99.items()}),
     ]  # fmt: skip
 
 
-def saving_us(engine: Engine, since: float) -> list[float]:
-    """What the calls of each step that saves took, of the scheduler's and of the worker's together."""
+def saving_us(engine: Engine, since: float) -> tuple[list[float], dict[str, float]]:
+    """What the calls of each step that saves took, of the scheduler's and of the worker's together; and the
+    median of each call's share."""
     costs: list[float] = []
-    scheduler = worker = 0.0
+    parts: dict[str, list[float]] = {}
+    step: dict[str, float] = {}
     saves = False
     for what, much, began, ended in events(engine.records):
         if began < since:
             continue
         if what == "build":
-            scheduler, worker, saves = 0.0, 0.0, much > 0
-        if what in ("build", "output"):
-            scheduler += ended - began
-        if what in ("begin", "start_load", "saved", "results", "report"):
-            worker += ended - began
+            step, saves = {}, much > 0
+        if what in ("build", "output", "begin", "start_load", "saved", "results", "report"):
+            step[what] = step.get(what, 0.0) + (ended - began) * 1e6
         if what == "output" and saves:
-            costs.append((scheduler + worker) * 1e6)
-    return costs
+            costs.append(sum(step.values()))
+            for call, us in step.items():
+                parts.setdefault(call, []).append(us)
+    return costs, {call: median(us) for call, us in parts.items()}
 
 
 # --- all of it ---------------------------------------------------------------------------------
@@ -595,7 +616,7 @@ def serving(folder: Path, model: str, size: Size) -> Iterator[Row]:
     """What loads and saves cost those who are served meanwhile."""
     place = folder / "serving"
     place.mkdir()
-    with ColdDaemon(place, 2048 * MIB) as daemon, Engine(folder, model, daemon.socket) as engine:
+    with ColdDaemon(place, 1280 * MIB) as daemon, Engine(folder, model, daemon.socket) as engine:
         yield from flights(engine, size.waves)
         yield from saving(engine, size.saving_pairs)
 
@@ -628,7 +649,7 @@ def main() -> int:
                 progress(part)
                 for row in rows_of():
                     rows.append(row)
-                    print(row.line(), flush=True)
+                    print(row.line()[:300], flush=True)
     probes.append(harness.noise())
     return harness.report("ttft", rows, probes, options.out)
 

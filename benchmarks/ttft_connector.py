@@ -38,9 +38,14 @@ class FloorReader:
         os.close(memory)
 
     def scatter(
-        self, slots: bytes, pieces: Pieces, block_ids: Sequence[int], threads: int = 1
+        self,
+        slots: bytes,
+        pieces: Pieces,
+        block_ids: Sequence[int],
+        threads: int = 1,
+        nice: int = 0,
     ) -> int:
-        scatter(pieces, block_ids, [self._mapping], slots, threads)
+        scatter(pieces, block_ids, [self._mapping], slots, threads, nice=nice)
         return len(block_ids)
 
 

@@ -57,3 +57,4 @@ class Prompt:
     coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
     hit: Hit | None = None
     pinned: bool = False
+    between: bool = False  # steps, it is loaded

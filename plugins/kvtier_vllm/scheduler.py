@@ -43,6 +43,7 @@ GENERATION_BYTES = 16
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
 ASK_AGAIN_S = 0.005
 UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
+SHARE_OF_A_STEP = 0.05  # that loads may add to it while others are served
 
 
 @dataclass(slots=True)
@@ -84,6 +85,8 @@ class SchedulerSide:
         self._tickets: dict[int, str] = {}
         self._tickets_of: Session | None = None
         self._to_ask: dict[str, Prompt] = {}
+        self._served: set[str] = set()  # by the last step
+        self._within_step_s = 0.0  # what the loads of the next one are expected to take
         self._ear = Ear(clock)
         self._numbers = 0
         self._loads: list[Load] = []
@@ -162,7 +165,8 @@ class SchedulerSide:
             return 0, False
         if self._mapped(session, lease):
             self._unseated_since = None
-            return tokens, self._between_steps(tokens // block)
+            prompt.between = self._between_steps(prompt, tokens // block)
+            return tokens, prompt.between
         if self._unseated_since is None:
             self._unseated_since = now
         if now - self._unseated_since <= self._options.patience_ms / 1000:
@@ -189,7 +193,7 @@ class SchedulerSide:
             prompt.due = now + UNKNOWN_WAITS * load_s + UNKNOWN_WAIT_S
         return now < prompt.due
 
-    def _between_steps(self, blocks: int) -> bool:
+    def _between_steps(self, prompt: Prompt, blocks: int) -> bool:
         # Where a load fails within a step, a page of one group can't be told from another's, nor can the
         # other ranks know that what they computed with it is nothing to keep.
         one = len(self._layout.groups) == self._layout.shards.ranks == 1
@@ -197,8 +201,13 @@ class SchedulerSide:
             return True
         if self._options.load == "sync":
             return False
-        load_s = self._forecast.load_s(blocks * self._layout.block_bytes)
-        return load_s > self._forecast.step_s()
+        # Everybody in the step waits for its loads.
+        alone = self._served <= {prompt.request.request_id}
+        most_s = self._forecast.step_s() * (1.0 if alone else SHARE_OF_A_STEP)
+        return self._load_s(blocks) + self._within_step_s > most_s
+
+    def _load_s(self, blocks: int) -> float:
+        return self._forecast.load_s(blocks * self._layout.block_bytes)
 
     def _mapped(self, session: Session, lease: Lease) -> bool:
         """Whether every rank can read these slots."""
@@ -433,7 +442,9 @@ class SchedulerSide:
         number = self._number()
         hit = self._hits[number] = prompt.hit = self._hit(prompt, start, stop)
         self.timelines.allocated(request.request_id, {"warm": hit.warm, "cold": hit.cold})
-        now = not self._between_steps(stop - start)
+        now = not prompt.between
+        if now:
+            self._within_step_s += self._load_s(stop - start)
         self._loads.append(Load(number, request.request_id, session.reader.daemon_run, now, shards))
         self._leases[number] = Loading(prompt, lease, start, self._layout.shards.ranks)
         self._fresh.update(page for reads in shards for read in reads for page in read.block_ids)
@@ -496,6 +507,7 @@ class SchedulerSide:
         """What the ranks have to do with this step."""
         self._ask_again()
         self._ear.next_step()
+        self._served, self._within_step_s = set(scheduled.num_scheduled_tokens), 0.0
         self._steps += 1
         fresh, self._fresh = self._fresh, set()
         overwritten = self._saves.overwritten(scheduled, fresh)
@@ -608,6 +620,7 @@ class SchedulerSide:
             return
         waits = prompt.ticket or (prompt.lease is not None and prompt.lease.coming)
         self._to_ask.pop(request.request_id, None)
+        self._served.discard(request.request_id)
         self._forget_lease(prompt)
         self.timelines.finished(request.request_id)
         if waits:

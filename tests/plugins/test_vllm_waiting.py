@@ -144,3 +144,33 @@ def test_a_step_that_computes_waits_for_no_load(
     assert other.done and request.loading
     slow.let.set()
     assert engine.run(request).cached == 8 * BLOCK
+
+
+def test_what_is_short_is_loaded_within_the_step_unless_others_wait_for_it(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One load may take a step where nobody else is served; the next of that step goes between steps."""
+    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    engine = engine_of(shared_daemon)
+    for first in (0, 1000):
+        engine.serve(range(first, first + 8 * BLOCK + 3))
+    forecast = engine.scheduler._forecast
+    monkeypatch.setattr(forecast, "step_s", lambda: 1.0)
+    monkeypatch.setattr(forecast, "load_s", lambda nbytes: 0.6)
+    one, other = (engine.add(range(first, first + 8 * BLOCK + 3)) for first in (0, 1000))
+    engine.step()
+    assert (one.between, other.between) == (False, True)
+    engine.until(lambda: other.done)
+    served = engine.add(range(2000, 2010))
+    engine.step()
+    third = engine.add(PROMPT)
+    engine.step()
+    assert served.done and third.between
+    engine.finish(served)
+    engine.until(lambda: third.done)
+    engine.finish(third)
+    engine.finish(one)
+    engine.finish(other)
+    fourth = engine.add(PROMPT)
+    engine.step()
+    assert not fourth.between
