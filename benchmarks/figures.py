@@ -14,14 +14,18 @@ SOURCES = {
     "warm": "python benchmarks/bench_warm.py",
     "control": "python benchmarks/bench_control.py",
     "cold": "python benchmarks/bench_cold.py",
+    "ttft": "python benchmarks/bench_ttft.py",
 }
 
 
 def table() -> str:
-    """The rows of all results, each with its bar, and where and how they were measured."""
+    """The rows of all results that there are, each with its bar, and where and how they were measured."""
     lines = []
     for name, command in SOURCES.items():
-        result = json.loads((HERE / "results" / f"{name}.json").read_text())
+        path = HERE / "results" / f"{name}.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
         where = result["environment"]
         state = "" if result["valid"] else " **The machine was disturbed during this run.**"
         lines += [
