@@ -341,12 +341,12 @@ def timeline(scene: Scene, seed: int, tail: int, load: str) -> Row:
     one = scene.hit(seed, tail, load, False)
     until = one["began"] + one["seconds"]
     calls = [
-        [what, (began - one["began"]) * 1e3, (ended - began) * 1e3]
+        f"{what} {(began - one['began']) * 1e3:.2f}+{(ended - began) * 1e3:.2f}"
         for what, _, began, ended in events(scene.engine.records)
         if one["began"] <= began <= until
     ]
     name = f"{scene.model}, tail of {tail}: one warm hit, {load}, in all"
-    return Row(name, one["seconds"] * 1e3, "ms", more={"calls, at ms and for ms": calls})
+    return Row(name, one["seconds"] * 1e3, "ms", more={"calls, at ms + for ms": ", ".join(calls)})
 
 
 def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
@@ -649,7 +649,7 @@ def main() -> int:
                 progress(part)
                 for row in rows_of():
                     rows.append(row)
-                    print(row.line()[:300], flush=True)
+                    progress(row.line()[:300])
     probes.append(harness.noise())
     return harness.report("ttft", rows, probes, options.out)
 

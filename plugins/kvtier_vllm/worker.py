@@ -39,7 +39,7 @@ HOLES = (*FINAL, "drop:no_daemon", "drop:overwritten", "drop:lost", "not_saved:l
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
-# Of copies that no step waits for: they take what the engine leaves of the cores.
+# Of copies beside a step that computes: they take what the engine leaves of the cores.
 NICE = 10
 
 
@@ -266,7 +266,7 @@ class WorkerSide:
             threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
             if not read.block_ids:
                 continue
-            nice = 0 if load.now else NICE
+            nice = 0 if load.now or self._idle else NICE
             fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice)
             if fresh * SLOT_BYTES < len(read.slots):
                 return "stale", 0

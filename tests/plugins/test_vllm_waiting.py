@@ -13,6 +13,7 @@ import pytest
 
 from daemons import Daemon
 from fake_engine import BLOCK, FakeEngine
+from kvtier.client import Reader, Saving
 from kvtier_vllm import ear, worker
 from kvtier_vllm.ear import Ear
 
@@ -174,3 +175,43 @@ def test_what_is_short_is_loaded_within_the_step_unless_others_wait_for_it(
     fourth = engine.add(PROMPT)
     engine.step()
     assert not fourth.between
+
+
+@pytest.mark.parametrize(
+    "load, busy, nice", [("sync", True, 0), ("async", False, 0), ("async", True, worker.NICE)]
+)
+def test_only_a_load_beside_a_step_that_computes_steps_back(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
+    load: str, busy: bool, nice: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    engine = engine_of(shared_daemon, load=load)
+    engine.serve(PROMPT)
+    found = []
+    plain = Reader.scatter
+
+    def scatter(reader: Reader, *args: Any) -> int:
+        found.append(args[4])
+        return plain(reader, *args)
+
+    monkeypatch.setattr(Reader, "scatter", scatter)
+    request = engine.add(PROMPT)
+    if busy:
+        engine.add(range(500, 510))
+    engine.run(request)
+    assert (request.cached, found) == (8 * BLOCK, [nice])
+
+
+def test_saves_step_back(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    plain = Saving.gather
+
+    def gather(saving: Saving, *args: Any, **options: Any) -> None:
+        found.append(options["nice"])
+        plain(saving, *args, **options)
+
+    monkeypatch.setattr(Saving, "gather", gather)
+    engine_of(shared_daemon).serve(range(7000, 7000 + 2 * BLOCK))
+    assert found == [worker.NICE]
