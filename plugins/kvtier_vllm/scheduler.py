@@ -41,7 +41,8 @@ log = logging.getLogger("vllm.kvtier")
 
 GENERATION_BYTES = 16
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
-ASK_AGAIN_S = 0.005
+ASK_AGAIN_S, ASK_AGAIN_MOST_S = 0.002, 0.05
+ASKING = 8  # requests that may ask as often as one
 UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
 SHARE_OF_A_STEP = 0.05  # that loads may add to it while others are served
 
@@ -157,7 +158,7 @@ class SchedulerSide:
             self._to_ask[prompt.request.request_id] = prompt
             return None
         if lease.coming and self._worth_waiting(prompt, lease, computed, now):
-            if now - prompt.asked_at >= max(ASK_AGAIN_S, lease.eta_ms / 2000):
+            if now - prompt.asked_at >= self._ask_after_s(lease):
                 self._to_ask[prompt.request.request_id] = prompt
             return None
         tokens = lease.ready * block - computed
@@ -174,6 +175,12 @@ class SchedulerSide:
         if not self.counts["miss:rank_away"]:
             log.warning("kvtier: a rank is not with the daemon (it says why): nothing is loaded")
         return self._give_up(prompt, "rank_away")
+
+    def _ask_after_s(self, lease: Lease) -> float:
+        """When to ask again for what is coming. The daemon knows it to a few percent; and many who ask cost
+        it time."""
+        least_s = ASK_AGAIN_S * (1 + len(self._prompts) / ASKING)
+        return max(least_s, min(lease.eta_ms / 1000, ASK_AGAIN_MOST_S))
 
     def _worth_waiting(self, prompt: Prompt, lease: Lease, computed: int, now: float) -> bool:
         """Whether what is coming is expected here, and loaded, before it would be recomputed. Where nothing

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,3 +216,36 @@ def test_saves_step_back(
     monkeypatch.setattr(Saving, "gather", gather)
     engine_of(shared_daemon).serve(range(7000, 7000 + 2 * BLOCK))
     assert found == [worker.NICE]
+
+
+def test_what_is_coming_is_asked_for_again_when_it_was_said_to_be_there(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(shared_daemon)
+    engine.serve(range(8000, 8000 + 8 * BLOCK))
+    side = engine.scheduler
+    request = engine.add(range(9000, 9000 + 8 * BLOCK + 1))
+    prompt = side._prompts[request.request_id]
+    engine.until(lambda: not side.in_flight["tickets"])
+    monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
+    now = side._clock()
+    monkeypatch.setattr(side, "_clock", lambda: now)
+    assert prompt.lease is not None
+
+    def asks(eta_ms: float, after_s: float) -> bool:
+        nonlocal now
+        prompt.lease = SimpleNamespace(ready=0, coming=8, eta_ms=eta_ms, release=lambda: None)
+        prompt.asked_at = prompt.leased_at = now
+        now += after_s
+        side._to_ask.clear()
+        assert side.matched(request, 0) == (None, False)
+        return bool(side._to_ask)
+
+    assert (asks(30.0, 0.029), asks(30.0, 0.031)) == (False, True)
+    assert (asks(900.0, 0.049), asks(900.0, 0.051)) == (False, True)
+    assert (asks(0.1, 0.002), asks(0.1, 0.003)) == (False, True)
+    side._prompts |= {f"other {number}": prompt for number in range(2 * 8)}
+    assert (asks(0.1, 0.003), asks(0.1, 0.007)) == (False, True)
+    for number in range(2 * 8):
+        del side._prompts[f"other {number}"]
+    prompt.lease = None
