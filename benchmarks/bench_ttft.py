@@ -9,6 +9,7 @@ is cold, bytes that the kernel counted as read from the disk.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -106,8 +107,13 @@ class Engine:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "ttft_engine.py"), json.dumps(arguments)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True, env=environment,
+                start_new_session=True,
             )  # fmt: skip
-        assert self.answer(START_S) == "ready"
+        try:
+            assert self.answer(START_S) == "ready"
+        except BaseException:
+            self.stop()
+            raise
         progress(f"{model}: an engine has started")
 
     def answer(self, seconds: float = ANSWER_S) -> Any:
@@ -143,18 +149,19 @@ class Engine:
     def stop(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        finally:
+            # Its core and its workers are processes of their own, and outlive one that was killed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.stdout.close()
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.stop()
-        else:
-            self.process.terminate()
-            self.process.wait(60)
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class ColdDaemon(Daemon):
