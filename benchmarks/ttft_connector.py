@@ -123,9 +123,10 @@ class BenchConnector(KvtierConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        loads = meta.report.loads
-        for number in [number for number in loads if number < 0]:
-            del loads[number]
+        report = meta.report
+        for number in [number for number in report.loads if number < 0]:
+            del report.loads[number]
+        report.loaded = [copied for copied in report.loaded if copied.number >= 0]
         self._journal.timed(
             "output", lambda: super(BenchConnector, self).update_connector_output(connector_output)
         )
