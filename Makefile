@@ -4,10 +4,13 @@ VENV   := .venv
 ENGINES := .venv-engines
 VLLM   := $(ENGINES)/.vllm-0.32.0
 BIN    := $(VENV)/bin
-NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/CMakeLists.txt)
-CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h)
+NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/cuda/* \
+            kernels/CMakeLists.txt)
+CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu \
+            tests/cuda/*.cpp tests/cuda/*.h)
 
-.PHONY: help venv demo test engines test-engines check format bench bench-cold bench-ttft figures faults clean
+.PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-ttft bench-gpu \
+        figures faults clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -48,6 +51,12 @@ $(ENGINES)/.ready: $(VLLM) pyproject.toml $(NATIVE)
 test-engines: $(ENGINES)/.ready  ## the plugins against real engines
 	$(ENGINES)/bin/python -m pytest tests/engines
 
+# Another Python with this package in it will do: one that has torch's CUDA build.
+GPU_PYTHON ?= $(BIN)/python
+
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## the kernels compiled and, where there is a GPU, run on it
+	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_blocks.py tests/gpu
+
 check: venv     ## format, types, floors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -70,6 +79,9 @@ bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DI
 
 bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minutes; TTFT="--folder DIR" says where
 	$(ENGINES)/bin/python benchmarks/bench_ttft.py $(TTFT)
+
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages beside one large pinned copy
+	$(GPU_PYTHON) benchmarks/bench_gpu.py
 
 figures: venv   ## put the figures of the last benchmarks into the README
 	$(BIN)/python benchmarks/figures.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from daemons import Daemon, start_daemon
+from fake_cuda import FakeCuda, build, toolkit
 
 
 @pytest.fixture
@@ -35,3 +37,23 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     yield daemon
     daemon.stop()
     assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if toolkit() is None:
+        pytest.skip("no cuda.h: NOTHING OF CUDA IS TESTED HERE")
+    return build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def fake_cuda(cuda_library: Path) -> Iterator[FakeCuda]:
+    """A CUDA driver without a device. Nothing is left of it at the end, and nothing went astray."""
+    fake = FakeCuda(cuda_library)
+    yield fake
+    fake.hold(False)
+    gc.collect()
+    broken, left = fake.broken, fake.live()
+    fake.forget()
+    assert not broken
+    assert not any(left.values()), left

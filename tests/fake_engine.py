@@ -103,10 +103,7 @@ class FakeEngine:
         shape = (len(self.layout.groups), LAYERS, pages, PAGE_BYTES)
         self.memory = [np.zeros(shape, np.uint8) for _ in range(self.layout.shards.ranks)]
         self.scheduler = SchedulerSide(self.layout, self.options, events=events)
-        self.workers = [
-            WorkerSide(self.layout, self.options, rank, self._pages(pages), [memory.reshape(-1)])
-            for rank, memory in enumerate(self.memory)
-        ]
+        self.workers = [self.worker(rank, self._pages(pages)) for rank in range(len(self.memory))]
         self.scheduler.open(spec_for(self.layout))
         self.free = list(range(1, pages))
         self.waiting: list[FakeRequest] = []
@@ -115,6 +112,11 @@ class FakeEngine:
         self.numbers = 0
         self.longest_call_s = 0.0
         self.writes: list[Write] = []
+        self.bad_pages: set[int] = set()
+
+    def worker(self, rank: int, pages: Pages) -> WorkerSide:
+        memory = [self.memory[rank].reshape(-1)]
+        return WorkerSide(self.layout, self.options, rank, pages, memory)
 
     def _pages(self, pages: int) -> Pages:
         groups = range(len(self.layout.groups))
@@ -259,6 +261,7 @@ class FakeEngine:
         reports = []
         for worker in self.workers:
             worker.start_saves(step.saves)
+            self.bad_pages |= worker.bad_blocks()
             received, bad = worker.received()
             failed |= bad
             for name in received:

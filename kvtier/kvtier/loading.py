@@ -93,6 +93,15 @@ class Reader:
         """How many are mapped. What the daemon adds comes with the next answer to the client."""
         return len(self._extents)
 
+    @property
+    def mappings(self) -> Mappings:
+        """The extents, in a list that grows: for copies that are made elsewhere."""
+        return self._extents
+
+    def fresh(self, slots: bytes) -> int:
+        """How many leading slots still are what they were. Ask after reading them."""
+        return fresh(self._tables, slots)
+
     def scatter(
         self,
         slots: bytes,
@@ -104,16 +113,20 @@ class Reader:
         """Copy slots into an engine's paged blocks; how many leading ones still were what they were
         after it. Each slot goes to as many of these as there are ids for it, one after the other; 0 leaves
         its part alone then. With `nice`, others that want the cores go first."""
+        ids, within = self.placed(slots, block_ids, pieces.block_bytes)
+        scatter(pieces, ids, self._extents, within, threads, nice=nice)
+        return fresh(self._tables, slots)
+
+    def placed(
+        self, slots: bytes, block_ids: Sequence[int], nbytes: int
+    ) -> tuple[Sequence[int], bytes]:
+        """The paged blocks, of so many bytes each, that slots go to, and where in the slots each begins."""
         parts = len(block_ids) * wire.SLOT_BYTES // len(slots) if slots else 1
         if parts == 1:
-            scatter(pieces, block_ids, self._extents, slots, threads, nice=nice)
-        else:
-            within = wire.split(slots, parts, pieces.block_bytes)
-            wanted = [at for at, block in enumerate(block_ids) if block]
-            ids = [block_ids[at] for at in wanted]
-            slots_of = b"".join(within[at] for at in wanted)
-            scatter(pieces, ids, self._extents, slots_of, threads, nice=nice)
-        return fresh(self._tables, slots)
+            return block_ids, slots
+        within = wire.split(slots, parts, nbytes)
+        wanted = [at for at, block in enumerate(block_ids) if block]
+        return [block_ids[at] for at in wanted], b"".join(within[at] for at in wanted)
 
 
 class Blocks(list["memoryview | None"]):

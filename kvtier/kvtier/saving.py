@@ -38,6 +38,11 @@ class Saving(Mapping[Key, memoryview]):
         self.outcomes = b""
 
     @property
+    def mappings(self) -> Mappings:
+        """The extents that the slots lie in: for copies that are made elsewhere."""
+        return self._extents
+
+    @property
     def granted(self) -> list[int]:
         """Which of the keys, by place, have a slot."""
         return [at for at, outcome in enumerate(self.outcomes) if outcome == wire.GRANTED]
@@ -86,14 +91,17 @@ class Saving(Mapping[Key, memoryview]):
         """Copy an engine's paged blocks into the slots that were granted: an id for each key, or several,
         whose blocks lie one after the other in a slot that has no checksum then. Commits nothing: the pages
         are free to change before that. With `nice`, others that want the cores go first."""
+        ids, within = self.placed(block_ids, pieces.block_bytes)
+        checksum = checksum and len(ids) == len(self)
+        self.checksums = gather(pieces, ids, self._extents, within, threads, checksum, nice)
+
+    def placed(self, block_ids: Sequence[int], nbytes: int) -> tuple[list[int], bytes]:
+        """The paged blocks, of so many bytes each, that go into the slots that were granted, and where in the
+        slots each begins."""
         parts = len(block_ids) // len(self._keys)
-        if parts == 1:
-            ids = [block_ids[at] for at in self.granted]
-            self.checksums = gather(pieces, ids, self._extents, self.slots, threads, checksum, nice)
-            return
         ids = [block for at in self.granted for block in block_ids[at * parts : (at + 1) * parts]]
-        within = b"".join(wire.split(self.slots, parts, pieces.block_bytes))
-        gather(pieces, ids, self._extents, within, threads, nice=nice)
+        whole = parts == 1
+        return ids, self.slots if whole else b"".join(wire.split(self.slots, parts, nbytes))
 
     def _slot_views(self) -> dict[Key, memoryview]:
         if self._buffers is None:

@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import SpecError
 from kvtier.wire import MEMORY
+from kvtier_vllm.device import open_device
 from kvtier_vllm.events import Event, Removed
 from kvtier_vllm.layout import Layout, check_hashes, describe, find_pages, read_layout
 from kvtier_vllm.messages import PagesTold, Report, Step
@@ -237,10 +238,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return
         try:
             pages, arrays = find_pages(self._layout, kv_caches, self._kv_cache_config.num_blocks)
+            config = self._kv_cache_config
+            zeroes = getattr(config, "needs_kv_cache_zeroing", True)
+            device = open_device(pages, arrays, self._options, config.num_blocks, zeroes)
         except Unsupported as error:
             self._pages = PagesTold("", str(error))
             return
-        self._worker = WorkerSide(self._layout, self._options, self._rank, pages, arrays)
+        self._worker = WorkerSide(
+            self._layout, self._options, self._rank, pages, arrays, device=device
+        )
         self._pages = PagesTold(pages.digest)
 
     def get_handshake_metadata(self) -> PagesMetadata:

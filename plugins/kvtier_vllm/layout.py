@@ -209,18 +209,20 @@ class Pages:
 
 def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[Pages, list[Any]]:
     """Where the pages of these tensors are, and the tensors' storages as plain bytes. Raises Unsupported
-    where a page is not one run of bytes, or not in this process's memory."""
+    where a page is not one run of bytes, or not in memory that can be reached, all of it on one device."""
     storages: dict[int, int] = {}
     arrays: list[Any] = []
     groups, told = [], []
+    devices: set[str] = set()
     for group in layout.groups:
         pages = []
         for name, nbytes in group.pages:
             tensor = caches[name]
             if not hasattr(tensor, "untyped_storage"):
                 raise Unsupported(f"{name}: {type(tensor).__name__} instead of a tensor")
-            if tensor.device.type != "cpu":
-                raise Unsupported(f"{name} is on {tensor.device}: only host memory can be read yet")
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise Unsupported(f"{name} is on {tensor.device}: can't be read yet")
+            devices.add(str(tensor.device))
             at = tensor.untyped_storage().data_ptr()
             if at not in storages:
                 storages[at] = len(arrays)
@@ -229,6 +231,8 @@ def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[
             inner = [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride()[1:])]
             told.append([tensor.device.type, tensor.shape[0] // blocks, nbytes, *inner])
         groups.append(tuple(pages))
+    if len(devices) > 1:
+        raise Unsupported(f"the caches are on {' and '.join(sorted(devices))}")
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
     return Pages(tuple(groups), digest), arrays
 

@@ -19,7 +19,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`socket`: as for `kvtier.Client`. `load`: between steps, within the step that needs it, or whichever is
     expected to be faster. `patience_ms`: how long a request waits for an answer, or for blocks that are
     coming. `saving`: how many bytes may wait to be copied. `weights` names what can't be found by
-    itself. `timeline`: a file for what happened to each hit."""
+    itself. `gpu_copies`: in which way, where the cache is on a GPU; `auto` measures. `timeline`: a file
+    for what happened to each hit."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -30,6 +31,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     saving: str | int = "256MiB"
     copy_threads: int = 2
     weights: str = ""
+    gpu_copies: Literal["auto", "batch", "kernel"] = "auto"
     timeline: str = ""
 
     @property
@@ -48,6 +50,7 @@ SHALL = {
     "copy_threads": "a number of threads, such as 2",
     "timeline": 'a file, such as "/tmp/hits.json"',
     "weights": 'a name for them, such as "llama-3.1-8b at step 9000"',
+    "gpu_copies": '"auto", "batch" or "kernel"',
 }
 
 

@@ -1,7 +1,8 @@
 """A worker's side: copies between the engine's pages and the arena, without the GIL.
 
 Two threads: one loads, one saves. Neither the step nor a load ever asks the daemon; a save does, in its
-thread.
+thread. Where the pages are a device's, `device` copies; a load that the step needs is then looked after when
+the engine has told its device what to compute.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -27,6 +29,10 @@ from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.line import Line, Session
 from kvtier_vllm.messages import Copied, Load, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
+
+if TYPE_CHECKING:
+    from kvtier_kernels.cuda import Event
+    from kvtier_vllm.device import DeviceSide
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -51,8 +57,9 @@ class Copying:
     """A save as its thread and the step see it: its copy may be called off until it has begun, and is waited
     for from then on. A copy takes milliseconds; the daemon is never asked within it."""
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: Save, after: Event | None) -> None:
         self.save = save
+        self.after = after
         self._changed = threading.Condition()
         self._off = False
         self._busy = False
@@ -76,8 +83,19 @@ class Copying:
                 self._changed.wait()
 
 
+@dataclass(slots=True)
+class Begun:
+    """A load of a device's that this step needs, and what is known of it: `why` it has failed."""
+
+    load: Load
+    reader: Reader | None
+    started: float
+    why: str = ""
+
+
 class WorkerSide:
-    """One for each rank. `arrays` is the memory that the pages lie in."""
+    """One for each rank. `arrays` is the memory that the pages lie in, and `device` copies where that is not
+    the host's."""
 
     def __init__(
         self,
@@ -87,12 +105,15 @@ class WorkerSide:
         pages: Pages,
         arrays: Sequence[Any],
         clock: Callable[[], float] = time.monotonic,
+        device: DeviceSide | None = None,
     ) -> None:
         self._layout = layout
         self._options = options
         self._rank = rank
         self._shard = layout.shards.of(rank)
-        self._pieces = [_pieces(group, arrays) for group in pages.groups]
+        self._device = device
+        self._pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
+        self._begun: list[Begun] = []
         self._clock = clock
         self._line: Line | None = None
         self._readers: dict[bytes, Reader] = {}
@@ -110,7 +131,7 @@ class WorkerSide:
         self._looking = False
         self._heard_of = b""
         self._spoilt = False
-        self._to_load: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._to_load: queue.SimpleQueue[tuple[Load, Event | None] | None] = queue.SimpleQueue()
         self._to_save: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._load_all, name="kvtier-load", daemon=True),
@@ -149,6 +170,8 @@ class WorkerSide:
             while len(self._readers) >= KEPT_RUNS:
                 self._to_save.put(partial(_let_go, self._readers.pop(next(iter(self._readers)))))
         self._readers[reader.daemon_run] = reader
+        if self._device is not None:
+            self._device.see(reader)
         behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
         if step.daemon_run and behind and not self._looking:
             self._looking = True
@@ -156,24 +179,37 @@ class WorkerSide:
 
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Carry out those that this step needs; the others go to their thread."""
+        after = self._device.fence() if self._device is not None and loads else None
         for load in loads:
             if not load.now:
                 with self._lock:
                     self._on_their_way += 1
-                self._to_load.put(load)
-                continue
-            good = self._load(load)
-            if not good:
-                blocks = [page for read in load.shards[self._shard] for page in read.block_ids]
-                self._bad_blocks.update(blocks)
-                self._spoilt = True
-            self._over(load)
+                self._to_load.put((load, after))
+            elif self._device is not None:
+                self._begun.append(self._begin_load(load, after, "now"))
+            else:
+                self._now_over(load, self._load(load))
+
+    def _now_over(self, load: Load, good: bool) -> None:
+        if not good:
+            blocks = [page for read in load.shards[self._shard] for page in read.block_ids]
+            self._bad_blocks.update(blocks)
+            self._spoilt = True
+        self._over(load)
+
+    def _end_loads(self) -> None:
+        """The engine has told its device what to compute from these: were they what they should be?"""
+        begun, self._begun = self._begun, []
+        for one in begun:
+            self._now_over(one.load, self._end_load(one, "now"))
 
     def start_saves(self, saves: Sequence[Save]) -> None:
         """The pages of these are written: hand them to their thread. Not where a load that the step needed
         has failed: what was computed from it is nothing to keep."""
+        self._end_loads()
+        after = self._device.fence() if self._device is not None and saves else None
         for save in saves:
-            copying = self._copying[save.number] = Copying(save)
+            copying = self._copying[save.number] = Copying(save, after)
             if self._spoilt:
                 copying.end()
             self._to_save.put(partial(self._save, copying))
@@ -190,6 +226,7 @@ class WorkerSide:
 
     def bad_blocks(self) -> set[int]:
         """The engine's blocks that a load within this step did not fill."""
+        self._end_loads()
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
@@ -218,14 +255,24 @@ class WorkerSide:
             thread.join(max(0.0, until - self._clock()))
         for copying in list(self._copying.values()):
             copying.end()
+        self._end_loads()
+        # Memory under a copy that has not ended stays until the process does.
+        if self._device is not None and not any(thread.is_alive() for thread in self._threads):
+            self._device.close()
         if self._line is not None:
             self._line.close()
 
     # --- loads -------------------------------------------------------------------------------
 
     def _load_all(self) -> None:
-        while (load := self._to_load.get()) is not None:
-            good = self._load(load)
+        if self._device is not None:
+            self._device.own_thread()
+        while (task := self._to_load.get()) is not None:
+            load, after = task
+            if self._device is None:
+                good = self._load(load)
+            else:
+                good = self._end_load(self._begin_load(load, after, "load"), "load")
             self._over(load)
             with self._arrived:
                 self._on_their_way -= 1
@@ -242,6 +289,9 @@ class WorkerSide:
         except (KvtierError, IndexError, ValueError) as error:
             log.warning("kvtier: a load failed: %s", error)
             why, nbytes = "error", 0
+        return self._loaded(load, why, nbytes, started)
+
+    def _loaded(self, load: Load, why: str, nbytes: int, started: float) -> bool:
         ended = self._clock()
         seconds = ended - started
         copied = Copied(load.number, self._rank, started, ended, nbytes, not why)
@@ -273,6 +323,34 @@ class WorkerSide:
             moved += nbytes
         return "", moved
 
+    def _begin_load(self, load: Load, after: Event | None, lane: Literal["load", "now"]) -> Begun:
+        """Have a device copy this rank's shard. Never raises: it is an edge."""
+        assert self._device is not None
+        reader = self._readers.get(load.daemon_run)
+        begun = Begun(load, reader, self._clock(), "" if reader is not None else "no_daemon")
+        if reader is not None:
+            try:
+                self._device.begin(lane, reader, load.shards[self._shard], after)
+            except (KvtierError, IndexError, ValueError) as error:
+                log.warning("kvtier: a load failed: %s", str(error))
+                begun.why = "error"
+        return begun
+
+    def _end_load(self, begun: Begun, lane: Literal["load", "now"]) -> bool:
+        """Wait for it; whether every page holds what it should. Never raises: it is an edge."""
+        assert self._device is not None
+        reads, why, nbytes = begun.load.shards[self._shard], begun.why, 0
+        if not why and begun.reader is not None:
+            try:
+                why = "" if self._device.end(lane, begun.reader, reads) else "stale"
+            except KvtierError as error:
+                log.warning("kvtier: a load failed: %s", str(error))
+                why = "error"
+            groups = self._layout.groups
+            slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
+            nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
+        return self._loaded(begun.load, why, nbytes, begun.started)
+
     def _over(self, load: Load) -> None:
         with self._lock:
             self._report.loads[load.number] += 1
@@ -280,6 +358,8 @@ class WorkerSide:
     # --- saves -------------------------------------------------------------------------------
 
     def _save_all(self) -> None:
+        if self._device is not None:
+            self._device.own_thread()
         while (task := self._to_save.get()) is not None:
             task()
             del task  # waiting for the next one must not keep what it had
@@ -334,7 +414,10 @@ class WorkerSide:
         with session.space.reserve(keys, write.group, self._shard) as saving:
             if saving.slots:
                 with copying:
-                    saving.gather(self._pieces[write.group], write.block_ids, nice=NICE)
+                    if self._device is not None:
+                        self._device.gather(saving, write.group, write.block_ids, copying.after)
+                    else:
+                        saving.gather(self._pieces[write.group], write.block_ids, nice=NICE)
                 saving.commit(len(saving))
         nbytes = len(saving) * self._layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})

@@ -75,9 +75,25 @@ def test_pages_that_are_no_run_of_bytes_are_refused() -> None:
         find_pages(layout(), tensors, BLOCKS)
 
 
-def test_memory_that_is_not_the_host_s_is_refused() -> None:
+def test_memory_that_can_t_be_reached_is_refused() -> None:
     tensors = {name: tensor.to("meta") for name, tensor in caches(ORDERS["LBHNC"]).items()}
-    with pytest.raises(Unsupported, match="host memory"):
+    with pytest.raises(Unsupported, match=r"layer\.0 is on meta"):
+        find_pages(layout(), tensors, BLOCKS)
+
+
+def test_caches_on_two_devices_are_refused() -> None:
+    class Elsewhere:
+        device = torch.device("cuda:1")
+
+        def __init__(self, tensor: Any) -> None:
+            self._tensor = tensor
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tensor, name)
+
+    tensors = caches(ORDERS["LBHNC"])
+    tensors["layer.1"] = Elsewhere(tensors["layer.1"])
+    with pytest.raises(Unsupported, match="on cpu and cuda:1"):
         find_pages(layout(), tensors, BLOCKS)
 
 

@@ -22,11 +22,13 @@ WRONG: dict[str, list[Any]] = {
     "copy_threads": [0, "two", 2.5],
     "timeline": [5, True, None],
     "weights": [5, None],
+    "gpu_copies": ["fast", True, None],
 }
 RIGHT: dict[str, Any] = {
     "socket": "/run/kvtier/kvtier.sock", "load": "sync", "save": False, "save_decode": False,
     "patience_ms": 1, "lease_ms": 1, "saving": 1 << 20, "copy_threads": 1, "weights": "w",
     "timeline": "/tmp/hits.json",
+    "gpu_copies": "batch",
 }  # fmt: skip
 
 

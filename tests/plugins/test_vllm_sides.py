@@ -564,7 +564,7 @@ def test_the_end_waits_a_moment_for_what_is_in_flight(
     held = threading.Event()
     worker._to_save.put(lambda: bool(held.wait(10)))
     worker._load = lambda load: held.wait(10)  # type: ignore[method-assign]
-    worker._to_load.put(Load(1, "r", b"", False, []))
+    worker._to_load.put((Load(1, "r", b"", False, []), None))
     try:
         ending = threading.Thread(target=worker.close)
         ending.start()

@@ -1,0 +1,61 @@
+// Blocks of an engine's paged cache to slots and back, as opaque bytes: all of them in one launch.
+// Slots lie in the host's memory, mapped for the device. Compiled when an engine starts (no headers
+// there), and for the host by the tests: threads here know nothing of each other.
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// A run of bytes of every block: `start` bytes into its slot, and at base + id * stride on the
+// device.
+struct Piece {
+    u64 base;
+    u64 stride;
+    u64 start;
+    u64 bytes;
+};
+
+template <typename Word>
+__device__ void move_words(u64 to, u64 from, u64 bytes) {
+    Word* const out = reinterpret_cast<Word*>(to);
+    const Word* const in = reinterpret_cast<const Word*>(from);
+    const u64 words = bytes / sizeof(Word), step = blockDim.x;
+    u64 at = threadIdx.x;
+    // Four on their way at a time: what is slow is the way to the host.
+    for (; at + 3 * step < words; at += 4 * step) {
+        const Word a = in[at], b = in[at + step], c = in[at + 2 * step], d = in[at + 3 * step];
+        out[at] = a;
+        out[at + step] = b;
+        out[at + 2 * step] = c;
+        out[at + 3 * step] = d;
+    }
+    for (; at < words; at += step) out[at] = in[at];
+}
+
+__device__ void move_bytes(u64 to, u64 from, u64 bytes) {
+    const u64 mixed = to | from | bytes;
+    if (mixed % 16 == 0) {
+        move_words<uint4>(to, from, bytes);
+    } else if (mixed % 8 == 0) {
+        move_words<u64>(to, from, bytes);
+    } else if (mixed % 4 == 0) {
+        move_words<u32>(to, from, bytes);
+    } else {
+        move_words<u8>(to, from, bytes);
+    }
+}
+
+// Block i lies in page ids[i] and in the slot at slots[i]. Any grid will do: a thread block takes a
+// piece, and then the one a grid further on.
+extern "C" __global__ void __launch_bounds__(256)
+    kvtier_copy_blocks(const Piece* pieces, u32 piece_count, const u64* slots, const u32* ids,
+                       u32 block_count, u32 inwards) {
+    const u64 units = static_cast<u64>(block_count) * piece_count;
+    for (u64 unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        const Piece piece = pieces[unit % piece_count];
+        const u64 block = unit / piece_count;
+        const u64 page = piece.base + ids[block] * piece.stride;
+        const u64 slot = slots[block] + piece.start;
+        move_bytes(inwards != 0 ? slot : page, inwards != 0 ? page : slot, piece.bytes);
+    }
+}

@@ -1,0 +1,390 @@
+"""Whole blocks between an engine's pages on a device and slots, as opaque bytes, beside the engine's streams.
+
+Two ways, measured against each other when the engine starts: `batch`, the driver's own call for many copies,
+and `kernel`, which copies all of them in one launch (kernels/cuda/copy_blocks.cu). Slots in extents that are
+not registered yet go through a staging buffer. NumPy is needed here; whoever has a device's tensors has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier_kernels._native import Buffers, copy_in, copy_out
+from kvtier_kernels.cuda.compiler import compile_kernel, source
+from kvtier_kernels.cuda.driver import CudaError, Driver, Event
+from kvtier_kernels.cuda.pins import Extents, Pinned, Pins
+
+log = logging.getLogger(__name__)
+
+Way = Literal["batch", "kernel"]
+Numbers = npt.NDArray[np.uint64]
+SLOT = np.dtype([("extent", "<u4"), ("reserved", "<u4"), ("offset", "<u8"), ("generation", "<u8")])
+PIECE = np.dtype([("base", "<u8"), ("stride", "<u8"), ("start", "<u8"), ("nbytes", "<u8")])
+
+KERNEL_FILE, KERNEL = "copy_blocks.cu", "kvtier_copy_blocks"
+KERNEL_THREADS = 256
+KERNEL_GRID = (
+    16  # thread blocks: enough to fill the way to the host, and few of the engine's processors
+)
+KERNEL_UNIT_BYTES = 16 << 10
+# The kernel takes processors from the engine: only where it is so much faster.
+KERNEL_GAIN = 1.25
+TABLE_BLOCKS = 16_384
+ENTRY_BYTES = 12  # of a table: slots' addresses, then blocks' numbers
+BATCH_COPIES = 65_536
+STAGING_BYTES = 16 << 20
+TRIAL_BYTES = 16 << 20
+TRIALS = 3
+
+
+class DevicePieces:
+    """Where the pieces of an engine's paged blocks lie on the device: like Pieces, by addresses. Made by a
+    Copier, for so many `blocks`. `ways`: how to copy them, out of the pages and into them; `told`: why."""
+
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        strides: Sequence[int],
+        piece_bytes: Sequence[int],
+        blocks: int,
+    ) -> None:
+        rows: list[list[int]] = []
+        self.block_bytes, self.blocks = 0, blocks
+        for number, (address, size, offset, stride, nbytes) in enumerate(
+            zip(addresses, sizes, offsets, strides, piece_bytes, strict=True)
+        ):
+            if stride < nbytes:
+                raise ValueError(f"piece {number}: a stride below its length: blocks would overlap")
+            if offset < 0 or nbytes < 1 or offset + (blocks - 1) * stride + nbytes > size:
+                raise ValueError(
+                    f"piece {number}: {blocks} blocks of {nbytes} bytes at {offset} of {size}"
+                )
+            base = address + offset
+            last = rows[-1] if rows else [0, 0, 0, 0]
+            if last[0] + last[3] == base and last[1] == stride:
+                last[3] += nbytes  # side by side in the page too: one piece
+            else:
+                rows.append([base, stride, self.block_bytes, nbytes])
+            self.block_bytes += nbytes
+        if not rows:
+            raise ValueError("pieces: at least one")
+        self.rows = np.array([tuple(row) for row in rows], PIECE)
+        self.ways: dict[bool, Way] = {}
+        self.told: list[str] = []
+        self.table, self.units = 0, 0
+
+    def split(self) -> npt.NDArray[np.void]:
+        """The same as pieces that a thread block copies: none is larger than a unit."""
+        parts = []
+        for base, stride, start, nbytes in self.rows.tolist():
+            for at in range(0, nbytes, KERNEL_UNIT_BYTES):
+                part = min(KERNEL_UNIT_BYTES, nbytes - at)
+                parts.append((base + at, stride, start + at, part))
+        return np.array(parts, PIECE)
+
+
+def _at(memory: Any, offset: int = 0) -> int:
+    return ctypes.addressof(memory) + offset
+
+
+class Lane:
+    """One direction's stream, for one thread at a time: `start` copies, `finish` them, then others. After a
+    start that has raised nothing is copied any more."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._driver = copier.driver
+        self._copier = copier
+        self.stream = self._driver.stream()
+        self._event = Event(self._driver)
+        self._table = self._driver.pinned_memory(TABLE_BLOCKS * ENTRY_BYTES)
+        self._device_table = self._driver.device_memory(TABLE_BLOCKS * ENTRY_BYTES)
+        self._used = 0
+        self._staging: Any = None
+        self._users: list[Pinned] = []
+
+    def close(self) -> None:
+        """Wait for what is under way, and free everything."""
+        self._driver.let_go("cuStreamSynchronize", self.stream)
+        self._driver.let_go("cuStreamDestroy_v2", self.stream)
+        self._driver.let_go("cuMemFree_v2", self._device_table)
+        self._driver.free_pinned(self._table)
+        if self._staging is not None:
+            self._driver.free_pinned(self._staging)
+        self._event.free()
+        self._users = []
+
+    def start(
+        self,
+        pieces: DevicePieces,
+        block_ids: Sequence[int],
+        extents: Extents,
+        slots: bytes,
+        inwards: bool,
+        after: Event | None,
+    ) -> None:
+        """Copy blocks, into slots or out of them, after this event: on their way when this returns.
+        Checks every bound before a byte moves."""
+        places, ids = _checked(pieces, block_ids, extents, slots, inwards)
+        pinned = self._copier.pins.of(extents)
+        ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
+        try:
+            if after is not None:
+                after.hold(self.stream)
+            self._users.append(pinned)
+            bases = np.array([0 if one is None else one.address for one in extents], np.uint64)
+            addresses = bases[places["extent"]] + places["offset"]
+            self.move(pieces, ids[ready], addresses[ready], inwards, pieces.ways[inwards])
+            if not ready.all():
+                self._staged(pieces, ids[~ready], extents, places[~ready], inwards)
+            self._event.record(self.stream)
+        except BaseException:
+            self.drain()
+            raise
+
+    def hold(self, stream: int | None) -> None:
+        """What this stream is told from now on begins after the copies that were started."""
+        self._event.hold(stream)
+
+    def drain(self) -> None:
+        """Wait for what was started, after something went wrong: slots and pages are somebody else's soon."""
+        self._driver.let_go("cuStreamSynchronize", self.stream)
+        self._forget()
+
+    def finish(self) -> None:
+        """Sleep until everything that was started is copied."""
+        try:
+            self._event.wait()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        users, self._users, self._used = self._users, [], 0
+        self._copier.pins.drop(users)
+
+    def move(
+        self,
+        pieces: DevicePieces,
+        ids: npt.NDArray[np.uint32],
+        slots: Numbers,
+        inwards: bool,
+        way: Way,
+    ) -> None:
+        """Tell the stream to copy between pages and these addresses."""
+        if way == "kernel":
+            for first in range(0, len(ids), TABLE_BLOCKS):
+                part = slice(first, first + TABLE_BLOCKS)
+                self._launch(pieces, ids[part], slots[part], inwards)
+            return
+        most = max(1, BATCH_COPIES // len(pieces.rows))
+        for first in range(0, len(ids), most):
+            part = slice(first, first + most)
+            self._batch(pieces, ids[part], slots[part], inwards)
+
+    def _batch(
+        self, pieces: DevicePieces, ids: npt.NDArray[np.uint32], slots: Numbers, inwards: bool
+    ) -> None:
+        rows = pieces.rows
+        pages = rows["base"] + ids.astype(np.uint64)[:, None] * rows["stride"]
+        into = slots[:, None] + rows["start"]
+        to, of = (into, pages) if inwards else (pages, into)
+        sizes = np.broadcast_to(rows["nbytes"], pages.shape).copy()
+        self._driver.copy_batch(
+            to.ctypes.data, of.ctypes.data, sizes.ctypes.data, pages.size, self.stream
+        )
+
+    def _launch(
+        self, pieces: DevicePieces, ids: npt.NDArray[np.uint32], slots: Numbers, inwards: bool
+    ) -> None:
+        count = len(ids)
+        start = -(-self._used // 8) * 8
+        if start + count * ENTRY_BYTES > len(self._table):
+            self._driver.call("cuStreamSynchronize", self.stream)
+            start = 0
+        self._used = start + count * ENTRY_BYTES
+        table = slots.astype(np.uint64).tobytes() + ids.tobytes()
+        ctypes.memmove(_at(self._table, start), table, len(table))
+        on_device = self._device_table + start
+        self._driver.copy(on_device, _at(self._table, start), len(table), self.stream)
+        arguments = [
+            ctypes.c_uint64(pieces.table), ctypes.c_uint32(pieces.units), ctypes.c_uint64(on_device),
+            ctypes.c_uint64(on_device + 8 * count), ctypes.c_uint32(count), ctypes.c_uint32(inwards),
+        ]  # fmt: skip
+        grid = min(KERNEL_GRID, count * pieces.units)
+        self._driver.launch(self._copier.function, grid, KERNEL_THREADS, arguments, self.stream)
+
+    def staging(self, block_bytes: int) -> Any:
+        """Memory for some blocks at least, which both sides reach."""
+        if self._staging is None or len(self._staging) < block_bytes:
+            if self._staging is not None:
+                self._driver.call("cuStreamSynchronize", self.stream)
+                self._driver.free_pinned(self._staging)
+            self._staging = self._driver.pinned_memory(max(STAGING_BYTES, block_bytes))
+        return self._staging
+
+    def _staged(
+        self,
+        pieces: DevicePieces,
+        ids: npt.NDArray[np.uint32],
+        extents: Extents,
+        places: npt.NDArray[np.void],
+        inwards: bool,
+    ) -> None:
+        size = pieces.block_bytes
+        memory = self.staging(size)
+        at_once = len(memory) // size
+        steps = _at(memory) + np.arange(at_once, dtype=np.uint64) * np.uint64(size)
+        for first in range(0, len(ids), at_once):
+            part = slice(first, first + at_once)
+            count, slots = len(ids[part]), places[part].tobytes()
+            if not inwards:
+                copy_out(extents, slots, Buffers(memory, 0, count, size, True, False))
+            self.move(pieces, ids[part], steps[:count], inwards, pieces.ways[inwards])
+            self._driver.call("cuStreamSynchronize", self.stream)
+            if inwards:
+                copy_in(extents, slots, Buffers(memory, 0, count, size, False, False))
+
+
+def _checked(
+    pieces: DevicePieces, block_ids: Sequence[int], extents: Extents, slots: bytes, inwards: bool
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
+    places = np.frombuffer(slots, SLOT)
+    ids = np.array(block_ids, np.int64)
+    if len(ids) != len(places):
+        raise ValueError(f"{len(ids)} block ids for {len(places)} slots")
+    if len(ids) and (ids.min() < 0 or ids.max() >= pieces.blocks):
+        raise IndexError(f"block_ids: block {ids.max()} of {pieces.blocks}")
+    if places["reserved"].any():
+        raise ValueError("slots: a reserved field is not zero")
+    if len(places) and places["extent"].max() >= len(extents):
+        raise IndexError(f"slots: extent {places['extent'].max()} of {len(extents)}")
+    for number in np.unique(places["extent"]).tolist():
+        extent = extents[number]
+        if extent is None:
+            raise IndexError(f"slots: extent {number} is not mapped")
+        if inwards and not extent.writable:
+            raise ValueError(f"slots: extent {number} is mapped read-only")
+        ends = places["offset"][places["extent"] == number]
+        if pieces.block_bytes > extent.size or ends.max() > extent.size - pieces.block_bytes:
+            raise IndexError(f"slots: {pieces.block_bytes} bytes at {ends.max()} of {extent.size}")
+    return places, ids.astype(np.uint32)
+
+
+class Copier:
+    """What a worker's copies share on one device: the kernel, the extents that are registered, tables.
+    `way` is a way to take, or auto: whichever is faster for these pieces, in each direction."""
+
+    def __init__(self, driver: Driver, way: Way | Literal["auto"] = "auto") -> None:
+        self.driver = driver
+        self.function = 0
+        self._module = 0
+        self._tables: list[int] = []
+        self._open: list[Lane] = []
+        why = ""
+        try:
+            binary = compile_kernel(source(KERNEL_FILE), driver.architecture)
+            self._module, self.function = driver.load(binary, KERNEL)
+        except CudaError as error:
+            why = str(error)
+        has: dict[Way, bool] = {"kernel": bool(self.function), "batch": driver.has_batch}
+        self.ways = [one for one in has if has[one] and way in ("auto", one)]
+        if not self.ways:
+            batch = "" if driver.has_batch else "; copies in batches need a driver for CUDA 12.8"
+            raise CudaError(f"{driver.name}: no way to copy: {why or 'the kernel is there'}{batch}")
+        if why:
+            log.warning("kvtier: copies by the driver alone, without a kernel: %s", why)
+        self.pins = Pins(driver)
+
+    def lane(self) -> Lane:
+        """A new stream beside the others."""
+        self._open.append(Lane(self))
+        return self._open[-1]
+
+    def close(self) -> None:
+        """Wait for the lanes and free everything. No other thread may be copying."""
+        for lane in self._open:
+            lane.close()
+        self._open = []
+        self.pins.close()
+        for table in self._tables:
+            self.driver.let_go("cuMemFree_v2", table)
+        self._tables = []
+        if self._module:
+            self.driver.let_go("cuModuleUnload", self._module)
+
+    def pieces(
+        self,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        strides: Sequence[int],
+        piece_bytes: Sequence[int],
+        blocks: int,
+        after: Event | None = None,
+    ) -> DevicePieces:
+        """Pieces as DevicePieces has them, with the way to copy them chosen. Their pages are written to,
+        after this event, and then hold what they held before."""
+        pieces = DevicePieces(addresses, sizes, offsets, strides, piece_bytes, blocks)
+        lane = Lane(self)
+        try:
+            if self.function:
+                units = pieces.split()
+                pieces.units, pieces.table = len(units), self.driver.device_memory(units.nbytes)
+                self._tables.append(pieces.table)
+                self.driver.copy(pieces.table, units.ctypes.data, units.nbytes, lane.stream)
+                self.driver.call("cuStreamSynchronize", lane.stream)
+            if after is not None:
+                after.wait()
+            self._choose(lane, pieces)
+        finally:
+            lane.close()
+        return pieces
+
+    def _choose(self, lane: Lane, pieces: DevicePieces) -> None:
+        """Measure, and see that one way reads what the other has written."""
+        size = pieces.block_bytes
+        memory = lane.staging(size)
+        count = min(pieces.blocks, max(1, min(TRIAL_BYTES, len(memory)) // size))
+        ids = np.arange(count, dtype=np.uint32)
+        steps = _at(memory) + np.arange(count, dtype=np.uint64) * np.uint64(size)
+        shown = np.frombuffer(memory, np.uint8)[: count * size]
+
+        def move(inwards: bool, way: Way) -> float:
+            started = time.perf_counter()
+            lane.move(pieces, ids, steps, inwards, way)
+            self.driver.call("cuStreamSynchronize", lane.stream)
+            return time.perf_counter() - started
+
+        first, last = self.ways[0], self.ways[-1]
+        move(True, last)
+        before = shown.copy()
+        took: dict[tuple[bool, Way], float] = {}
+        for writer, reader in dict.fromkeys(((first, last), (last, first))):
+            pattern = np.frombuffer(os.urandom(len(shown)), np.uint8)
+            shown[:] = pattern
+            took[False, writer] = min(move(False, writer) for _ in range(TRIALS))
+            shown[:] = 0
+            took[True, reader] = min(move(True, reader) for _ in range(TRIALS))
+            if not np.array_equal(shown, pattern):
+                text = f"{writer} and {reader} disagree on what was copied"
+                raise CudaError(f"{self.driver.name}: {text}: name one of them in gpu_copies")
+        shown[:] = before
+        move(False, last)
+        for inwards in (True, False):
+            speeds = {way: count * size / took[inwards, way] for way in self.ways}
+            gain = KERNEL_GAIN if len(self.ways) > 1 else 0
+            fast = speeds.get("kernel", 0) > gain * speeds.get("batch", 0)
+            pieces.ways[inwards] = "kernel" if fast else "batch"
+            told = ", ".join(f"{way} {speed / 1e9:.1f} GB/s" for way, speed in speeds.items())
+            pieces.told.append(
+                f"{'save' if inwards else 'load'} by {pieces.ways[inwards]} ({told})"
+            )

@@ -1,0 +1,75 @@
+"""Kernels from their text to machine code, by NVRTC: torch's CUDA build brings it, and the toolkit does."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from importlib import resources
+from pathlib import Path
+
+from kvtier_kernels.cuda.driver import CudaError
+
+PATTERN = "libnvrtc.so*"
+
+
+def source(name: str) -> str:
+    """The text of a kernel of ours."""
+    return (resources.files(__package__) / name).read_text()
+
+
+def _candidates() -> list[str]:
+    found = []
+    # NVIDIA's wheels, wherever they keep it this time.
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    for folder in folders:
+        found += sorted(map(str, folder.glob(f"*/lib/{PATTERN}")), reverse=True)
+    root = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    found += sorted(map(str, root.glob(f"lib64/{PATTERN}")), reverse=True)
+    return [*found, "libnvrtc.so.13", "libnvrtc.so.12"]
+
+
+def _library() -> ctypes.CDLL:
+    for candidate in _candidates():
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise CudaError("no NVRTC: install nvidia-cuda-nvrtc")
+
+
+def compile_kernel(text: str, architecture: str) -> bytes:
+    """Machine code for one architecture, as sm_90. Raises CudaError with what the compiler says."""
+    nvrtc = _library()
+    nvrtc.nvrtcGetErrorString.restype = c_char_p
+    program = c_void_p()
+
+    def call(name: str, *arguments: object) -> None:
+        result = getattr(nvrtc, name)(*arguments)
+        if result:
+            why = (nvrtc.nvrtcGetErrorString(result) or b"").decode()
+            raise CudaError(f"{name}: {why}{_log(nvrtc, program)}")
+
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    call("nvrtcCreateProgram", byref(program), text.encode(), b"kernel.cu", c_int(0), None, None)
+    try:
+        given = (c_char_p * len(options))(*options)
+        call("nvrtcCompileProgram", program, c_int(len(options)), given)
+        size = c_size_t()
+        call("nvrtcGetCUBINSize", program, byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        call("nvrtcGetCUBIN", program, binary)
+        return binary.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+def _log(nvrtc: ctypes.CDLL, program: c_void_p) -> str:
+    size = c_size_t()
+    if not program or nvrtc.nvrtcGetProgramLogSize(program, byref(size)):
+        return ""
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    return ": " + log.value.decode(errors="replace").strip()

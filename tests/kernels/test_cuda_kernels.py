@@ -1,0 +1,161 @@
+"""CUDA's kernels and the driver's functions, as far as they show without a device."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_cuda import toolkit
+from kvtier_kernels import reference
+from kvtier_kernels.cuda import CudaError, compile_kernel, source
+from kvtier_kernels.cuda.blocks import KERNEL, KERNEL_FILE, PIECE, DevicePieces
+from kvtier_kernels.cuda.driver import ARGUMENTS, BATCH
+
+KERNELS = sorted((Path(__file__).parents[2] / "kernels" / "cuda").glob("*.cu"))
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+WIDTHS = {"unsigned int": 4, "int": 4, "size_t": 8, "CUdeviceptr": 8, "CUdevice": 4, "CUresult": 4,
+          "CUdevice_attribute": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_a_kernel_compiles_without_spills(kernel: Path, architecture: str, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc: THE CUDA KERNELS ARE NOT COMPILED HERE")
+    output = tmp_path / "kernel.cubin"
+    command = [nvcc, f"-arch={architecture}", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v",
+               "-cubin", "-o", str(output), str(kernel)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert output.read_bytes()[:4] == b"\x7fELF"
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_kernel_compiles_as_it_does_when_an_engine_starts(architecture: str) -> None:
+    try:
+        binary = compile_kernel(source(KERNEL_FILE), architecture)
+    except CudaError as error:
+        if "no NVRTC" not in str(error):
+            raise
+        pytest.skip(f"{error}: HOW AN ENGINE COMPILES KERNELS IS NOT TESTED HERE")
+    assert binary[:4] == b"\x7fELF" and KERNEL.encode() in binary
+    with pytest.raises(CudaError, match="invalid combination"):
+        compile_kernel("extern int int;", architecture)
+
+
+def test_the_text_that_is_installed_is_that_of_the_sources() -> None:
+    for path in KERNELS:
+        assert source(path.name) == path.read_text()
+
+
+def test_functions_are_called_as_the_header_declares_them() -> None:
+    """The number of arguments, and the width of each: a wrong one would go unnoticed, or crash an engine."""
+    root = toolkit()
+    if root is None:
+        pytest.skip("no cuda.h: THE DRIVER'S FUNCTIONS ARE NOT CHECKED HERE")
+    # With the names that are exported, the older forms of functions among them.
+    define = "-D__CUDA_API_VERSION_INTERNAL"
+    command = ["g++", "-E", "-P", "-x", "c++", define, f"{root}/include/cuda.h"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    seen = set()
+    for name, arguments in re.findall(r"CUresult (cu\w+)\(([^)]*)\);", " ".join(text.split())):
+        given = (ARGUMENTS | BATCH).get(name)
+        if given is None:
+            continue
+        declared = [re.sub(r"\bconst\b|\w+$", "", one).strip() for one in arguments.split(",")]
+        widths = [
+            8 if "*" in one or one in ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction")
+            else WIDTHS[one]
+            for one in declared
+        ]  # fmt: skip
+        assert [ctypes.sizeof(one) for one in given] == widths, name
+        seen.add(name)
+    assert seen == (ARGUMENTS | BATCH).keys()
+
+
+@st.composite
+def paged(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[int], int, int, int]:
+    """Pieces as (offset, stride, nbytes) that touch nobody else's bytes; blocks; shifts; a grid."""
+    blocks = draw(st.integers(1, 5))
+    unit = draw(st.sampled_from([1, 2, 4, 8, 16, 48]))
+    rows, at = [], draw(st.integers(0, 3)) * unit
+    for _ in range(draw(st.integers(1, 4))):
+        nbytes = draw(st.integers(1, 40)) * unit
+        if draw(st.integers(0, 7)) == 0:
+            nbytes += 40_000 // unit * unit  # more than a unit of the kernel's
+        stride = nbytes + draw(st.integers(0, 3)) * unit
+        rows.append((at, stride, nbytes))
+        at += blocks * stride + draw(st.integers(0, 2)) * unit
+    ids = draw(st.lists(st.integers(0, blocks - 1), unique=True, max_size=blocks))
+    return rows, ids, blocks, draw(st.sampled_from([0, 4, 16])), draw(st.integers(1, 9))
+
+
+@pytest.mark.parametrize("inwards", [True, False])
+def test_the_kernel_moves_what_its_twin_moves(cuda_library: Path, inwards: bool) -> None:
+    """The kernel's own text, a thread after the other; every byte of both memories is compared."""
+    run = ctypes.CDLL(str(cuda_library)).fake_kernel
+
+    @settings(max_examples=150, deadline=None)
+    @given(paged())
+    def holds(case: tuple[Any, ...]) -> None:
+        rows, ids, blocks, shift, grid = case
+        numbers = np.random.default_rng(len(rows) * 1000 + grid)
+        size = max(offset + blocks * stride for offset, stride, _ in rows)
+        raw = numbers.integers(0, 256, size + 64, np.uint8)
+        start = -raw.ctypes.data % 16 + shift
+        pages = raw[start : start + size]
+        where = ([size] * len(rows), [one[0] for one in rows], [one[1] for one in rows],
+                 [one[2] for one in rows])  # fmt: skip
+        pieces = DevicePieces([pages.ctypes.data] * len(rows), *where, blocks=blocks)
+        step = -(-pieces.block_bytes // 4096) * 4096
+        extent = numbers.integers(0, 256, max(1, len(ids)) * step + 4096, np.uint8)
+        base = -extent.ctypes.data % 4096
+        slots = [base + step * (len(ids) - 1 - at) for at in range(len(ids))]
+        wanted_pages, wanted_extent = pages.copy(), extent.copy()
+        twin = reference.Pieces([wanted_pages] * len(rows), *where[1:])
+        packed = b"".join(reference.SLOT.pack(0, 0, slot, 0) for slot in slots)
+        (reference.gather if inwards else reference.scatter)(twin, ids, [wanted_extent], packed)
+
+        table = pieces.split()
+        assert table.dtype == PIECE and int(table["nbytes"].sum()) == pieces.block_bytes
+        places = np.array([extent.ctypes.data + slot for slot in slots], np.uint64)
+        chosen = np.array(ids, np.uint32)
+        pointers = [ctypes.c_void_p(one.ctypes.data) for one in (table, places, chosen)]
+        counts = [ctypes.c_uint32(len(table)), ctypes.c_uint32(len(ids)), ctypes.c_uint32(inwards)]
+        run(pointers[0], counts[0], pointers[1], pointers[2], *counts[1:],
+            ctypes.c_uint32(grid), ctypes.c_uint32(64))  # fmt: skip
+        assert np.array_equal(pages, wanted_pages) and np.array_equal(extent, wanted_extent)
+
+    holds()
+
+
+def test_pieces_side_by_side_are_one() -> None:
+    """As where an engine keeps the layers of a block together."""
+    together = DevicePieces([1 << 20] * 3, [3000] * 3, [0, 100, 200], [300] * 3, [100] * 3, 10)
+    assert together.rows.tolist() == [(1 << 20, 300, 0, 300)]
+    assert (together.block_bytes, together.blocks) == (300, 10)
+    apart = DevicePieces([1 << 20] * 2, [3000] * 2, [0, 150], [300] * 2, [100] * 2, 9)
+    assert len(apart.rows) == 2
+    other_stride = DevicePieces([1 << 20] * 2, [3000] * 2, [0, 100], [300, 400], [100] * 2, 7)
+    assert len(other_stride.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [((599, 0, 200, 200), "3 blocks of 200 bytes at 0 of 599"), ((999, 0, 100, 200), "overlap"),
+     ((700, 200, 200, 200), "at 200 of 700"), ((999, -1, 200, 200), "at -1")],
+)  # fmt: skip
+def test_pieces_that_lie_elsewhere_are_refused(row: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DevicePieces([4096], *([one] for one in row), blocks=3)

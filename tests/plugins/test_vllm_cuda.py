@@ -1,0 +1,316 @@
+"""The vLLM plugin where pages are a device's: both sides over a real daemon and a driver without a device.
+
+The engine computes on a stream of its own, which comes to it later, and sees there what was loaded for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from device_engine import DeviceEngine
+from fake_cuda import FakeCuda, soon
+from fake_engine import BLOCK, FakeRequest, layout_of, spec_for
+from kvtier.client import Lease
+from kvtier_kernels.cuda import blocks
+from kvtier_vllm.device import open_device
+from kvtier_vllm.layout import Pages
+from kvtier_vllm.messages import Load, Read, Save, Write
+from kvtier_vllm.options import Options, Unsupported
+
+PROMPT = range(8 * BLOCK + 3)
+OTHER = range(500, 500 + 8 * BLOCK + 3)
+SHAPES = {
+    "one group": layout_of(),
+    "two ranks of like pages": layout_of(ranks=2, replicas=2),
+    "blocks of two pages": layout_of([0, 20], parts=[1, 2]),
+    "six groups": layout_of([0, 20, 20, 0, 40, 20], ranks=2),
+}
+
+
+EngineOf = Callable[..., DeviceEngine]
+
+
+@pytest.fixture
+def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineOf]:
+    monkeypatch.setattr(blocks, "compile_kernel", lambda text, architecture: b"host\0")
+    engines: list[DeviceEngine] = []
+
+    def make(daemon: Daemon, *args: Any, **options: Any) -> DeviceEngine:
+        engines.append(DeviceEngine(fake_cuda, daemon.socket, *args, **options))
+        return engines[-1]
+
+    yield make
+    fake_cuda.hold(False)
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def daemon(daemon_of: Callable[..., Daemon]) -> Daemon:
+    return daemon_of(warm="16MiB")
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "staged"])
+@pytest.mark.parametrize("way", ["batch", "kernel"])
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_is_loaded_as_it_was_saved(
+    daemon: Daemon,
+    engine_of: EngineOf,
+    fake_cuda: FakeCuda,
+    shape: str,
+    load: str,
+    way: str,
+    registered: bool,
+) -> None:
+    if not registered:
+        fake_cuda.library.fake_refuse_registration(100)
+    fake_cuda.delay(2000)
+    for cached in (0, 8 * BLOCK):
+        engine = engine_of(daemon, SHAPES[shape], load=load, gpu_copies=way)
+        request = engine.serve(PROMPT)
+        assert (request.cached, engine.early) == (cached, [])
+        engine.settle()
+    assert bool(fake_cuda.live()["registered"]) == registered
+
+
+def test_many_prompts_at_once_are_all_right(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    fake_cuda.delay(2000)
+    engine = engine_of(daemon, layout_of([0, 20], ranks=2), pages=512)
+    prompts = [[*range(4 * BLOCK), *range(n * 100, n * 100 + 40)] for n in range(1, 9)]
+    for cached in (0, 6 * BLOCK):
+        requests = [engine.add(prompt) for prompt in prompts]
+        for request in requests:
+            engine.run(request)
+            assert not engine.wrong_pages(request)
+        engine.until(lambda: not engine.scheduler.in_flight["saves"])
+        for request in requests:
+            engine.finish(request)
+        assert min(request.cached for request in requests) >= cached
+    assert not engine.early
+    engine.settle()
+
+
+def known(daemon: Daemon, engine: DeviceEngine, request: FakeRequest) -> int:
+    """How many blocks of it the daemon gives to anybody."""
+    keys = engine.scheduler._prompts[request.request_id].keys
+    assert keys is not None
+    with daemon.connect() as client:
+        return client.open(spec_for(engine.layout)).match(keys).ready
+
+
+def saving(engine: DeviceEngine, fake: FakeCuda) -> FakeRequest:
+    """A request whose save has begun, and does not end before the hold does."""
+    engine.serve(range(1000, 1000 + BLOCK))
+    fake.hold()
+    request = engine.run(engine.add(PROMPT))
+    soon(lambda: fake.held == 1)
+    return request
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "staged"])
+def test_no_slot_is_committed_before_its_copy_has_ended(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, registered: bool
+) -> None:
+    if not registered:
+        fake_cuda.library.fake_refuse_registration(100)
+    engine = engine_of(daemon)
+    request = saving(engine, fake_cuda)
+    for _ in range(5):
+        engine.carry_out({}, {}, [])
+    assert known(daemon, engine, request) == 0 and engine.scheduler.in_flight["saves"] == 1
+    fake_cuda.hold(False)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert known(daemon, engine, request) == 8
+
+
+def test_pages_of_a_copy_that_has_begun_are_not_given_away(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    """The step that gives them to another waits for the device, and what was saved is what was there."""
+    engine = engine_of(daemon, pages=10)
+    engine.finish(saving(engine, fake_cuda))
+    second = engine.add(OTHER)
+    over = threading.Event()
+    step = threading.Thread(target=lambda: (engine.run(second), over.set()))
+    step.start()
+    assert not over.wait(0.1), "computed into pages that were being saved"
+    fake_cuda.hold(False)
+    assert over.wait(10)
+    step.join()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 0
+    engine.finish(second)
+    for tokens in (PROMPT, OTHER):
+        assert engine.serve(tokens).cached == 8 * BLOCK
+    assert not engine.early
+
+
+def test_a_copy_that_has_not_begun_is_called_off(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    engine = engine_of(daemon, pages=10)
+    engine.serve(range(1000, 1000 + BLOCK))
+    held = threading.Event()
+    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    engine.finish(engine.run(engine.add(PROMPT)))
+    second = engine.run(engine.add(OTHER))
+    held.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["drop:overwritten"] == 8
+    engine.finish(second)
+    assert engine.serve(PROMPT).cached == 0
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_slot_that_is_given_away_under_a_copy_fails_the_load(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, load: str
+) -> None:
+    """The slot is another's when the device comes to it: only a look after that can tell."""
+    engine = engine_of(daemon, load=load)
+    engine.serve(PROMPT)
+    request = engine.add([*PROMPT, *range(40)])
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    lease = engine.scheduler._prompts[request.request_id].lease
+    keys = engine.scheduler._prompts[request.request_id].keys
+    assert isinstance(lease, Lease) and keys is not None
+    lease.release()
+    fake_cuda.hold()
+    running = threading.Thread(target=engine.run, args=(request,))
+    running.start()
+    soon(lambda: fake_cuda.held == 1)
+    with daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        assert space.forget(keys[:8]) == 8
+        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes()))
+    fake_cuda.hold(False)
+    running.join(10)
+    assert engine.scheduler.counts["load_failed:stale"] == 1
+    if load == "async":
+        assert request.failed and not engine.wrong_pages(request)
+    else:
+        assert engine.bad_pages == {page for pages in request.pages for page in pages[:8]}
+        engine.until(lambda: not engine.scheduler.in_flight["saves"])
+        assert engine.scheduler.counts["drop:overwritten"] == 2, "kept what was computed from it"
+    engine.finish(request)
+    engine.settle()
+
+
+def test_a_step_does_not_wait_for_a_load_that_it_needs(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    """Its kernels are told to the stream, which waits, while the copy has not even begun."""
+    engine = engine_of(daemon, load="sync")
+    engine.serve(PROMPT)
+    told = threading.Event()
+    fake_cuda.hold()
+    compute = engine.compute
+    engine.compute = lambda *args: (compute(*args), told.set())[0]  # type: ignore[method-assign]
+    request = engine.add(PROMPT)
+    running = threading.Thread(target=engine.run, args=(request,))
+    running.start()
+    assert told.wait(10) and fake_cuda.held == 1
+    fake_cuda.hold(False)
+    running.join(10)
+    assert request.cached == 8 * BLOCK and not engine.early and not engine.wrong_pages(request)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_device_that_fails_costs_what_was_asked_of_it(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda, load: str
+) -> None:
+    engine = engine_of(daemon, load=load)
+    engine.serve(PROMPT)
+    (worker,) = engine.workers
+    assert worker._device is not None
+    lane = worker._device._lanes["now" if load == "sync" else "load"]
+    lane.move = lambda *_: (_ for _ in ()).throw(blocks.CudaError("no"))  # type: ignore[method-assign]
+    request = engine.run(engine.add(PROMPT))
+    assert engine.scheduler.counts["load_failed:error"] == 1
+    assert request.failed or engine.bad_pages
+    engine.finish(request)
+    lane = worker._device._lanes["save"]
+    lane.move = lambda *_: (_ for _ in ()).throw(blocks.CudaError("no"))  # type: ignore[method-assign]
+    engine.finish(engine.run(engine.add(OTHER)))
+    engine.settle()
+    assert engine.scheduler.counts["drop:lost"] == 8
+
+
+def test_a_device_that_breaks_does_not_break_a_step(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    engine = engine_of(daemon)
+    engine.serve(PROMPT)
+    (worker,) = engine.workers
+    (run,) = worker._readers
+    keys = engine.writes[0].keys
+    fake_cuda.library.fake_break()
+    loads = [Load(7 + now, "r", run, bool(now), [[Read(0, [1], bytes(24))]]) for now in (0, 1)]
+    worker.start_loads(loads)
+    worker.start_saves([Save(9, [Write(0, [1], bytes(len(keys) // 8), b"")])])
+    assert worker.bad_blocks() == {1}
+    soon(lambda: "r" in worker._failed and worker._report.saves[9] == 1)
+    report = worker.report()
+    assert (report.loads[7], report.loads[8]) == (1, 1)
+    assert report.counts["load_failed:error"] == 2
+    fake_cuda.library.fake_mend()
+
+
+def test_a_daemon_that_comes_back_is_registered_anew(
+    daemon_of: Callable[..., Daemon], tmp_path: Any, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    folder = tmp_path / "again"
+    daemon = daemon_of(folder=folder, warm="16MiB")
+    engine = engine_of(daemon)
+    engine.serve(PROMPT)
+    before = fake_cuda.live()["registered"]
+    assert before
+    daemon.process.kill()
+    daemon.process.wait()
+    assert engine.serve(PROMPT).cached == 0
+    daemon_of(folder=folder, warm="16MiB")
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
+    soon(lambda: fake_cuda.live()["registered"] > before)
+    engine.settle()
+
+
+def test_extents_are_registered_before_anything_is_copied(
+    daemon: Daemon, engine_of: EngineOf, fake_cuda: FakeCuda
+) -> None:
+    engine = engine_of(daemon)
+    engine.until(lambda: fake_cuda.live()["registered"] == 1)
+
+
+def test_no_driver_is_opened_by_the_scheduler_or_an_import() -> None:
+    """No process has a context but those whose pages are a device's."""
+    code = (
+        "import ctypes, sys; ctypes.CDLL = None\n"
+        "import kvtier_vllm.scheduler, kvtier_vllm.worker\n"
+        "assert 'kvtier_kernels.cuda' not in sys.modules\n"
+        "import kvtier_vllm.device, kvtier_daemon.app\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_where_pages_can_t_be_kept_it_says_why() -> None:
+    def tensor(device: str) -> Any:
+        kind, _, index = device.partition(":")
+        where = type(
+            "Device", (), {"type": kind, "index": int(index or 0), "__str__": lambda _: device}
+        )
+        return SimpleNamespace(device=where())
+
+    pages = Pages((), "")
+    assert open_device(pages, [tensor("cpu")], Options(), 1, True) is None
+    with pytest.raises(Unsupported, match="zeroes"):
+        open_device(pages, [tensor("cuda:0")], Options(), 1, True)
