@@ -240,8 +240,11 @@ class Daemon:
 # --- output -------------------------------------------------------------------------------------
 
 
-def report(name: str, rows: list[Row], probes: list[dict[str, Any]], out: str | None) -> int:
-    """Print the rows, write the JSON; 1 if a bar was missed on a quiet machine, 0 otherwise."""
+def report(
+    name: str, rows: list[Row], probes: list[dict[str, Any]], out: str | None, **more: Any
+) -> int:
+    """Print the rows, write the JSON with `more` in its environment; 1 if a bar was missed on a quiet
+    machine, 0 otherwise."""
     disturbed = any(probe["disturbed"] for probe in probes)
     for row in rows:
         print(row.line())
@@ -253,7 +256,7 @@ def report(name: str, rows: list[Row], probes: list[dict[str, Any]], out: str | 
     body = {
         "benchmark": name,
         "valid": not disturbed,
-        "environment": environment(),
+        "environment": environment() | more,
         "noise": probes,
         "rows": [asdict(row) for row in rows],
     }
