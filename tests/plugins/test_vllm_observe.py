@@ -133,7 +133,9 @@ def test_what_is_not_there_is_one_miss_however_often_it_is_asked(
         engine.carry_out({}, {}, [])
     for _ in range(3):
         assert engine.scheduler.matched(request, 0) == (0, False)
-    engine.finish(engine.run(request))
+    engine.run(request)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
     assert engine.scheduler.counts["miss:absent"] == 2
     engine.serve(PROMPT)
     assert engine.scheduler.counts["miss:absent"] == 2
