@@ -502,9 +502,9 @@ def test_what_was_computed_before_a_daemon_came_is_saved(
     engine = engine_of(str(folder / "kvtier.sock"))
     request = engine.run(engine.add(PROMPT))
     daemon = daemon_of(folder=folder)
-    engine.until(lambda: bool(engine.scheduler._seats))
+    engine.until(lambda: bool(engine.scheduler._seats) and engine.scheduler._session() is not None)
     grow(engine, request, 2 * BLOCK)
-    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.until(lambda: engine.scheduler.counts["saved"] == 10)
     engine.finish(request)
     assert engine_of(daemon).serve([*request.tokens, 1]).cached == 10 * BLOCK
 
