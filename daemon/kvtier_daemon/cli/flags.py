@@ -20,6 +20,27 @@ def _from_here(text: str) -> Path:
     return path.absolute()
 
 
+def amount(flag: str, text: str) -> int:
+    """Return the bytes that a flag says; the error names the flag."""
+    from kvtier.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{flag}: {error}") from None
+
+
+def numbers(flag: str, text: str) -> list[float]:
+    """Return the numbers above 0 that a flag lists, with commas between; the error names the flag."""
+    try:
+        found = [float(item) for item in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < number < float("inf") for number in found):
+        raise typer.BadParameter(f"{flag}: {text!r} is no list of numbers above 0, such as 3,7")
+    return found
+
+
 Socket = Annotated[
     Path | None,
     typer.Option(metavar="PATH", parser=_from_here, help="Where the daemon listens."),

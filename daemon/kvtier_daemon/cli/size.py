@@ -1,0 +1,202 @@
+"""`kvtier size`: how much KV cache a model needs, and when loading it beats computing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvtier_daemon.sizing import Cache
+
+LINKS = "3,7,25,50"  # GB/s: an NVMe of the third and the fifth generation, PCIe 4 and 5 by 16
+
+
+def size(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A Hugging Face config.json, or the directory that it is in."
+        ),
+    ],
+    kv_dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Of the cache: auto, fp8, nvfp4 and others.")
+    ] = "auto",
+    state_dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Of recurrent states: auto, float32 and others.")
+    ] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="GPUs of the engine.")
+    ] = 1,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens in a block of the engine.")
+    ] = 16,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a sequence.")] = 8192,
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Of each GPU.")] = "80GiB",
+    gpu_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, metavar="SHARE", help="Of it, for the engine.")
+    ] = 0.9,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the whole model; found from the files beside CONFIG."
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        float,
+        typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),
+    ] = 10_000,
+    prefill_growth: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
+        ),
+    ] = 0,
+    bandwidth: Annotated[
+        str, typer.Option(metavar="GB/S,...", help="Of the links to load over.")
+    ] = LINKS,
+    latency_ms: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="Before the first byte of a load.")
+    ] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Tell the KV bytes per token of a model, how many sequences fit, and when loading beats computing."""
+    from kvtier_daemon.cli.flags import amount, numbers
+    from kvtier_daemon.sizing import Prefill, break_even_bandwidth, break_even_tokens, read_config
+
+    path, described = _read(config)
+    cache = read_config(
+        described,
+        str(path),
+        kv_format=kv_dtype,
+        state_dtype=state_dtype,
+        tensor_parallel=tensor_parallel,
+    )
+    memory = amount("--gpu-memory", gpu_memory)
+    weight_bytes = _weights(path.parent) if weights is None else amount("--weights", weights)
+    sequence = cache.prefix_bytes(tokens, block_tokens)
+    spare = max(0, int(memory * gpu_share) - (weight_bytes or 0) // tensor_parallel)
+    token_s = 1 / prefill_rate
+    prefill = Prefill(token_s, token_s / prefill_growth if prefill_growth else 0.0)
+    latency_s = latency_ms / 1000
+    links = numbers("--bandwidth", bandwidth)
+    report: dict[str, Any] = {
+        "model": cache.model,
+        "kv_dtype": cache.kv_format,
+        "tensor_parallel": tensor_parallel,
+        "bytes_per_token": cache.token_bytes,
+        "growth_bytes_per_token": cache.full_token_bytes,
+        "state_bytes": cache.state_bytes,
+        "block_bytes": cache.token_bytes * block_tokens,
+        "block_tokens": block_tokens,
+        "layers": cache.groups(),
+        "sequence": {
+            "tokens": tokens,
+            "bytes": sequence,
+            "stored_bytes": cache.prefix_bytes(tokens, block_tokens, whole=True),
+        },
+        "gpu": {
+            "memory_bytes": memory,
+            "weight_bytes": weight_bytes,
+            "cache_bytes": spare,
+            "sequences": spare // sequence,
+        },
+        "prefill": {"tokens_s": prefill_rate, "seconds": prefill.seconds(tokens)},
+        "break_even": {
+            "bandwidth_bytes_s": break_even_bandwidth(cache, prefill, tokens, latency_s),
+            "latency_ms": latency_ms,
+            "links": [
+                {
+                    "bandwidth_bytes_s": link * 1e9,
+                    "load_s": latency_s + cache.prefix_bytes(tokens, whole=True) / (link * 1e9),
+                    "prompt_tokens": break_even_tokens(cache, prefill, link * 1e9, latency_s),
+                }
+                for link in links
+            ],
+        },
+        "remarks": list(cache.remarks),
+    }
+    if weight_bytes is None:
+        report["remarks"].append(
+            f"no weights beside {path.name}: sequences are counted as if the GPU held none; --weights says"
+            f" how much, such as --weights 16GiB"
+        )
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report, indent=2))
+    else:
+        _show(report, cache)
+
+
+def _read(config: Path) -> tuple[Path, Any]:
+    from json import JSONDecodeError, loads
+
+    from kvtier.errors import ConfigError
+
+    path = config / "config.json" if config.is_dir() else config
+    try:
+        return path, loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: it is no JSON: {error}") from error
+
+
+def _weights(directory: Path) -> int | None:
+    """Bytes of the weights in a directory, or None where there are none."""
+    files = list(directory.glob("*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
+    return sum(file.stat().st_size for file in files) or None
+
+
+def _show(report: dict[str, Any], cache: Cache) -> None:
+    from kvtier.units import format_bytes
+
+    def line(what: str, text: str) -> None:
+        typer.echo(f"  {what:<20}{text}")
+
+    one = "" if cache.tensor_parallel == 1 else f" on each of {cache.tensor_parallel} GPUs"
+    typer.echo(f"{report['model']}, cache in {report['kv_dtype']}{one}")
+    line("a token", f"{report['bytes_per_token']:,} B")
+    for group in report["layers"]:
+        typer.echo(f"    {_layer_text(group)}")
+    line(f"a block of {report['block_tokens']}", format_bytes(report["block_bytes"]))
+    sequence, gpu = report["sequence"], report["gpu"]
+    whole = (
+        "" if cache.tensor_parallel == 1 else f"; {format_bytes(sequence['stored_bytes'])} to store"
+    )
+    line(f"{sequence['tokens']:,} tokens", format_bytes(sequence["bytes"]) + whole)
+    line(
+        "fit in a GPU",
+        f"{gpu['sequences']:,} such sequences in the {format_bytes(gpu['cache_bytes'])} of"
+        f" {format_bytes(gpu['memory_bytes'])} that are left for them",
+    )
+    prefill, even = report["prefill"], report["break_even"]
+    line(
+        "to compute them",
+        f"{prefill['seconds']:.3f} s, from {prefill['tokens_s']:,.0f} tokens/s on",
+    )
+    needed = even["bandwidth_bytes_s"]
+    line(
+        "to load them sooner",
+        f"{needed / 1e9:.2f} GB/s"
+        if needed
+        else f"nothing is fast enough with {even['latency_ms']} ms before",
+    )
+    for link in even["links"]:
+        prompt = link["prompt_tokens"]
+        wins = "never wins" if prompt is None else f"wins from {prompt:,} tokens on"
+        line(f"  {link['bandwidth_bytes_s'] / 1e9:g} GB/s", f"{link['load_s']:.3f} s; {wins}")
+    for remark in report["remarks"]:
+        typer.echo(f"  note: {remark}")
+
+
+def _layer_text(group: dict[str, Any]) -> str:
+    count = f"{group['layers']} layer{'' if group['layers'] == 1 else 's'}"
+    if group["kind"] == "state":
+        return f"{count} with a state: {group['state_bytes']:,} B a sequence"
+    text = f"{count} of full attention" if group["kind"] == "full" else (
+        f"{count} with a window of {group['window_tokens']:,}"
+    )  # fmt: skip
+    return f"{text}: {group['bytes_per_token']:,} B"
