@@ -14,6 +14,7 @@ void bind_codec(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_notes(nb::module_& m);
+void bind_replay(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "kvtier's native parts: copies, names, mappings, disks and the catalog's store.";
@@ -31,4 +32,5 @@ NB_MODULE(_native, m) {
     bind_policy(m);
     bind_store(m);
     bind_notes(m);
+    bind_replay(m);
 }

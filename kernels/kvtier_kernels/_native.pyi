@@ -438,3 +438,37 @@ class Store:
     def check(self) -> None: ...
 
 def lifecycle() -> dict[tuple[str, str], str]: ...
+
+@final
+class Trace:
+    """Requests that share prefixes, their blocks numbered by first sight. `names` are 8 bytes a block, those
+    of a request one after the other; `lengths` u32 and `seconds` f64 are one for each request."""
+
+    def __init__(self, names: bytes, lengths: bytes, seconds: bytes) -> None: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def accesses(self) -> int: ...
+    @property
+    def unique(self) -> int: ...
+    @property
+    def repeats(self) -> int | None:
+        """The first request that has a block twice."""
+
+    def nodes(self) -> bytes:
+        """The number of each block in turn, 4 bytes each."""
+
+@final
+class Replay:
+    """One tier of so many blocks under an empty policy, which it fills."""
+
+    def __init__(self, trace: Trace, policy: Policy, blocks: int) -> None: ...
+    def run(self, requests: int) -> bytes:
+        """Plays the next so many, without the GIL: how many blocks of each hit, 4 bytes each."""
+
+@final
+class Optimum:
+    """One tier of so many blocks that knows the future: no policy hits more."""
+
+    def __init__(self, trace: Trace, blocks: int) -> None: ...
+    def run(self, requests: int) -> bytes: ...

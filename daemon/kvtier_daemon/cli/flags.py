@@ -30,6 +30,14 @@ def amount(flag: str, text: str) -> int:
         raise typer.BadParameter(f"{flag}: {error}") from None
 
 
+def items(flag: str, text: str) -> list[str]:
+    """Return what a flag lists with commas between; the error names the flag."""
+    found = [item.strip() for item in text.split(",")]
+    if not all(found):
+        raise typer.BadParameter(f"{flag}: {text!r} is no list with commas between")
+    return found
+
+
 def numbers(flag: str, text: str) -> list[float]:
     """Return the numbers above 0 that a flag lists, with commas between; the error names the flag."""
     try:

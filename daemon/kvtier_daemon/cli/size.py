@@ -130,6 +130,14 @@ def size(
         _show(report, cache)
 
 
+def read_cache(config: Path) -> Cache:
+    """Return the cache of the model that a config.json, or the directory that it is in, describes."""
+    from kvtier_daemon.sizing import read_config
+
+    path, described = _read(config)
+    return read_config(described, str(path))
+
+
 def _read(config: Path) -> tuple[Path, Any]:
     from json import JSONDecodeError, loads
 

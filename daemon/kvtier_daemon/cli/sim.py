@@ -1,0 +1,355 @@
+"""`kvtier sim`: what a trace of requests would have had of other sizes and policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kvtier_daemon.sim.trace import Requests
+    from kvtier_daemon.sizing import Prefill
+
+ENOUGH = 0.95  # of the best that the sizes tried give
+
+
+def sim(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="As Mooncake's, or of kvtier record.")
+    ],
+    policy: Annotated[
+        str, typer.Option(metavar="NAME,...", help="As in warm.policy; optimum knows the future.")
+    ] = "auto",
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help="One tier of so many blocks, or of 5% of the trace's."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE,...", help="Of the warm tier, in the model of two.")
+    ] = None,
+    nvme: Annotated[
+        str | None, typer.Option(metavar="SIZE,...", help="Of the cold tier; 0 for none.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="The model's config.json, for its bytes a token."),
+    ] = None,
+    token_bytes: Annotated[
+        int, typer.Option(min=1, metavar="BYTES", help="Of KV cache a token, without CONFIG.")
+    ] = 131_072,
+    block_tokens: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Tokens of a block; 0: as the trace says, or 512."),
+    ] = 0,
+    prefill_rate: Annotated[
+        float,
+        typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),
+    ] = 10_000,
+    prefill_growth: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
+        ),
+    ] = 0,
+    engines: Annotated[
+        int, typer.Option(min=0, metavar="N", help="That prefill, a request each; 0: no queue.")
+    ] = 0,
+    memory_rate: Annotated[
+        str, typer.Option(metavar="SIZE", help="From memory, a second.")
+    ] = "25GB",
+    nvme_read: Annotated[
+        str, typer.Option(metavar="SIZE", help="From the disk, a second.")
+    ] = "6GB",
+    nvme_write: Annotated[str, typer.Option(metavar="SIZE", help="To the disk, a second.")] = "3GB",
+    codec_ratio: Annotated[
+        float,
+        typer.Option(
+            min=0.01, max=1.0, metavar="RATIO", help="Of what lies on disk to what was saved."
+        ),
+    ] = 1.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the hit rates, as SVG.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Replay a trace through the daemon's own policies and planner, against modelled tiers.
+
+    With --blocks: one tier, and its hit rate. Without: memory and disk, and how long first tokens take.
+    """
+    from kvtier_daemon.cli.flags import amount, items
+    from kvtier_daemon.sim.trace import read
+    from kvtier_daemon.sizing import Prefill
+
+    requests = read(trace, block_tokens)
+    prefill = Prefill(
+        1 / prefill_rate, 1 / prefill_rate / prefill_growth if prefill_growth else 0.0
+    )
+    policies = items("--policy", policy)
+    _check_policies(policies, blocks is not None)
+    if blocks is not None:
+        _one_tier(requests, policies, _counts(blocks, requests), prefill, plot, json)
+        return
+    from kvtier_daemon.sim.tiers import Machine
+
+    if config is not None:
+        from kvtier_daemon.cli.size import read_cache
+
+        cache = read_cache(config)
+        token_bytes = cache.prefix_bytes(2, whole=True) - cache.prefix_bytes(1, whole=True)
+    whole = requests.native.unique * requests.block_tokens * token_bytes
+    memories = _sizes("--memory", memory, [whole // 64, whole // 16, whole // 4])
+    disks = _sizes("--nvme", nvme, [0, whole // 4, whole])
+    machines = [
+        Machine(
+            memory_bytes=memory_bytes, nvme_bytes=nvme_bytes, token_bytes=token_bytes, policy=name,
+            prefill=prefill, memory_bytes_s=amount("--memory-rate", memory_rate),
+            nvme_read_bytes_s=amount("--nvme-read", nvme_read),
+            nvme_write_bytes_s=amount("--nvme-write", nvme_write), codec_ratio=codec_ratio, engines=engines,
+        )
+        for name in policies for memory_bytes in memories for nvme_bytes in disks
+    ]  # fmt: skip
+    _two_tiers(requests, machines, plot, json)
+
+
+def _check_policies(policies: list[str], one_tier: bool) -> None:
+    from kvtier.policy.base import make
+    from kvtier_daemon.sim.replay import OPTIMUM
+
+    for name in policies:
+        if name == OPTIMUM and one_tier:
+            continue
+        try:
+            make(name)
+        except ValueError as error:
+            raise typer.BadParameter(f"--policy: {error}") from None
+
+
+def _counts(text: str, requests: Requests) -> list[int]:
+    from kvtier_daemon.cli.flags import items
+
+    found = []
+    for item in items("--blocks", text):
+        try:
+            count = (
+                int(requests.native.unique * float(item[:-1]) / 100)
+                if item.endswith("%")
+                else int(item)
+            )
+        except (ValueError, OverflowError):
+            count = 0
+        if not 1 <= count < 1 << 31:
+            raise typer.BadParameter(
+                f"--blocks: {item!r} is no number of blocks, or it is none of them"
+            )
+        found.append(count)
+    return found
+
+
+def _sizes(flag: str, text: str | None, otherwise: list[int]) -> list[int]:
+    from kvtier_daemon.cli.flags import amount, items
+
+    return otherwise if text is None else [amount(flag, item) for item in items(flag, text)]
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+
+
+def _trace(requests: Requests) -> dict[str, Any]:
+    return {
+        "trace": str(requests.path),
+        "requests": len(requests),
+        "looked_up_blocks": requests.looked_up_blocks,
+        "unique_blocks": requests.native.unique,
+        "block_tokens": requests.block_tokens,
+    }
+
+
+def _save_plot(path: Path, picture: str) -> None:
+    from kvtier.errors import ConfigError
+
+    try:
+        path.write_text(picture)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+# --- one tier --------------------------------------------------------------------------------------
+
+
+def _one_tier(
+    requests: Requests,
+    policies: list[str],
+    counts: list[int],
+    prefill: Prefill,
+    plot: Path | None,
+    json: bool,
+) -> None:
+    from dataclasses import asdict
+
+    from kvtier_daemon.sim.replay import OPTIMUM, replay
+
+    asked = [*policies, *(() if OPTIMUM in policies else (OPTIMUM,))]
+    with _progress() as bar:
+        task = bar.add_task("requests", total=len(requests) * len(counts) * len(asked))
+        found = [
+            [
+                replay(requests, name, count, prefill, lambda n: bar.advance(task, n))
+                for name in asked
+            ]
+            for count in counts
+        ]
+    runs = []
+    for outcomes in found:
+        best = outcomes[asked.index(OPTIMUM)]
+        for outcome in outcomes[: len(policies)]:
+            runs.append(asdict(outcome) | {"optimum_hit_rate": best.hit_rate})
+    if plot is not None:
+        from kvtier_daemon.sim.plot import draw
+
+        lines = {
+            name: [
+                (count, outcomes[number].hit_rate)
+                for count, outcomes in sorted(
+                    zip(counts, found, strict=True), key=lambda pair: pair[0]
+                )
+            ]
+            for number, name in enumerate(asked)
+        }
+        labels: dict[float, str] = {count: f"{count:,}" for count in counts}
+        _save_plot(
+            plot,
+            draw(f"{requests.path.name}: blocks that hit", "blocks of the tier", lines, labels),
+        )
+    if json:
+        from json import dumps
+
+        typer.echo(
+            dumps(_trace(requests) | (runs[0] if len(runs) == 1 else {"runs": runs}), indent=2)
+        )
+        return
+    typer.echo(
+        f"{len(requests):,} requests, {requests.native.unique:,} blocks of {requests.block_tokens} tokens"
+    )
+    typer.echo(f"{'blocks':>10}  {'policy':<10}{'hit rate':>9}{'optimum':>9}{'saved':>14}")
+    for run in runs:
+        typer.echo(
+            f"{run['blocks']:>10,}  {run['policy']:<10}{run['hit_rate']:>9.2%}{run['optimum_hit_rate']:>9.2%}"
+            f"{run['recompute_s_saved']:>12,.0f} s"
+        )
+
+
+# --- two tiers -------------------------------------------------------------------------------------
+
+
+def _two_tiers(requests: Requests, machines: list[Any], plot: Path | None, json: bool) -> None:
+    from array import array
+
+    from kvtier_daemon.sim.tiers import Simulation, report, without_tiers
+    from kvtier_kernels import Optimum
+
+    runs = []
+    with _progress() as bar:
+        task = bar.add_task("requests", total=len(requests) * len(machines))
+        for machine in machines:
+            simulation = Simulation(requests, machine)
+            simulation.run(lambda n: bar.advance(task, n))
+            run = report(requests, machine, simulation)
+            room = max(1, simulation.memory_blocks + simulation.nvme_blocks)
+            best = array("I", Optimum(requests.native, room).run(len(requests)))
+            hits = sum(
+                hit for hit, only_saved in zip(best, requests.saved, strict=True) if not only_saved
+            )
+            run["optimum"] = {
+                "hit_rate": hits / max(1, requests.looked_up_blocks),
+                "ttft_ms": without_tiers(requests, machine, best),
+            }
+            runs.append(run)
+        computed = without_tiers(requests, machines[0])
+    recommended = _recommended(runs)
+    if plot is not None:
+        _plot_sizes(requests, runs, plot)
+    if json:
+        from json import dumps
+
+        told = _trace(requests) | {"recompute_only": {"ttft_ms": computed}, "runs": runs}
+        typer.echo(dumps(told | {"recommended": recommended}, indent=2))
+        return
+    _show_sizes(requests, runs, computed, recommended)
+
+
+def _recommended(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cheapest of the sizes tried that hits nearly as often as the best; memory costs most."""
+    best = max(run["hit_rate"] for run in runs)
+    enough = [run for run in runs if run["hit_rate"] >= ENOUGH * best]
+    first = min(enough, key=lambda run: (run["memory_bytes"], run["nvme_bytes"], -run["hit_rate"]))
+    return {name: first[name] for name in ("policy", "memory_bytes", "nvme_bytes", "hit_rate")}
+
+
+def _plot_sizes(requests: Requests, runs: list[dict[str, Any]], plot: Path) -> None:
+    from kvtier.units import format_bytes
+    from kvtier_daemon.sim.plot import draw
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    several = len({run["policy"] for run in runs}) > 1
+    for run in sorted(runs, key=lambda run: run["memory_bytes"]):
+        name = f"{format_bytes(run['nvme_bytes'])} NVMe" if run["nvme_bytes"] else "no NVMe"
+        lines.setdefault(f"{run['policy']}, {name}" if several else name, []).append(
+            (max(1, run["memory_bytes"]), run["hit_rate"])
+        )
+    labels = {max(1, run["memory_bytes"]): format_bytes(run["memory_bytes"]) for run in runs}
+    _save_plot(plot, draw(f"{requests.path.name}: blocks that hit", "memory", lines, labels))
+
+
+def _show_sizes(
+    requests: Requests,
+    runs: list[dict[str, Any]],
+    computed: dict[str, float],
+    recommended: dict[str, Any],
+) -> None:
+    from kvtier.units import format_bytes
+
+    typer.echo(
+        f"{len(requests):,} requests in {requests.span_s:,.0f} s, {requests.native.unique:,} blocks of"
+        f" {requests.block_tokens} tokens"
+    )
+    typer.echo(
+        f"{'memory':>9}{'NVMe':>10}  {'policy':<9}{'hits':>7}{'memory':>8}{'NVMe':>7}{'optimum':>9}"
+        f"{'TTFT p50':>10}{'p90':>8}{'p99':>8}{'written/day':>13}"
+    )
+    typer.echo(f"{'none':>9}{'':>10}  {'':<9}{0:>7.1%}{'':>24}{_times(computed)}")
+    for run in runs:
+        by = run["hit_rate_by_tier"]
+        chosen = all(
+            run[name] == recommended[name] for name in ("policy", "memory_bytes", "nvme_bytes")
+        )
+        typer.echo(
+            f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
+            f"{run['hit_rate']:>7.1%}{by['memory']:>8.1%}{by['nvme']:>7.1%}{run['optimum']['hit_rate']:>9.1%}"
+            f"{_times(run['ttft_ms'])}{format_bytes(run['nvme_bytes_written_a_day']):>13}"
+            f"{' <' if chosen else ''}"
+        )
+    typer.echo(
+        f"< {format_bytes(recommended['memory_bytes'])} of memory and"
+        f" {format_bytes(recommended['nvme_bytes'])} of NVMe: the least of these that hits"
+        f" {ENOUGH:.0%} as often as the best of them"
+    )
+
+
+def _times(ttft_ms: dict[str, float]) -> str:
+    return f"{ttft_ms['p50']:>8,.0f}ms{ttft_ms['p90']:>6,.0f}ms{ttft_ms['p99']:>6,.0f}ms"

@@ -1,0 +1,460 @@
+"""Memory and a disk as models, requests as a trace has them, and how long each waits for its first token.
+
+Who goes from memory is decided by the daemon's own policies; what is read from the disk, when and whether
+at all, by its own planner. Modelled are the links' bandwidths, the disk's log of segments, and what computing
+takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.planning import Link, Planner
+from kvtier.policy.base import make
+from kvtier_daemon.sim.disk import Disk
+from kvtier_daemon.sim.trace import Requests
+from kvtier_daemon.sizing import Prefill
+
+SEGMENTS = 64
+NEARLY_FULL = 7 / 8  # of memory, from which on what goes first is written to the disk
+WRITTEN_AHEAD = 64
+DAY_S = 86_400.0
+NOWHERE = 0xFFFFFFFF
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is modelled. Sizes in bytes; a cold tier of none is off."""
+
+    memory_bytes: int
+    nvme_bytes: int
+    token_bytes: int
+    policy: str
+    prefill: Prefill
+    memory_bytes_s: float = 25e9
+    nvme_read_bytes_s: float = 6e9
+    nvme_write_bytes_s: float = 3e9
+    codec_ratio: float = 1.0  # of what is stored to what was saved
+    engines: int = 0  # that prefill, one request each at a time; 0: as many as there are requests
+    patience_s: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request between its coming and its first token."""
+
+    index: int
+    came: float
+    nodes: list[int]
+    tokens: int
+    ready: int = 0  # blocks in memory when it came
+    loaded: int = 0  # and from the disk
+    missing: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Totals:
+    looked_up_blocks: int = 0
+    hit_blocks: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    recompute_s: float = 0.0
+    recompute_s_saved: float = 0.0
+    waits_s: list[float] = field(default_factory=list)
+
+
+class Simulation:
+    """Plays a trace once."""
+
+    def __init__(self, requests: Requests, machine: Machine) -> None:
+        self._requests = requests
+        self._machine = machine
+        block_bytes = machine.token_bytes * requests.block_tokens
+        self._block_bytes = block_bytes
+        self._frame_bytes = max(1, round(block_bytes * machine.codec_ratio))
+        self.memory_blocks = machine.memory_bytes // block_bytes
+        self.nvme_blocks = machine.nvme_bytes // self._frame_bytes
+        self.now = requests.seconds[0] if len(requests) else 0.0
+        self.totals = Totals()
+        self._policy = make(machine.policy)
+        self._planner = Planner(lambda: self.now, random.Random(SEED).random)
+        self._link = Link(lambda: self.now)
+        self._disk = Disk(
+            self._planner,
+            self._link,
+            machine.nvme_read_bytes_s,
+            machine.nvme_write_bytes_s,
+            self.now,
+        )
+        self._nodes = memoryview(requests.native.nodes()).cast("I")
+        unique = requests.native.unique
+        self._parents = array("I", [NOWHERE]) * unique
+        self._memory = bytearray(unique)  # 1: it is there
+        self._held = Counter[int]()
+        self._frames: dict[int, int] = {}  # the segment that has the block's frame
+        self._wanted: set[int] = set()  # of those with a frame, since it was written
+        self._writing: set[int] = set()
+        self._segments: deque[list[int]] = deque([[]])
+        self._segment_number = 0
+        self._in_memory = 0
+        self._loading: dict[int, Waiting] = {}
+        self._waiters: dict[int, list[Waiting]] = {}
+        self._reading: set[int] = set()
+        self._late = 0
+        self._free = [self.now] * machine.engines
+        self._ends: list[tuple[float, int, Waiting]] = []
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def run(self, progress: Callable[[int], None] = lambda n: None) -> Totals:
+        start = 0
+        for index in range(len(self._requests)):
+            self._until(self._requests.seconds[index])
+            length = self._requests.lengths[index]
+            nodes = list(self._nodes[start : start + length])
+            start += length
+            self._come(index, nodes)
+            progress(1)
+        self._until(float("inf"))
+        return self.totals
+
+    def _until(self, then: float) -> None:
+        """Let happen what happens before then."""
+        while True:
+            ends = self._ends[0][0] if self._ends else float("inf")
+            late = self._next_late()
+            at = min(then, ends, self._disk.next_s(), late)
+            if at == float("inf"):
+                return
+            self._disk.run_until(at)
+            self.now = max(self.now, at)
+            self._arrivals()
+            while self._ends and self._ends[0][0] <= self.now:
+                self._computed(heapq.heappop(self._ends)[2])
+            if self._loading:
+                self._reading.difference_update(self._called_back())
+                self._give_up()
+            if at >= then:
+                return
+
+    def _next_late(self) -> float:
+        """When a load that takes too long is looked at next."""
+        return self.now + 0.05 if self._loading else float("inf")
+
+    def _called_back(self) -> Iterable[int]:
+        return (int(str(node)) for node in self._planner.tend())
+
+    def check(self) -> None:
+        """Raise AssertionError where what is where contradicts itself, after a run."""
+        assert not (self._held or self._loading or self._waiters or self._reading or self._writing)
+        assert sum(self._memory) == self._in_memory == len(self._policy) <= self.memory_blocks
+        kept = Counter(self._frames.values())
+        assert sum(kept.values()) <= self.nvme_blocks + SEGMENTS
+        first = self._segment_number - len(self._segments) + 1
+        for number, nodes in enumerate(self._segments, first):
+            assert kept[number] == sum(self._frames.get(node) == number for node in set(nodes))
+
+    # --- a request -----------------------------------------------------------------------------
+
+    def _come(self, index: int, nodes: list[int]) -> None:
+        for above, node in zip([NOWHERE, *nodes], nodes, strict=False):
+            self._parents[node] = above
+        if self._requests.saved[index]:
+            self._save(nodes)
+            return
+        one = Waiting(index, self.now, nodes, self._requests.inputs[index])
+        while one.ready < len(nodes) and self._memory[nodes[one.ready]]:
+            one.ready += 1
+        cold: list[int] = []
+        for node in nodes[one.ready :]:
+            if not self._memory[node] and node not in self._frames:
+                break
+            cold.append(node)
+        self.totals.looked_up_blocks += len(nodes)
+        self._policy.now(self.now)
+        self._policy.wanted(_ids(node for node in nodes if self._memory[node]))
+        self._wanted.update(node for node in nodes if node in self._frames)
+        self._hold(nodes[: one.ready])
+        if cold and self._weigh(one, cold):
+            self._loading[index] = one
+            return
+        self._compute(one)
+
+    def _weigh(self, one: Waiting, cold: list[int]) -> bool:
+        """Ask the planner; True if the request waits for the disk."""
+        away = [node for node in cold if not self._memory[node]]
+        fresh = [node for node in away if node not in self._reading]
+        joined = [node for node in away if node in self._reading]
+        before = one.ready * self._requests.block_tokens
+        tokens = max(0, min(len(cold) * self._requests.block_tokens, one.tokens - before))
+        recompute_s = self._machine.prefill.seconds(tokens, before)
+        verdict = self._planner.weigh(
+            one.index, {self._link: len(fresh) * self._frame_bytes}, joined,
+            within_s=self._machine.patience_s, recompute_s=recompute_s,
+        )  # fmt: skip
+        self.totals.verdicts[verdict.why] += 1
+        if not verdict.load:
+            return False
+        self._planner.add(
+            one.index, [(node, self._link, self._frame_bytes) for node in fresh], joined
+        )
+        one.loaded = len(cold)
+        one.missing = set(away)
+        self._reading.update(fresh)
+        self._hold(node for node in cold if self._memory[node])
+        for node in away:
+            self._waiters.setdefault(node, []).append(one)
+        self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
+        return True
+
+    def _arrivals(self) -> None:
+        """What came from the disk is in memory, and held by those who wait for it."""
+        for node, good in self._disk.take_come():
+            self._planner.over(node, good)
+            self._reading.discard(node)
+            waiters = self._waiters.pop(node, [])
+            if not self._memory[node]:
+                self._enter([node])
+            for one in waiters:
+                self._hold([node])
+                one.missing.discard(node)
+                if not one.missing and one.index in self._loading:
+                    del self._loading[one.index]
+                    self._compute(one)
+            self._cut()
+        for node in self._disk.take_written():
+            self._written(node)
+
+    def _give_up(self) -> None:
+        """Loads that the planner called off are computed."""
+        if self._planner.late == self._late:
+            return
+        self._late = self._planner.late
+        for index, one in list(self._loading.items()):
+            if self._planner.weigh(index, {}).load:
+                continue
+            del self._loading[index]
+            self.totals.verdicts["late"] += 1
+            for node in one.missing:
+                waiters = [other for other in self._waiters.pop(node, []) if other is not one]
+                if waiters:
+                    self._waiters[node] = waiters
+            came = one.ready
+            while came < one.ready + one.loaded and one.nodes[came] not in one.missing:
+                came += 1
+            self._free_nodes(
+                node for node in one.nodes[came : one.ready + one.loaded] if node not in one.missing
+            )
+            one.loaded, one.missing = came - one.ready, set()
+            self._compute(one)
+
+    def _compute(self, one: Waiting) -> None:
+        """All is there that will be: it is copied, and the rest computed."""
+        hits = one.ready + one.loaded
+        known = min(hits * self._requests.block_tokens, one.tokens)
+        self.totals.hit_blocks["memory"] += one.ready
+        self.totals.hit_blocks["nvme"] += one.loaded
+        self.totals.moved["memory_read"] += hits * self._block_bytes
+        compute_s = self._machine.prefill.seconds(one.tokens - known, known)
+        self.totals.recompute_s += compute_s
+        self.totals.recompute_s_saved += self._machine.prefill.seconds(known)
+        take_s = compute_s + hits * self._block_bytes / self._machine.memory_bytes_s
+        end = _queued(self._free, self.now, take_s)
+        self.totals.waits_s.append(end - one.came)
+        heapq.heappush(self._ends, (end, one.index, one))
+
+    def _computed(self, one: Waiting) -> None:
+        self._free_nodes(one.nodes[: one.ready + one.loaded])
+        self._save(one.nodes)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _hold(self, nodes: Iterable[int]) -> None:
+        fresh = []
+        for node in nodes:
+            self._held[node] += 1
+            if self._held[node] == 1:
+                fresh.append(node)
+        if fresh:
+            self._policy.held(_ids(fresh))
+
+    def _free_nodes(self, nodes: Iterable[int]) -> None:
+        freed = []
+        for node in nodes:
+            self._held[node] -= 1
+            if not self._held[node]:
+                del self._held[node]
+                freed.append(node)
+        if freed:
+            self._policy.freed(_ids(freed))
+
+    def _save(self, nodes: list[int]) -> None:
+        """What was computed is saved, as far as there is room."""
+        fresh = [node for node in nodes if not self._memory[node] and node not in self._reading]
+        self.totals.moved["saved"] += len(fresh) * self._block_bytes
+        self._enter(fresh)
+        self._policy.refreshed(_ids(node for node in nodes if self._memory[node]))
+        self._cut()
+
+    def _enter(self, nodes: list[int]) -> None:
+        """Blocks are in memory from now on."""
+        if not nodes:
+            return
+        self._policy.now(self.now)
+        names = b"".join(node.to_bytes(8, "little") for node in map(_name, nodes))
+        self._policy.added(_ids(nodes), names, _ids(self._parents[node] for node in nodes))
+        for node in nodes:
+            self._memory[node] = 1
+        self._in_memory += len(nodes)
+
+    def _cut(self) -> None:
+        """Make memory as small as it is; what came last may be among those that go."""
+        if (over := self._in_memory - self.memory_blocks) > 0:
+            self._evict(over)
+        self._write_ahead()
+
+    def _evict(self, n: int) -> None:
+        victims = array("I", self._policy.victims(n))
+        for node in victims:
+            self._memory[node] = 0
+        self._in_memory -= len(victims)
+        kept = [node for node in victims if node in self._frames or node in self._writing]
+        lost = [node for node in victims if node not in self._frames and node not in self._writing]
+        if self.nvme_blocks:
+            self.totals.refused["not_written_yet"] += len(lost)
+        self._policy.left(_ids(kept))
+        self._policy.gone(_ids(lost))
+
+    # --- the disk --------------------------------------------------------------------------------
+
+    def _write_ahead(self) -> None:
+        """Write what will go first, while there is time."""
+        if not self.nvme_blocks or self._in_memory < NEARLY_FULL * self.memory_blocks:
+            return
+        if len(self._writing) >= WRITTEN_AHEAD:
+            return
+        for node in array("I", self._policy.victims(WRITTEN_AHEAD)):
+            if node not in self._frames and node not in self._writing:
+                self._writing.add(node)
+                self._disk.write(node, self._frame_bytes)
+
+    def _written(self, node: int) -> None:
+        self._writing.discard(node)
+        self.totals.moved["nvme_written"] += self._frame_bytes
+        self._append(node)
+
+    def _append(self, node: int) -> None:
+        room = max(1, self.nvme_blocks // SEGMENTS)
+        if len(self._segments[-1]) >= room:
+            self._segments.append([])
+            self._segment_number += 1
+            if len(self._segments) > max(1, self.nvme_blocks // room):
+                self._recycle()
+        self._segments[-1].append(node)
+        self._frames[node] = self._segment_number
+        self._wanted.discard(node)
+
+    def _recycle(self) -> None:
+        """Use the oldest segment again: what of it was wanted is written once more, the rest is gone."""
+        number = self._segment_number - len(self._segments) + 1
+        old = [node for node in self._segments.popleft() if self._frames.get(node) == number]
+        again = [node for node in old if node in self._wanted and not self._memory[node]]
+        for node in old:
+            del self._frames[node]
+        again = again[: max(1, self.nvme_blocks // SEGMENTS) // 2]
+        kept = set(again)
+        gone = [node for node in old if node not in kept and not self._memory[node]]
+        self._policy.gone(_ids(gone))
+        self._wanted.difference_update(old)
+        for node in again:
+            self.totals.moved["nvme_written_again"] += self._frame_bytes
+            self._segments[-1].append(node)
+            self._frames[node] = self._segment_number
+
+
+def _ids(nodes: Iterable[int]) -> bytes:
+    return array("I", nodes).tobytes()
+
+
+def _name(node: int) -> int:
+    """A name that looks like a hash, as the policies sample by it."""
+    return (node + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+
+
+def _queued(free: list[float], now: float, take_s: float) -> float:
+    """When a request ends that takes so long, on the engine that is free first."""
+    if not free:
+        return now + take_s
+    end = max(now, heapq.heappop(free)) + take_s
+    heapq.heappush(free, end)
+    return end
+
+
+# --- what it comes to ------------------------------------------------------------------------------
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p90 and p99 in milliseconds."""
+    ranked = sorted(values)
+    last = len(ranked) - 1
+    return {
+        f"p{share}": round(ranked[max(0, -(-share * len(ranked) // 100) - 1)] * 1000, 3)
+        if last >= 0
+        else 0.0
+        for share in (50, 90, 99)
+    }
+
+
+def without_tiers(
+    requests: Requests, machine: Machine, hits: array[int] | None = None
+) -> dict[str, float]:
+    """First tokens where all is computed, or all but these blocks, which are there at once."""
+    free = [requests.seconds[0]] * machine.engines
+    waits = []
+    for index, tokens in enumerate(requests.inputs):
+        if requests.saved[index]:
+            continue
+        blocks = hits[index] if hits is not None else 0
+        known = min(blocks * requests.block_tokens, tokens)
+        copy_s = blocks * requests.block_tokens * machine.token_bytes / machine.memory_bytes_s
+        now = requests.seconds[index]
+        take_s = copy_s + machine.prefill.seconds(tokens - known, known)
+        waits.append(_queued(free, now, take_s) - now)
+    return percentiles(waits)
+
+
+def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict[str, Any]:
+    """All numbers of a run, for people and programs."""
+    totals = simulation.totals
+    looked_up = max(1, totals.looked_up_blocks)
+    written = totals.moved["nvme_written"] + totals.moved["nvme_written_again"]
+    span = max(requests.span_s, 1e-9)
+    return {
+        "policy": machine.policy,
+        "memory_bytes": machine.memory_bytes,
+        "nvme_bytes": machine.nvme_bytes,
+        "memory_blocks": simulation.memory_blocks,
+        "nvme_blocks": simulation.nvme_blocks,
+        "hit_rate": sum(totals.hit_blocks.values()) / looked_up,
+        "hit_rate_by_tier": {
+            tier: totals.hit_blocks[tier] / looked_up for tier in ("memory", "nvme")
+        },
+        "ttft_ms": percentiles(totals.waits_s),
+        "recompute_s": totals.recompute_s,
+        "recompute_s_saved": totals.recompute_s_saved,
+        "bytes": {
+            way: totals.moved[way]
+            for way in ("saved", "memory_read", "nvme_read", "nvme_written", "nvme_written_again")
+        },
+        "nvme_bytes_written_a_day": round(written / span * DAY_S),
+        "verdicts": dict(totals.verdicts),
+        "lost": dict(totals.refused),
+    }

@@ -1,0 +1,105 @@
+"""A trace of requests, read from a file with a JSON object a line, as Mooncake publishes them.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+`timestamp` is in milliseconds and never goes back, lengths are in tokens, and an id names a block and all
+before it. What `kvtier record` wrote says `block_tokens` too, and `saved` of blocks that were saved and not
+looked up.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier_kernels import Trace
+
+BLOCK_TOKENS = 512
+LIMIT_LINE_BYTES = 64 << 20
+Ids = list[int]
+
+
+class Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: Ids
+    block_tokens: int = 0
+    saved: bool = False
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A trace that was read whole."""
+
+    path: Path
+    native: Trace
+    seconds: array[float]
+    inputs: array[int]
+    lengths: array[int]  # in blocks
+    saved: bytes  # 1 for blocks that were saved, and not looked up
+    block_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def looked_up_blocks(self) -> int:
+        return sum(n for n, saved in zip(self.lengths, self.saved, strict=True) if not saved)
+
+    @property
+    def span_s(self) -> float:
+        return self.seconds[-1] - self.seconds[0] if self.seconds else 0.0
+
+
+def read(path: Path, block_tokens: int = 0) -> Requests:
+    """Read a trace. Raises ConfigError with the number of the first line that is wrong."""
+    decode = msgspec.json.Decoder(Line).decode
+    names, lengths, lines = array("Q"), array("I"), array("I")
+    seconds, inputs, saved = array("d"), array("Q"), bytearray()
+    told = 0
+
+    def wrong(number: int, why: object) -> ConfigError:
+        return ConfigError(f"{path}:{number}: {why}")
+
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while text := file.readline(LIMIT_LINE_BYTES):
+                number += 1
+                if text.isspace():
+                    continue
+                try:
+                    line = decode(text)
+                    names.extend(line.hash_ids)
+                    inputs.append(line.input_length)
+                except msgspec.MsgspecError as error:
+                    raise wrong(number, error) from None
+                except (OverflowError, UnicodeDecodeError, RecursionError) as error:
+                    raise wrong(number, f"a number is out of range: {error}") from None
+                if not 0 <= line.timestamp < 1e15 or line.output_length < 0:
+                    raise wrong(number, "a time or a length is out of range")
+                if seconds and line.timestamp / 1000 < seconds[-1]:
+                    raise wrong(number, "its timestamp is before that of the line before it")
+                if line.block_tokens < 0 or (seconds and line.block_tokens != told):
+                    raise wrong(number, f"block_tokens={line.block_tokens} after {told}")
+                told = line.block_tokens
+                seconds.append(line.timestamp / 1000)
+                lengths.append(len(line.hash_ids))
+                lines.append(number)
+                saved.append(line.saved)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if not names:
+        raise ConfigError(f"{path}: there is no request in it")
+    native = Trace(names.tobytes(), lengths.tobytes(), seconds.tobytes())
+    if native.repeats is not None:
+        raise wrong(lines[native.repeats], "hash_ids has a block twice")
+    return Requests(
+        path, native, seconds, inputs, lengths, bytes(saved), block_tokens or told or BLOCK_TOKENS
+    )

@@ -1,0 +1,214 @@
+// Replays of traces, and their binding.
+#include "replay.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include <bit>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+
+#include "bytes.h"
+
+namespace kvtier {
+
+namespace {
+
+// As good a name as a hash of a key, from one that may be a small number (splitmix64).
+std::uint64_t mixed(std::uint64_t x) {
+    x += 0x9E3779B97F4A7C15;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    return x ^ (x >> 31);
+}
+
+constexpr std::uint32_t never = 0xFFFFFFFF;
+
+}  // namespace
+
+Trace::Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t> lengths,
+             std::span<const double> seconds)
+    : seconds_(seconds.begin(), seconds.end()) {
+    if (lengths.size() != seconds.size())
+        throw std::invalid_argument("a length and a time for each request");
+    if (names.size() >= max_records || lengths.size() >= never)
+        throw std::length_error("a trace of too many blocks");
+    starts_.reserve(lengths.size() + 1);
+    starts_.push_back(0);
+    for (std::uint32_t length : lengths) starts_.push_back(starts_.back() + length);
+    if (starts_.back() != names.size())
+        throw std::invalid_argument("the lengths are not those of the names");
+    // Open addressing over mixed names, at most half full.
+    std::size_t places = std::bit_ceil(2 * names.size() + 2), mask = places - 1;
+    std::vector<std::uint32_t> table(places, never);
+    std::vector<std::uint32_t> last;  // by node, the last request that had it
+    nodes_.reserve(names.size());
+    for (std::size_t request = 0; request < lengths.size(); ++request)
+        for (std::size_t i = starts_[request]; i < starts_[request + 1]; ++i) {
+            Name name = mixed(names[i]);
+            std::size_t at = name & mask;
+            while (table[at] != never && names_[table[at]] != name) at = (at + 1) & mask;
+            if (table[at] == never) {
+                table[at] = static_cast<std::uint32_t>(names_.size());
+                names_.push_back(name);
+                last.push_back(never);
+            }
+            std::uint32_t node = table[at];
+            if (last[node] == request && repeats_ < 0)
+                repeats_ = static_cast<std::int64_t>(request);
+            last[node] = static_cast<std::uint32_t>(request);
+            nodes_.push_back(node);
+        }
+}
+
+Replay::Replay(const Trace& trace, Policy& policy, std::size_t blocks)
+    : trace_(trace), policy_(policy), blocks_(blocks), id_of_(trace.unique(), none) {
+    if (policy.size()) throw std::invalid_argument("a replay begins with an empty policy");
+}
+
+std::vector<std::uint32_t> Replay::run(std::size_t n) {
+    std::vector<std::uint32_t> hits;
+    for (; n && next_ < trace_.requests(); --n) hits.push_back(play(next_++));
+    return hits;
+}
+
+std::uint32_t Replay::play(std::size_t request) {
+    auto nodes = trace_.nodes(request);
+    policy_.now(trace_.seconds(request));
+    ids_.clear(), present_.clear(), fresh_.clear(), parents_.clear(), names_.clear();
+    std::uint32_t hits = 0;
+    for (std::uint32_t node : nodes) {
+        Id id = id_of_[node];
+        if (id != none) {
+            if (present_.size() == ids_.size()) ++hits;
+            present_.push_back(id);
+        } else {
+            if (free_.empty()) {
+                free_.push_back(static_cast<Id>(node_of_.size()));
+                node_of_.push_back(0);
+            }
+            id = free_.back();
+            free_.pop_back();
+            node_of_[id] = node;
+            id_of_[node] = id;
+            fresh_.push_back(id);
+            names_.push_back(trace_.name(node));
+            parents_.push_back(ids_.empty() ? none : ids_.back());
+        }
+        ids_.push_back(id);
+    }
+    if (!present_.empty()) policy_.wanted(present_);
+    if (fresh_.empty()) return hits;
+    policy_.added(fresh_, names_, parents_);
+    // What is above what was just saved is as recent as that.
+    if (!present_.empty()) policy_.refreshed(ids_);
+    held_ += fresh_.size();
+    if (held_ > blocks_) evict(held_ - blocks_);
+    return hits;
+}
+
+void Replay::evict(std::size_t n) {
+    std::vector<Id> victims = policy_.victims(n);
+    if (victims.size() != n) throw std::logic_error("a policy named too few victims");
+    for (Id id : victims) {
+        if (id >= node_of_.size() || id_of_[node_of_[id]] != id)
+            throw std::logic_error("a policy named a victim that is not there");
+        id_of_[node_of_[id]] = none;
+        free_.push_back(id);
+    }
+    policy_.gone(victims);
+    held_ -= n;
+}
+
+Optimum::Optimum(const Trace& trace, std::size_t blocks)
+    : trace_(trace),
+      blocks_(blocks),
+      again_(trace.accesses()),
+      use_(trace.unique()),
+      here_(trace.unique()) {
+    std::vector<std::uint32_t> wanted(trace.unique(), never);
+    for (std::size_t request = trace.requests(); request-- > 0;) {
+        auto nodes = trace.nodes(request);
+        for (std::size_t i = 0; i < nodes.size(); ++i) {
+            again_[trace.start(request) + i] = wanted[nodes[i]];
+            wanted[nodes[i]] = static_cast<std::uint32_t>(request);
+        }
+    }
+}
+
+std::vector<std::uint32_t> Optimum::run(std::size_t n) {
+    std::vector<std::uint32_t> hits;
+    for (; n && next_ < trace_.requests(); --n) hits.push_back(play(next_++));
+    return hits;
+}
+
+std::uint32_t Optimum::play(std::size_t request) {
+    auto nodes = trace_.nodes(request);
+    std::uint32_t hits = 0;
+    while (hits < nodes.size() && here_[nodes[hits]]) ++hits;
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+        std::uint32_t node = nodes[i];
+        use_[node] = {again_[trace_.start(request) + i], static_cast<std::uint32_t>(i)};
+        order_.push({use_[node], node});
+        if (!here_[node]) ++held_;
+        here_[node] = true;
+    }
+    while (held_ > blocks_) {
+        auto [use, node] = order_.top();
+        order_.pop();
+        if (!here_[node] || use_[node] != use) continue;  // it was wanted since
+        here_[node] = false;
+        --held_;
+    }
+    return hits;
+}
+
+}  // namespace kvtier
+
+void bind_replay(nanobind::module_& m) {
+    namespace nb = nanobind;
+    using namespace nb::literals;
+    using namespace kvtier;
+
+    // Items of a bytes object may lie anywhere: copied, so that they are aligned.
+    auto items = []<class T>(const nb::bytes& bytes, T) {
+        std::vector<T> found(count_in(bytes, sizeof(T), "not a whole number of items"));
+        if (!found.empty()) std::memcpy(found.data(), bytes.data(), bytes.size());
+        return found;
+    };
+    nb::class_<Trace>(m, "Trace", "Requests with their blocks numbered by first sight.")
+        .def(
+            "__init__",
+            [items](Trace* self, nb::bytes names, nb::bytes lengths, nb::bytes seconds) {
+                new (self) Trace(items(names, std::uint64_t{}), items(lengths, std::uint32_t{}),
+                                 items(seconds, double{}));
+            },
+            "names"_a, "lengths"_a, "seconds"_a)
+        .def_prop_ro("requests", &Trace::requests)
+        .def_prop_ro("accesses", &Trace::accesses)
+        .def_prop_ro("unique", &Trace::unique)
+        .def_prop_ro("repeats",
+                     [](const Trace& trace) {
+                         return trace.repeats() < 0 ? std::nullopt : std::optional(trace.repeats());
+                     })
+        .def("nodes", [](const Trace& trace) {
+            auto nodes = trace.nodes();
+            return nb::bytes(nodes.data(), nodes.size_bytes());
+        });
+    auto run = [](auto& replay, std::size_t n) {
+        std::vector<std::uint32_t> hits;
+        {
+            nb::gil_scoped_release release;
+            hits = replay.run(n);
+        }
+        return ids_out(hits);
+    };
+    nb::class_<Replay>(m, "Replay", "One tier under a policy, request after request.")
+        .def(nb::init<const Trace&, Policy&, std::size_t>(), "trace"_a, "policy"_a, "blocks"_a,
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("run", [run](Replay& replay, std::size_t n) { return run(replay, n); }, "requests"_a);
+    nb::class_<Optimum>(m, "Optimum", "One tier that knows the future.")
+        .def(nb::init<const Trace&, std::size_t>(), "trace"_a, "blocks"_a, nb::keep_alive<1, 2>())
+        .def("run", [run](Optimum& best, std::size_t n) { return run(best, n); }, "requests"_a);
+}

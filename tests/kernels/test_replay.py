@@ -1,0 +1,113 @@
+"""Replays of traces: the native one, its twin, and the best there is."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.policy.base import make
+from kvtier.policy.lru import LruModel
+from kvtier_kernels import Lru, Optimum, Replay, Trace
+from kvtier_kernels.reference import replay as reference
+
+Requests = list[list[int]]
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int, longest: int) -> Requests:
+    """Requests over a small tree of prefixes: each goes down from the root, to old blocks and new ones."""
+    children: dict[int, list[int]] = {-1: []}
+    requests = []
+    for _ in range(draw(st.integers(1, most))):
+        at, request = -1, []
+        for _ in range(draw(st.integers(0, longest))):
+            known = children[at]
+            choice = draw(st.integers(0, len(known)))
+            if choice == len(known):
+                new = len(children) - 1
+                known.append(new)
+                children[new] = []
+            at = known[choice]
+            request.append(at)
+        requests.append(request)
+    return requests
+
+
+def trace(requests: Sequence[Sequence[int]]) -> Trace:
+    names = array("Q", [block for request in requests for block in request])
+    lengths = array("I", map(len, requests))
+    return Trace(
+        names.tobytes(), lengths.tobytes(), array("d", map(float, range(len(requests)))).tobytes()
+    )
+
+
+def played(run: Replay | Optimum) -> list[int]:
+    return array("I", run.run(1 << 30)).tolist()
+
+
+@given(chains(40, 8), st.integers(1, 30))
+def test_the_replay_is_its_twin(requests: Requests, blocks: int) -> None:
+    want = reference.replay(requests, list(map(float, range(len(requests)))), LruModel(), blocks)
+    assert played(Replay(trace(requests), Lru(), blocks)) == want
+
+
+@given(chains(40, 8), st.integers(1, 30))
+def test_an_lru_of_whole_requests_hits_as_much(requests: Requests, blocks: int) -> None:
+    held: list[int] = []  # coldest first
+    want = []
+    for request in requests:
+        want.append(next((i for i, block in enumerate(request) if block not in held), len(request)))
+        held = [block for block in held if block not in request] + request[::-1]
+        held = held[-blocks:]
+    assert played(Replay(trace(requests), Lru(), blocks)) == want
+
+
+@given(chains(40, 8), st.integers(1, 30))
+def test_the_optimum_is_its_twin(requests: Requests, blocks: int) -> None:
+    assert played(Optimum(trace(requests), blocks)) == reference.optimum(requests, blocks)
+
+
+@given(chains(6, 3), st.integers(1, 4))
+def test_nothing_hits_more_than_the_optimum(requests: Requests, blocks: int) -> None:
+    assert sum(played(Optimum(trace(requests), blocks))) == reference.best(requests, blocks)
+
+
+def test_a_replay_goes_on_where_it_was() -> None:
+    requests = [[0, 1], [0, 2], [0, 1], [0, 2]]
+    replay, whole = (Replay(trace(requests), Lru(), 3) for _ in range(2))
+    pieces = [array("I", replay.run(n)).tolist() for n in (1, 2, 5, 1)]
+    assert pieces == [[0], [1, 2], [2], []] and played(whole) == [0, 1, 2, 2]
+
+
+def test_a_block_that_comes_twice_is_told() -> None:
+    assert trace([[1, 2], [3, 1, 3]]).repeats == 1
+    assert trace([[1, 2], [3, 1]]).repeats is None
+
+
+def test_names_of_any_size_are_numbered_by_first_sight() -> None:
+    top = (1 << 64) - 1
+    one = trace([[top, 7], [top, 0]])
+    assert array("I", one.nodes()).tolist() == [0, 1, 0, 2]
+    assert (one.requests, one.accesses, one.unique) == (2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "lengths", "seconds"),
+    [(b"1234567", b"", b""), (bytes(8), bytes(4), bytes(8)), (b"", bytes(4), b"")],
+)
+def test_a_trace_that_does_not_fit_together_is_refused(
+    names: bytes, lengths: bytes, seconds: bytes
+) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Trace(names, lengths, seconds)
+
+
+def test_a_policy_that_knows_blocks_already_is_refused() -> None:
+    policy = make("lru")
+    policy.added(bytes(4), bytes(8), b"\xff" * 4)
+    with pytest.raises(ValueError, match="begins with an empty policy"):
+        Replay(trace([[1]]), policy, 1)
