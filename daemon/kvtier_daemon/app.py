@@ -23,6 +23,7 @@ from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.config import Cold, Config, Loaded, tenant_of
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.notify import Notifier
+from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
@@ -91,6 +92,7 @@ class App:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
+        recorder = Recorder(self.config.state, time.monotonic)
         self._server = Server(
             loop,
             self._listener,
@@ -98,6 +100,7 @@ class App:
             len(self.tenants),
             self.stats,
             self.config.max_clients,
+            recorder,
         )
         if self.config.cold is not None:
             self.cold = self._open_cold(loop, self.config.cold)
@@ -114,7 +117,10 @@ class App:
             ", ".join(f"{t.name} {format_bytes(t.quota_bytes)}" for t in self.tenants.values()),
         )
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._tend(), name="tend")]
+            running = [
+                tasks.create_task(self._tend(), name="tend"),
+                tasks.create_task(recorder.run(), name="record"),
+            ]
             if self.cold is not None:
                 running.append(tasks.create_task(self._run_cold(self.cold), name="cold"))
             await stopped.wait()

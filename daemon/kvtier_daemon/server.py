@@ -19,6 +19,7 @@ import msgspec
 from kvtier import wire
 from kvtier.catalog import SessionId
 from kvtier_daemon.peer import Peer
+from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.session import Session
 from kvtier_daemon.tenant import Tenant
 
@@ -50,11 +51,13 @@ class Server:
         tenants: int,
         stats: Callable[[Tenant | None], Report],
         max_clients: int,
+        recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
         self.stats = stats
         self.clock = clock
+        self.recorder = recorder
         self.run = secrets.token_bytes(RUN_BYTES)
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self.sessions: set[Session] = set()

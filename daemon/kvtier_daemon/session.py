@@ -234,6 +234,7 @@ class Session:
         found = tenant.catalog.match(space, request.keys, count, tenant.brings)
         if count:
             self._counted = lookup
+            self._record(tenant, space, request.keys)
         coming, eta_ms, why = self._bring(tenant, space, request, found)
         if asks:
             self._coming = lookup if coming else NO_LOOKUP
@@ -249,6 +250,8 @@ class Session:
         # A load right after a match of the same keys is the same lookup, counted once.
         count = self._counted != _lookup(request)
         self._counted = NO_LOOKUP
+        if count:
+            self._record(tenant, space, request.keys)
         found = tenant.catalog.load(
             self.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), count, tenant.brings,
@@ -349,6 +352,10 @@ class Session:
         granted = tenant.catalog.reserve(
             self.id, space, request.group, request.shard, request.parent, request.keys
         )
+        if (request.group, request.shard) == (0, 0):
+            self._server.recorder.saved(
+                tenant.name, space.number, space.spec.block_tokens, request.parent, request.keys
+            )
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
 
     def _commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
@@ -447,6 +454,25 @@ class Session:
 
     def _stats(self, tenant: Tenant | None, request: wire.Stats) -> wire.Reply:
         return wire.Report(request.id, self._server.stats(None if self.peer.privileged else tenant))
+
+    def _record(self, tenant: Tenant, space: Space, keys: bytes) -> None:
+        self._server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
+
+    def _recording(self, tenant: Tenant | None, request: wire.Record) -> wire.Reply:
+        if not self.peer.privileged:
+            text = "recordings are for root, and for the user that the daemon runs as"
+            raise Refused("no_tenant", text)
+        recorder = self._server.recorder
+        if request.limit_bytes < 0:
+            raise Refused("bad_request", f"a trace of {request.limit_bytes} bytes")
+        if request.stop:
+            stats = recorder.stop()
+        elif request.limit_bytes:
+            stats = recorder.start(request.limit_bytes)
+        else:
+            stats = recorder.stats()
+        body = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in stats.items()}
+        return wire.Report(request.id, body)
 
     def _ping(self, tenant: Tenant | None, request: wire.Ping) -> wire.Reply:
         return wire.Done(request.id)
@@ -610,7 +636,7 @@ class Session:
 
 
 Answer = Callable[[Session, Any, Any], wire.Reply | None]  # None: the answer comes later
-WITHOUT_TENANT = (wire.Stats, wire.Ping)
+WITHOUT_TENANT = (wire.Stats, wire.Record, wire.Ping)
 ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Open: Session._open,
     wire.Match: Session._match,
@@ -626,6 +652,7 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Forget: Session._forget,
     wire.Watch: Session._watch,
     wire.Stats: Session._stats,
+    wire.Record: Session._recording,
     wire.Ping: Session._ping,
     wire.Cancel: Session._cancel,
     wire.Prefill: Session._prefill,

@@ -100,6 +100,12 @@ class Client:
         report = self.link.ask(asked, wire.Report)
         return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
 
+    def record(self, limit_bytes: int = 0, stop: bool = False) -> dict[str, Any]:
+        """Have the daemon record what is looked up, up to so many bytes, or stop; neither: how is it? What
+        `kvtier record --json` prints."""
+        report = self.link.ask(wire.Record(self.link.new_id(), limit_bytes, stop), wire.Report)
+        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+
     def ping(self) -> None:
         """Ask for nothing and wait for the answer."""
         self.link.ask(wire.Ping(self.link.new_id()), wire.Done)

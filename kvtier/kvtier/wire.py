@@ -158,6 +158,14 @@ class Stats(Message, tag=14):
     pass
 
 
+class Record(Message, tag=22):
+    """Write what is looked up and saved into a trace of so many bytes, or `stop`; neither: how is it?
+    Answered with a Report, to who runs the daemon alone."""
+
+    limit_bytes: int = 0
+    stop: bool = False
+
+
 class Ping(Message, tag=15):
     pass
 
@@ -296,8 +304,8 @@ class GoingDown(Message, tag=65):
 
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
-    | Prefetch | Pin | Hint | Forget | Stats | Ping | Watch | Bye | Cancel | Prefill | Unpin
-    | Explain
+    | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
+    | Unpin | Explain
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed

@@ -12,6 +12,7 @@ import pytest
 from kvtier import wire
 from kvtier.catalog import Catalog
 from kvtier.policy.base import make
+from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.server import Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import Store
@@ -31,7 +32,8 @@ def test_a_bug_of_ours_ends_one_session_and_is_logged(
         listener.listen()
         listener.setblocking(False)
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
-        server = Server(loop, listener, lambda uid: tenant, 1, lambda tenant: {}, 8)
+        recorder = Recorder(tmp_path, loop.time)
+        server = Server(loop, listener, lambda uid: tenant, 1, lambda tenant: {}, 8, recorder)
         monkeypatch.setattr(Catalog, "match", bug)
         answers = [
             await loop.run_in_executor(None, talk, str(tmp_path / "s"), ask) for ask in (1, 0)

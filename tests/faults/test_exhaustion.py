@@ -22,6 +22,7 @@ from kvtier import Group, KvSpec, Refused, Unavailable, wire
 from kvtier.catalog import Catalog
 from kvtier.policy.base import make
 from kvtier_daemon.peer import Peer
+from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.server import LIMIT_GHOSTS, Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import Store
@@ -137,7 +138,13 @@ def test_processes_of_another_pid_namespace_are_not_taken_for_one(tmp_path: Path
         listener.listen()
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
         server = Server(
-            asyncio.get_running_loop(), listener, lambda uid: tenant, 1, lambda tenant: {}, 64
+            asyncio.get_running_loop(),
+            listener,
+            lambda uid: tenant,
+            1,
+            lambda tenant: {},
+            64,
+            Recorder(tmp_path, time.monotonic),
         )
         for pid, refused in ((0, False), (7, True)):
             ghosts = [

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvtier.errors import KvtierError, Unavailable
-from kvtier_daemon.cli import demo, explain, fsck, serve, sim, size, status
+from kvtier_daemon.cli import demo, explain, fsck, record, serve, sim, size, status
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("fsck")(fsck.fsck)
+app.command("record")(record.record)
 app.command("serve")(serve.serve)
 app.command("sim")(sim.sim)
 app.command("size")(size.size)

@@ -75,9 +75,9 @@ def sim(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Replay a trace through the daemon's own policies and planner, against modelled tiers.
+    """Replay a trace of requests against tiers of other sizes.
 
-    With --blocks: one tier, and its hit rate. Without: memory and disk, and how long first tokens take.
+    Through the daemon's own policies and planner. With --blocks: one tier, and its hit rate. Without: memory and disk, and how long first tokens take.
     """
     from kvtier_daemon.cli.flags import amount, items
     from kvtier_daemon.sim.trace import read

@@ -61,7 +61,10 @@ def size(
     ] = 1.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Tell the KV bytes per token of a model, how many sequences fit, and when loading beats computing."""
+    """Tell how much KV cache a model needs, and what loads save.
+
+    Bytes a token, how many sequences fit into a GPU, and when loading beats computing.
+    """
     from kvtier_daemon.cli.flags import amount, numbers
     from kvtier_daemon.sizing import Prefill, break_even_bandwidth, break_even_tokens, read_config
 
