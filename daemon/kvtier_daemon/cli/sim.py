@@ -77,7 +77,8 @@ def sim(
 ) -> None:
     """Replay a trace of requests against tiers of other sizes.
 
-    Through the daemon's own policies and planner. With --blocks: one tier, and its hit rate. Without: memory and disk, and how long first tokens take.
+    Through the daemon's own policies and planner. With --blocks: one tier, and its hit rate. Without: memory
+    and disk, and how long first tokens take.
     """
     from kvtier_daemon.cli.flags import amount, items
     from kvtier_daemon.sim.trace import read
