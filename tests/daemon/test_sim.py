@@ -133,19 +133,40 @@ def test_a_codec_makes_room_on_the_disk(small: Requests) -> None:
     assert played(small, packed)["hit_rate"] > played(small, plain)["hit_rate"]
 
 
+def test_writes_keep_to_a_budget_and_go_to_what_comes_again(small: Requests) -> None:
+    block = 131_072 * 512
+    daily = 24 * 200 * block
+    free, spare, all_ = (
+        played(small, machine(daily_bytes=limit, admission=admission))
+        for limit, admission in ((0, "auto"), (daily, "auto"), (daily, "all"))
+    )
+    for told in (spare, all_):  # an hour's at once, and what comes meanwhile
+        most = daily / 24 * (1 + small.span_s / 3600) + block
+        written = told["bytes"]["nvme_written"] + told["bytes"]["nvme_written_again"]
+        assert written <= most < free["bytes"]["nvme_written"]
+    assert spare["lost"]["once"] and all_["lost"]["budget"] and "once" not in all_["lost"]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 400), st.integers(0, 2000), st.sampled_from([1e7, 1e9, 1e11]),
     st.sampled_from([1e7, 1e9, 1e11]), st.integers(0, 3),
+    st.sampled_from([0, 10**11]), st.sampled_from(["auto", "all", "second-touch"]),
 )  # fmt: skip
 def test_every_request_gets_its_first_token_and_no_block_is_in_two_places_too_many(
-    memory: int, nvme: int, read_rate: float, write_rate: float, engines: int
+    memory: int,
+    nvme: int,
+    read_rate: float,
+    write_rate: float,
+    engines: int,
+    daily: int,
+    admission: str,
 ) -> None:
     requests = read(SMALL)
     block = 131_072 * 512
     one = machine(
         memory_bytes=memory * block, nvme_bytes=nvme * block, nvme_read_bytes_s=read_rate,
-        nvme_write_bytes_s=write_rate, engines=engines,
+        nvme_write_bytes_s=write_rate, engines=engines, daily_bytes=daily, admission=admission,
     )  # fmt: skip
     simulation = Simulation(requests, one)
     totals = simulation.run()
@@ -215,7 +236,8 @@ def test_a_file_without_requests_is_refused(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [["--blocks", "0"], ["--blocks", "x"], ["--blocks", "nan%"], ["--blocks", "5,,6"],
-     ["--policy", "best", "--blocks", "5"], ["--memory", "64G"], ["--policy", "optimum"]],
+     ["--policy", "best", "--blocks", "5"], ["--memory", "64G"], ["--policy", "optimum"],
+     ["--admission", "some"], ["--engines", "-1"], ["--codec-ratio", "0"]],
 )  # fmt: skip
 def test_a_wrong_flag_is_refused_in_words(
     flags: list[str], capsys: pytest.CaptureFixture[str]

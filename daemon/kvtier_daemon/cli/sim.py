@@ -70,6 +70,12 @@ def sim(
             min=0.01, max=1.0, metavar="RATIO", help="Of what lies on disk to what was saved."
         ),
     ] = 1.0,
+    write_limit: Annotated[
+        str, typer.Option(metavar="SIZE", help="To the disk a day, as cold.daily_writes; 0: none.")
+    ] = "0",
+    admission: Annotated[
+        str, typer.Option(metavar="NAME", help="To the disk: all, second-touch or auto.")
+    ] = "auto",
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the hit rates, as SVG.")
     ] = None,
@@ -93,8 +99,10 @@ def sim(
     if blocks is not None:
         _one_tier(requests, policies, _counts(blocks, requests), prefill, plot, json)
         return
-    from kvtier_daemon.sim.tiers import Machine
+    from kvtier_daemon.sim.tiers import ADMISSIONS, Machine
 
+    if admission not in ADMISSIONS:
+        raise typer.BadParameter(f"--admission: one of {', '.join(ADMISSIONS)}, not {admission!r}")
     if config is not None:
         from kvtier_daemon.cli.size import read_cache
 
@@ -109,6 +117,7 @@ def sim(
             prefill=prefill, memory_bytes_s=amount("--memory-rate", memory_rate),
             nvme_read_bytes_s=amount("--nvme-read", nvme_read),
             nvme_write_bytes_s=amount("--nvme-write", nvme_write), codec_ratio=codec_ratio, engines=engines,
+            daily_bytes=amount("--write-limit", write_limit), admission=admission,
         )
         for name in policies for memory_bytes in memories for nvme_bytes in disks
     ]  # fmt: skip

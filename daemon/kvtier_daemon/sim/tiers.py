@@ -15,15 +15,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.admission import Admission
+from kvtier.key import KEY_BYTES
 from kvtier.planning import Link, Planner
 from kvtier.policy.base import make
+from kvtier_daemon.mover import Budget
 from kvtier_daemon.sim.disk import Disk
 from kvtier_daemon.sim.trace import Requests
 from kvtier_daemon.sizing import Prefill
 
+ADMISSIONS = ("auto", "all", "second-touch")
 SEGMENTS = 64
 NEARLY_FULL = 7 / 8  # of memory, from which on what goes first is written to the disk
 WRITTEN_AHEAD = 64
+LOOK_BLOCKS = 1024  # for some that are admitted
 DAY_S = 86_400.0
 NOWHERE = 0xFFFFFFFF
 SEED = 1
@@ -42,6 +47,8 @@ class Machine:
     nvme_read_bytes_s: float = 6e9
     nvme_write_bytes_s: float = 3e9
     codec_ratio: float = 1.0  # of what is stored to what was saved
+    daily_bytes: int = 0  # that may be written to the disk; 0: without limit
+    admission: str = "auto"  # as cold.admission
     engines: int = 0  # that prefill, one request each at a time; 0: as many as there are requests
     patience_s: float = 5.0
 
@@ -65,7 +72,7 @@ class Totals:
     hit_blocks: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
     verdicts: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
     recompute_s: float = 0.0
     recompute_s_saved: float = 0.0
     waits_s: list[float] = field(default_factory=list)
@@ -105,6 +112,12 @@ class Simulation:
         self._segments: deque[list[int]] = deque([[]])
         self._segment_number = 0
         self._in_memory = 0
+        self._budget = Budget(machine.daily_bytes, lambda: self.now)
+        self._admission = Admission()
+        if machine.admission == "second-touch" or (
+            machine.admission == "auto" and machine.daily_bytes
+        ):
+            self._admission.turn_on()
         self._loading: dict[int, Waiting] = {}
         self._waiters: dict[int, list[Waiting]] = {}
         self._reading: set[int] = set()
@@ -182,6 +195,7 @@ class Simulation:
         self._policy.now(self.now)
         self._policy.wanted(_ids(node for node in nodes if self._memory[node]))
         self._wanted.update(node for node in nodes if node in self._frames)
+        self._admission.found(_keys(nodes[: one.ready + len(cold)]))
         self._hold(nodes[: one.ready])
         if cold and self._weigh(one, cold):
             self._loading[index] = one
@@ -300,6 +314,7 @@ class Simulation:
         """What was computed is saved, as far as there is room."""
         fresh = [node for node in nodes if not self._memory[node] and node not in self._reading]
         self.totals.moved["saved"] += len(fresh) * self._block_bytes
+        self._admission.saved(_keys(fresh))
         self._enter(fresh)
         self._policy.refreshed(_ids(node for node in nodes if self._memory[node]))
         self._cut()
@@ -329,7 +344,12 @@ class Simulation:
         kept = [node for node in victims if node in self._frames or node in self._writing]
         lost = [node for node in victims if node not in self._frames and node not in self._writing]
         if self.nvme_blocks:
-            self.totals.refused["not_written_yet"] += len(lost)
+            why = "late"  # the disk was not fast enough
+            if self._budget.left() < self._frame_bytes:
+                why = "budget"
+            elif self._admission.shut:
+                why = "once"  # it was wanted, and writes are for what was so again
+            self.totals.lost[why] += len(lost)
         self._policy.left(_ids(kept))
         self._policy.gone(_ids(lost))
 
@@ -339,12 +359,24 @@ class Simulation:
         """Write what will go first, while there is time."""
         if not self.nvme_blocks or self._in_memory < NEARLY_FULL * self.memory_blocks:
             return
-        if len(self._writing) >= WRITTEN_AHEAD:
+        left = self._budget.left()
+        self._admission.shut = self._machine.admission == "second-touch" or (
+            self._machine.admission == "auto"
+            and self._budget.is_limited
+            and left < self._budget.scarce
+        )
+        room = min(WRITTEN_AHEAD - len(self._writing), int(min(left, 1 << 62) // self._frame_bytes))
+        if room <= 0:
             return
-        for node in array("I", self._policy.victims(WRITTEN_AHEAD)):
-            if node not in self._frames and node not in self._writing:
-                self._writing.add(node)
-                self._disk.write(node, self._frame_bytes)
+        first = array(
+            "I", self._policy.victims(LOOK_BLOCKS if self._admission.shut else WRITTEN_AHEAD)
+        )
+        dirty = [node for node in first if node not in self._frames and node not in self._writing]
+        admitted = self._admission.filter(_ids(dirty), lambda ids: _keys(array("I", ids)))
+        for node in array("I", admitted)[:room]:
+            self._writing.add(node)
+            self._budget.spend(self._frame_bytes)
+            self._disk.write(node, self._frame_bytes)
 
     def _written(self, node: int) -> None:
         self._writing.discard(node)
@@ -376,12 +408,17 @@ class Simulation:
         self._wanted.difference_update(old)
         for node in again:
             self.totals.moved["nvme_written_again"] += self._frame_bytes
+            self._budget.spend(self._frame_bytes)
             self._segments[-1].append(node)
             self._frames[node] = self._segment_number
 
 
 def _ids(nodes: Iterable[int]) -> bytes:
     return array("I", nodes).tobytes()
+
+
+def _keys(nodes: Iterable[int]) -> bytes:
+    return b"".join(_name(node).to_bytes(8, "little") * (KEY_BYTES // 8) for node in nodes)
 
 
 def _name(node: int) -> int:
@@ -456,5 +493,5 @@ def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict
         },
         "nvme_bytes_written_a_day": round(written / span * DAY_S),
         "verdicts": dict(totals.verdicts),
-        "lost": dict(totals.refused),
+        "lost": dict(totals.lost),
     }
