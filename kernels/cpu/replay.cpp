@@ -76,13 +76,15 @@ std::vector<std::uint32_t> Replay::run(std::size_t n) {
 std::uint32_t Replay::play(std::size_t request) {
     auto nodes = trace_.nodes(request);
     policy_.now(trace_.seconds(request));
-    ids_.clear(), present_.clear(), fresh_.clear(), parents_.clear(), names_.clear();
+    ids_.clear(), present_.clear(), fresh_.clear(), parents_.clear();
+    known_.clear(), names_.clear();
     std::uint32_t hits = 0;
     for (std::uint32_t node : nodes) {
         Id id = id_of_[node];
         if (id != none) {
             if (present_.size() == ids_.size()) ++hits;
             present_.push_back(id);
+            known_.push_back(trace_.name(node));
         } else {
             if (free_.empty()) {
                 free_.push_back(static_cast<Id>(node_of_.size()));
@@ -98,7 +100,7 @@ std::uint32_t Replay::play(std::size_t request) {
         }
         ids_.push_back(id);
     }
-    if (!present_.empty()) policy_.wanted(present_);
+    if (!present_.empty()) policy_.wanted(present_, known_);
     if (fresh_.empty()) return hits;
     policy_.added(fresh_, names_, parents_);
     // What is above what was just saved is as recent as that.

@@ -58,7 +58,7 @@ class Replay {
     std::vector<std::uint32_t> node_of_;  // by id
     std::vector<Id> free_;
     std::vector<Id> ids_, present_, fresh_, parents_;  // of one request
-    std::vector<Name> names_;
+    std::vector<Name> known_, names_;                  // of those present, of the fresh ones
 };
 
 // The most that any choice could have had, knowing the future: L. A. Belady, "A study of

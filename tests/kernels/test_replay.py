@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.policy.base import make
+from kvtier.policy.base import NATIVE, make
 from kvtier.policy.lru import LruModel
 from kvtier_kernels import Lru, Optimum, Replay, Trace
 from kvtier_kernels.reference import replay as reference
@@ -64,6 +64,17 @@ def test_an_lru_of_whole_requests_hits_as_much(requests: Requests, blocks: int) 
         held = [block for block in held if block not in request] + request[::-1]
         held = held[-blocks:]
     assert played(Replay(trace(requests), Lru(), blocks)) == want
+
+
+@pytest.mark.parametrize("name", sorted(NATIVE))
+@given(requests=chains(40, 8), blocks=st.integers(1, 30))
+def test_every_policy_replays_as_its_twin_and_below_the_optimum(
+    name: str, requests: Requests, blocks: int
+) -> None:
+    seconds = list(map(float, range(len(requests))))
+    told = played(Replay(trace(requests), make(name), blocks))
+    assert told == reference.replay(requests, seconds, make(name), blocks)
+    assert sum(told) <= sum(reference.optimum(requests, blocks))
 
 
 @given(chains(40, 8), st.integers(1, 30))

@@ -193,7 +193,8 @@ class Simulation:
             cold.append(node)
         self.totals.looked_up_blocks += len(nodes)
         self._policy.now(self.now)
-        self._policy.wanted(_ids(node for node in nodes if self._memory[node]))
+        there = [node for node in nodes if self._memory[node]]
+        self._policy.wanted(_ids(there), _names(there))
         self._wanted.update(node for node in nodes if node in self._frames)
         self._admission.found(_keys(nodes[: one.ready + len(cold)]))
         self._hold(nodes[: one.ready])
@@ -324,8 +325,7 @@ class Simulation:
         if not nodes:
             return
         self._policy.now(self.now)
-        names = b"".join(node.to_bytes(8, "little") for node in map(_name, nodes))
-        self._policy.added(_ids(nodes), names, _ids(self._parents[node] for node in nodes))
+        self._policy.added(_ids(nodes), _names(nodes), _ids(self._parents[node] for node in nodes))
         for node in nodes:
             self._memory[node] = 1
         self._in_memory += len(nodes)
@@ -415,6 +415,10 @@ class Simulation:
 
 def _ids(nodes: Iterable[int]) -> bytes:
     return array("I", nodes).tobytes()
+
+
+def _names(nodes: Iterable[int]) -> bytes:
+    return b"".join(_name(node).to_bytes(8, "little") for node in nodes)
 
 
 def _keys(nodes: Iterable[int]) -> bytes:

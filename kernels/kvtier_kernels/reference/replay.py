@@ -15,7 +15,7 @@ Request = Sequence[int]
 class Policy(Protocol):
     def now(self, seconds: float) -> None: ...
     def added(self, ids: bytes, names: bytes, parents: bytes) -> None: ...
-    def wanted(self, ids: bytes) -> None: ...
+    def wanted(self, ids: bytes, names: bytes) -> None: ...
     def refreshed(self, ids: bytes) -> None: ...
     def gone(self, ids: bytes) -> None: ...
     def victims(self, n: int) -> bytes: ...
@@ -33,11 +33,10 @@ def replay(
         present = [block for block in request if block in held]
         fresh = [block for block in request if block not in held]
         above = dict(zip(request, [NO_PARENT, *request], strict=False))
-        policy.wanted(_ids(present))
+        policy.wanted(_ids(present), _names(present))
         if not fresh:
             continue
-        names = b"".join(_mixed(block).to_bytes(8, "little") for block in fresh)
-        policy.added(_ids(fresh), names, _ids([above[block] for block in fresh]))
+        policy.added(_ids(fresh), _names(fresh), _ids([above[block] for block in fresh]))
         policy.refreshed(_ids(request) if present else b"")
         held.update(fresh)
         if len(held) > blocks:
@@ -94,6 +93,10 @@ def _prefix(
 
 def _ids(blocks: Sequence[int]) -> bytes:
     return array("I", blocks).tobytes()
+
+
+def _names(blocks: Sequence[int]) -> bytes:
+    return b"".join(_mixed(block).to_bytes(8, "little") for block in blocks)
 
 
 def _mixed(x: int) -> int:
