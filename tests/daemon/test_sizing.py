@@ -80,6 +80,16 @@ KNOWN: dict[str, tuple[Config, int, int, int]] = {
         QWEN3_NEXT | {"mamba_ssm_dtype": "float32"}, 24_576, 24_576,
         36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4),
     ),
+    "Bamba": (
+        {"model_type": "bamba", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27], "mamba_expand": 2, "mamba_n_heads": 128,
+         "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, **BF16},
+        3 * 4096, 3 * 4096, 29 * ((8192 + 2 * 128) * 3 + 8192 * 128) * 2,
+    ),
+    "short convolutions": (
+        llama(full_attn_idxs=[2, 5], num_hidden_layers=6, conv_L_cache=3, conv_dim=4096), 8192, 8192,
+        4 * 4096 * 2 * 2,
+    ),
     "GPT-2": (
         {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "dtype": "float16"}, 36_864,
         36_864, 0,
