@@ -21,9 +21,13 @@ CHAIN = 32  # blocks: 2 MiB
 
 
 def cold_daemon(
-    daemon_of: Callable[..., Daemon], disk: Path, write: str = "back", **options: Any
+    daemon_of: Callable[..., Daemon],
+    disk: Path,
+    write: str = "back",
+    policy: str = "auto",
+    **options: Any,
 ) -> Daemon:
-    config = f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\n'
+    config = f'[warm]\nsize = "16MiB"\npolicy = "{policy}"\n[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\n'
     return daemon_of(config=config + f'segment = "1MiB"\nwrite = "{write}"\n', **options)
 
 
@@ -215,7 +219,7 @@ def test_what_was_wanted_is_brought_away_while_much_more_is_written(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     """Many segments at once: what is written must not take the place of what is brought away."""
-    daemon = cold_daemon(daemon_of, disk, "through")
+    daemon = cold_daemon(daemon_of, disk, "through", policy="lru")
     with daemon.connect() as client:
         for chain in range(12):
             save(client, chain)

@@ -34,7 +34,7 @@ def explained(daemon: Daemon, *arguments: str) -> str:
 def test_a_miss_is_explained_by_its_number_and_by_its_key(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    daemon = daemon_of(warm="4MiB")
+    daemon = daemon_of(config='[warm]\nsize = "4MiB"\npolicy = "lru"\n')
     with daemon.connect(name="one") as client:
         assert "no lookup" in explained(daemon)
         space = client.open(SPEC)

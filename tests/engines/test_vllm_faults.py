@@ -276,7 +276,8 @@ def engine(daemons: Daemons, engine_of: Callable[..., Any]) -> Served:
 
 
 def hits(engine: Served) -> int:
-    return int(engine.state()["counts"].get("hit_blocks", 0))
+    counts = engine.state()["counts"]
+    return sum(n for name, n in counts.items() if name.startswith("hit_tokens:"))
 
 
 def test_no_request_fails_whatever_happens_to_the_daemon(engine: Served, daemons: Daemons) -> None:
