@@ -59,9 +59,13 @@ def test_who_asks_how_far_it_is_is_counted_once(
 
 
 def settled(daemon: Daemon) -> None:
-    """Wait until nothing more is written."""
-    last = -1
-    while (now := daemon.stats()["tiers"]["cold"]["states"]["written"]) != last:
+    """Wait until nothing more is written, nor being so."""
+    last = None
+    while True:
+        cold = daemon.stats()["tiers"]["cold"]
+        now = cold["states"]["written"], cold["writing"], cold["reading"]
+        if now == last and now[1:] == (0, 0):
+            return
         last = now
         time.sleep(0.15)
 
