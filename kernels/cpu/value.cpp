@@ -15,9 +15,10 @@ namespace {
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
 constexpr unsigned most_hits = 127, rows = 4;
-constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 25) - 1;
+constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
 constexpr std::uint64_t refit_quarters = 60 * 4;
-constexpr double decay = 0.99;              // a refit
+constexpr std::uint64_t more_seen = 8;  // of what was seen, so much more is news
+constexpr double decay = 0.95;          // a minute
 constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
 
 // What a counter of 4 bits stands for.
@@ -33,7 +34,9 @@ std::uint64_t mix(std::uint64_t name) {
 
 std::uint32_t short_name(Name name) { return static_cast<std::uint32_t>(mix(name) >> 32) | 1; }
 
-unsigned hit_kind(unsigned hits) { return static_cast<unsigned>(std::bit_width(hits)); }
+unsigned step_of(unsigned times) {
+    return static_cast<unsigned>(std::ranges::upper_bound(steps, times) - steps.begin() - 1);
+}
 
 unsigned new_kind_of(std::size_t n) { return n < 2 ? 0 : n < 3 ? 1 : n < 6 ? 2 : n < 16 ? 3 : 4; }
 
@@ -60,24 +63,35 @@ unsigned age_kind(std::uint64_t quarters) {
 
 }  // namespace
 
-Value::Value() : Ages(kinds), seen_(seen_slots), sketch_(counters / 2) {
-    static_assert(ages == all_ages);
+Value::Value()
+    : Ages(kinds),
+      seen_(seen_slots),
+      sketch_(counters / 2),
+      duel_([this](unsigned order, const Duel::Entry& entry) {
+          return worth(order, entry.kind, quarters() - entry.at);
+      }) {
+    static_assert(ages == all_ages && hit_kinds == steps.size() && kinds <= 256);
 }
 
 void Value::now(double seconds) {
     Ages::now(seconds);
-    if (quarters() - fitted_ >= refit_quarters) refit();
+    if (quarters() - fitted_ >= refit_quarters || news_ >= enough_news_) refit();
+}
+
+std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {
+    if (order == learned) return ranks_[kind][age_kind(age)];
+    return order == least_wanted ? kind / (2 * new_kinds) : 0;
 }
 
 // The oldest first where all else is equal.
 std::uint32_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
-    return 1 + ((ranks_[kind][age_kind(age)] * epochs + place) * 128 + kind);
+    return 1 + ((worth(duel_.best(), kind, age) * epochs + place) * 256 + kind);
 }
 
 // ---- blocks ----
 
 unsigned Value::kind_of(std::uint32_t own) const {
-    return (hit_kind(own & hit_bits) * 2 + (own & last_bit ? 1 : 0)) * new_kinds +
+    return (step_of(own & hit_bits) * 2 + (own & last_bit ? 1 : 0)) * new_kinds +
            (own >> new_shift);
 }
 
@@ -88,6 +102,7 @@ void Value::become(Id id, Name name, unsigned hits, unsigned new_kind, bool last
     if (last) lasts_[lasts_at_++ % lasts_.size()] = {id, called};
     know(name, (own & hit_bits) + 1);
     watch(called, kind_of(own));
+    duel_.used(called, static_cast<std::uint32_t>(quarters()), kind_of(own), in_memory(), last);
 }
 
 // One that is forgotten was wanted as often as the sketch remembers.
@@ -108,8 +123,10 @@ void Value::continued(Id id) {
     for (std::size_t back = 1; back <= std::min(lasts_at_, lasts_.size()); ++back) {
         const auto& [last, called] = lasts_[(lasts_at_ - back) % lasts_.size()];
         if (last != id) continue;
+        const unsigned kind = kind_of(about(id).own);
         Seen& seen = seen_[find(called)];
-        if (seen.name != 0) seen.kind = kind_of(about(id).own) & 127;
+        if (seen.name != 0) seen.kind = kind & 255;
+        duel_.corrected(called, kind);
         return;
     }
 }
@@ -130,12 +147,13 @@ void Value::watch(std::uint32_t name, unsigned kind) {
     if (name > sample_) return;
     if (watched_ >= seen_most) thin();
     if (name > sample_) return;
+    ++news_;
     Seen& seen = seen_[find(name)];
     if (seen.name != 0)
         hits_[seen.kind][age_kind(waited(seen))] += 1;
     else
         ++watched_;
-    seen = {name, static_cast<std::uint32_t>(quarters()) & quarters_mask, kind & 127};
+    seen = {name, static_cast<std::uint32_t>(quarters()) & quarters_mask, kind & 255};
 }
 
 // Those go that were watched for long enough; where they are few, every other name.
@@ -165,17 +183,26 @@ void Value::scale(double by) {
 }
 
 void Value::refit() {
+    const std::uint64_t since = quarters() - faded_;
     fitted_ = quarters();
+    enough_news_ = news_ + news_ / more_seen + first_news;
     Table ends = ends_;
     for (const Seen& seen : seen_)
         if (seen.name != 0) ends[seen.kind][age_kind(waited(seen))] += 1;
+    // Few observations say how much likelier than its relatives a kind is, and many at which age.
     auto chances = [](const Row& hit, const Row& end, const Row& relatives, double weight) {
-        Row found{};
-        double risk = 0;
+        Row found{}, seen{};
+        double risk = 0, hits = 1, expected = 1;
         for (unsigned j = ages; j-- > 0;) {
             risk += hit[j] + end[j];
-            const double seen = std::max(risk - end[j] / 2, 0.0);
-            found[j] = std::min((hit[j] + weight * relatives[j]) / (seen + weight), 0.999);
+            seen[j] = std::max(risk - end[j] / 2, 0.0);
+            hits += hit[j];
+            expected += seen[j] * relatives[j];
+        }
+        const double likelier = hits / expected;
+        for (unsigned j = 0; j < ages; ++j) {
+            const double chance = std::min(likelier * relatives[j], 0.999);
+            found[j] = std::min((hit[j] + weight * chance) / (seen[j] + weight), 0.999);
         }
         return found;
     };
@@ -218,7 +245,9 @@ void Value::refit() {
         for (unsigned j = 0; j < ages; ++j)
             ranks_[kind][j] = static_cast<std::uint16_t>(
                 std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
+    if (since < refit_quarters) return;
     scale(decay);
+    faded_ = quarters();
 }
 
 // ---- how often those were wanted that are gone ----
@@ -235,9 +264,16 @@ unsigned Value::times_known(Name name) const {
     return steps[least];
 }
 
+// Between two steps a counter moves by chance, which is the same for all of a request: or else what
+// is gone each time before it is wanted would stay at a step.
 void Value::know(Name name, unsigned times) {
-    const auto step =
-        static_cast<unsigned>(std::ranges::upper_bound(steps, times) - steps.begin() - 1);
+    const unsigned known = step_of(times_known(name));
+    unsigned step = step_of(times);
+    if (step <= known) {
+        step = known;
+        if (known + 1 < steps.size() && mix(lasts_at_) % (steps[known + 1] - steps[known]) == 0)
+            ++step;
+    }
     bool fresh = false;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {
@@ -255,7 +291,8 @@ void Value::know(Name name, unsigned times) {
 }
 
 std::size_t Value::memory_bytes() const {
-    return Ages::memory_bytes() + sizeof(*this) + seen_.size() * sizeof(Seen) + sketch_.size();
+    return Ages::memory_bytes() + sizeof(*this) + seen_.size() * sizeof(Seen) + sketch_.size() +
+           duel_.memory_bytes();
 }
 
 }  // namespace kvtier

@@ -1,11 +1,13 @@
-// Expected reuse, learned as it goes: blocks of a kind and an age are worth what such blocks were.
+// Expected reuse, learned as it goes: blocks of a kind and an age are worth what such blocks were;
+// and where that does worse, how often they were wanted or how long ago.
 //
-// 12 bytes a block in its chain, and a mebibyte for what is learned.
+// 12 bytes a block in its chain, and a mebibyte and a half for what is learned.
 #pragma once
 #include <array>
 #include <vector>
 
 #include "ages.h"
+#include "duel.h"
 
 namespace kvtier {
 
@@ -18,15 +20,18 @@ class Value final : public Ages {
  private:
     // A kind is how often a block was wanted, whether it was the last of its request, and how many
     // came with it. Ages go in steps of the square root of two, from a second to two days.
-    static constexpr unsigned new_kinds = 5, kinds = 8 * 2 * new_kinds, ages = 36;
+    static constexpr unsigned hit_kinds = 16, new_kinds = 5, kinds = hit_kinds * 2 * new_kinds, ages = 36;
     // A block that is watched, wherever it is, since it was wanted last.
     struct Seen {
         std::uint32_t name;  // 0 where there is none
-        std::uint32_t at : 25, kind : 7;
+        std::uint32_t at : 24, kind : 8;
     };
     static_assert(sizeof(Seen) == 8);
     // Own bits of a block: how often it was wanted after the first time; last; new kind.
     static constexpr unsigned hit_bits = 127, last_bit = 128, new_shift = 8;
+
+    // Orders: by what was learned; least wanted first, then oldest; and oldest first.
+    static constexpr unsigned learned = 0, least_wanted = 1;
 
     using Row = std::array<double, ages>;
     using Table = std::array<Row, kinds>;
@@ -37,6 +42,7 @@ class Value final : public Ages {
     unsigned kind_of(std::uint32_t own) const override;
     std::uint32_t rank_of(unsigned kind, std::uint64_t aged, unsigned place) const override;
 
+    std::uint32_t worth(unsigned order, unsigned kind, std::uint64_t age) const;
     std::uint32_t waited(const Seen& seen) const;
     void become(Id id, Name name, unsigned hits, unsigned new_kind, bool last);
     std::size_t find(std::uint32_t name) const;
@@ -55,10 +61,14 @@ class Value final : public Ages {
 
     Table hits_{}, ends_{};  // at each age: wanted again, or watched no longer
     std::array<std::array<std::uint16_t, ages>, kinds> ranks_{};
-    std::uint64_t fitted_ = 0;  // in quarters
+    static constexpr std::uint64_t first_news = 64;
+    std::uint64_t fitted_ = 0, faded_ = 0;  // in quarters
+    std::uint64_t news_ = 0, enough_news_ = first_news;
 
     std::vector<std::uint8_t> sketch_;
     std::size_t sketched_ = 0;
+
+    Duel duel_;
 };
 
 }  // namespace kvtier

@@ -1,17 +1,22 @@
 """Expected reuse: a block is worth the hits to be expected for each second of its space, at the horizon at
 which that is most. It is learned as it goes, for blocks of a kind and an age, from watched blocks; those that
-left memory are watched too, so that it isn't fooled by its own size. Tails go before heads.
+left memory are watched too, so that it isn't fooled by its own size. Where what was learned hits less than how
+often a block was wanted, or how long ago, would have, that is the order. Tails go before heads.
 
 N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018; the best
 horizon is J. C. Gittins' index ("Bandit processes and dynamic allocation indices", 1979). Counts of what is
-gone are kept as in G. Einziger, R. Friedman, B. Manes, "TinyLFU", ACM Trans. on Storage 13(4), 2017, and the
-watched are thinned as in C. Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015.
+gone are kept as in G. Einziger, R. Friedman, B. Manes, "TinyLFU", ACM Trans. on Storage 13(4), 2017, between
+their steps as in R. Morris, "Counting large numbers of events in small registers", CACM 21(10), 1978. The
+watched are thinned as in C. Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015, and orders
+compared in small caches as in C. Waldspurger et al., "Cache modeling and optimization using miniature
+simulations", USENIX ATC 2017.
 `Value` is native, `ValueModel` the same in Python, to the last bit.
 """
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvtier.policy.model import Ages
 from kvtier_kernels import Value
@@ -20,7 +25,7 @@ __all__ = ["Value", "ValueModel"]
 
 # A kind is how often a block was wanted, whether it was the last of its request, how many came with it.
 NEW_KINDS = 5
-KINDS = 8 * 2 * NEW_KINDS
+KINDS = 16 * 2 * NEW_KINDS
 MOST_HITS, LAST, NEW_SHIFT = 127, 128, 8  # own bits
 AGES = 36
 ENDS = [int((1.4142135623730951 if at % 2 else 1.0) * 2.0 ** (at // 2 + 2)) for at in range(AGES)]
@@ -29,14 +34,101 @@ WIDTHS = [(end - start) / 4 for start, end in zip([0, *ENDS], ENDS, strict=False
 MOST_WATCHED = (1 << 16) // 4 * 3
 WATCHED_FOR = 3600 * 4  # in quarters of a second
 REFIT = 60 * 4
-DECAY = 0.99  # a refit
+FIRST_NEWS, MORE_SEEN = 64, 8  # of what was seen, one of so many more is news
+DECAY = 0.95  # a minute
 FEW, FEW_OF_NEW = 2.0, 50.0  # blocks that weigh as much as their relatives
 
 COUNTERS, ROWS = 1 << 20, 4
 STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 127)  # of a counter of 4 bits
 WINDOW = COUNTERS // 4
 
+LEARNED, LEAST_WANTED, OLDEST = range(3)  # orders
+MOST_ROOM = 1 << 11  # in a cache
+SLACK = 16  # of so many blocks' room, one more or less
+JUDGEMENTS = 8  # while the caches are filled once
+FEW_BLOCKS = 64
+FADING = 0.9857  # a judgement: half of it in 6 fillings
+TO_LEAVE, BACK = 1.5, 1.0  # standard deviations
+
 Row = list[float]
+
+
+@dataclass
+class Entry:
+    """A name of the sample, and the caches that have it."""
+
+    at: int = 0
+    turn: int = 0
+    kind: int = 0
+    inside: set[int] = field(default_factory=set)
+
+
+class Duel:
+    """A small cache for each order, of a sample of names. The ranks are lower for what goes sooner."""
+
+    def __init__(self, rank: Callable[[int, Entry], int]) -> None:
+        self.best = LEARNED
+        self._rank = rank
+        self._entries: dict[int, Entry] = {}
+        self._shift = 0  # of 2^this names one is in the sample
+        self._turn = self._unjudged = 0
+        self._hits = [0.0] * 3
+        self._of_request = [0] * 3
+        self._variance = {(a, b): 0.0 for a in range(3) for b in range(3)}
+
+    def used(self, name: int, quarters: int, kind: int, held: int, first: bool) -> None:
+        """A request used a block, the first that is told of it or not; the tier holds so many."""
+        if first:
+            self._end_request()
+        while held >> self._shift > MOST_ROOM:
+            self._shift += 1
+            sample = {one: entry for one, entry in self._entries.items() if self._samples(one)}
+            self._entries = sample
+        if not self._samples(name):
+            return
+        entry = self._entries.setdefault(name, Entry())
+        entry.at, entry.turn, entry.kind = quarters, self._turn, kind
+        self._turn += 1
+        for order in entry.inside:
+            self._hits[order] += 1
+            self._of_request[order] += 1
+        entry.inside = {LEARNED, LEAST_WANTED, OLDEST}
+        room = max(held >> self._shift, 1)
+        for order in range(3):
+            inside = [one for one in self._entries.values() if order in one.inside]
+            if len(inside) > room + room // SLACK:
+                inside.sort(key=lambda one: (self._rank(order, one), one.turn))
+                for one in inside[: len(inside) - (room - room // SLACK)]:
+                    one.inside.remove(order)
+        self._entries = {one: entry for one, entry in self._entries.items() if entry.inside}
+        self._unjudged += 1
+        if self._unjudged * JUDGEMENTS >= max(room, FEW_BLOCKS):
+            self._judge()
+
+    def corrected(self, name: int, kind: int) -> None:
+        if name in self._entries:
+            self._entries[name].kind = kind
+
+    def _samples(self, name: int) -> bool:
+        return name >> (32 - self._shift) == 0
+
+    def _end_request(self) -> None:
+        for a, b in self._variance:
+            self._variance[a, b] += (self._of_request[a] - self._of_request[b]) ** 2
+        self._of_request = [0] * 3
+
+    def _judge(self) -> None:
+        """Only requests in which two differ say which is better."""
+        self._unjudged, top, most = 0, self.best, 0.0
+        for order in range(3):
+            more = self._hits[order] - self._hits[self.best]
+            needed = BACK if order == LEARNED else TO_LEAVE
+            times = more * more / (self._variance[order, self.best] + 1e-9)
+            if more > 0 and times > needed * needed and times > most:
+                top, most = order, times
+        self.best = top
+        self._hits = [one * FADING for one in self._hits]
+        self._variance = {which: one * FADING for which, one in self._variance.items()}
 
 
 @dataclass
@@ -56,22 +148,31 @@ class ValueModel(Ages):
         self._hits = [[0.0] * AGES for _ in range(KINDS)]  # wanted again at this age
         self._ends = [[0.0] * AGES for _ in range(KINDS)]  # watched no longer
         self._ranks = [[0] * AGES for _ in range(KINDS)]
-        self._fitted = 0
+        self._fitted = self._faded = 0
+        self._news, self._enough_news = 0, FIRST_NEWS
         self._sketch: dict[int, int] = {}
         self._sketched = 0
+        self._requests = 0
+        self._duel = Duel(lambda order, one: self._worth(order, one.kind, self.quarters - one.at))
 
     def now(self, seconds: float) -> None:
         super().now(seconds)
-        if self.quarters - self._fitted >= REFIT:
+        if self.quarters - self._fitted >= REFIT or self._news >= self._enough_news:
             self._refit()
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
-        return 1 + ((self._ranks[kind][age_kind(age)] * 128 + place) * 128 + kind)
+        return 1 + ((self._worth(self._duel.best, kind, age) * 128 + place) * 256 + kind)
+
+    def _worth(self, order: int, kind: int, age: int) -> int:
+        """Of equals the oldest goes first."""
+        if order == LEARNED:
+            return self._ranks[kind][age_kind(age)]
+        return kind // (2 * NEW_KINDS) if order == LEAST_WANTED else 0
 
     # Blocks.
 
     def kind_of(self, own: int) -> int:
-        return (hit_kind(own & MOST_HITS) * 2 + bool(own & LAST)) * NEW_KINDS + (own >> NEW_SHIFT)
+        return (step_of(own & MOST_HITS) * 2 + bool(own & LAST)) * NEW_KINDS + (own >> NEW_SHIFT)
 
     def met(self, number: int, name: int, again: bool, batch: int, last: bool) -> None:
         """One that is forgotten was wanted as often as the sketch remembers."""
@@ -88,8 +189,14 @@ class ValueModel(Ages):
         self.blocks[number].own = own
         if last:
             self._lasts.appendleft((number, short_name(name)))
+            self._requests += 1
         self._know(name, (own & MOST_HITS) + 1)
-        self._watch(short_name(name), self.kind_of(own))
+        called, kind = short_name(name), self.kind_of(own)
+        self._watch(called, kind)
+        self._duel.used(called, self.quarters, kind, self._in_memory(), last)
+
+    def _in_memory(self) -> int:
+        return sum(block.in_memory for block in self.blocks.values())
 
     def continued(self, number: int) -> None:
         """It was not the last of its request: the rest is only there now."""
@@ -98,6 +205,9 @@ class ValueModel(Ages):
             return
         block.own &= ~LAST
         called = next((called for one, called in self._lasts if one == number), None)
+        if called is None:
+            return
+        self._duel.corrected(called, self.kind_of(block.own))
         if called in self._seen:
             self._seen[called].kind = self.kind_of(block.own)
 
@@ -110,6 +220,7 @@ class ValueModel(Ages):
             self._thin()
         if name > self._sample:
             return
+        self._news += 1
         seen = self._seen.get(name)
         if seen is not None:
             self._hits[seen.kind][age_kind(self.quarters - seen.at)] += 1
@@ -136,6 +247,7 @@ class ValueModel(Ages):
 
     def _refit(self) -> None:
         self._fitted = self.quarters
+        self._enough_news = self._news + self._news // MORE_SEEN + FIRST_NEWS
         ends = [row[:] for row in self._ends]
         for seen in self._seen.values():
             ends[seen.kind][age_kind(self.quarters - seen.at)] += 1
@@ -150,7 +262,9 @@ class ValueModel(Ages):
                 worth.append([best_rate(own, first) for first in range(AGES)])
         order = {one: at for at, one in enumerate(sorted({one for row in worth for one in row}))}
         self._ranks = [[order[one] for one in row] for row in worth]
-        self._scale(DECAY)
+        if self.quarters - self._faded >= REFIT:
+            self._scale(DECAY)
+            self._faded = self.quarters
 
     # How often those were wanted that are gone.
 
@@ -158,9 +272,14 @@ class ValueModel(Ages):
         return STEPS[min(self._sketch.get(at, 0) for at in counters_of(name))]
 
     def _know(self, name: int, times: int) -> None:
-        """All are halved when many were new."""
+        """All are halved when many were new. Between two steps a counter moves by chance, which is the same for
+        all of a request: or else what is gone each time before it is wanted would stay at a step."""
         fresh = False
-        step = bisect_right(STEPS, times) - 1
+        known, step = step_of(self._times_known(name)), step_of(times)
+        if step <= known:
+            step = known
+            if known + 1 < len(STEPS):
+                step += mix(self._requests) % (STEPS[known + 1] - STEPS[known]) == 0
         for at in counters_of(name):
             was = self._sketch.get(at, 0)
             fresh |= was == 0
@@ -180,13 +299,20 @@ def total(table: list[Row], which: range) -> Row:
 
 
 def chances(hits: Row, ends: Row, relatives: Row, weight: float) -> Row:
-    """At each age, how likely those that got so old are wanted again before the next."""
-    found = [0.0] * AGES
-    risk = 0.0
+    """At each age, how likely those that got so old are wanted again before the next. Few observations say how
+    much likelier than its relatives a kind is, and many at which age."""
+    seen = [0.0] * AGES
+    risk, got, expected = 0.0, 1.0, 1.0
     for at in reversed(range(AGES)):
         risk += hits[at] + ends[at]
-        seen = max(risk - ends[at] / 2, 0.0)
-        found[at] = min((hits[at] + weight * relatives[at]) / (seen + weight), 0.999)
+        seen[at] = max(risk - ends[at] / 2, 0.0)
+        got += hits[at]
+        expected += seen[at] * relatives[at]
+    likelier = got / expected
+    found = []
+    for at in range(AGES):
+        chance = min(likelier * relatives[at], 0.999)
+        found.append(min((hits[at] + weight * chance) / (seen[at] + weight), 0.999))
     return found
 
 
@@ -202,8 +328,8 @@ def best_rate(chance: Row, first: int) -> float:
     return best
 
 
-def hit_kind(hits: int) -> int:
-    return hits.bit_length()
+def step_of(times: int) -> int:
+    return bisect_right(STEPS, times) - 1
 
 
 def new_kind(batch: int) -> int:

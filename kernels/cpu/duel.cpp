@@ -1,0 +1,125 @@
+// The duel of orders. Requests are what is compared: the blocks of one hit or miss together.
+#include "duel.h"
+
+#include <algorithm>
+
+namespace kvtier {
+namespace {
+
+constexpr std::size_t most_room = 1U << 11;
+constexpr std::size_t slack = 16;           // of so many blocks' room, one more or less
+constexpr std::size_t judgements = 8;       // while the caches are filled once
+constexpr std::size_t few = 64;             // blocks
+constexpr double fading = 0.9857;           // a judgement: half of it in 6 fillings
+constexpr double to_leave = 1.5, back = 1;  // standard deviations
+
+constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
+
+}  // namespace
+
+Duel::Duel(Rank rank) : rank_(std::move(rank)), index_(slots) {
+    static_assert(orders == 3, "each pair of orders has a sum of its own");
+}
+
+void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
+                bool first) {
+    if (first) end_request();
+    while (held >> shift_ > most_room) thin();
+    if (!samples(name)) return;
+    const std::size_t slot = find(name);
+    if (index_[slot] == 0) {
+        entries_.push_back({name, 0, 0, 0, 0});
+        index_[slot] = static_cast<std::uint16_t>(entries_.size());
+    }
+    Entry& entry = entries_[index_[slot] - 1];
+    entry.at = quarters;
+    entry.turn = turn_++;
+    entry.kind = static_cast<std::uint8_t>(kind);
+    for (unsigned order = 0; order < orders; ++order) {
+        const bool hit = entry.in >> order & 1;
+        hits_[order] += hit;
+        of_request_[order] += hit;
+        inside_[order] += !hit;
+    }
+    entry.in = (1U << orders) - 1;
+    const std::size_t room = std::max<std::size_t>(held >> shift_, 1);
+    for (unsigned order = 0; order < orders; ++order)
+        if (inside_[order] > room + room / slack) trim(order, room - room / slack);
+    if (++unjudged_ * judgements >= std::max(room, few)) judge();
+}
+
+// It was told before that it is of another kind.
+void Duel::corrected(std::uint32_t name, unsigned kind) {
+    const std::uint16_t at = index_[find(name)];
+    if (at != 0) entries_[at - 1].kind = static_cast<std::uint8_t>(kind);
+}
+
+std::size_t Duel::find(std::uint32_t name) const {
+    std::size_t at = name * 0x9E3779B1U >> 18;
+    while (index_[at] != 0 && entries_[index_[at] - 1].name != name) at = (at + 1) % slots;
+    return at;
+}
+
+void Duel::index() {
+    std::ranges::fill(index_, 0);
+    for (std::size_t i = 0; i < entries_.size(); ++i)
+        index_[find(entries_[i].name)] = static_cast<std::uint16_t>(i + 1);
+}
+
+void Duel::thin() {
+    ++shift_;
+    std::erase_if(entries_, [&](const Entry& entry) { return !samples(entry.name); });
+    inside_.fill(0);
+    for (const Entry& entry : entries_)
+        for (unsigned order = 0; order < orders; ++order) inside_[order] += entry.in >> order & 1;
+    index();
+}
+
+void Duel::trim(unsigned order, std::size_t room) {
+    std::vector<std::pair<std::uint64_t, std::size_t>> inside;
+    inside.reserve(inside_[order]);
+    for (std::size_t i = 0; i < entries_.size(); ++i)
+        if (entries_[i].in >> order & 1)
+            inside.emplace_back(
+                std::uint64_t{rank_(order, entries_[i])} << 32 | entries_[i].turn, i);
+    const auto kept = inside.begin() + static_cast<std::ptrdiff_t>(inside.size() - room);
+    std::ranges::nth_element(inside, kept);
+    for (auto one = inside.begin(); one != kept; ++one)
+        entries_[one->second].in &= static_cast<std::uint8_t>(~(1U << order));
+    inside_[order] = room;
+    if (std::erase_if(entries_, [](const Entry& entry) { return entry.in == 0; }) != 0) index();
+}
+
+void Duel::end_request() {
+    for (unsigned a = 0; a < orders; ++a)
+        for (unsigned b = a + 1; b < orders; ++b) {
+            const double more = of_request_[a] - of_request_[b];
+            variance_[pair(a, b)] += more * more;
+        }
+    of_request_.fill(0);
+}
+
+// Only requests in which two differ say which is better.
+void Duel::judge() {
+    unjudged_ = 0;
+    unsigned top = best_;
+    double most = 0;
+    for (unsigned order = 0; order < orders; ++order) {
+        const double more = hits_[order] - hits_[best_];
+        if (more <= 0) continue;
+        const double needed = order == 0 ? back : to_leave;
+        const double times = more * more / (variance_[pair(order, best_)] + 1e-9);
+        if (times <= needed * needed || times <= most) continue;
+        most = times;
+        top = order;
+    }
+    best_ = top;
+    for (double& one : hits_) one *= fading;
+    for (double& one : variance_) one *= fading;
+}
+
+std::size_t Duel::memory_bytes() const {
+    return entries_.capacity() * sizeof(Entry) + index_.size() * sizeof(std::uint16_t);
+}
+
+}  // namespace kvtier

@@ -1,0 +1,55 @@
+// Which order of blocks hits most: a small cache for each of them, of a sample of all names.
+//
+// A sample of single blocks will do: each order keeps a parent as long as its children, so that a
+// block that is there can be reached. At most some 6,500 names, a hundred kilobytes.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace kvtier {
+
+class Duel {
+ public:
+    static constexpr unsigned orders = 3;
+    struct Entry {
+        std::uint32_t name, at, turn;  // when it was used last, in quarters, and as which
+        std::uint8_t kind, in;         // a bit for each cache that has it
+    };
+    // Lower for what goes sooner; of equals the one that was used longest ago does.
+    using Rank = std::function<std::uint32_t(unsigned order, const Entry& entry)>;
+
+    explicit Duel(Rank rank);
+    // A request used a block, the first that is told of it or not; the tier holds so many.
+    void used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
+              bool first);
+    void corrected(std::uint32_t name, unsigned kind);
+    unsigned best() const { return best_; }
+    std::size_t memory_bytes() const;
+
+ private:
+    static constexpr std::size_t slots = 1U << 14;
+    static constexpr unsigned pairs = orders * (orders - 1) / 2;
+
+    bool samples(std::uint32_t name) const { return std::uint64_t{name} >> (32 - shift_) == 0; }
+    std::size_t find(std::uint32_t name) const;
+    void index();
+    void thin();
+    void trim(unsigned order, std::size_t room);
+    void end_request();
+    void judge();
+
+    Rank rank_;
+    std::vector<Entry> entries_;
+    std::vector<std::uint16_t> index_;  // 1 + where
+    unsigned shift_ = 0;                // of 2^this names one is in the sample
+    std::uint32_t turn_ = 0;
+    std::size_t unjudged_ = 0;
+    std::array<std::size_t, orders> inside_{};
+    std::array<double, orders> hits_{}, of_request_{};
+    std::array<double, pairs> variance_{};
+    unsigned best_ = 0;
+};
+
+}  // namespace kvtier
