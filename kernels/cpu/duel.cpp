@@ -6,12 +6,12 @@
 namespace kvtier {
 namespace {
 
-constexpr std::size_t most_room = 1U << 11;
+constexpr std::size_t most_room = 1U << 12;
 constexpr std::size_t slack = 16;           // of so many blocks' room, one more or less
 constexpr std::size_t judgements = 8;       // while the caches are filled once
 constexpr std::size_t few = 64;             // blocks
-constexpr double fading = 0.9857;           // a judgement: half of it in 6 fillings
-constexpr double to_leave = 1.5, back = 1;  // standard deviations
+constexpr double fading = 0.98;              // a judgement: half of it in four fillings
+constexpr double to_leave = 1.75, back = 1;  // standard deviations
 
 constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 
@@ -19,6 +19,7 @@ constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 
 Duel::Duel(Rank rank) : rank_(std::move(rank)), index_(slots) {
     static_assert(orders == 3, "each pair of orders has a sum of its own");
+    entries_.reserve(orders * (most_room + most_room / slack) + 1);
 }
 
 void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
@@ -55,7 +56,7 @@ void Duel::corrected(std::uint32_t name, unsigned kind) {
 }
 
 std::size_t Duel::find(std::uint32_t name) const {
-    std::size_t at = name * 0x9E3779B1U >> 18;
+    std::size_t at = name * 0x9E3779B1U >> 17;
     while (index_[at] != 0 && entries_[index_[at] - 1].name != name) at = (at + 1) % slots;
     return at;
 }

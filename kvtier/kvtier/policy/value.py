@@ -43,12 +43,12 @@ STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 127)  # of a count
 WINDOW = COUNTERS // 4
 
 LEARNED, LEAST_WANTED, OLDEST = range(3)  # orders
-MOST_ROOM = 1 << 11  # in a cache
+MOST_ROOM = 1 << 12  # in a cache
 SLACK = 16  # of so many blocks' room, one more or less
 JUDGEMENTS = 8  # while the caches are filled once
 FEW_BLOCKS = 64
-FADING = 0.9857  # a judgement: half of it in 6 fillings
-TO_LEAVE, BACK = 1.5, 1.0  # standard deviations
+FADING = 0.98  # a judgement: half of it in four fillings
+TO_LEAVE, BACK = 1.75, 1.0  # standard deviations
 
 Row = list[float]
 
