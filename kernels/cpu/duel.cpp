@@ -7,9 +7,9 @@ namespace kvtier {
 namespace {
 
 constexpr std::size_t most_room = 1U << 12;
-constexpr std::size_t slack = 16;           // of so many blocks' room, one more or less
-constexpr std::size_t judgements = 8;       // while the caches are filled once
-constexpr std::size_t few = 64;             // blocks
+constexpr std::size_t slack = 16;            // of so many blocks' room, one more or less
+constexpr std::size_t judgements = 8;        // while the caches are filled once
+constexpr std::size_t few = 64;              // blocks
 constexpr double fading = 0.98;              // a judgement: half of it in four fillings
 constexpr double to_leave = 1.75, back = 1;  // standard deviations
 
@@ -81,8 +81,8 @@ void Duel::trim(unsigned order, std::size_t room) {
     inside.reserve(inside_[order]);
     for (std::size_t i = 0; i < entries_.size(); ++i)
         if (entries_[i].in >> order & 1)
-            inside.emplace_back(
-                std::uint64_t{rank_(order, entries_[i])} << 32 | entries_[i].turn, i);
+            inside.emplace_back(std::uint64_t{rank_(order, entries_[i])} << 32 | entries_[i].turn,
+                                i);
     const auto kept = inside.begin() + static_cast<std::ptrdiff_t>(inside.size() - room);
     std::ranges::nth_element(inside, kept);
     for (auto one = inside.begin(); one != kept; ++one)

@@ -17,8 +17,8 @@ constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
 constexpr unsigned most_hits = 127, rows = 4;
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
 constexpr std::uint64_t refit_quarters = 60 * 4;
-constexpr std::uint64_t more_seen = 8;  // of what was seen, so much more is news
-constexpr double decay = 0.95;          // a minute
+constexpr std::uint64_t more_seen = 8;      // of what was seen, one of so many more is news
+constexpr double decay = 0.95;              // a minute
 constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
 
 // What a counter of 4 bits stands for.

@@ -20,7 +20,8 @@ class Value final : public Ages {
  private:
     // A kind is how often a block was wanted, whether it was the last of its request, and how many
     // came with it. Ages go in steps of the square root of two, from a second to two days.
-    static constexpr unsigned hit_kinds = 16, new_kinds = 5, kinds = hit_kinds * 2 * new_kinds, ages = 36;
+    static constexpr unsigned hit_kinds = 16, new_kinds = 5, kinds = hit_kinds * 2 * new_kinds,
+                              ages = 36;
     // A block that is watched, wherever it is, since it was wanted last.
     struct Seen {
         std::uint32_t name;  // 0 where there is none

@@ -172,6 +172,42 @@ def test_value_watches_fewer_when_there_are_too_many_and_forgets_in_time():
     assert cache.hits > 0
 
 
+def test_value_and_its_model_agree_in_a_tier_of_which_only_a_sample_can_duel():
+    cache = Cache([Value(), ValueModel()], 4200)
+    rnd = random.Random(4)
+    made = iter(range(1, 1 << 40))
+    known = [[next(made) for _ in range(30)] for _ in range(100)]
+    for at in range(160):
+        cache.request(at * 2.0, [*known[int(rnd.paretovariate(0.6)) % 100], next(made)])
+        cache.request(at * 2.0 + 1, [next(made) for _ in range(40)])
+    assert cache.hits > 0
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+def test_value_hits_about_as_much_as_what_suits_a_service(kind):
+    """Prompts by popularity alone, between others that come once; and conversations that go on soon."""
+    rnd, made = random.Random(6), iter(range(10_000, 1 << 40))
+    open_ = [[next(made) for _ in range(4)] for _ in range(12)]
+    chains = []
+    for at in range(4000):
+        if kind is Lfu:
+            prompt = int(rnd.paretovariate(0.3)) % 300 * 8
+            chains.append(
+                [*range(prompt, prompt + 8)] if at % 4 else [next(made) for _ in range(20)]
+            )
+        else:
+            open_[at % 12] = [*open_[at % 12], next(made)]
+            chains.append(open_[at % 12])
+            if rnd.random() < 0.1:
+                open_[at % 12] = [next(made) for _ in range(4)]
+    caches = [Cache([kind()], 200), Cache([Value()], 200)]
+    for cache in caches:
+        for at, chain in enumerate(chains):
+            cache.request(at * 0.25, chain)
+    assert caches[0].hits > 0.1 * caches[0].asked
+    assert caches[1].hits > caches[0].hits - 0.01 * caches[0].asked
+
+
 def test_hints_keep_chains_that_matter_and_cut_the_tails_of_others():
     for kind in (Attention, AttentionModel):
         policy = kind()

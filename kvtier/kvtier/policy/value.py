@@ -1,14 +1,14 @@
 """Expected reuse: a block is worth the hits to be expected for each second of its space, at the horizon at
 which that is most. It is learned as it goes, for blocks of a kind and an age, from watched blocks; those that
-left memory are watched too, so that it isn't fooled by its own size. Where what was learned hits less than how
-often a block was wanted, or how long ago, would have, that is the order. Tails go before heads.
+left memory are watched too, so that it isn't fooled by its own size. Where that hits less than how often a
+block was wanted, or how long ago, would have, the better of these is the order. Tails go before heads.
 
 N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018; the best
 horizon is J. C. Gittins' index ("Bandit processes and dynamic allocation indices", 1979). Counts of what is
 gone are kept as in G. Einziger, R. Friedman, B. Manes, "TinyLFU", ACM Trans. on Storage 13(4), 2017, between
 their steps as in R. Morris, "Counting large numbers of events in small registers", CACM 21(10), 1978. The
-watched are thinned as in C. Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015, and orders
-compared in small caches as in C. Waldspurger et al., "Cache modeling and optimization using miniature
+watched are thinned as in C. Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015; orders
+are compared in small caches as in C. Waldspurger et al., "Cache modeling and optimization using miniature
 simulations", USENIX ATC 2017.
 `Value` is native, `ValueModel` the same in Python, to the last bit.
 """
@@ -72,6 +72,7 @@ class Duel:
         self._entries: dict[int, Entry] = {}
         self._shift = 0  # of 2^this names one is in the sample
         self._turn = self._unjudged = 0
+        self._inside = [0] * 3
         self._hits = [0.0] * 3
         self._of_request = [0] * 3
         self._variance = {(a, b): 0.0 for a in range(3) for b in range(3)}
@@ -82,25 +83,25 @@ class Duel:
             self._end_request()
         while held >> self._shift > MOST_ROOM:
             self._shift += 1
-            sample = {one: entry for one, entry in self._entries.items() if self._samples(one)}
-            self._entries = sample
+            self._entries = {one: at for one, at in self._entries.items() if self._samples(one)}
+            self._inside = [
+                sum(order in one.inside for one in self._entries.values()) for order in range(3)
+            ]
         if not self._samples(name):
             return
         entry = self._entries.setdefault(name, Entry())
         entry.at, entry.turn, entry.kind = quarters, self._turn, kind
         self._turn += 1
-        for order in entry.inside:
-            self._hits[order] += 1
-            self._of_request[order] += 1
+        for order in range(3):
+            hit = order in entry.inside
+            self._hits[order] += hit
+            self._of_request[order] += hit
+            self._inside[order] += not hit
         entry.inside = {LEARNED, LEAST_WANTED, OLDEST}
         room = max(held >> self._shift, 1)
         for order in range(3):
-            inside = [one for one in self._entries.values() if order in one.inside]
-            if len(inside) > room + room // SLACK:
-                inside.sort(key=lambda one: (self._rank(order, one), one.turn))
-                for one in inside[: len(inside) - (room - room // SLACK)]:
-                    one.inside.remove(order)
-        self._entries = {one: entry for one, entry in self._entries.items() if entry.inside}
+            if self._inside[order] > room + room // SLACK:
+                self._trim(order, room - room // SLACK)
         self._unjudged += 1
         if self._unjudged * JUDGEMENTS >= max(room, FEW_BLOCKS):
             self._judge()
@@ -111,6 +112,14 @@ class Duel:
 
     def _samples(self, name: int) -> bool:
         return name >> (32 - self._shift) == 0
+
+    def _trim(self, order: int, room: int) -> None:
+        inside = [one for one in self._entries.values() if order in one.inside]
+        inside.sort(key=lambda one: (self._rank(order, one), one.turn))
+        for one in inside[: len(inside) - room]:
+            one.inside.remove(order)
+        self._inside[order] = room
+        self._entries = {name: one for name, one in self._entries.items() if one.inside}
 
     def _end_request(self) -> None:
         for a, b in self._variance:
@@ -272,8 +281,8 @@ class ValueModel(Ages):
         return STEPS[min(self._sketch.get(at, 0) for at in counters_of(name))]
 
     def _know(self, name: int, times: int) -> None:
-        """All are halved when many were new. Between two steps a counter moves by chance, which is the same for
-        all of a request: or else what is gone each time before it is wanted would stay at a step."""
+        """All are halved when many were new. Between two steps a counter moves by chance, which is the same
+        for all of a request: or else what is gone each time before it is wanted would stay at a step."""
         fresh = False
         known, step = step_of(self._times_known(name)), step_of(times)
         if step <= known:
@@ -299,8 +308,8 @@ def total(table: list[Row], which: range) -> Row:
 
 
 def chances(hits: Row, ends: Row, relatives: Row, weight: float) -> Row:
-    """At each age, how likely those that got so old are wanted again before the next. Few observations say how
-    much likelier than its relatives a kind is, and many at which age."""
+    """At each age, how likely those that got so old are wanted again before the next. Few observations say
+    how much likelier than its relatives a kind is, and many at which age."""
     seen = [0.0] * AGES
     risk, got, expected = 0.0, 1.0, 1.0
     for at in reversed(range(AGES)):
