@@ -27,8 +27,9 @@ def cold_daemon(
     policy: str = "auto",
     **options: Any,
 ) -> Daemon:
-    config = f'[warm]\nsize = "16MiB"\npolicy = "{policy}"\n[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\n'
-    return daemon_of(config=config + f'segment = "1MiB"\nwrite = "{write}"\n', **options)
+    warm = f'[warm]\nsize = "16MiB"\npolicy = "{policy}"\n'
+    cold = f'[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "{write}"\n'
+    return daemon_of(config=warm + cold, **options)
 
 
 def tokens(chain: int) -> list[int]:
