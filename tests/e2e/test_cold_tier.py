@@ -28,7 +28,9 @@ def cold_daemon(
     **options: Any,
 ) -> Daemon:
     warm = f'[warm]\nsize = "16MiB"\npolicy = "{policy}"\n'
-    cold = f'[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "{write}"\n'
+    cold = (
+        f'[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "{write}"\n'
+    )
     return daemon_of(config=warm + cold, **options)
 
 
