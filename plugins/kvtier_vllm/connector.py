@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import vllm
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -84,6 +85,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        if vllm_config.scheduler_config.async_scheduling:
+            # The next step is on its way before it is known what the last one left unfilled, and what it computes
+            # from that would be saved. Loads between steps are over before anything is computed from them.
+            self._options = msgspec.structs.replace(self._options, load="async")
         self._layout: Layout | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -107,9 +107,12 @@ class DeviceSide:
                 copies.start(pieces, ids, reader.mappings, slots, False, after)
             if lane == "now":
                 copies.hold(self._engine_stream())
-        except CudaError as error:
+        except Exception as error:
+            # Whatever it was: what has begun must be over before the pages are somebody else's.
             copies.drain()
-            raise DeviceCopyError(str(error)) from error
+            if isinstance(error, CudaError):
+                raise DeviceCopyError(str(error)) from error
+            raise
 
     def end(self, lane: Literal["load", "now"], reader: Reader, reads: Sequence[Read]) -> bool:
         """Wait for the lane, then tell whether all these slots were what they should be until then."""

@@ -142,6 +142,7 @@ class SchedulerSide:
         if not prompt.waited:
             prompt.waited = True
             self.stats.took("wait_s", now - prompt.waits_since)
+        prompt.waits_since = None
         return answer
 
     def _answer(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
@@ -322,7 +323,9 @@ class SchedulerSide:
 
     def _forget_lease(self, prompt: Prompt) -> None:
         if prompt.ticket:
-            self._tickets.pop(prompt.ticket, None)
+            # Another session gives the same numbers again, to others.
+            if self._tickets_of is prompt.session:
+                self._tickets.pop(prompt.ticket, None)
             prompt.ticket = 0
         if prompt.lease is not None:
             prompt.lease.release()

@@ -263,7 +263,10 @@ class Crashes:
                         brought(place, keys)
                         served = place.served(self.oracle, keys)
                         wanted = self.promised.get((place.tenant, own, number), 0)
-                        assert served >= wanted, f"{served} of {wanted} blocks that were on disk"
+                        assert served >= wanted, (
+                            f"{served} of {wanted} blocks that were on disk:"
+                            f" {client.explain()['lookups'][:4]}"
+                        )
                         self.kept += wanted
         self.promised = {}
         stats = daemon.wait_for(at_rest)

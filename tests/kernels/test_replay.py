@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.policy.base import NATIVE, make
@@ -67,6 +67,7 @@ def test_an_lru_of_whole_requests_hits_as_much(requests: Requests, blocks: int) 
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE))
+@settings(deadline=None)
 @given(requests=chains(40, 8), blocks=st.integers(1, 30))
 def test_every_policy_replays_as_its_twin_and_below_the_optimum(
     name: str, requests: Requests, blocks: int

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.planning import LIMIT_ASKS, LIMIT_WAITS, Planner
-from kvtier.planning.links import GUESS_BYTES_S, STALE_S, WINDOW_READS
+from kvtier.planning.links import GUESS_BYTES_S, STALE_S, WINDOW_READS, Link
 from kvtier.planning.modelled import BLOCK, RATE, Load, World
 
 NEVER = float("inf")
@@ -315,3 +315,15 @@ def test_a_thousand_workloads() -> None:
     for why in ("faster", "slower", "crowded", "prefetch"):
         assert seen[why] > 500, seen
     assert seen["feasible"] > 50, seen
+
+
+def test_writes_go_on_once_a_read_that_several_waited_for_is_over() -> None:
+    planner, link = Planner(lambda: 0.0, lambda: 1.0), Link(lambda: 0.0)
+    for name in ("one", "two", "three"):
+        joined = [] if name == "one" else ["block"]
+        assert planner.weigh(name, {link: 1 << 20} if name == "one" else {}, joined).load
+        planner.add(name, [("block", link, 1 << 20)] if name == "one" else [], joined)
+    assert planner.take(link) == ["block"]
+    planner.over("block", True)
+    assert planner.may_write(link)
+    assert planner.waits == planner.waiting == 0

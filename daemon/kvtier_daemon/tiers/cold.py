@@ -335,6 +335,14 @@ class ColdTier:
         for drive, theirs in ops.items():
             drive.read(theirs)
 
+    def hold(self, block: Incoming) -> None:
+        """The segment of this block is not used again while it waits to be read."""
+        self.segments[block.segment].reading += 1
+
+    def let_go(self, block: Incoming) -> None:
+        """It waits no more."""
+        self._numbering.shelves[block.segment].not_read(self.segments[block.segment])
+
     def read_header(self, block: Incoming, done: Callable[[int, bytes], None]) -> None:
         """The header of a block's frame, after all that is urgent; `done` is told an errno or 0."""
         segment, shelf = self.segments[block.segment], self._numbering.shelves[block.segment]

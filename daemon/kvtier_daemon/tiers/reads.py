@@ -66,6 +66,7 @@ class Reads:
         for block in blocks:
             name, drive = (tenant, block.id), self._cold.drive_of(block.segment)
             self._waiting[name] = block, done
+            self._cold.hold(block)  # until it is over, however long it waits for its turn
             fresh.append((name, drive.link, block.payload_bytes))
             self._pump_soon(drive)
         self.planner.add(request, fresh, joined)
@@ -95,6 +96,7 @@ class Reads:
             assert isinstance(name, tuple)
             block, done = self._waiting.pop(name)
             done(block, errno.ECANCELED)
+            self._cold.let_go(block)
 
     def _pump_soon(self, drive: Drive) -> None:
         if drive not in self._pumping:
@@ -125,3 +127,4 @@ class Reads:
         self.planner.over(name, not code)
         self._pump_soon(drive)
         done(block, code)
+        self._cold.let_go(block)

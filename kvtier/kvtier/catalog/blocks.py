@@ -101,10 +101,11 @@ class Blocks:
         self.policy.freed(read.tobytes())
         self.gone(freed, "forgotten")
 
-    def commit(self, ids: bytes, checksums: bytes) -> None:
+    def commit(self, ids: bytes, checksums: bytes, is_new: bool = True) -> None:
+        """These are written. `is_new` for one place of each key: the others are the same save."""
         self.store.commit(ids, checksums)
         self.changes.tell(CAME, MEMORY, self.changes.name(ids))
-        if self.admission.is_on:
+        if self.admission.is_on and is_new:
             self.admission.saved(self.store.keys_of(ids))
         self.came(ids)
 

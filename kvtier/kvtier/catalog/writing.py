@@ -112,7 +112,7 @@ class Writing:
         if len(checksums) not in (0, count * DIGEST_BYTES):
             raise Refused("bad_request", f"{len(checksums)} bytes of checksums for {count} blocks")
         ids = lease.ids[first * ID_BYTES : (first + count) * ID_BYTES]
-        self._blocks.commit(ids, checksums)
+        self._blocks.commit(ids, checksums, is_new=lease.group == lease.shard == 0)
         # A block that is new makes all before it recent: a head outlives its tail, also where a chain is
         # saved block by block as it grows.
         store, space = self._blocks.store, lease.space

@@ -44,7 +44,7 @@ SLACK = 0.05  # of what recomputing takes: a load may be late by so much
 EXPLORE = 0.01
 EXPLORE_DEARER = 2.0  # computing is tried where it takes no more than so many times the load
 GONE_S = 0.2  # without a word, after a lease was released
-LAPSE_S = 5.0  # what was said of a request that asks no more is forgotten
+LAPSE_S = 5.0  # what was said against a load is thought over, however often it is asked for
 
 WHY = (
     "faster",  # the load is expected first
@@ -83,7 +83,7 @@ class Ask:
     end: float  # when it is given up
     recompute_s: float  # within which a load was promised; without limit: nothing was
     verdict: Verdict
-    asked_at: float
+    said_at: float
     released_at: float = float("inf")
     left: Counter[Link] = field(default_factory=Counter)  # bytes that are read in its place
     reads: set[Read] = field(default_factory=set)  # that it waits for
@@ -149,7 +149,7 @@ class Planner:
         now = self._clock()
         before = self._asks.get(name)
         if before is not None:
-            before.asked_at, before.released_at = now, float("inf")
+            before.released_at = float("inf")
             if not before.verdict.load or not any(fresh.values()):
                 return self._again(before, before.verdict.load)
         elif len(self._asks) >= LIMIT_ASKS:
@@ -393,8 +393,11 @@ class Planner:
         """A read that was handed over has ended, and brought what it should or not."""
         read = self._reads.pop(block)
         read.link.ended(read.nbytes, good)
-        for ask in list(read.asks):
-            self._part(ask, read)
+        if read.asks:
+            self._unlead(read.asks[0], read)  # the others never led it
+        for ask in read.asks:
+            ask.reads.discard(read)
+            self.waits -= 1
             if not ask.reads:
                 self._leave(ask)
 
@@ -428,9 +431,10 @@ class Planner:
                 blocks += self.cancel(ask.name)
             elif ask.verdict.load and now > ask.end:
                 ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
+                ask.said_at = now
                 self.late += 1
                 blocks += self._call_back(ask)
-            elif not ask.verdict.load and now - ask.asked_at > LAPSE_S:
+            elif not ask.verdict.load and now - ask.said_at > LAPSE_S:
                 del self._asks[ask.name]
         return blocks
 
