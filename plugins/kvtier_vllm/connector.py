@@ -86,7 +86,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         if vllm_config.scheduler_config.async_scheduling:
-            # The next step is on its way before it is known what the last one left unfilled, and what it computes
+            # The next step is on its way before it is known what the last one left unfilled: what it computes
             # from that would be saved. Loads between steps are over before anything is computed from them.
             self._options = msgspec.structs.replace(self._options, load="async")
         self._layout: Layout | None = None

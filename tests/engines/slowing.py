@@ -55,7 +55,7 @@ class SlowConnector(RecordingConnector):
             hold("reserved")
             return saving
 
-        def copy(saving: Saving, pieces: Pieces, block_ids: Sequence[int]) -> None:
+        def copy(saving: Saving, pieces: Pieces, block_ids: Sequence[int], nice: int) -> None:
             copy_slowly(saving, halves, block_ids)
 
         Saving.__enter__ = enter  # type: ignore[method-assign]
