@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,6 @@ PROMPT = range(8 * BLOCK + 3)
 BYTES = LAYERS * PAGE_BYTES
 WARM_BLOCKS = (16 << 20) // BYTES
 EngineOf = Callable[..., FakeEngine]
-
-
-@pytest.fixture
-def engine_of() -> Iterator[EngineOf]:
-    engines = []
-
-    def make(daemon: Daemon, *args: Any, **options: Any) -> FakeEngine:
-        engines.append(FakeEngine(daemon.socket, *args, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,20 +33,6 @@ SHAPES = {
     "blocks of different sizes": layout_of([20, 0, 7], parts=[2, 1, 4]),
     "six groups": layout_of([0, 20, 20, 0, 40, 20], ranks=2),
 }
-
-
-@pytest.fixture
-def engine_of() -> Iterator[EngineOf]:
-    engines = []
-
-    def make(daemon: Daemon | str, *args: Any, **options: Any) -> FakeEngine:
-        socket = daemon if isinstance(daemon, str) else daemon.socket
-        engines.append(FakeEngine(socket, *args, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture

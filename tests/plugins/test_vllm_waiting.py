@@ -23,19 +23,6 @@ EngineOf = Callable[..., FakeEngine]
 
 
 @pytest.fixture
-def engine_of() -> Iterator[EngineOf]:
-    engines = []
-
-    def make(daemon: Daemon, *args: Any, **options: Any) -> FakeEngine:
-        engines.append(FakeEngine(daemon.socket, *args, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
     yield ends

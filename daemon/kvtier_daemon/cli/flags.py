@@ -20,6 +20,18 @@ def _from_here(text: str) -> Path:
     return path.absolute()
 
 
+PrefillRate = Annotated[
+    float,
+    typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),
+]
+PrefillGrowth = Annotated[
+    float,
+    typer.Option(
+        min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
+    ),
+]
+
+
 def amount(flag: str, text: str) -> int:
     """Return the bytes that a flag says; the error names the flag."""
     from kvtier.units import parse_bytes

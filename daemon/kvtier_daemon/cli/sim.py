@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier_daemon.cli.flags import PrefillGrowth, PrefillRate
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -44,16 +46,8 @@ def sim(
         int,
         typer.Option(min=0, metavar="N", help="Tokens of a block; 0: as the trace says, or 512."),
     ] = 0,
-    prefill_rate: Annotated[
-        float,
-        typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),
-    ] = 10_000,
-    prefill_growth: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
-        ),
-    ] = 0,
+    prefill_rate: PrefillRate = 10_000,
+    prefill_growth: PrefillGrowth = 0,
     engines: Annotated[
         int, typer.Option(min=0, metavar="N", help="That prefill, a request each; 0: no queue.")
     ] = 0,

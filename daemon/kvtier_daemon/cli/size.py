@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier_daemon.cli.flags import PrefillGrowth, PrefillRate
+
 if TYPE_CHECKING:
     from kvtier_daemon.sizing import Cache
 
@@ -43,16 +45,8 @@ def size(
             metavar="SIZE", help="Of the whole model; found from the files beside CONFIG."
         ),
     ] = None,
-    prefill_rate: Annotated[
-        float,
-        typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),
-    ] = 10_000,
-    prefill_growth: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
-        ),
-    ] = 0,
+    prefill_rate: PrefillRate = 10_000,
+    prefill_growth: PrefillGrowth = 0,
     bandwidth: Annotated[
         str, typer.Option(metavar="GB/S,...", help="Of the links to load over.")
     ] = LINKS,

@@ -94,9 +94,7 @@ class Reads:
     def _called_back(self, names: Iterable[Hashable]) -> None:
         for name in names:
             assert isinstance(name, tuple)
-            block, done = self._waiting.pop(name)
-            done(block, errno.ECANCELED)
-            self._cold.let_go(block)
+            self._tell(name, errno.ECANCELED)
 
     def _pump_soon(self, drive: Drive) -> None:
         if drive not in self._pumping:
@@ -123,8 +121,11 @@ class Reads:
         self._over((tenant, block.id), drive, code)
 
     def _over(self, name: Name, drive: Drive, code: int) -> None:
-        block, done = self._waiting.pop(name)
         self.planner.over(name, not code)
         self._pump_soon(drive)
+        self._tell(name, code)
+
+    def _tell(self, name: Name, code: int) -> None:
+        block, done = self._waiting.pop(name)
         done(block, code)
         self._cold.let_go(block)
