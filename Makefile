@@ -83,7 +83,7 @@ bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minu
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages beside one large pinned copy
 	$(GPU_PYTHON) benchmarks/bench_gpu.py
 
-figures: venv   ## put the figures of the last benchmarks into the README
+figures: venv   ## put the figures of the last benchmarks into the documents
 	$(BIN)/python benchmarks/figures.py
 
 faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines

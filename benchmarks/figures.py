@@ -1,4 +1,6 @@
-"""Write the README's table of figures from the result files, so that no number there was typed by hand."""
+"""Write what was measured into the documents, so that no number there was typed by hand: every row into
+docs/figures.md, the rows that tell most into the README, hit rates over sizes into a picture.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +9,63 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvtier_daemon.sim.plot import draw
+
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+ROOT = HERE.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 SOURCES = {
     "warm": "python benchmarks/bench_warm.py",
     "control": "python benchmarks/bench_control.py",
     "cold": "python benchmarks/bench_cold.py",
+    "codec": "python benchmarks/bench_codec.py",
+    "quality": "python benchmarks/bench_quality.py",
+    "policy": "python benchmarks/bench_policy.py",
+    "planner": "python benchmarks/bench_planner.py",
+    "sim": "python benchmarks/bench_sim.py",
     "ttft": "python benchmarks/bench_ttft.py",
+    "gpu": "python benchmarks/bench_gpu.py",
 }
+# What the README shows: a row's name, and how it is said there.
+HEADLINES = {
+    "warm": {
+        "save with checksum, 2 MiB blocks, to memcpy": "save to memory, with checksums, beside a memcpy",
+        "load, 2 MiB blocks, to NT loop": "load from memory, beside the fastest copy loop",
+        "load as views, 256 blocks, release included": "load 256 blocks without a copy, release included",
+        "four clients, half saving with checksums, to two-thread NT": "four clients at once, beside both"
+        " cores' fastest copy loop",
+    },
+    "control": {
+        "match of 1024 keys, p50": "ask for a prefix of 1,024 blocks",
+        "catalog of 1,000,000 blocks: memory a block": "the daemon's memory for each block it knows",
+        "daemon with 12GiB: ready after": "start with 12 GiB",
+    },
+    "cold": {
+        "daemon, cold to warm, io_uring, registered, saved with checksums: throughput beside fio": "load from"
+        " disk, verified, beside fio",
+        "daemon, warm to cold, saved with checksums: throughput beside fio": "write to disk, beside fio",
+        "restart with 1,000,448 blocks on disk, killed: all found after, beyond fio's scan": "a million"
+        " blocks found again after a kill",
+    },
+}
+POLICIES = ("lru", "lfu", "arc", "s3fifo", "value")
+SIZES = {1.0: "1%", 2.0: "2%", 5.0: "5%", 10.0: "10%", 20.0: "20%"}
 
 
-def table() -> str:
-    """The rows of all results that there are, each with its bar, and where and how they were measured."""
-    lines = []
-    for name, command in SOURCES.items():
+def results() -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in SOURCES:
         path = HERE / "results" / f"{name}.json"
-        if not path.exists():
-            continue
-        result = json.loads(path.read_text())
-        where = result["environment"]
-        state = "" if result["valid"] else " **The machine was disturbed during this run.**"
-        lines += [
-            f"`{command}` on {where['cores']} shared cores of {where['cpu']}.{state}",
-            "",
-            "| | measured | bar |",
-            "| --- | --- | --- |",
-            *(f"| {row['name']} | {measured(row)} | {row['bar']} |" for row in result["rows"]),
-            "",
-        ]
-    return "\n".join(lines)
+        if path.exists():
+            found[name] = json.loads(path.read_text())
+    return found
+
+
+def head(name: str, result: dict[str, Any]) -> str:
+    """How it was measured, and where."""
+    where = result["environment"]
+    state = "" if result["valid"] else " **The machine was disturbed during this run.**"
+    return f"`{SOURCES[name]}` on {where['cores']} shared cores of {where['cpu']}.{state}"
 
 
 def measured(row: dict[str, Any]) -> str:
@@ -48,19 +77,82 @@ def measured(row: dict[str, Any]) -> str:
     return value
 
 
+def everything(found: dict[str, dict[str, Any]]) -> str:
+    """All rows of all results that there are."""
+    lines = [
+        "# What was measured",
+        "",
+        "Written by `make figures` from `benchmarks/results/`. A ratio is the median of pairs that ran one"
+        " after the other",
+        "in the same run, with what 95% of resampled medians lie between; a bar is what we want to hold.",
+        "",
+    ]
+    for name, result in found.items():
+        lines += [
+            f"## {name}",
+            head(name, result),
+            "",
+            "| | measured | bar |",
+            "| --- | --- | --- |",
+            *(f"| {row['name']} | {measured(row)} | {row['bar']} |" for row in result["rows"]),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def highlights(found: dict[str, dict[str, Any]]) -> str:
+    lines = ["| | measured | |", "| --- | --- | --- |"]
+    for name, wanted in HEADLINES.items():
+        rows = {row["name"]: row for row in found.get(name, {"rows": []})["rows"]}
+        lines += [
+            f"| {said} | {measured(rows[row])} | {name} |"
+            for row, said in wanted.items()
+            if row in rows
+        ]
+    used = [head(name, found[name]) for name in HEADLINES if name in found]
+    return "\n".join([*lines, "", *(f"{text}  " for text in used)])
+
+
+def hit_rates(result: dict[str, Any]) -> str:
+    """How much of a trace is found again in a memory of so much, by policy."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        trace, _, policy = row["name"].rpartition(": gap to the optimum closed, ")
+        if not trace or policy not in POLICIES:
+            continue
+        name = "kvtier (value)" if policy == "value" else policy
+        lines[name] = list(zip(SIZES, row["more"]["whole"], strict=True))
+        lines["optimum"] = list(zip(SIZES, row["more"]["optimum"], strict=True))
+    across = "room, of all different blocks of the trace"
+    return draw("A production trace: blocks found again", across, lines, SIZES)
+
+
+def wanted() -> dict[Path, str]:
+    """What the files have to say."""
+    found = results()
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    files = {
+        readme: f"{before}{BEGIN}\n{highlights(found)}\n{END}{after}",
+        ROOT / "docs" / "figures.md": everything(found),
+    }
+    if "policy" in found:
+        files[ROOT / "docs" / "hit-rates.svg"] = hit_rates(found["policy"])
+    return files
+
+
 def main() -> int:
-    """Rewrite the table; with --check only say whether it is true."""
-    text = README.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    wanted = f"{head}{BEGIN}\n{table()}{END}{tail}"
+    """Write them; with --check only say whether they are true."""
+    stale = [
+        path for path, text in wanted().items() if not path.exists() or path.read_text() != text
+    ]
     if "--check" in sys.argv:
-        if wanted != text:
-            print(
-                "README.md: the figures are not those of benchmarks/results; run benchmarks/figures.py"
-            )
-        return int(wanted != text)
-    README.write_text(wanted)
+        for path in stale:
+            print(f"{path.relative_to(ROOT)}: not what benchmarks/results say; run `make figures`")
+        return int(bool(stale))
+    for path, text in wanted().items():
+        path.write_text(text)
     return 0
 
 

@@ -14,7 +14,7 @@ from daemons import Daemon
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_readmes_figures_are_those_of_the_results() -> None:
+def test_the_figures_are_those_of_the_results() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
