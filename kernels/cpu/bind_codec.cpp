@@ -12,6 +12,7 @@
 
 #include "codec/codec.h"
 #include "python_bytes.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 
@@ -48,7 +49,7 @@ std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle bl
     }
     if (to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
     {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         encode(by, is, parts, to.data());
     }
     std::vector<Number> found;
@@ -73,7 +74,7 @@ size_t decode_parts(uint32_t element, nb::handle payload, const std::vector<Plac
         parts.push_back({from.data() + offset, bytes, codec_of(codec), to.data() + at, raw_bytes});
         at += raw_bytes;
     }
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     return decode(is, parts);
 }
 
@@ -104,7 +105,7 @@ void planes(size_t width, nb::handle src, nb::handle dst, bool back) {
     if (from.size() != to.size() || from.size() % width != 0) {
         throw nb::value_error("dst: not of the source's size, or not of whole elements");
     }
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     const size_t count = from.size() / width;
     if (width == 1) planes_of<1>(from.data(), count, to.data(), back);
     if (width == 2) planes_of<2>(from.data(), count, to.data(), back);

@@ -22,6 +22,7 @@
 
 #include "disk.h"
 #include "python_bytes.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 
@@ -299,7 +300,7 @@ class Disk {
     }
 
     size_t end(double timeout_s) {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         const std::lock_guard joining(joining_);
         const size_t left = queue_->stop(timeout_s);
         if (queue_->ended()) {

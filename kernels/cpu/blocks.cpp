@@ -12,6 +12,7 @@
 #include "mapping.h"
 #include "parallel.h"
 #include "python_bytes.h"
+#include "unlocked.h"
 #include "xxh3.h"
 
 namespace nb = nanobind;
@@ -177,7 +178,7 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buff
     }
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
     {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         copy_blocks(at.size(), bytes, most, 0, checksum ? digests.data() : nullptr,
                     [&](size_t i, const auto& sink) {
                         uint8_t* const buffer = buffers.at(which.empty() ? i : which[i]);
@@ -285,7 +286,7 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
     const std::vector<uint8_t*> at = places(slots, pieces.block_bytes(), inwards);
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
     {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         copy_blocks(at.size(), pieces.block_bytes(), most, nice,
                     checksum ? digests.data() : nullptr, [&](size_t i, const auto& sink) {
                         uint8_t* slot = at[i];
@@ -323,7 +324,7 @@ nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
     const Pair pair(dst, src);
     NewBytes digest(checksum ? kDigestBytes : 0);
     {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         copy_blocks(1, pair.to.size(), most, 0, checksum ? digest.data() : nullptr,
                     [&](size_t, const auto& sink) {
                         sink(pair.to.data(), pair.from.data(), pair.to.size(), nullptr);
@@ -337,7 +338,7 @@ nb::bytes digest_of(nb::handle data, uint64_t seed) {
     held.take(data, Access::kRead, Shape::kContiguous, "data");
     NewBytes digest(kDigestBytes);
     {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         xxh3_128(held.data(), held.size(), seed, digest.data());
     }
     return digest.object;
@@ -397,7 +398,7 @@ void bind_blocks(nb::module_& m) {
         "nt_loop",
         [](nb::handle dst, nb::handle src) {
             const Pair pair(dst, src);
-            const nb::gil_scoped_release unlocked;
+            const Unlocked unlocked;
             nt_loop(pair.to.data(), pair.from.data(), pair.to.size());
             stream_fence();
         },
@@ -409,7 +410,7 @@ void bind_blocks(nb::module_& m) {
             if (nb::len(srcs) != count) throw nb::value_error("as many sources as targets");
             std::deque<Pair> pairs;  // a Pair can't be moved: it holds buffers
             for (size_t i = 0; i < count; i++) pairs.emplace_back(dsts[i], srcs[i]);
-            const nb::gil_scoped_release unlocked;
+            const Unlocked unlocked;
             for (const Pair& pair : pairs) {
                 nt_loop(pair.to.data(), pair.from.data(), pair.to.size());
             }
@@ -420,7 +421,7 @@ void bind_blocks(nb::module_& m) {
         "memcpy",
         [](nb::handle dst, nb::handle src) {
             const Pair pair(dst, src);
-            const nb::gil_scoped_release unlocked;
+            const Unlocked unlocked;
             if (pair.to.size() != 0) {
                 std::memcpy(pair.to.data(), pair.from.data(), pair.to.size());
             }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "python_bytes.h"
+#include "unlocked.h"
 #include "xxh3.h"
 
 namespace nb = nanobind;
@@ -83,7 +84,7 @@ void bind_frame(nb::module_& m) {
             NewBytes digest(kDigestBytes);
             bool sealed = false;
             {
-                const nb::gil_scoped_release unlocked;
+                const Unlocked unlocked;
                 sealed =
                     seal_frame(text.data(), text.size(), bytes.data(), bytes.size(), digest.data());
             }

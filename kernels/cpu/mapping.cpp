@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "map_file.h"
+#include "unlocked.h"
 
 // Kernel numbers, for C libraries older than Linux 5.14.
 #ifndef MADV_POPULATE_READ
@@ -138,7 +139,7 @@ Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(
 
 Mapping::~Mapping() {
     // A tenth of a second for each GiB that was touched.
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     munmap(data_, size_);
 }
 
@@ -231,7 +232,7 @@ void bind_mapping(nb::module_& m) {
             .def_prop_ro(
                 "address",
                 [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
-            .def("populate", &Mapping::populate, nb::call_guard<nb::gil_scoped_release>());
+            .def("populate", &Mapping::populate, nb::call_guard<kvtier::Unlocked>());
     mapping_type = reinterpret_cast<PyTypeObject*>(type.ptr());
     m.def("views", &views, nb::arg("mappings"), nb::arg("slots"), nb::arg("nbytes"),
           nb::arg("writable"));

@@ -5,6 +5,7 @@
 
 #include "blake3.h"
 #include "python_bytes.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 
@@ -72,7 +73,7 @@ nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, lo
     const size_t blocks = numbers.size() / each;
     NewBytes keys(kKey * blocks);
     if (blocks != 0) {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         Chain chain(secret_bytes, parent_bytes, extra_bytes, each * 4);
         for (size_t i = 0; i < blocks; i++) {
             chain.link(kTokensTag, numbers.data() + i * each, each * 4, keys.data() + kKey * i);
@@ -121,7 +122,7 @@ nb::bytes digest_of(nb::handle data, nb::object key) {
     }
     NewBytes digest(kKey);
     {
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         blake3::hash(blake3::chosen_compress(), words, flag, held.data(), held.size(),
                      digest.data());
     }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "map_file.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 
@@ -109,7 +110,7 @@ class Prefaulter {
             if (thread_.joinable()) thread_.detach();
             return;
         }
-        const nb::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         {
             const std::lock_guard lock(mutex_);
             stopping_ = true;

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "bytes.h"
+#include "unlocked.h"
 
 namespace kvtier {
 
@@ -201,7 +202,7 @@ void bind_replay(nanobind::module_& m) {
     auto run = [](auto& replay, std::size_t n) {
         std::vector<std::uint32_t> hits;
         {
-            nb::gil_scoped_release release;
+            const Unlocked unlocked;
             hits = replay.run(n);
         }
         return ids_out(hits);
