@@ -184,6 +184,26 @@ def test_how_fast_a_link_is_is_learned_and_in_time_doubted() -> None:
     assert world.link.bytes_s == pytest.approx(5e8, rel=0.01), "somebody reads, so it is known"
 
 
+def test_prefetches_beside_which_all_is_written_say_nothing_of_how_fast_urgent_reads_are() -> None:
+    world = World(rate=3e9)
+    link = world.link
+
+    def read(urgent: bool, rate: float) -> None:
+        for _ in range(1500):
+            link.began(BLOCK, urgent)
+            world.now += BLOCK / rate
+            link.ended(BLOCK, True, urgent)
+
+    read(True, 3e9)
+    read(False, 5e8)
+    assert link.bytes_s == pytest.approx(3e9, rel=0.01)
+    read(True, 1e9)
+    assert link.bytes_s == pytest.approx(1e9, rel=0.1), "what urgent ones say is learned yet"
+    link.began(BLOCK, urgent=True)
+    read(False, 2.5e9)
+    assert link.bytes_s > 2e9, "what comes beside an urgent one counts, as its time does"
+
+
 def test_one_in_a_hundred_is_done_the_other_way_where_that_costs_little() -> None:
     tried = Counter[str]()
     for dice in (0.5, 0.005):

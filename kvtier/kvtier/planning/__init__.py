@@ -106,6 +106,7 @@ class Read:
     asks: list[Ask] = field(default_factory=list)
     queued: list[Ask] = field(default_factory=list)  # among whose waiting ones it is
     begun: bool = False
+    urgent: bool = False  # when it began
 
 
 def _place(ask: Ask) -> Place:
@@ -363,14 +364,14 @@ class Planner:
         """What is to be handed to this disk now, in order; each is to be told of by `over`."""
         taken: list[Hashable] = []
         while len(taken) < most and link.has_room():
-            urgent, side = self._head(link, True), self._head(link, False)
-            if urgent is None or (side is not None and link.spend_prefetch(side.nbytes)):
-                urgent = side
-            if urgent is None:
+            read, side = self._head(link, True), self._head(link, False)
+            if read is None or (side is not None and link.spend_prefetch(side.nbytes)):
+                read = side
+            if read is None:
                 break
-            urgent.begun = True
-            link.began(urgent.nbytes, urgent.asks[0].urgent)
-            taken.append(urgent.name)
+            read.begun, read.urgent = True, read.asks[0].urgent
+            link.began(read.nbytes, read.urgent)
+            taken.append(read.name)
         return taken
 
     def _head(self, link: Link, urgent: bool) -> Read | None:
@@ -392,7 +393,7 @@ class Planner:
     def over(self, block: Hashable, good: bool) -> None:
         """A read that was handed over has ended, and brought what it should or not."""
         read = self._reads.pop(block)
-        read.link.ended(read.nbytes, good)
+        read.link.ended(read.nbytes, good, read.urgent)
         if read.asks:
             self._unlead(read.asks[0], read)  # the others never led it
         for ask in read.asks:

@@ -14,11 +14,14 @@ SURE = 0.8
 
 
 class Link:
-    """Averages of bandwidth and delay, of the reads that were handed over: they are served side by side, so
-    bytes count against the time in which any of them was there."""
+    """Averages of bandwidth, of the reads that were handed over: they are served side by side, so bytes count
+    against the time in which any of them was there. Once urgent ones have come, only while there are some:
+    beside prefetches writes have all they want, and how fast those are says little."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reading = self.reading_bytes = 0  # handed over, and not over
+        self._urgent = 0  # of those
+        self._was_urgent = False  # ever
         self._clock = clock
         self._busy_s = self._come_bytes = 0.0  # lately
         self._at = 0.0  # until when `_busy_s` is counted
@@ -41,8 +44,8 @@ class Link:
     def began(self, nbytes: int, urgent: bool) -> None:
         """A read was handed to the disk."""
         now = self._clock()
-        if not self.reading:
-            self._at = now
+        self._pass(now)
+        self._urgent += urgent
         self.reading += 1
         self.reading_bytes += nbytes
         if self._busy_s > BUSY_S:
@@ -53,13 +56,24 @@ class Link:
             self._writes = min(nbytes, self._writes + side)
             self._prefetches = min(nbytes, self._prefetches + side)
 
-    def ended(self, nbytes: int, good: bool) -> None:
-        """A read has ended, and brought what it should or not."""
+    def ended(self, nbytes: int, good: bool, urgent: bool) -> None:
+        """A read that began so has ended, and brought what it should or not."""
         now = self._clock()
-        self._busy_s, self._at, self._last_at = self._busy_s + now - self._at, now, now
+        if self._pass(now):
+            self._last_at = now
+            self._come_bytes += nbytes if good else 0
         self.reading -= 1
         self.reading_bytes -= nbytes
-        self._come_bytes += nbytes if good else 0
+        self._urgent -= urgent
+        self._was_urgent |= urgent
+
+    def _pass(self, now: float) -> bool:
+        """Time has passed; whether it counts."""
+        counts = self._urgent > 0 or (self.reading > 0 and not self._was_urgent)
+        if counts:
+            self._busy_s += now - self._at
+        self._at = now
+        return counts
 
     def has_room(self) -> bool:
         """Whether one more read may be handed over: enough to keep the disk busy, and no more."""
