@@ -13,7 +13,7 @@ import heapq
 import random
 import time
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 LIMIT_ASKS = 2048
+LIMIT_REFUSED = 4096  # of whom it is remembered; beyond that older ones may ask anew
 LIMIT_WAITS = 65_536
 PATIENCE_S = 5.0  # of who does not say how long it waits
 EACH_S = 8.0  # and its place is that of one who has so many times what its load takes alone
@@ -86,13 +87,20 @@ class Ask:
     said_at: float
     released_at: float = float("inf")
     left: Counter[Link] = field(default_factory=Counter)  # bytes that are read in its place
+    more: Counter[Link] = field(default_factory=Counter)  # of those, that are to be added yet
     reads: set[Read] = field(default_factory=set)  # that it waits for
+    links: Counter[Link] = field(default_factory=Counter)  # how many of them
     waiting: dict[Link, deque[Read]] = field(default_factory=dict)
     queued: set[Link] = field(default_factory=set)  # in whose queue it is
 
     @property
     def place(self) -> Place:
         return not self.urgent, self.by, self.number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it waits for nothing."""
+        return not self.reads and not self.more
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +117,17 @@ class Read:
     urgent: bool = False  # when it began
 
 
+Shared = Mapping[Ask, Mapping[Link, int]]
+NOTHING: Mapping[Link, int] = {}
+
+
 def _place(ask: Ask) -> Place:
     return ask.place
+
+
+def _alone_s(nbytes: Mapping[Link, int]) -> float:
+    """How long these take if nothing else is read."""
+    return max((count / link.bytes_s for link, count in nbytes.items()), default=0.0)
 
 
 class Planner:
@@ -125,6 +142,9 @@ class Planner:
         self._dice = dice
         self._numbers = count()
         self._asks: dict[Hashable, Ask] = {}
+        self._refused: OrderedDict[Hashable, Ask] = (
+            OrderedDict()
+        )  # who had better compute, the oldest first
         self._order: list[Ask] = []  # those with something to wait for, by place
         self._reads: dict[Hashable, Read] = {}
         self._queues: dict[tuple[Link, bool], list[tuple[Place, Ask]]] = {}
@@ -148,24 +168,26 @@ class Planner:
         that are being read for others. Where it is to be a load, `add` is to follow. Who asked before, by
         this name, is told what was said, and how far it is."""
         now = self._clock()
+        if (refused := self._refused.get(name)) is not None:
+            return self._again(refused, False)
         before = self._asks.get(name)
         if before is not None:
             before.released_at = float("inf")
-            if not before.verdict.load or not any(fresh.values()):
-                return self._again(before, before.verdict.load)
+            if not any(fresh.values()):
+                return self._again(before, True)
         elif len(self._asks) >= LIMIT_ASKS:
             return Verdict(False, "too_many", 0.0, recompute_s)
         ask = before or self._new(name, urgent, within_s, recompute_s, now)
         promised = ask.recompute_s < float("inf")
-        reads = [read for block in joined if (read := self._reads.get(block)) is not None]
-        own_s = max((nbytes / link.bytes_s for link, nbytes in fresh.items()), default=0.0)
+        shared = self._shared(joined)
         if before is None and urgent and not promised:
-            ask.by = now + min(within_s, EACH_S * own_s)  # a short one goes before a long one
-        why = self._why(ask, fresh, reads, own_s, now)
+            # A short one goes before a long one.
+            ask.by = now + min(within_s, EACH_S * _alone_s(fresh))
+        why = self._why(ask, fresh, shared, now)
         if why == "crowded" and not promised:
             ask.by = ask.end if before is None else ask.by
-            why = self._why(ask, fresh, reads, own_s, now)
-        load_s = self._load_s(ask, fresh, reads)
+            why = self._why(ask, fresh, shared, now)
+        load_s = self._load_s(ask, fresh, shared)
         if before is not None:
             return self._again(before, why in LOADS)
         if promised and self._dice() < EXPLORE:
@@ -174,10 +196,13 @@ class Planner:
                     why = "tried_compute"
             else:
                 ask.by = ask.end
-                if self._fits(ask, fresh, reads, now):
+                if self._fits(ask, fresh, shared, now):
                     why = "tried_load"
         ask.verdict = Verdict(why in LOADS, why, load_s, recompute_s)
-        self._asks[name] = ask
+        if ask.verdict.load:
+            self._asks[name] = ask
+        else:
+            self._refuse(ask)
         return ask.verdict
 
     def add(
@@ -185,21 +210,38 @@ class Planner:
         name: Hashable,
         fresh: Iterable[tuple[Hashable, Link, int]],
         joined: Iterable[Hashable] = (),
+        more: Mapping[Link, int] = NOTHING,
     ) -> None:
-        """The request waits for these: blocks to be read from now on, and blocks that others wait for."""
+        """The request waits for these: blocks to be read from now on, blocks that others wait for, and
+        so many bytes more, which are to be added by `add_more`."""
         ask = self._asks[name]
-        if not ask.reads:
+        if ask.is_over:
             insort(self._order, ask, key=_place)
-        for block, link, nbytes in fresh:
-            assert block not in self._reads, "a block is read twice"
-            read = self._reads[block] = Read(block, link, nbytes, next(self._numbers))
-            self._join(ask, read)
+        ask.more.update(more)
+        ask.left.update(more)
+        self._add(ask, fresh)
         for block in joined:
             known = self._reads.get(block)
             if known is not None and known not in ask.reads and self.waits < LIMIT_WAITS:
                 self._join(ask, known)
-        if not ask.reads:
+        if ask.is_over:
             self._leave(ask)
+
+    def add_more(self, name: Hashable, fresh: Sequence[tuple[Hashable, Link, int]]) -> None:
+        """These are of what was announced, to a request that is not over."""
+        ask = self._asks[name]
+        for _, link, nbytes in fresh:
+            ask.left[link] -= nbytes
+            ask.more[link] -= nbytes
+            if not ask.more[link]:
+                del ask.more[link]
+        self._add(ask, fresh)
+
+    def _add(self, ask: Ask, fresh: Iterable[tuple[Hashable, Link, int]]) -> None:
+        for block, link, nbytes in fresh:
+            assert block not in self._reads, "a block is read twice"
+            read = self._reads[block] = Read(block, link, nbytes, next(self._numbers))
+            self._join(ask, read)
 
     def _new(
         self, name: Hashable, urgent: bool, within_s: float, recompute_s: float, now: float
@@ -214,30 +256,44 @@ class Planner:
         by, end = now + patience, now + patience + slack
         return Ask(name, next(self._numbers), urgent, by, end, recompute_s, said, now)
 
+    def _refuse(self, ask: Ask) -> None:
+        if len(self._refused) >= LIMIT_REFUSED:
+            self._refused.popitem(last=False)
+        self._refused[ask.name] = ask
+
     def _again(self, ask: Ask, load: bool) -> Verdict:
         """What was said, and how long it takes yet. `load`: whether what came on top is to be read, too."""
         said, load_s = ask.verdict, self._finish_s(ask)
         return Verdict(said.load and load, said.why, load_s, said.recompute_s, False)
 
-    def _why(
-        self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read], own_s: float, now: float
-    ) -> str:
+    def _shared(self, joined: Iterable[Hashable]) -> Shared:
+        """What is read for others, by who is the first of them: the bytes of it that are not with a disk."""
+        shared: dict[Ask, dict[Link, int]] = {}
+        for block in joined:
+            read = self._reads.get(block)
+            if read is not None and read.asks:
+                waiting = shared.get(read.asks[0])
+                if waiting is None:
+                    waiting = shared[read.asks[0]] = {}
+                if not read.begun:
+                    waiting[read.link] = waiting.get(read.link, 0) + read.nbytes
+        return shared
+
+    def _why(self, ask: Ask, fresh: Mapping[Link, int], shared: Shared, now: float) -> str:
         if not ask.urgent:
             return "prefetch"
-        if own_s > ask.recompute_s:
+        if _alone_s(self._moved(ask, fresh, shared)) > ask.recompute_s:
             return "slower"
-        if not self._fits(ask, fresh, joined, now):
+        if not self._fits(ask, fresh, shared, now):
             return "crowded"
         return "faster" if ask.recompute_s < float("inf") else "unknown"
 
-    def _fits(
-        self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read], now: float
-    ) -> bool:
+    def _fits(self, ask: Ask, fresh: Mapping[Link, int], shared: Shared, now: float) -> bool:
         """Whether this ends in time, and everyone to whom that was promised does, too."""
         most = ask.by if ask.recompute_s < float("inf") else ask.end
-        if now + self._joined_s(ask, joined) > most:
+        if now + self._joined_s(ask, shared) > most:
             return False
-        for link, nbytes in self._moved(ask, fresh, joined).items():
+        for link, nbytes in self._moved(ask, fresh, shared).items():
             rate = link.sure_bytes_s
             # What the disk has is not called back, and it may have writes, too.
             start = now + HASTE_S + link.reading_bytes / rate
@@ -259,28 +315,26 @@ class Planner:
                     return False
         return True
 
-    def _moved(
-        self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read]
-    ) -> Mapping[Link, int]:
+    def _moved(self, ask: Ask, fresh: Mapping[Link, int], shared: Shared) -> Mapping[Link, int]:
         """The bytes that would be read at this one's place, and are not so yet."""
         moved = Counter(fresh)
-        for read in joined:
-            if not read.begun and (not read.asks or ask.place < read.asks[0].place):
-                moved[read.link] += read.nbytes
+        for owner, waiting in shared.items():
+            if ask.place < owner.place:
+                moved.update(waiting)
         return moved
 
-    def _load_s(self, ask: Ask, fresh: Mapping[Link, int], joined: Sequence[Read]) -> float:
-        own = self._ends_s(ask.place, self._moved(ask, fresh, joined))
-        return max(own, self._joined_s(ask, joined))
+    def _load_s(self, ask: Ask, fresh: Mapping[Link, int], shared: Shared) -> float:
+        own = self._ends_s(ask.place, self._moved(ask, fresh, shared))
+        return max(own, self._joined_s(ask, shared))
 
-    def _joined_s(self, ask: Ask, joined: Sequence[Read]) -> float:
+    def _joined_s(self, ask: Ask, shared: Shared) -> float:
         """How long those take that are read for others before this one's turn."""
-        owners = {read.asks[0] for read in joined if read.asks and read.asks[0].place < ask.place}
-        return max(map(self._finish_s, owners), default=0.0)
+        before = (owner for owner in shared if owner.place < ask.place)
+        return max(map(self._finish_s, before), default=0.0)
 
     def _finish_s(self, ask: Ask) -> float:
         """How long what it waits for takes yet."""
-        return self._ends_s(ask.place, dict.fromkeys({read.link for read in ask.reads}, 0))
+        return self._ends_s(ask.place, dict.fromkeys([*ask.links, *ask.more], 0))
 
     def _ends_s(self, place: Place, fresh: Mapping[Link, int]) -> float:
         """How long so many more bytes take in this place of the order, after those before it."""
@@ -301,6 +355,10 @@ class Planner:
 
     def knows(self, name: Hashable) -> bool:
         """Whether this request waits, or what was said of it is remembered."""
+        return name in self._asks or name in self._refused
+
+    def is_waiting(self, name: Hashable) -> bool:
+        """Whether this request waits."""
         return name in self._asks
 
     def bytes_of(self, block: Hashable) -> int:
@@ -319,6 +377,7 @@ class Planner:
         leader = read.asks[0] if read.asks else None
         insort(read.asks, ask, key=_place)
         ask.reads.add(read)
+        ask.links[read.link] += 1
         self.waits += 1
         if read.asks[0] is ask:
             if leader is not None:
@@ -345,18 +404,23 @@ class Planner:
         """It waits for this no more."""
         leads = read.asks[0] is ask
         read.asks.remove(ask)
-        ask.reads.discard(read)
-        self.waits -= 1
+        self._let_go(ask, read)
         if leads:
             self._unlead(ask, read)
 
+    def _let_go(self, ask: Ask, read: Read) -> None:
+        ask.reads.discard(read)
+        ask.links[read.link] -= 1
+        if not ask.links[read.link]:
+            del ask.links[read.link]
+        self.waits -= 1
+
     def _leave(self, ask: Ask) -> None:
-        """It waits for nothing any more. That it was not to be loaded is remembered for a while."""
+        """It waits for nothing any more."""
         at = bisect_left(self._order, ask.place, key=_place)
         assert self._order[at] is ask
         del self._order[at]
-        if ask.verdict.load:
-            self._asks.pop(ask.name, None)
+        self._asks.pop(ask.name, None)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -397,9 +461,8 @@ class Planner:
         if read.asks:
             self._unlead(read.asks[0], read)  # the others never led it
         for ask in read.asks:
-            ask.reads.discard(read)
-            self.waits -= 1
-            if not ask.reads:
+            self._let_go(ask, read)
+            if ask.is_over:
                 self._leave(ask)
 
     def may_write(self, link: Link) -> bool:
@@ -415,6 +478,7 @@ class Planner:
 
     def cancel(self, name: Hashable) -> list[Hashable]:
         """The request is gone: the blocks that are not to be read any more."""
+        self._refused.pop(name, None)
         ask = self._asks.pop(name, None)
         return self._call_back(ask) if ask is not None else []
 
@@ -430,13 +494,14 @@ class Planner:
         for ask in list(self._asks.values()):
             if now - ask.released_at > GONE_S:
                 blocks += self.cancel(ask.name)
-            elif ask.verdict.load and now > ask.end:
+            elif now > ask.end:
+                self.late += 1
+                blocks += self.cancel(ask.name)
                 ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
                 ask.said_at = now
-                self.late += 1
-                blocks += self._call_back(ask)
-            elif not ask.verdict.load and now - ask.said_at > LAPSE_S:
-                del self._asks[ask.name]
+                self._refuse(ask)
+        while self._refused and now - next(iter(self._refused.values())).said_at > LAPSE_S:
+            self._refused.popitem(last=False)
         return blocks
 
     def _call_back(self, ask: Ask) -> list[Hashable]:
