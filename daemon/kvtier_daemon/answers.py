@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,12 +24,22 @@ if TYPE_CHECKING:
     from kvtier_daemon.session import Session
 
 Lookup = tuple[int, int, bytes]
-NO_LOOKUP: Lookup = (-1, 0, b"")
 LIMIT_SESSION_SPACES = 256
 LIMIT_SESSION_WATCHES = 4
 LIMIT_WAITING = 4096
+LIMIT_ASKED = 2048
 LONGEST_WAIT_S = 60.0
 WATCH_S = 0.01
+
+
+@dataclass(slots=True)
+class Asked:
+    """A lookup that was counted, and may be asked about again."""
+
+    lookup: Lookup
+    loaded: bool  # or matched alone
+    there: int = 0  # blocks that it was told of
+    coming: int = 0  # of those
 
 
 class Answers:
@@ -42,13 +54,8 @@ class Answers:
         self._waiting: dict[
             LeaseId, int
         ] = {}  # the requests that wait for more than their leases have
-        self._counted: Lookup = NO_LOOKUP
-        self._coming: Lookup = NO_LOOKUP  # the last one, if something of it was on its way
-        self._promised: tuple[Lookup, int, int] = (
-            NO_LOOKUP,
-            0,
-            0,
-        )  # blocks there, and of those coming
+        # By the clients' numbers for who asks; of those who have none, 0, it is the last one.
+        self._asked: OrderedDict[int, Asked] = OrderedDict()
 
     def to(self, tenant: Tenant | None, request: wire.Request) -> wire.Reply | None:
         """The answer; None where it comes later. Raises Refused or SpecError."""
@@ -65,18 +72,13 @@ class Answers:
 
     def _match(self, tenant: Tenant, request: wire.Match | wire.Prefetch) -> wire.Reply:
         space = tenant.catalog.space(request.space)
-        # Who asks again how far it is asks nothing new.
-        lookup = _lookup(request)
-        asks = isinstance(request, wire.Match)
-        count = asks and self._coming != lookup
-        found = tenant.catalog.match(space, request.keys, count, tenant.brings)
-        if count:
-            self._counted = lookup
+        new = isinstance(request, wire.Match) and self._is_new(request)
+        found = tenant.catalog.match(space, request.keys, new, tenant.brings)
+        if new:
             self._record(tenant, space, request.keys)
-        coming, eta_ms, why = self._bring(tenant, space, request, found)
-        if asks:
-            self._coming = lookup if coming else NO_LOOKUP
-            self._promise(tenant, space, request.keys, lookup, found, count, why)
+        coming, eta_ms, why = self._bring(tenant, space, request, found, new)
+        if isinstance(request, wire.Match):
+            self._promise(tenant, space, request, found, new, coming, why)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
     def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
@@ -85,72 +87,91 @@ class Answers:
         _check_answered(request)
         if request.deadline_ms < 1:
             raise Refused("bad_request", f"a deadline of {request.deadline_ms} ms")
-        # A load right after a match of the same keys is the same lookup, counted once.
-        count = self._counted != _lookup(request)
-        self._counted = NO_LOOKUP
-        if count:
+        new = self._is_new(request)
+        if new:
             self._record(tenant, space, request.keys)
         found = tenant.catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
-            self._server.clock(), count, tenant.brings,
+            self._server.clock(), new, tenant.brings,
         )  # fmt: skip
-        coming, eta_ms, why = self._bring(tenant, space, request, found)
-        self._promise(tenant, space, request.keys, _lookup(request), found, count, why)
+        coming, eta_ms, why = self._bring(tenant, space, request, found, new)
+        self._promise(tenant, space, request, found, new, coming, why)
         if coming and found.lease and request.request:
             if len(self._waiting) >= LIMIT_WAITING:
                 self._waiting.clear()
             self._waiting[found.lease] = request.request
         return _loaded(request.id, found, coming, eta_ms, why)
 
+    def _is_new(self, request: wire.Match | wire.Load) -> bool:
+        """Whether this is a lookup, and a use of what it finds: one of each request, however often it asks
+        how far it is."""
+        asked = self._asked.get(request.request)
+        loads = isinstance(request, wire.Load)
+        if asked is not None and asked.lookup == _lookup(request):
+            if request.request:
+                return False
+            # Nobody says who it is: a load right after a match is the same one, and so is a match again while
+            # something is on its way.
+            if (not asked.loaded) if loads else asked.coming:
+                asked.loaded |= loads
+                return False
+        self._asked.pop(request.request, None)
+        if len(self._asked) >= LIMIT_ASKED:
+            self._asked.popitem(last=False)
+        self._asked[request.request] = Asked(_lookup(request), loads)
+        return True
+
     def _bring(
-        self, tenant: Tenant, space: Space, request: wire.Match | wire.Load | wire.Prefetch, found: Found
-    ) -> tuple[int, float, str]:  # fmt: skip
+        self,
+        tenant: Tenant,
+        space: Space,
+        request: wire.Match | wire.Load | wire.Prefetch,
+        found: Found,
+        new: bool,
+    ) -> tuple[int, float, str]:
         """Begin to bring what is on disk, if that is the sooner way to have it: how many blocks are to be
         expected, in how many milliseconds, and why."""
         if not found.coming:
             return 0, 0.0, ""
-        if tenant.mover is None:
+        mover = tenant.mover
+        if mover is None:
             return 0, 0.0, "off"
-        name = (self._session.id, _lookup(request))
+        session, lookup = self._session.id, _lookup(request)
         if isinstance(request, wire.Prefetch):
-            return tenant.mover.promote(
-                space, request.keys, found.coming, request=name, urgent=False
+            return mover.promote(
+                space,
+                request.keys,
+                found.coming,
+                request=(session, ("prefetch", lookup)),
+                urgent=False,
             )
         within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
         queued_s = max(0, request.queued_ms) / 1000
-        return tenant.mover.promote(
-            space, request.keys, found.coming,
-            request=(self._session.id, request.request) if request.request else name,
+        told = mover.promote(
+            space, request.keys, found.coming, request=(session, request.request or lookup),
             within_s=min(within_s, LONGEST_WAIT_S),
             recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
         )  # fmt: skip
+        if new and told[2] == "slower":
+            mover.compute(session, space, request.keys, found.ready, found.coming)
+        return told
 
     def _promise(
-        self,
-        tenant: Tenant,
-        space: Space,
-        keys: bytes,
-        lookup: Lookup,
-        found: Found,
-        counted: bool,
-        why: str,
-    ) -> None:
+        self, tenant: Tenant, space: Space, request: wire.Match | wire.Load, found: Found,
+        new: bool, coming: int, why: str,
+    ) -> None:  # fmt: skip
         """Note what was counted as coming: as far as it is lost by the time that is asked about again, it was
         a miss."""
-        coming = found.coming if tenant.brings else 0
-        if counted and why in COMPUTE:
-            tenant.catalog.count_lost(space, coming, why)
-            coming = 0
-        if counted:
-            self._note_lookup(tenant, space, keys, found, coming, why)
-        if not counted:
-            promised, there, of_it_coming = self._promised
-            if promised != lookup:
-                return
-            tenant.catalog.count_lost(
-                space, max(0, min(there - found.ready - coming, of_it_coming))
-            )
-        self._promised = lookup, found.ready + coming, coming
+        coming = found.coming if tenant.brings and coming else 0
+        asked = self._asked[request.request]
+        if new:
+            asked.there = found.ready + found.coming if tenant.brings else found.ready
+            asked.coming = asked.there - found.ready
+        lost = max(0, min(asked.there - found.ready - coming, asked.coming))
+        tenant.catalog.count_lost(space, lost, why if why in COMPUTE else "not_read")
+        if new:
+            self._note_lookup(tenant, space, request.keys, found, coming, why)
+        asked.there, asked.coming = found.ready + coming, coming
 
     def _note_lookup(
         self, tenant: Tenant, space: Space, keys: bytes, found: Found, coming: int, why: str
@@ -229,6 +250,7 @@ class Answers:
         return wire.Counted(request.id, tenant.catalog.unpin(space, request.keys))
 
     def _cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
+        self._asked.pop(request.request, None)
         if tenant.mover is not None:
             tenant.mover.cancel((self._session.id, request.request))
         return wire.Done(request.id)

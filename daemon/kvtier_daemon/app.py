@@ -341,7 +341,8 @@ class App:
                 "saved": sum(catalog.saved_bytes for catalog in catalogs),
                 "loaded": sum(catalog.loaded_bytes for catalog in catalogs),
             },
-            "notes_bytes": sum(catalog.notes_bytes for catalog in catalogs),
+            "notes_bytes": sum(catalog.notes_bytes for catalog in catalogs)
+            + sum(each.mover.beaten.memory_bytes() for each in tenants if each.mover is not None),
             "catalog_bytes": sum(catalog.memory_bytes() for catalog in catalogs),
             "sessions": sum(sessions[each.name] for each in tenants),
             "failures": dict(self._server.failures) if tenant is None else {},

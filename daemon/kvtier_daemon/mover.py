@@ -23,7 +23,9 @@ from kvtier.catalog.cold import Demotion, Promotion, Rescue, Survey
 from kvtier.catalog.cold import Outgoing as Described
 from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
 from kvtier.codec.frame import PAGE, RAW, pages
+from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, WHY, Link, Verdict
+from kvtier.planning.beaten import Beaten, may_bring
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.drive import HANGS_S
@@ -127,6 +129,7 @@ class Mover:
         self.verdicts: Counter[str] = Counter(
             dict.fromkeys(WHY, 0)
         )  # on requests: load, or compute
+        self.beaten = Beaten()
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -213,6 +216,16 @@ class Mover:
             return 0, 0.0, "not_read"
         eta_ms = max(reads.planner.eta_s(request), said[0].load_s) * 1000
         return max(0, coming - plan.left_out), eta_ms, said[0].why
+
+    def compute(self, session: int, space: Space, keys: bytes, ready: int, coming: int) -> None:
+        """A request computes the `coming` blocks after the ready ones, as that is sooner than reading them.
+        What of it was so before is brought for the next one."""
+        again = self.beaten.again(keys[ready * KEY_BYTES : (ready + coming) * KEY_BYTES])
+        room = may_bring(space.spec.block_bytes, self._catalog.cold.reading) // space.places
+        if count := min(again, room):
+            keys = keys[: (ready + count) * KEY_BYTES]
+            request = (session, ("beaten", space.number, len(keys), keys[-KEY_BYTES:]))
+            self.promote(space, keys, count, request=request, urgent=False)
 
     def _read(self, request: Request, plan: Promotion, joined: Sequence[Name] = ()) -> None:
         """Have these read for a request that was weighed."""

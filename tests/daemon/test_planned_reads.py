@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 
-from daemon.test_cold import BLOCK, key, run
+from daemon import test_forget
+from daemon.test_cold import BLOCK, run
 from daemon.test_forget import ONE, SLOTS, Tenant
-from kvtier.planning import PATIENCE_S, links
+from kvtier.catalog import Found
+from kvtier.planning import PATIENCE_S, beaten, links
 from kvtier_daemon.tiers.cold import Incoming, Read
 from specs import pattern
+
+
+def key(number: int) -> bytes:
+    """As keys are: no two are alike in 64 bits."""
+    return blake2b(number.to_bytes(8), digest_size=32).digest()
 
 
 def keys(count: int) -> bytes:
@@ -68,6 +76,7 @@ class Held(Tenant):
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "WINDOW_S", 0.0)
+    monkeypatch.setattr(test_forget, "key", key)
 
 
 def test_who_goes_leaves_no_read_behind_and_no_slot(tmp_path: Path) -> None:
@@ -116,6 +125,47 @@ def test_what_computing_beats_is_not_read_and_takes_no_slot(tmp_path: Path) -> N
         await tenant.end()
 
     run(beaten())
+
+
+def test_what_computing_beats_again_is_brought_while_nobody_waits(tmp_path: Path) -> None:
+    """A save of it finds it on disk, and makes no copy in memory."""
+
+    async def again() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(20)
+        granted = tenant.catalog.reserve(ONE, tenant.space, 0, 0, b"", keys(20))
+        assert granted.lease == 0, "it is there already"
+        tenant.mover.compute(1, tenant.space, keys(20), 0, 12)
+        assert tenant.catalog.cold.reading == 0, "once is not enough"
+        tenant.mover.compute(2, tenant.space, keys(20), 2, 18)
+        assert tenant.catalog.cold.reading == 12
+        link = tenant.bench.tier.drives[0].link
+        assert tenant.reads.planner.may_write(link), "others wait for none of it"
+        await tenant.let_go()
+        assert tenant.catalog.match(tenant.space, keys(20)) == Found(12, 8)
+        tenant.mover.compute(1, tenant.space, keys(20), 12, 8)
+        tenant.mover.session_over(1)
+        assert tenant.catalog.cold.reading == 0, "who asked is gone, and it was not begun"
+        await tenant.end()
+
+    run(again())
+
+
+def test_what_is_brought_for_nobody_leaves_room_for_those_who_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def room() -> None:
+        monkeypatch.setattr(beaten, "LIMIT_BYTES", 1)
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(24)
+        assert tenant.mover.promote(tenant.space, keys(6), 6, request=(1, 1))[0] == 6
+        for _ in range(3):
+            tenant.mover.compute(2, tenant.space, keys(24), 6, 18)
+            assert tenant.catalog.cold.reading <= beaten.LEAST_BLOCKS < 24
+        assert tenant.catalog.cold.reading == beaten.LEAST_BLOCKS
+        await tenant.end()
+
+    run(room())
 
 
 def test_two_that_ask_for_the_same_share_its_reads(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ SMALL = Path(__file__).parents[1] / "traces" / "small.jsonl"
 GIB = 1 << 30
 GOOD = {"timestamp": 5, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}
 Sim = Callable[..., Any]
-PINNED_HITS = {"memory": 0.0809, "nvme": 0.1507}
-PINNED_TTFT = {"p50": 2057.918, "p90": 5358.631, "p99": 6618.023}
+PINNED_HITS = {"memory": 0.0749, "nvme": 0.1469}
+PINNED_TTFT = {"p50": 2406.204, "p90": 5854.872, "p99": 7149.57}
 
 
 @pytest.fixture
@@ -108,10 +108,19 @@ def test_a_disk_adds_hits_and_takes_from_the_wait(small: Requests) -> None:
 
 
 def test_a_disk_that_is_slower_than_computing_is_not_waited_for(small: Requests) -> None:
-    told = played(small, machine(nvme_read_bytes_s=1e6))
+    told = played(small, machine(nvme_read_bytes_s=1e8))
     computed = played(small, machine(nvme_bytes=0))
     assert told["verdicts"].keys() & {"slower", "crowded", "late"}
     assert told["ttft_ms"]["p99"] <= 1.05 * computed["ttft_ms"]["p99"] + 5
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e9])
+def test_what_computing_beats_comes_back_into_memory(small: Requests, rate: float) -> None:
+    """The disk's copy keeps it from being saved there again."""
+    told = played(small, machine(nvme_read_bytes_s=rate))
+    computed = played(small, machine(nvme_bytes=0))
+    assert told["verdicts"]["slower"] > 10
+    assert told["hit_rate_by_tier"]["memory"] > computed["hit_rate_by_tier"]["memory"]
 
 
 def test_a_memory_for_everything_hits_what_the_optimum_does(small: Requests) -> None:

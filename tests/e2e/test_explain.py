@@ -14,7 +14,7 @@ import pytest
 from daemons import Daemon
 from e2e.test_cold_tier import CHAIN, SPEC, cold_daemon, save, settled, tokens
 from kvtier import Refused
-from specs import spec_of
+from specs import pattern, spec_of
 
 
 @pytest.fixture
@@ -93,6 +93,32 @@ def test_an_engine_that_computes_fast_is_told_to_compute(
         assert space.match(keys).ready == CHAIN, "what makes no sense ended the session"
         assert stats["failures"]["bad_request"] == 0
         assert daemon.stats()["failures"]["bad_request"] == 3
+
+
+def test_what_is_computed_again_comes_into_memory_meanwhile(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through")
+    with daemon.connect() as client:
+        for chain in range(10):
+            save(client, chain)
+            settled(daemon)
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        space.prefill(1e-12, 0.0)
+        for request in (5, 5, 6):  # computed by two, and saved in vain
+            found = space.match(keys, request=request)
+            assert (found.ready + found.coming < CHAIN, found.why) == (True, "slower")
+            assert space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).present
+        deadline = time.monotonic() + 20
+        while space.match(keys, request=6).ready < CHAIN:
+            assert time.monotonic() < deadline
+        with space.load(keys) as blocks:
+            assert [bytes(block or b"") for block in blocks] == [
+                pattern(key, SPEC.block_bytes) for key in keys
+            ]
+        loads = daemon.stats()["tiers"]["cold"]["loads"]
+        assert (loads["slower"], loads["prefetch"]) == (2, 1)
 
 
 def test_a_pin_is_taken_back(daemon_of: Callable[..., Daemon]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from kvtier.admission import Admission
 from kvtier.key import KEY_BYTES
 from kvtier.planning import Link, Planner
+from kvtier.planning.beaten import Beaten, may_bring
 from kvtier.policy.base import make
 from kvtier_daemon.mover import Budget
 from kvtier_daemon.sim.disk import Disk
@@ -122,6 +123,7 @@ class Simulation:
         self._waiters: dict[int, list[Waiting]] = {}
         self._reading: set[int] = set()
         self._late = 0
+        self._beaten = Beaten()
         self._free = [self.now] * machine.engines
         self._ends: list[tuple[float, int, Waiting]] = []
 
@@ -152,7 +154,7 @@ class Simulation:
             self._arrivals()
             while self._ends and self._ends[0][0] <= self.now:
                 self._computed(heapq.heappop(self._ends)[2])
-            if self._loading:
+            if self._reading:
                 self._reading.difference_update(self._called_back())
                 self._give_up()
             if at >= then:
@@ -160,7 +162,7 @@ class Simulation:
 
     def _next_late(self) -> float:
         """When a load that takes too long is looked at next."""
-        return self.now + 0.05 if self._loading else float("inf")
+        return self.now + 0.05 if self._reading else float("inf")
 
     def _called_back(self) -> Iterable[int]:
         return (int(str(node)) for node in self._planner.tend())
@@ -217,6 +219,8 @@ class Simulation:
         )  # fmt: skip
         self.totals.verdicts[verdict.why] += 1
         if not verdict.load:
+            if verdict.why == "slower":
+                self._bring(one.index, cold)
             return False
         self._planner.add(
             one.index, [(node, self._link, self._frame_bytes) for node in fresh], joined
@@ -229,6 +233,21 @@ class Simulation:
             self._waiters.setdefault(node, []).append(one)
         self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
         return True
+
+    def _bring(self, index: int, cold: list[int]) -> None:
+        """Of what is computed and not read, bring what was so before; nobody waits for it."""
+        count = min(
+            self._beaten.again(_keys(cold)), may_bring(self._frame_bytes, len(self._reading))
+        )
+        away = [node for node in cold[:count] if not (self._memory[node] or node in self._reading)]
+        if not away:
+            return
+        nobody = -1 - index
+        self._planner.weigh(nobody, {self._link: len(away) * self._frame_bytes}, urgent=False)
+        if self._planner.knows(nobody):
+            self._planner.add(nobody, [(node, self._link, self._frame_bytes) for node in away])
+            self._reading.update(away)
+            self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
 
     def _arrivals(self) -> None:
         """What came from the disk is in memory, and held by those who wait for it."""
@@ -312,8 +331,12 @@ class Simulation:
             self._policy.freed(_ids(freed))
 
     def _save(self, nodes: list[int]) -> None:
-        """What was computed is saved, as far as there is room."""
-        fresh = [node for node in nodes if not self._memory[node] and node not in self._reading]
+        """What was computed is saved, as far as there is room; what is on disk is there, and stays so."""
+        fresh = [
+            node
+            for node in nodes
+            if not (self._memory[node] or node in self._frames or node in self._reading)
+        ]
         self.totals.moved["saved"] += len(fresh) * self._block_bytes
         self._admission.saved(_keys(fresh))
         self._enter(fresh)

@@ -31,7 +31,7 @@ class Reads:
         self._loop = loop
         self._cold = cold
         self._waiting: dict[Name, tuple[Incoming, Read]] = {}
-        self._requests: dict[int, set[Request]] = {}  # of each session, that were weighed
+        self._requests: dict[int, set[Request]] = {}  # of each session, that wait
         self._pumping: set[Drive] = set()
 
     def link_of(self, segment: int) -> Link:
@@ -54,7 +54,7 @@ class Reads:
         verdict = self.planner.weigh(
             request, fresh, joined, urgent=urgent, within_s=within_s, recompute_s=recompute_s
         )
-        if verdict.first and verdict.why != "too_many":
+        if verdict.first and verdict.load:
             self._requests.setdefault(request[0], set()).add(request)
         return verdict
 
@@ -84,7 +84,7 @@ class Reads:
         """Give up what is too late."""
         self._called_back(self.planner.tend())
         for session in list(self._requests):
-            kept = {one for one in self._requests[session] if self.planner.knows(one)}
+            kept = {one for one in self._requests[session] if self.planner.is_waiting(one)}
             self._requests[session] = kept
             if not kept:
                 del self._requests[session]
