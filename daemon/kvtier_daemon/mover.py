@@ -15,7 +15,7 @@ import struct
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.catalog import Catalog, Space
 from kvtier.catalog.blocks import ID_BYTES
@@ -24,7 +24,7 @@ from kvtier.catalog.cold import Outgoing as Described
 from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
 from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.key import KEY_BYTES
-from kvtier.planning import PATIENCE_S, WHY, Link, Verdict
+from kvtier.planning import PATIENCE_S, WHY, Verdict
 from kvtier.planning.beaten import Beaten, may_bring
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
@@ -184,13 +184,9 @@ class Mover:
             request = (0, (self._tenant, space.number, keys))
         cold, reads = self._catalog.cold, self._cold.reads
         said: list[Verdict] = []
-        joined: list[Name] = []
 
         def accept(survey: Survey) -> bool:
-            fresh: Counter[Link] = Counter()
-            for segment, _, nbytes, *_ in FRAME.iter_unpack(survey.frames):
-                fresh[reads.link_of(segment)] += nbytes
-            joined.extend((self._tenant, one) for one in array("I", survey.joined))
+            fresh, joined = reads.bytes_of(survey.frames), self._names(survey.joined)
             verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
             said.append(verdict)
             return verdict.load
@@ -209,7 +205,7 @@ class Mover:
             # No more, but what was begun for it is on its way.
             plan = cold.plan_promotion(space, keys, 0, out_of_reach)
         if plan.ids or said[0].first:
-            self._read(request, plan, joined)
+            self._read(request, plan)
         if plan.ids:
             self._wake.set()  # others went for these, so others are the coldest now
         elif not plan.joined:
@@ -227,11 +223,15 @@ class Mover:
             request = (session, ("beaten", space.number, len(keys), keys[-KEY_BYTES:]))
             self.promote(space, keys, count, request=request, urgent=False)
 
-    def _read(self, request: Request, plan: Promotion, joined: Sequence[Name] = ()) -> None:
+    def _read(self, request: Request, plan: Promotion) -> None:
         """Have these read for a request that was weighed."""
-        blocks = [self._wanted(plan, number, at) for at, number in enumerate(array("I", plan.ids))]
-        self._waiting_bytes += sum(block.payload_bytes for block in blocks)
-        self._cold.reads.add(request, self._tenant, blocks, joined, self._have_read)
+        blocks = (self._wanted(plan, number, at) for at, number in enumerate(array("I", plan.ids)))
+        self._waiting_bytes += self._cold.reads.add(
+            request, self._tenant, plan.frames, blocks, self._names(plan.joined), self._have_read
+        )
+
+    def _names(self, ids: bytes) -> Iterator[Name]:
+        return ((self._tenant, one) for one in array("I", ids))
 
     def cancel(self, request: Request) -> None:
         """Nobody waits for what this request asked for."""

@@ -15,6 +15,7 @@ from daemon.test_cold import BLOCK, run
 from daemon.test_forget import ONE, SLOTS, Tenant
 from kvtier.catalog import Found
 from kvtier.planning import PATIENCE_S, beaten, links
+from kvtier_daemon.tiers import reads
 from kvtier_daemon.tiers.cold import Incoming, Read
 from specs import pattern
 
@@ -209,6 +210,60 @@ def test_what_does_not_come_in_time_is_given_up_and_told_so(
         await tenant.end()
 
     run(late())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "session", "late"])
+def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Others are served in between; and who goes meanwhile leaves nothing behind."""
+    monkeypatch.setattr(reads, "ADD_BLOCKS", 3)
+    monkeypatch.setattr(reads, "GIVE_BACK_BLOCKS", 4)
+    monkeypatch.setattr(reads, "READ_BLOCKS", 0)  # nothing begins
+
+    async def many(turns: int) -> None:
+        folder = tmp_path / str(turns)
+        folder.mkdir()
+        tenant = Held(folder)
+        await tenant.on_disk_alone(24)
+        planner, segments = tenant.reads.planner, tenant.bench.tier.segments
+        link = tenant.bench.tier.drives[0].link
+        link.wrote(1 << 30)  # they have had their share
+        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
+        assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / links.GUESS_BYTES_S)
+        # Another one waits for the same: it has to be told of each, too.
+        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(8, 1))[0] == 24
+        assert planner.waiting == 3
+        for turn in range(turns):
+            assert planner.waiting <= 3 * (turn + 1)
+            await asyncio.sleep(0)
+        assert sum(segment.reading for segment in segments) == 24, "a segment may go"
+        if turns > 20:
+            assert (planner.waiting, planner.waits) == (24, 48)
+        for request in ((8, 1), (7, 1)):
+            if how == "cancelled":
+                tenant.mover.cancel(request)
+            elif how == "session":
+                tenant.mover.session_over(request[0])
+        if how == "late":
+            now = planner._clock() + PATIENCE_S + 0.01
+            monkeypatch.setattr(planner, "_clock", lambda: now)
+            tenant.reads.tend()
+        left = tenant.catalog.cold.reading
+        assert left >= 24 - 4 - 4
+        while tenant.catalog.cold.reading:
+            await asyncio.sleep(0)
+            assert left - tenant.catalog.cold.reading <= 4 + 4
+            left = tenant.catalog.cold.reading
+        assert (planner.waiting, planner.waits, tenant.reads._waiting) == (0, 0, {})
+        assert planner.may_write(link), "nobody waits"
+        assert sum(segment.reading for segment in segments) == 0
+        assert tenant.mover.counts["late"] == 24
+        assert tenant.catalog.match(tenant.space, keys(24)) == Found(0, 24)
+        await tenant.end()
+
+    for turns in (0, 2, 5, 30):
+        run(many(turns))
 
 
 def test_writes_wait_while_somebody_waits_for_reads(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.planning import LIMIT_ASKS, LIMIT_WAITS, Planner
+from kvtier.planning import LAPSE_S, LIMIT_ASKS, LIMIT_REFUSED, LIMIT_WAITS, Planner
 from kvtier.planning.links import GUESS_BYTES_S, STALE_S, WINDOW_READS, Link
 from kvtier.planning.modelled import BLOCK, RATE, Load, World
 
@@ -154,9 +154,9 @@ def test_a_load_that_does_not_come_in_time_is_given_up() -> None:
     load = Load("a", 0.0, blocks("a", 100), 0.2)
     world.ask(load)
     world.now += 0.209
-    assert world.planner.tend() == []
+    assert world.planner.tend() == ([], True)
     world.now += 0.002
-    assert world.planner.tend() == load.blocks
+    assert world.planner.tend() == (load.blocks, True)
     world.gone(list(load.blocks))
     world.ask(load)
     assert load.verdict is not None
@@ -171,8 +171,82 @@ def test_a_lease_that_was_released_ends_the_waiting_unless_its_request_asks_agai
     world.now += 0.1
     world.ask(Load("b", 0.0, blocks("b", 10), 5.0))
     world.now += 0.2
-    assert world.planner.tend() == blocks("a", 10)
+    assert world.planner.tend() == (blocks("a", 10), True)
     assert world.planner.waiting == 10
+
+
+def test_what_is_announced_counts_as_what_is_there() -> None:
+    world = World()
+    planner, link = world.planner, world.link
+    assert planner.weigh("a", {link: 200 * BLOCK}, recompute_s=60.0).load
+    planner.add("a", [], more={link: 200 * BLOCK})
+    expected = 200 * BLOCK / RATE
+    assert planner.eta_s("a") == pytest.approx(expected, rel=0.01)
+    assert planner.weigh("b", {link: BLOCK}, recompute_s=61.0).load_s > expected
+    for at in range(0, 200, 50):
+        names = blocks("a", 200)[at : at + 50]
+        planner.add_more("a", [(name, link, BLOCK) for name in names], (), at == 150)
+        assert planner.eta_s("a") == pytest.approx(expected, rel=0.01)
+    while taken := planner.take(link):
+        for name in taken:
+            planner.over(str(name), good=True)
+    assert not planner.knows("a") and not planner.waiting and not planner.waits
+
+
+def test_who_waits_for_more_is_not_over_before_that_has_come() -> None:
+    world = World()
+    planner, link = world.planner, world.link
+    planner.weigh("a", {link: 4 * BLOCK})
+    planner.add("a", [("a", link, BLOCK)], more={link: 3 * BLOCK})
+    assert planner.take(link) == ["a"]
+    planner.over("a", good=True)
+    assert planner.is_waiting("a")
+    planner.add_more("a", [("b", link, BLOCK)], (), is_all=False)
+    assert planner.cancel("a") == ["b"]
+    assert not planner.is_waiting("a") and not planner.waiting
+
+
+def test_of_many_who_are_late_some_are_given_up_at_a_time() -> None:
+    world = World()
+    for at in range(10):
+        load = Load(f"{at}", 0.0, blocks(f"{at}", 5), 1.0)
+        world.ask(load)
+        assert load.verdict is not None and load.verdict.load
+    world.now += 2.0
+    given_up, is_all = [], False
+    while not is_all:
+        names, is_all = world.planner.tend(most=12)
+        assert len(names) <= 15
+        given_up += names
+    assert sorted(map(str, given_up)) == sorted(
+        name for at in range(10) for name in blocks(f"{at}", 5)
+    )
+    assert world.planner.late == 10
+
+
+def test_what_was_said_against_some_keeps_nobody_from_being_weighed() -> None:
+    world = World()
+    for at in range(2 * LIMIT_ASKS):
+        slow = Load(f"slow{at}", 0.0, blocks(f"s{at}", 500), 0.1)
+        world.ask(slow)
+        assert slow.verdict is not None and slow.verdict.why == "slower"
+    quick = Load("quick", 0.0, blocks("q", 5), 1.0)
+    world.ask(quick)
+    assert quick.verdict is not None and quick.verdict.load
+    for at in range(LIMIT_REFUSED):
+        world.ask(Load(f"more{at}", 0.0, blocks(f"m{at}", 500), 0.1))
+    assert world.planner.knows("quick") and not world.planner.knows("slow0"), "the oldest goes"
+    world.now += LAPSE_S + 0.1
+    world.planner.tend()
+    assert not world.planner.knows("more0")
+
+
+def test_what_is_on_its_way_for_nobody_may_be_slower_than_computing() -> None:
+    world = World()
+    world.ask(Load("prefetch", 0.0, blocks("a", 500), urgent=False))
+    load = Load("a", 0.0, blocks("a", 500), 0.2)  # 0.35 s
+    world.ask(load)
+    assert load.verdict is not None and load.verdict.why == "slower"
 
 
 def test_how_fast_a_link_is_is_learned_and_in_time_doubted() -> None:

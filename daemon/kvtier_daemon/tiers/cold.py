@@ -335,9 +335,9 @@ class ColdTier:
         for drive, theirs in ops.items():
             drive.read(theirs)
 
-    def hold(self, block: Incoming) -> None:
-        """The segment of this block is not used again while it waits to be read."""
-        self.segments[block.segment].reading += 1
+    def hold(self, segment: int, blocks: int) -> None:
+        """This segment is not used again while so many of its blocks wait to be read."""
+        self.segments[segment].reading += blocks
 
     def let_go(self, block: Incoming) -> None:
         """It waits no more."""

@@ -5,20 +5,36 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvtier.catalog.cold import FRAME_BYTES
 from kvtier.planning import Link, Planner, Verdict
 
 if TYPE_CHECKING:
     from kvtier_daemon.tiers.cold import ColdTier, Incoming, Read
     from kvtier_daemon.tiers.drive import Drive
 
-READ_BLOCKS = 128  # handed over in one go: each costs the loop some 20 us
+READ_BLOCKS = 32  # handed over in one go: each costs the loop some 20 us
+ADD_BLOCKS = 128  # added in one go: 6 us each
+GIVE_BACK_BLOCKS = 256
 LIMIT_SESSION = 256  # requests of one session that wait
 
 Request = tuple[int, Hashable]  # a session, and what tells its requests apart
 Name = tuple[str, int]  # a tenant, and the id of one of its blocks
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a request waits for, as far as it is not with the planner."""
+
+    tenant: str
+    blocks: Iterator[Incoming]
+    joined: Iterator[Name]
+    done: Read
 
 
 class Reads:
@@ -33,6 +49,10 @@ class Reads:
         self._waiting: dict[Name, tuple[Incoming, Read]] = {}
         self._requests: dict[int, set[Request]] = {}  # of each session, that wait
         self._pumping: set[Drive] = set()
+        self._batches: deque[tuple[Request, Batch]] = deque()  # to be added
+        self._adding = False
+        self._gone: deque[Request] = deque()  # of sessions that are over
+        self._given_back: deque[Iterator[tuple[Incoming, Read]]] = deque()
 
     def link_of(self, segment: int) -> Link:
         return self._cold.drive_of(segment).link
@@ -58,43 +78,146 @@ class Reads:
             self._requests.setdefault(request[0], set()).add(request)
         return verdict
 
+    def bytes_of(self, frames: bytes) -> Mapping[Link, int]:
+        """What these frames are to be read from, and how much of it."""
+        return self._sum(frames)[1]
+
     def add(
-        self, request: Request, tenant: str, blocks: list[Incoming], joined: Iterable[Name], done: Read
-    ) -> None:  # fmt: skip
-        """Read these, in time; `done` is told of each, with ECANCELED where nobody wants it any more."""
-        fresh = []
+        self,
+        request: Request,
+        tenant: str,
+        frames: bytes,
+        blocks: Iterator[Incoming],
+        joined: Iterator[Name],
+        done: Read,
+    ) -> int:
+        """Read these, of such frames, in time; and wait for what is read for others. `done` is told of each,
+        with ECANCELED where nobody wants it any more. How many bytes that is.
+
+        Each costs the loop some microseconds, so they are looked at some at a time."""
+        segments, more = self._sum(frames)
+        for segment, count in segments.items():
+            self._cold.hold(segment, count)  # until they are over, however long that takes
+        batch = Batch(tenant, blocks, joined, done)
+        self.planner.add(request, (), (), more)
+        if not self._add_some(request, batch):
+            self._batches.append((request, batch))
+            self._add_soon()
+        return sum(more.values())
+
+    def _sum(self, frames: bytes) -> tuple[Counter[int], Counter[Link]]:
+        """How many of these frames each segment has; the bytes of their payloads by link."""
+        words = memoryview(frames).cast("I")
+        numbers = words[0 :: FRAME_BYTES // 4].tolist()
+        sizes: dict[int, int] = {}
+        for number, nbytes in zip(numbers, words[2 :: FRAME_BYTES // 4].tolist(), strict=True):
+            sizes[number] = sizes.get(number, 0) + nbytes
+        links: Counter[Link] = Counter()
+        for number, nbytes in sizes.items():
+            links[self.link_of(number)] += nbytes
+        return Counter(numbers), links
+
+    def _add_some(self, request: Request, batch: Batch) -> bool:
+        """Add the next ones; whether those are all."""
+        blocks = list(islice(batch.blocks, ADD_BLOCKS))
+        joined = list(islice(batch.joined, ADD_BLOCKS - len(blocks)))
+        fresh: list[tuple[Name, Link, int]] = []
         for block in blocks:
-            name, drive = (tenant, block.id), self._cold.drive_of(block.segment)
-            self._waiting[name] = block, done
-            self._cold.hold(block)  # until it is over, however long it waits for its turn
+            name, drive = (batch.tenant, block.id), self._cold.drive_of(block.segment)
+            self._waiting[name] = block, batch.done
             fresh.append((name, drive.link, block.payload_bytes))
             self._pump_soon(drive)
-        self.planner.add(request, fresh, joined)
+        is_all = len(blocks) + len(joined) < ADD_BLOCKS
+        self.planner.add_more(request, fresh, joined, is_all)
+        return is_all
+
+    def _add_soon(self) -> None:
+        if not self._adding:
+            self._adding = True
+            self._loop.call_soon(self._add_on)
+
+    def _add_on(self) -> None:
+        """Go on with what is to be added, one after the other; those whose request is gone are not."""
+        self._adding = False
+        if self._batches:
+            request, batch = self._batches.popleft()
+            if not self._add_some(request, batch):
+                self._batches.append((request, batch))
+        if self._batches:
+            self._add_soon()
+
+    # --- who goes ----------------------------------------------------------------------------
 
     def cancel(self, request: Request) -> None:
         """Nobody waits for this request any more."""
         self._requests.get(request[0], set()).discard(request)
         self._called_back(self.planner.cancel(request))
+        self._leave_out()
 
     def session_over(self, session: int) -> None:
-        for request in self._requests.pop(session, set()):
-            self._called_back(self.planner.cancel(request))
+        self._gone.extend(self._requests.pop(session, ()))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of requests that are gone, call back some reads; the others a turn later."""
+        left = GIVE_BACK_BLOCKS
+        while self._gone and left > 0:
+            names = self.planner.cancel(self._gone.popleft())
+            self._called_back(names)
+            left -= 1 + len(names)
+        self._leave_out()
+        if self._gone:
+            self._loop.call_soon(self._let_go)
 
     def tend(self) -> None:
         """Give up what is too late."""
-        self._called_back(self.planner.tend())
         for session in list(self._requests):
             kept = {one for one in self._requests[session] if self.planner.is_waiting(one)}
             self._requests[session] = kept
             if not kept:
                 del self._requests[session]
+        self._give_up()
+
+    def _give_up(self) -> None:
+        names, is_all = self.planner.tend(GIVE_BACK_BLOCKS)
+        self._called_back(names)
+        self._leave_out()
+        if not is_all:
+            self._loop.call_soon(self._give_up)
+
+    def _leave_out(self) -> None:
+        """What was to be added to a request that waits no more is not to be read."""
+        left = deque(one for one in self._batches if self.planner.is_waiting(one[0]))
+        for request, batch in self._batches if len(left) < len(self._batches) else ():
+            if not self.planner.is_waiting(request):
+                self._give_back((block, batch.done) for block in batch.blocks)
+        self._batches = left
+
+    def _called_back(self, names: list[Hashable]) -> None:
+        if names:
+            self._give_back(map(self._no_longer, names))
+
+    def _no_longer(self, name: Hashable) -> tuple[Incoming, Read]:
+        assert isinstance(name, tuple)
+        return self._waiting.pop(name)
+
+    def _give_back(self, blocks: Iterator[tuple[Incoming, Read]]) -> None:
+        """These are not to be read any more."""
+        self._given_back.append(blocks)
+        if len(self._given_back) == 1:
+            self._give_back_on()
+
+    def _give_back_on(self) -> None:
+        """Tell of some, and of the others later: each costs a microsecond or two."""
+        some = list(islice(self._given_back[0], GIVE_BACK_BLOCKS))
+        for block, done in some:
+            self._end(block, done, errno.ECANCELED)
+        if len(some) < GIVE_BACK_BLOCKS:
+            self._given_back.popleft()
+        if self._given_back:
+            self._loop.call_soon(self._give_back_on)
 
     # --- to the disks ------------------------------------------------------------------------
-
-    def _called_back(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            assert isinstance(name, tuple)
-            self._tell(name, errno.ECANCELED)
 
     def _pump_soon(self, drive: Drive) -> None:
         if drive not in self._pumping:
@@ -123,9 +246,8 @@ class Reads:
     def _over(self, name: Name, drive: Drive, code: int) -> None:
         self.planner.over(name, not code)
         self._pump_soon(drive)
-        self._tell(name, code)
+        self._end(*self._waiting.pop(name), code)
 
-    def _tell(self, name: Name, code: int) -> None:
-        block, done = self._waiting.pop(name)
+    def _end(self, block: Incoming, done: Read, code: int) -> None:
         done(block, code)
         self._cold.let_go(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from kvtier_kernels import Notes
 NOTES_BYTES = 1 << 20
 LIMIT_LOOKUPS = 1024
 NEAR_SPACES = 3
+FEW_SPACES = 12  # compared in full
+LOOK_SPACES = 512  # compared at all: a millisecond
 
 # What `Notes` keeps of a block; the position is the code.
 GONE = (
@@ -99,21 +102,27 @@ class Lookups:
 
 
 def near(space: Space, others: Sequence[Space]) -> list[dict[str, Any]]:
-    """The spaces that hold something and are described most like this one: which fields differ, and how."""
+    """The spaces that hold something and are described most like this one: which fields differ, and how. Of
+    many spaces the last ones are looked at."""
+    looked_at = [one for one in others[-LOOK_SPACES:] if one is not space and one.index >= 0]
+    few = heapq.nsmallest(FEW_SPACES, looked_at, key=lambda other: _unlike(space.spec, other.spec))
     mine = _fields(space.spec)
-    found: list[tuple[int, dict[str, Any]]] = []
-    for other in others:
-        if other is space or other.index < 0:
-            continue
+    found: list[dict[str, Any]] = []
+    for other in few:
         theirs = _fields(other.spec)
         differs = {
             name: {"here": mine.get(name), "there": theirs.get(name)}
             for name in sorted(mine.keys() | theirs.keys())
             if mine.get(name) != theirs.get(name)
         }
-        found.append((len(differs), {"space": other.number, "differs": differs}))
-    found.sort(key=lambda pair: pair[0])
-    return [told for _, told in found[:NEAR_SPACES]]
+        found.append({"space": other.number, "differs": differs})
+    found.sort(key=lambda told: len(told["differs"]))
+    return found[:NEAR_SPACES]
+
+
+def _unlike(one: KvSpec, other: KvSpec) -> int:
+    """How many fields differ, roughly."""
+    return sum(getattr(one, name) != getattr(other, name) for name in KvSpec.__struct_fields__)
 
 
 def _fields(spec: KvSpec) -> dict[str, Any]:

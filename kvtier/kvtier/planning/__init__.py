@@ -88,8 +88,9 @@ class Ask:
     released_at: float = float("inf")
     left: Counter[Link] = field(default_factory=Counter)  # bytes that are read in its place
     more: Counter[Link] = field(default_factory=Counter)  # of those, that are to be added yet
-    reads: set[Read] = field(default_factory=set)  # that it waits for
+    reads: dict[Read, None] = field(default_factory=dict)  # that it waits for
     links: Counter[Link] = field(default_factory=Counter)  # how many of them
+    open: int = 0  # lists of what it waits for that have more to come
     waiting: dict[Link, deque[Read]] = field(default_factory=dict)
     queued: set[Link] = field(default_factory=set)  # in whose queue it is
 
@@ -100,7 +101,7 @@ class Ask:
     @property
     def is_over(self) -> bool:
         """Whether it waits for nothing."""
-        return not self.reads and not self.more
+        return not self.reads and not self.open
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +119,7 @@ class Read:
 
 
 Shared = Mapping[Ask, Mapping[Link, int]]
-NOTHING: Mapping[Link, int] = {}
+Fresh = tuple[Hashable, Link, int]  # a block, where it is read from, and its bytes
 
 
 def _place(ask: Ask) -> Place:
@@ -208,40 +209,43 @@ class Planner:
     def add(
         self,
         name: Hashable,
-        fresh: Iterable[tuple[Hashable, Link, int]],
+        fresh: Sequence[Fresh],
         joined: Iterable[Hashable] = (),
-        more: Mapping[Link, int] = NOTHING,
+        more: Mapping[Link, int] | None = None,
     ) -> None:
-        """The request waits for these: blocks to be read from now on, blocks that others wait for, and
-        so many bytes more, which are to be added by `add_more`."""
+        """The request waits for these: blocks to be read from now on, and blocks that others wait for. `more`
+        says that this is not all: `add_more` follows, and brings so many bytes from each link."""
         ask = self._asks[name]
         if ask.is_over:
             insort(self._order, ask, key=_place)
-        ask.more.update(more)
-        ask.left.update(more)
-        self._add(ask, fresh)
+        if more is not None:
+            ask.open += 1
+            ask.more.update(more)
+            ask.left.update(more)
+        self._add(ask, fresh, joined)
+
+    def add_more(
+        self, name: Hashable, fresh: Sequence[Fresh], joined: Iterable[Hashable], is_all: bool
+    ) -> None:
+        """What was announced to a request that waits, or some of it."""
+        ask = self._asks[name]
+        for _, link, nbytes in fresh:
+            ask.left[link] -= nbytes
+            ask.more[link] -= nbytes
+        ask.open -= is_all
+        self._add(ask, fresh, joined)
+
+    def _add(self, ask: Ask, fresh: Sequence[Fresh], joined: Iterable[Hashable]) -> None:
+        for block, link, nbytes in fresh:
+            assert block not in self._reads, "a block is read twice"
+            read = self._reads[block] = Read(block, link, nbytes, next(self._numbers))
+            self._join(ask, read)
         for block in joined:
             known = self._reads.get(block)
             if known is not None and known not in ask.reads and self.waits < LIMIT_WAITS:
                 self._join(ask, known)
         if ask.is_over:
             self._leave(ask)
-
-    def add_more(self, name: Hashable, fresh: Sequence[tuple[Hashable, Link, int]]) -> None:
-        """These are of what was announced, to a request that is not over."""
-        ask = self._asks[name]
-        for _, link, nbytes in fresh:
-            ask.left[link] -= nbytes
-            ask.more[link] -= nbytes
-            if not ask.more[link]:
-                del ask.more[link]
-        self._add(ask, fresh)
-
-    def _add(self, ask: Ask, fresh: Iterable[tuple[Hashable, Link, int]]) -> None:
-        for block, link, nbytes in fresh:
-            assert block not in self._reads, "a block is read twice"
-            read = self._reads[block] = Read(block, link, nbytes, next(self._numbers))
-            self._join(ask, read)
 
     def _new(
         self, name: Hashable, urgent: bool, within_s: float, recompute_s: float, now: float
@@ -334,7 +338,7 @@ class Planner:
 
     def _finish_s(self, ask: Ask) -> float:
         """How long what it waits for takes yet."""
-        return self._ends_s(ask.place, dict.fromkeys([*ask.links, *ask.more], 0))
+        return self._ends_s(ask.place, dict.fromkeys(ask.links | ask.more, 0))
 
     def _ends_s(self, place: Place, fresh: Mapping[Link, int]) -> float:
         """How long so many more bytes take in this place of the order, after those before it."""
@@ -376,7 +380,7 @@ class Planner:
         """Wait for this; it is read in the place of the first of those who do."""
         leader = read.asks[0] if read.asks else None
         insort(read.asks, ask, key=_place)
-        ask.reads.add(read)
+        ask.reads[read] = None
         ask.links[read.link] += 1
         self.waits += 1
         if read.asks[0] is ask:
@@ -409,7 +413,7 @@ class Planner:
             self._unlead(ask, read)
 
     def _let_go(self, ask: Ask, read: Read) -> None:
-        ask.reads.discard(read)
+        del ask.reads[read]
         ask.links[read.link] -= 1
         if not ask.links[read.link]:
             del ask.links[read.link]
@@ -487,34 +491,43 @@ class Planner:
         if (ask := self._asks.get(name)) is not None:
             ask.released_at = self._clock()
 
-    def tend(self) -> list[Hashable]:
+    def tend(self, most: int = 1 << 31) -> tuple[list[Hashable], bool]:
         """The blocks that are not to be read any more, as those who wait for them are gone, or their time
-        is over."""
-        now, blocks = self._clock(), []
-        for ask in list(self._asks.values()):
-            if now - ask.released_at > GONE_S:
-                blocks += self.cancel(ask.name)
-            elif now > ask.end:
-                self.late += 1
-                blocks += self.cancel(ask.name)
-                ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
-                ask.said_at = now
-                self._refuse(ask)
+        is over; and whether that is all. Those who are looked at last have some `most` reads together."""
+        now, blocks, looked_at = self._clock(), list[Hashable](), 0
         while self._refused and now - next(iter(self._refused.values())).said_at > LAPSE_S:
             self._refused.popitem(last=False)
-        return blocks
+        for ask in list(self._asks.values()):
+            gone = now - ask.released_at > GONE_S
+            if gone or now > ask.end:
+                if looked_at >= most:
+                    return blocks, False
+                looked_at += 1 + len(ask.reads)
+                blocks += self.cancel(ask.name)
+                if not gone:
+                    self.late += 1
+                    ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
+                    ask.said_at = now
+                    self._refuse(ask)
+        return blocks, True
 
     def _call_back(self, ask: Ask) -> list[Hashable]:
-        blocks = []
-        for read in sorted(ask.reads, key=lambda read: read.number):
-            led = read.asks[0] is ask
-            self._part(ask, read)
-            if read.asks:
+        """It is gone, and waits for nothing."""
+        blocks: list[Hashable] = []
+        for read in list(ask.reads):
+            if len(read.asks) > 1:
+                led = read.asks[0] is ask
+                self._part(ask, read)
                 if led:
                     self._lead(read.asks[0], read)
-            elif not read.begun:
+                continue
+            read.asks.clear()
+            self._urgent[read.link] -= ask.urgent
+            self.waits -= 1
+            if not read.begun:
                 del self._reads[read.name]
                 blocks.append(read.name)
+        ask.reads.clear()
         at = bisect_left(self._order, ask.place, key=_place)
         if at < len(self._order) and self._order[at] is ask:
             del self._order[at]
