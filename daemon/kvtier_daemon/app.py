@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -82,6 +82,7 @@ class App:
         )
         self.cold: ColdTier | None = None
         self._scrub: Scrub | None = None
+        self._failed: set[str] = set()  # what could not be looked after
         self._unmapped = False  # an extent that the cold tier can't use, so none after it
         self._notifier = Notifier.from_environment()
         self._listener = listener
@@ -89,6 +90,7 @@ class App:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._unforeseen)
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
@@ -233,14 +235,43 @@ class App:
         assert self._server is not None
         while True:
             await asyncio.sleep(TEND_S)
-            now = self._server.clock()
-            for tenant in self.tenants.values():
-                tenant.catalog.expire(now)
-                if tenant.mover is not None:
-                    tenant.mover.tend()
-            if self.cold is not None:
-                self.cold.tend()
-            self._server.tend()
+            self._try("leases", self._expire)
+            if self.cold is not None and not self._try("the cold tier", self._tend_cold):
+                self.cold.give_up("it could not be looked after; the daemon's log says how")
+            self._try("clients", self._server.tend)
+
+    def _expire(self) -> None:
+        assert self._server is not None
+        now = self._server.clock()
+        for tenant in self.tenants.values():
+            tenant.catalog.expire(now)
+
+    def _tend_cold(self) -> None:
+        assert self.cold is not None
+        for tenant in self.tenants.values():
+            assert tenant.mover is not None
+            tenant.mover.tend()
+        self.cold.tend()
+
+    def _try(self, what: str, step: Callable[[], None]) -> bool:
+        """Do this; whether it went well. A bug of ours here is no end of the daemon: it is counted, and told
+        the first time."""
+        try:
+            step()
+        except Exception:
+            assert self._server is not None
+            self._server.failures["internal"] += 1
+            if what not in self._failed:
+                log.exception("%s could not be looked after; this is told once", what)
+            self._failed.add(what)
+            return False
+        return True
+
+    def _unforeseen(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Something that the loop called has failed: others are served all the same."""
+        if self._server is not None:
+            self._server.failures["internal"] += 1
+        loop.default_exception_handler(context)
 
     def _tenant_of(self, uid: int) -> Tenant | None:
         name = tenant_of(self.config, uid)

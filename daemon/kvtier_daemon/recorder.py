@@ -208,10 +208,15 @@ class Recorder:
             except OSError as error:
                 trace.failure = error.strerror or str(error)
                 log.error("%s: %s; nothing more is recorded", trace.path, trace.failure)
+            except Exception as error:
+                trace.failure = f"it failed: {error!r}; the daemon's log says how"
+                log.exception("%s: nothing more is recorded", trace.path)
             trace.ending, self._busy = True, False
             self._waiting.clear()
             self._lines.clear()
             self._waiting_bytes = 0
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # what failed at the end was in its place
 
     async def _write(self, trace: Trace, fd: int) -> None:
         """Write this trace until it ends; with the daemon, too."""

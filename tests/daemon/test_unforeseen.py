@@ -1,0 +1,139 @@
+"""What a bug of ours in the background costs: it is logged and counted, and the daemon goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.catalog import Catalog
+from kvtier_daemon import app as app_module
+from kvtier_daemon.app import App
+from kvtier_daemon.claim import claim_socket, release_socket
+from kvtier_daemon.config import load
+from kvtier_daemon.recorder import Recorder
+from kvtier_daemon.server import Server
+from kvtier_daemon.tiers.reads import Reads
+
+
+def planted(*_: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def served(folder: Path, work: Callable[[App], Awaitable[None]]) -> None:
+    """A daemon in this process, for as long as that works."""
+    (folder / "disk").mkdir()
+    file = folder / "kvtier.toml"
+    file.write_text(
+        f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\n'
+        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n'
+    )
+    config = load(file, environ={}).config
+    listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
+
+    async def run() -> None:
+        app = App(config, {name: bytes(32) for name in config.tenants}, listener)
+        serving = asyncio.create_task(app.serve())
+        async with asyncio.timeout(20):
+            while app._server is None or app.cold is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await app.cold.recovered.wait()
+            await work(app)
+            assert not serving.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+
+    try:
+        asyncio.run(run())
+    finally:
+        release_socket(listener)
+
+
+@pytest.mark.parametrize("owner, name", [(Catalog, "expire"), (Server, "tend"), (Reads, "tend")])
+def test_what_is_looked_after_now_and_then_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    owner: type, name: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(app_module, "TEND_S", 0.01)
+
+    async def work(app: App) -> None:
+        assert app._server is not None and app.cold is not None
+        monkeypatch.setattr(owner, name, planted)
+        while app._server.failures["internal"] < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert app.cold.given_up == (owner is Reads), "what can't be looked after is off"
+        monkeypatch.undo()
+
+    served(tmp_path, work)
+    assert caplog.text.count("this is told once") == 1
+    assert "planted" in caplog.text, "with where it happened"
+
+
+def test_what_the_loop_calls_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(app: App) -> None:
+        asyncio.get_running_loop().call_soon(planted)
+        await asyncio.sleep(0.01)
+        assert app._server is not None
+        assert app._server.failures["internal"] == 1
+
+    served(tmp_path, work)
+    assert "planted" in caplog.text
+
+
+def test_a_recorder_that_fails_says_so_and_begins_another_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        recorder = Recorder(tmp_path, asyncio.get_running_loop().time)
+        running = asyncio.create_task(recorder.run())
+        with monkeypatch.context() as broken:
+            broken.setattr(Recorder, "_add_line", planted)
+            recorder.start(1 << 20)
+            recorder.looked_up("t", 1, 16, bytes(64))
+            async with asyncio.timeout(10):
+                while recorder.stats()["writing"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert "planted" in recorder.stats()["failure"]
+        assert not recorder.is_on
+        recorder.looked_up("t", 1, 16, bytes(64))
+        recorder.start(1 << 20)
+        recorder.looked_up("t", 1, 16, bytes(64))
+        recorder.stop()
+        async with asyncio.timeout(10):
+            while recorder.stats()["writing"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        stats = recorder.stats()
+        assert (stats["failure"], stats["requests"]) == ("", 1)
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(work())
+    assert "planted" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), OSError(28, "planted")])
+def test_a_recorder_that_fails_at_the_end_keeps_no_daemon_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def work() -> None:
+        recorder = Recorder(tmp_path, asyncio.get_running_loop().time)
+        running = asyncio.create_task(recorder.run())
+        recorder.start(1 << 20)
+        await asyncio.sleep(0.05)
+
+        async def fails(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(Recorder, "_flush", fails)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=5)
+        assert done and running.cancelled()
+        assert "planted" in recorder.stats()["failure"]
+
+    asyncio.run(work())
