@@ -97,7 +97,8 @@ class Reads:
         Each costs the loop some microseconds, so they are looked at some at a time."""
         segments, more = self._sum(frames)
         for segment, count in segments.items():
-            self._cold.hold(segment, count)  # until they are over, however long that takes
+            # Until they are over. While one is with the disk, the tier holds it, too.
+            self._cold.hold(segment, count)
         batch = Batch(tenant, blocks, joined, done)
         self.planner.add(request, (), (), more)
         if not self._add_some(request, batch):
