@@ -15,6 +15,7 @@ from kvtier.planning.modelled import BLOCK, RATE, Load, World
 
 WAITING = 8
 URGENT = 600
+MOST = 4096  # that one request may ask for
 
 
 def blocks(name: str, count: int) -> list[str]:
@@ -85,12 +86,33 @@ def costs() -> list[Row]:
     ]
 
 
+def stalls() -> list[Row]:
+    """The loop serves nobody meanwhile, so none of these may take it long."""
+    weighs, goes = [], []
+    for _ in range(9):
+        planner, link = Planner(lambda: 0.0, dice=lambda: 1.0), Link(lambda: 0.0)
+        planner.weigh(1, {link: MOST * 4096})
+        planner.add(1, [(block, link, 4096) for block in range(MOST)])
+        began = time.perf_counter()
+        planner.weigh(2, {}, iter(range(MOST)), recompute_s=100.0)
+        weighs.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        planner.cancel(1)
+        goes.append(time.perf_counter() - began)
+    return [
+        at_most(f"a request that finds {MOST:,} blocks on their way: weighed in",
+                percentile(weighs, 0.5) * 1000, "ms", 2.0),
+        at_most(f"a request that waits for {MOST:,} blocks: called back in",
+                percentile(goes, 0.5) * 1000, "ms", 2.0),
+    ]  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
     arguments = parser.parse_args()
     probes = [harness.noise()]
-    rows = write_back() + beside_recompute() + costs()
+    rows = write_back() + beside_recompute() + costs() + stalls()
     probes.append(harness.noise())
     return harness.report("planner", rows, probes, arguments.out)
 

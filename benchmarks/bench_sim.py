@@ -1,6 +1,6 @@
 """The simulator: block accesses a second of a replay under each policy, beside numbering the trace's blocks.
 
-    python benchmarks/bench_sim.py [--trace FILE] [--policies lru,auto] [--json FILE]
+    python benchmarks/bench_sim.py [--trace FILE] [--policies lru,auto] [--out FILE]
 
 Without a file the trace is made up: 2,000,000 block accesses and more. A file is repeated under new names
 until it has as many. Each replay is held against its twin on the first requests before it is timed.
@@ -22,7 +22,7 @@ from kvtier_kernels.reference import replay as reference
 
 ACCESSES = 2_000_000
 SHARES = (1, 5, 20)  # percent of the unique blocks
-BARS = {"lru": 2e6, "auto": 5e5}  # of the issue: on these machines, which are shared
+BARS = {"lru": 2e6, "auto": 5e5}
 CHECKED = 300
 ROUNDS = 5
 SECONDS_EACH = 0.3  # between two requests
@@ -63,7 +63,7 @@ def main() -> int:
     asked = argparse.ArgumentParser()
     asked.add_argument("--trace", type=Path)
     asked.add_argument("--policies", default="lru,auto")
-    asked.add_argument("--json")
+    asked.add_argument("--out")
     options = asked.parse_args()
     probes = [noise()]
     if options.trace:
@@ -106,7 +106,7 @@ def main() -> int:
             0,
         )
     probes.append(noise())
-    return report("sim", rows, probes, options.json)
+    return report("sim", rows, probes, options.out)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ class Held(Tenant):
     async def end(self) -> None:
         await self.let_go()
         await asyncio.sleep(0)
-        assert not any(one.reading for one in self.bench.tier.segments), "a segment is held for ever"
+        assert not any(one.reading for one in self.bench.tier.segments), (
+            "a segment is held for ever"
+        )
         assert self.running is not None
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
