@@ -15,6 +15,7 @@ from daemon.test_cold import BLOCK, run
 from daemon.test_forget import ONE, SLOTS, Tenant
 from kvtier.catalog import Found
 from kvtier.planning import PATIENCE_S, beaten, links
+from kvtier_daemon.mover import FRAME
 from kvtier_daemon.tiers import reads
 from kvtier_daemon.tiers.cold import Incoming, Read
 from specs import pattern
@@ -303,3 +304,22 @@ def test_a_disk_that_is_off_gives_back_what_it_was_to_read(tmp_path: Path) -> No
         await tenant.end()
 
     run(off())
+
+
+@pytest.mark.parametrize("sizes", [(4096,) * 4, (4096, 8192, 100, 7), ()])
+def test_what_is_to_be_read_is_summed_whether_blocks_are_alike_or_not(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    async def summed() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(20)
+        used = [one.number for one in tenant.bench.tier.segments if one.head][:2]
+        assert len(used) == 2
+        frames = b"".join(
+            FRAME.pack(used[at % 2], at, nbytes, 0, 1, 0, 0) for at, nbytes in enumerate(sizes)
+        )
+        link = tenant.bench.tier.drives[0].link
+        assert tenant.reads.bytes_of(frames) == ({link: sum(sizes)} if sizes else {})
+        await tenant.end()
+
+    run(summed())

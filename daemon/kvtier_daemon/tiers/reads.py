@@ -110,13 +110,15 @@ class Reads:
         """How many of these frames each segment has; the bytes of their payloads by link."""
         words = memoryview(frames).cast("I")
         numbers = words[0 :: FRAME_BYTES // 4].tolist()
-        sizes: dict[int, int] = {}
-        for number, nbytes in zip(numbers, words[2 :: FRAME_BYTES // 4].tolist(), strict=True):
-            sizes[number] = sizes.get(number, 0) + nbytes
-        links: Counter[Link] = Counter()
-        for number, nbytes in sizes.items():
-            links[self.link_of(number)] += nbytes
-        return Counter(numbers), links
+        sizes = words[2 :: FRAME_BYTES // 4].tolist()
+        segments, links = Counter(numbers), Counter[Link]()
+        if len(set(sizes)) == 1:  # thousands of blocks that are all alike are summed soon
+            for number, count in segments.items():
+                links[self.link_of(number)] += count * sizes[0]
+        else:
+            for number, nbytes in zip(numbers, sizes, strict=True):
+                links[self.link_of(number)] += nbytes
+        return segments, links
 
     def _add_some(self, request: Request, batch: Batch) -> bool:
         """Add the next ones; whether those are all."""
