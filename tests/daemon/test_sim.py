@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier_daemon.cli import main
-from kvtier_daemon.sim.tiers import Machine, Simulation, percentiles, report, without_tiers
+from kvtier_daemon.sim.report import percentiles, report, without_tiers
+from kvtier_daemon.sim.tiers import Machine, Simulation
 from kvtier_daemon.sim.trace import Requests, read
 from kvtier_daemon.sizing import Prefill
 

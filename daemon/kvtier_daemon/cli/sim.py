@@ -264,7 +264,8 @@ def _one_tier(
 def _two_tiers(requests: Requests, machines: list[Any], plot: Path | None, json: bool) -> None:
     from array import array
 
-    from kvtier_daemon.sim.tiers import Simulation, report, without_tiers
+    from kvtier_daemon.sim.report import report, without_tiers
+    from kvtier_daemon.sim.tiers import Simulation
     from kvtier_kernels import Optimum
 
     runs = []

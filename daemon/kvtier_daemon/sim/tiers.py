@@ -13,7 +13,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtier.admission import Admission
 from kvtier.key import KEY_BYTES
@@ -30,7 +29,6 @@ SEGMENTS = 64
 NEARLY_FULL = 7 / 8  # of memory, from which on what goes first is written to the disk
 WRITTEN_AHEAD = 64
 LOOK_BLOCKS = 1024  # for some that are admitted
-DAY_S = 86_400.0
 NOWHERE = 0xFFFFFFFF
 SEED = 1
 
@@ -301,7 +299,7 @@ class Simulation:
         self.totals.recompute_s += compute_s
         self.totals.recompute_s_saved += self._machine.prefill.seconds(known)
         take_s = compute_s + hits * self._block_bytes / self._machine.memory_bytes_s
-        end = _queued(self._free, self.now, take_s)
+        end = queued(self._free, self.now, take_s)
         self.totals.waits_s.append(end - one.came)
         heapq.heappush(self._ends, (end, one.index, one))
 
@@ -453,72 +451,10 @@ def _name(node: int) -> int:
     return (node + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
-def _queued(free: list[float], now: float, take_s: float) -> float:
+def queued(free: list[float], now: float, take_s: float) -> float:
     """When a request ends that takes so long, on the engine that is free first."""
     if not free:
         return now + take_s
     end = max(now, heapq.heappop(free)) + take_s
     heapq.heappush(free, end)
     return end
-
-
-# --- what it comes to ------------------------------------------------------------------------------
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p90 and p99 in milliseconds."""
-    ranked = sorted(values)
-    last = len(ranked) - 1
-    return {
-        f"p{share}": round(ranked[max(0, -(-share * len(ranked) // 100) - 1)] * 1000, 3)
-        if last >= 0
-        else 0.0
-        for share in (50, 90, 99)
-    }
-
-
-def without_tiers(
-    requests: Requests, machine: Machine, hits: array[int] | None = None
-) -> dict[str, float]:
-    """First tokens where all is computed, or all but these blocks, which are there at once."""
-    free = [requests.seconds[0]] * machine.engines
-    waits = []
-    for index, tokens in enumerate(requests.inputs):
-        if requests.saved[index]:
-            continue
-        blocks = hits[index] if hits is not None else 0
-        known = min(blocks * requests.block_tokens, tokens)
-        copy_s = blocks * requests.block_tokens * machine.token_bytes / machine.memory_bytes_s
-        now = requests.seconds[index]
-        take_s = copy_s + machine.prefill.seconds(tokens - known, known)
-        waits.append(_queued(free, now, take_s) - now)
-    return percentiles(waits)
-
-
-def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict[str, Any]:
-    """All numbers of a run, for people and programs."""
-    totals = simulation.totals
-    looked_up = max(1, totals.looked_up_blocks)
-    written = totals.moved["nvme_written"] + totals.moved["nvme_written_again"]
-    span = max(requests.span_s, 1e-9)
-    return {
-        "policy": machine.policy,
-        "memory_bytes": machine.memory_bytes,
-        "nvme_bytes": machine.nvme_bytes,
-        "memory_blocks": simulation.memory_blocks,
-        "nvme_blocks": simulation.nvme_blocks,
-        "hit_rate": sum(totals.hit_blocks.values()) / looked_up,
-        "hit_rate_by_tier": {
-            tier: totals.hit_blocks[tier] / looked_up for tier in ("memory", "nvme")
-        },
-        "ttft_ms": percentiles(totals.waits_s),
-        "recompute_s": totals.recompute_s,
-        "recompute_s_saved": totals.recompute_s_saved,
-        "bytes": {
-            way: totals.moved[way]
-            for way in ("saved", "memory_read", "nvme_read", "nvme_written", "nvme_written_again")
-        },
-        "nvme_bytes_written_a_day": round(written / span * DAY_S),
-        "verdicts": dict(totals.verdicts),
-        "lost": dict(totals.lost),
-    }
