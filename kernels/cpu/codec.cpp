@@ -7,6 +7,8 @@
 #include <memory>
 #include <utility>
 
+#include "copy.h"
+
 namespace kvtier::codec {
 namespace {
 
@@ -14,7 +16,7 @@ namespace {
 
 template <Element kIs, bool kNibbles>
 size_t split_plain(const uint8_t* in, const uint8_t*, size_t rows, uint8_t top, uint8_t last,
-                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
+                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool) {
     size_t used = 0;
     for (size_t row = 0; row < rows; row++, rest += kRestRow<kIs>) {
         std::memset(rest, 0, kRestRow<kIs>);
@@ -43,7 +45,7 @@ size_t split_plain(const uint8_t* in, const uint8_t*, size_t rows, uint8_t top, 
 
 template <Element kIs, bool kNibbles>
 size_t join_plain(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                  uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
+                  uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool) {
     size_t used = 0;
     for (size_t row = 0; row < rows; row++, rest += kRestRow<kIs>) {
         for (size_t i = 0; i < kRow; i++, out += kBytes<kIs>) {
@@ -100,6 +102,16 @@ void decode_plain(Decoder* const* streams, size_t count, size_t rows) {
     }
 }
 
+void table_plain(const uint8_t* frequencies, DecodeTable& table) {
+    uint32_t start = 0;
+    for (uint32_t i = 0; i < kSymbolsMost; i++) {
+        for (uint32_t k = 0; k < frequencies[i]; k++) {
+            table.slot[start + k] = i | static_cast<uint32_t>(frequencies[i]) << 8 | k << 16;
+        }
+        start += frequencies[i];
+    }
+}
+
 template <size_t... kIndex>
 constexpr std::array<RowKernels, kElements> plain_rows(std::index_sequence<kIndex...>) {
     return {{{split_plain<Element{kIndex}, false>, split_plain<Element{kIndex}, true>,
@@ -112,6 +124,7 @@ constexpr Kernels plain() {
     for (size_t i = 0; i < kElements; i++) kernels.rows[i] = rows[i];
     kernels.encode = encode_plain;
     kernels.decode = decode_plain;
+    kernels.table = table_plain;
     return kernels;
 }
 constexpr Kernels kPlain = plain();
@@ -205,7 +218,7 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     for (size_t i = 0; i < rows; i++) {
         // With 255 as the top and the last code, a code is how far below 255 the exponent lies.
         const uint8_t* const row = in + sampled_row(i, rows, shape.whole) * shape.row_bytes();
-        by.split(row, row, 1, 255, 255, codes, rest, escapes, kRow);
+        by.split(row, row, 1, 255, 255, codes, rest, escapes, kRow, false);
         for (size_t k = 0; k < kRow; k += 4) {
             for (size_t j = 0; j < 4; j++) apart[j][255 - codes[k + j]]++;
         }
@@ -220,16 +233,18 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
 template <typename Split>
 size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in,
                   const uint8_t* ahead, size_t first, size_t rows, size_t row_codes, uint8_t top,
-                  uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room) {
+                  uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room,
+                  bool past) {
     const size_t whole = std::min(rows, shape.whole - first);
     const uint8_t* const from = in + first * shape.row_bytes();
     size_t used = split(from, ahead + first * shape.row_bytes(), whole, top, last, codes, rest,
-                        escapes, room);
+                        escapes, room, past);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
     fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row);
-    const size_t more = split(row, row, 1, top, last, codes + whole * row_codes,
-                              rest + whole * shape.sizes.rest_row, escapes + used, room - used);
+    const size_t more =
+        split(row, row, 1, top, last, codes + whole * row_codes,
+              rest + whole * shape.sizes.rest_row, escapes + used, room - used, false);
     return more == kNoRoom ? more : used + more;
 }
 
@@ -237,17 +252,26 @@ size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in
 template <typename Join>
 size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_t row_codes,
                  uint8_t top, uint8_t last, const uint8_t* codes, const uint8_t* rest,
-                 const uint8_t* escapes, size_t room, uint8_t* out) {
+                 const uint8_t* escapes, size_t room, uint8_t* out, bool past) {
     const size_t whole = std::min(rows, shape.whole - first);
     uint8_t* const to = out + first * shape.row_bytes();
-    const size_t used = join(codes, rest, escapes, room, top, last, whole, to);
+    const size_t used = join(codes, rest, escapes, room, top, last, whole, to, past);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
     const size_t more = join(codes + whole * row_codes, rest + whole * shape.sizes.rest_row,
-                             escapes + used, room - used, top, last, 1, row);
+                             escapes + used, room - used, top, last, 1, row, false);
     if (more == kNoRoom) return more;
     std::memcpy(to + whole * shape.row_bytes(), row, shape.tail_bytes());
     return used + more;
+}
+
+// What is more than the nearer caches hold goes past all of them: it would only push out what lies
+// there, and lines that are to be written over are not read first.
+constexpr size_t kPast = size_t{1} << 20;
+
+void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool past) {
+    if (past) return stream_copy(to, static_cast<const uint8_t*>(from), nbytes);
+    std::memcpy(to, from, nbytes);
 }
 
 size_t keep_raw(Encoded& part, uint8_t* out) {
@@ -267,7 +291,7 @@ const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t later) {
 // --- fix4 ----------------------------------------------------------------------------------------
 
 // The encoded size, or kNoRoom where that would not be less than the part's.
-size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_t* ahead,
+size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_t* ahead, bool past,
                    uint8_t* out) {
     const Shape shape(is, raw_bytes);
     const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
@@ -280,7 +304,7 @@ size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_
     uint8_t* const rest = codes + shape.rows * kRowCodes;
     uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
     const size_t used = split_rows(is, by.pack, shape, in, ahead, 0, shape.rows, kRowCodes, top,
-                                   kEscape4, codes, rest, escapes, raw_bytes - 1 - fixed);
+                                   kEscape4, codes, rest, escapes, raw_bytes - 1 - fixed, past);
     if (used == kNoRoom) return used;
     std::memcpy(escapes + used, in + raw_bytes - shape.odd, shape.odd);
     std::memset(out, 0, kFix4Header);
@@ -290,7 +314,7 @@ size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_
     return fixed + used;
 }
 
-bool decode_fix4(Element is, const Decoded& part) {
+bool decode_fix4(Element is, const Decoded& part, bool past) {
     const Shape shape(is, part.raw_bytes);
     const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
     if (part.bytes < fixed || part.from[kElementAt] != static_cast<uint8_t>(is)) return false;
@@ -301,7 +325,7 @@ bool decode_fix4(Element is, const Decoded& part) {
     const uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
     const RowKernels& by = kernels().rows[static_cast<size_t>(is)];
     const size_t used = join_rows(by.unpack, shape, 0, shape.rows, kRowCodes, part.from[kTopAt],
-                                  kEscape4, codes, rest, escapes, escaped, part.raw);
+                                  kEscape4, codes, rest, escapes, escaped, part.raw, past);
     if (used != escaped) return false;
     std::memcpy(part.raw + part.raw_bytes - shape.odd, escapes + escaped, shape.odd);
     return true;
@@ -309,30 +333,26 @@ bool decode_fix4(Element is, const Decoded& part) {
 
 // --- r32 -----------------------------------------------------------------------------------------
 
-// Rows that are worked on at a time: their codes, of four streams, stay in the nearest cache. With
-// fewer the memory's own prefetching loses its way (16 rows: a quarter slower).
-constexpr size_t kTile = 128;
+// The most words of a stream: no symbol takes more than 8 bits, and a state that took a word is at
+// least 2^23, so that it takes none with the next symbol, whatever the words are.
+constexpr size_t words_most(size_t rows) { return rows * kRow / 2 + kLanes; }
+constexpr size_t kStreamWords = words_most(kStreamRows);
 
-// The most words of a stream: no symbol takes more than 8 bits.
-constexpr size_t kStreamWords = kStreamRows * kRow / 2 + kLanes;
-
-// A stream on its way in, beside up to three others, and what belongs to it.
+// A stream on its way in, beside another, and what belongs to it.
 struct Lane {
     Encoder stream;
     EncodeTable table;
     Encoded* part;
-    const uint8_t* ahead;
-    size_t first, rows;  // of the part
-    size_t left;         // of these rows, those that are still to be taken in
+    const uint8_t* after;  // where the stream begins that comes in next in its place
+    size_t first, rows;    // of the part
     Frequencies frequencies;
-    uint8_t* escaped;  // those that there are so far: they grow towards the front, too
-    uint8_t codes[kTile * kRow];
+    size_t escaped;
+    uint8_t codes[kStreamRows * kRow];
     uint8_t rest[kStreamRows * kRestRowMost];
     uint8_t escapes[kStreamRows * kRow];
     uint16_t words[kWordSlack + kStreamWords];
 
     const uint16_t* words_end() const { return words + kWordSlack + kStreamWords; }
-    const uint8_t* escapes_end() const { return escapes + sizeof escapes; }
 };
 
 void make_table(const Frequencies& frequencies, EncodeTable& table) {
@@ -346,23 +366,12 @@ void make_table(const Frequencies& frequencies, EncodeTable& table) {
     }
 }
 
-void make_table(const uint8_t* frequencies, DecodeTable& table) {
-    uint32_t start = 0;
-    for (uint32_t i = 0; i < kSymbolsMost; i++) {
-        table.packed[i] = frequencies[i] | start << 16;
-        for (uint32_t k = 0; k < frequencies[i]; k++) {
-            table.symbol[start + k] = static_cast<uint8_t>(i);
-            table.slot[start + k] = i | static_cast<uint32_t>(frequencies[i]) << 8 | k << 16;
-        }
-        start += frequencies[i];
-    }
-}
-
-// Moves all streams on: side by side for as long as each has rows, then what is left of each.
+// Moves all streams to their ends: side by side for as long as each has rows, then what is left of
+// each.
 template <typename Stream, typename Advance>
 void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
     size_t done = 0;
-    if (count == kSideBySide || count == 2) {
+    if (count == 4 || count == 2) {
         done = *std::min_element(rows, rows + count);
         by(streams, count, done);
     }
@@ -374,7 +383,8 @@ void advance(Advance by, Stream* const* streams, const size_t* rows, size_t coun
 // Writes the parts of a batch one after the other, as their streams come in.
 class R32Writer {
  public:
-    R32Writer(Element is, uint8_t* out) : is_(is), by_(kernels()), out_(out), lanes_(lanes()) {}
+    R32Writer(Element is, bool past, uint8_t* out)
+        : is_(is), past_(past), by_(kernels()), out_(out), lanes_(lanes()) {}
 
     void add(Encoded& part, const uint8_t* ahead) {
         const Shape shape(is_, part.raw_bytes);
@@ -388,18 +398,15 @@ class R32Writer {
         count(rows, part.raw, shape, kR32SampleLeast, kR32SampleOneIn, counts);
         const Frequencies frequencies = frequencies_of(counts);
         for (size_t first = 0; first < shape.rows; first += kStreamRows) {
+            const size_t after = first + kInTogether * kStreamRows;
             Lane& lane = lanes_[waiting_++];
             lane.part = &part;
-            lane.ahead = ahead;
+            lane.after = after < shape.rows ? part.raw + after * shape.row_bytes() : ahead;
             lane.first = first;
-            lane.rows = lane.left = std::min(kStreamRows, shape.rows - first);
+            lane.rows = std::min(kStreamRows, shape.rows - first);
             lane.frequencies = frequencies;
             make_table(frequencies, lane.table);
-            std::fill_n(lane.stream.state, kLanes, kStateLeast);
-            lane.stream.words = lane.words + kWordSlack + kStreamWords;
-            lane.stream.table = &lane.table;
-            lane.escaped = lane.escapes + sizeof lane.escapes;
-            if (waiting_ == kSideBySide) flush();
+            if (waiting_ == kInTogether) flush();
         }
     }
 
@@ -410,9 +417,8 @@ class R32Writer {
 
  private:
     static Lane* lanes() {
-        // For each thread its own, kept: half a MiB is too much for a stack and too slow to get
-        // anew.
-        thread_local const std::unique_ptr<Lane[]> kept(new Lane[kSideBySide]);
+        // For each thread its own, kept: too much for a stack and too slow to get anew.
+        thread_local const std::unique_ptr<Lane[]> kept(new Lane[kInTogether]);
         return kept.get();
     }
 
@@ -423,59 +429,53 @@ class R32Writer {
     }
 
     void flush() {
-        for (;;) {
-            Encoder* streams[kSideBySide];
-            size_t rows[kSideBySide] = {};
-            size_t count = 0;
-            for (size_t i = 0; i < waiting_; i++) {
-                if (lanes_[i].left == 0) continue;
-                rows[count] = split(lanes_[i]);
-                streams[count++] = &lanes_[i].stream;
-            }
-            if (count == 0) break;
-            advance(by_.encode, streams, rows, count);
+        Encoder* streams[kInTogether];
+        size_t rows[kInTogether] = {};
+        for (size_t i = 0; i < waiting_; i++) {
+            split(lanes_[i]);
+            streams[i] = &lanes_[i].stream;
+            rows[i] = lanes_[i].rows;
         }
+        advance(by_.encode, streams, rows, waiting_);
         for (size_t i = 0; i < waiting_; i++) place(lanes_[i]);
         waiting_ = 0;
     }
 
-    // Makes codes of a stream's last rows that are left; returns how many.
-    size_t split(Lane& lane) {
+    // Makes codes of a stream's rows.
+    void split(Lane& lane) {
         const Shape shape(is_, lane.part->raw_bytes);
-        const size_t rows = (lane.left - 1) % kTile + 1;
-        lane.left -= rows;
-        const size_t first = lane.first + lane.left;
-        uint8_t escapes[kTile * kRow];
-        const size_t used =
-            split_rows(is_, by_.rows[static_cast<size_t>(is_)].split, shape, lane.part->raw,
-                       lane.ahead, first, rows, kRow, static_cast<uint8_t>(lane.frequencies.top),
-                       static_cast<uint8_t>(lane.frequencies.symbols - 1), lane.codes,
-                       lane.rest + lane.left * shape.sizes.rest_row, escapes, sizeof escapes);
-        lane.escaped -= used;
-        std::memcpy(lane.escaped, escapes, used);
-        lane.stream.codes = lane.codes + rows * kRow;
-        return rows;
+        const uint8_t* const in = lane.part->raw;
+        lane.escaped =
+            split_rows(is_, by_.rows[static_cast<size_t>(is_)].split, shape, in, in, lane.first,
+                       lane.rows, kRow, static_cast<uint8_t>(lane.frequencies.top),
+                       static_cast<uint8_t>(lane.frequencies.symbols - 1), lane.codes, lane.rest,
+                       lane.escapes, sizeof lane.escapes, false);
+        std::fill_n(lane.stream.state, kLanes, kStateLeast);
+        lane.stream.codes = lane.codes + lane.rows * kRow;
+        lane.stream.words = lane.words + kWordSlack + kStreamWords;
+        lane.stream.table = &lane.table;
+        lane.stream.next = lane.after;
+        lane.stream.next_step = shape.row_bytes() * kLanes / kRow;
     }
 
     void place(const Lane& lane) {
         Encoded& part = *lane.part;
         const Shape shape(is_, part.raw_bytes);
         const size_t words = static_cast<size_t>(lane.words_end() - lane.stream.words);
-        const auto escaped = static_cast<size_t>(lane.escapes_end() - lane.escaped);
         if (lane.first == 0) begin(lane, shape);
         const size_t number = lane.first / kStreamRows;
-        size_ += 2 * words + escaped;
+        size_ += 2 * words + lane.escaped;
         if (size_ < part.raw_bytes) {
             uint8_t* const entry = out_ + kR32Header + number * kStreamEntry;
             put32(entry, words);
-            put32(entry + 4, escaped);
+            put32(entry + 4, lane.escaped);
             const size_t rest_row = shape.sizes.rest_row;
-            std::memcpy(rest_ + lane.first * rest_row, lane.rest, lane.rows * rest_row);
+            put_bytes(rest_ + lane.first * rest_row, lane.rest, lane.rows * rest_row, past_);
             std::memcpy(at_, lane.stream.state, kStatesBytes);
-            std::memcpy(at_ + kStatesBytes, lane.stream.words, 2 * words);
+            put_bytes(at_ + kStatesBytes, lane.stream.words, 2 * words, past_);
             at_ += kStatesBytes + 2 * words;
-            std::memcpy(at_, lane.escaped, escaped);
-            at_ += escaped;
+            std::memcpy(at_, lane.escapes, lane.escaped);
+            at_ += lane.escaped;
         }
         if (lane.first + lane.rows == shape.rows) end(part, shape);
     }
@@ -504,6 +504,7 @@ class R32Writer {
     }
 
     Element is_;
+    bool past_;
     const Kernels& by_;
     uint8_t* out_;  // where the part begins whose streams are being placed
     Lane* lanes_;
@@ -513,29 +514,27 @@ class R32Writer {
     uint8_t* at_ = nullptr;
 };
 
-constexpr size_t kTileWords = kTile * kRow;  // the most that a tile reads
-
 // A stream on its way out.
 struct Out {
     Decoder stream;
     DecodeTable table;
-    const uint8_t* end;  // of its words
+    size_t words;  // in bytes
     const uint8_t* rest;
     const uint8_t* escapes;
     size_t escaped;
     const Decoded* part;
     uint8_t top, last;
     size_t number;  // of the part in its list
-    size_t row, rows_end;
-    bool ending;  // its words lie in `words` by now
-    uint8_t codes[kTile * kRow];
-    uint8_t words[2 * 2 * (kTileWords + kWordSlack)];
+    size_t first, rows;
+    uint8_t codes[kStreamRows * kRow];
+    // Copied, so that all can be read that a damaged stream might ask for.
+    uint8_t text[2 * (kStreamWords + kWordSlack)];
 };
 
 // Reads parts stream by stream, up to four side by side.
 class R32Reader {
  public:
-    explicit R32Reader(Element is) : is_(is), by_(kernels()) {}
+    R32Reader(Element is, bool past) : is_(is), past_(past), by_(kernels()), lanes_(lanes()) {}
 
     // False if this part, or one before it, is damaged: `failed` says which.
     bool add(const Decoded& part, size_t number) {
@@ -558,14 +557,15 @@ class R32Reader {
             if (words > left / 2 || escaped > left - 2 * words) return fail(number);
             left -= 2 * words + escaped;
             Out& lane = lanes_[waiting_++];
-            lane.row = i * kStreamRows;
-            lane.rows_end = std::min(lane.row + kStreamRows, shape.rows);
+            lane.first = i * kStreamRows;
+            lane.rows = std::min(kStreamRows, shape.rows - lane.first);
             lane.part = &part;
             lane.number = number;
             lane.top = from[kTopAt];
             lane.last = static_cast<uint8_t>(from[kSymbolsAt] - 1);
-            lane.rest = rest + lane.row * shape.sizes.rest_row;
-            make_table(from + kFrequenciesAt, lane.table);
+            lane.rest = rest + lane.first * shape.sizes.rest_row;
+            lane.stream.next_step = shape.sizes.rest_row * kLanes / kRow;
+            by_.table(from + kFrequenciesAt, lane.table);
             if (!begin(lane, at, words, escaped)) return fail(number);
             at += kStatesBytes + 2 * words + escaped;
             if (waiting_ == kSideBySide && !flush()) return false;
@@ -576,23 +576,15 @@ class R32Reader {
     }
 
     bool flush() {
-        while (waiting_ != 0) {
-            Decoder* streams[kSideBySide];
-            size_t rows[kSideBySide] = {};
-            size_t count = 0;
-            for (size_t i = 0; i < waiting_; i++) {
-                Out& lane = lanes_[i];
-                if (lane.row == lane.rows_end) continue;
-                prepare(lane);
-                streams[count] = &lane.stream;
-                rows[count++] = std::min(kTile, lane.rows_end - lane.row);
-            }
-            if (count == 0) break;
-            advance(by_.decode, streams, rows, count);
-            for (size_t i = 0; i < waiting_; i++) {
-                Out& lane = lanes_[i];
-                if (lane.row != lane.rows_end && !take(lane)) return fail(lane.number);
-            }
+        Decoder* streams[kSideBySide];
+        size_t rows[kSideBySide] = {};
+        for (size_t i = 0; i < waiting_; i++) {
+            streams[i] = &lanes_[i].stream;
+            rows[i] = lanes_[i].rows;
+        }
+        advance(by_.decode, streams, rows, waiting_);
+        for (size_t i = 0; i < waiting_; i++) {
+            if (!take(lanes_[i])) return fail(lanes_[i].number);
         }
         waiting_ = 0;
         return true;
@@ -601,6 +593,11 @@ class R32Reader {
     size_t failed() const { return failed_; }
 
  private:
+    static Out* lanes() {
+        thread_local const std::unique_ptr<Out[]> kept(new Out[kSideBySide]());
+        return kept.get();
+    }
+
     bool fail(size_t number) {
         failed_ = number;
         waiting_ = 0;
@@ -625,91 +622,50 @@ class R32Reader {
         for (const uint32_t state : lane.stream.state) {
             if (state < kStateLeast || state >= kStateEnd) return false;
         }
+        if (words > words_most(lane.rows)) return false;
+        std::memcpy(lane.text, at + kStatesBytes, 2 * words);
+        lane.words = 2 * words;
         lane.stream.table = &lane.table;
-        lane.stream.words = at + kStatesBytes;
-        lane.end = lane.stream.words + 2 * words;
+        lane.stream.codes = lane.codes;
+        lane.stream.words = lane.text;
+        lane.stream.next = lane.rest;
         lane.escapes = at + kStatesBytes + 2 * words;
         lane.escaped = escaped;
-        lane.ending = false;
         return true;
     }
 
-    // Sees to it that a tile can be read without a look at how many words are left.
-    static void prepare(Out& lane) {
-        lane.stream.codes = lane.codes;
-        const auto left = static_cast<size_t>(lane.end - lane.stream.words);
-        if (lane.ending || left >= 2 * (kTileWords + kWordSlack)) return;
-        std::memcpy(lane.words, lane.stream.words, left);
-        std::memset(lane.words + left, 0, 2 * (kTileWords + kWordSlack));
-        lane.stream.words = lane.words;
-        lane.end = lane.words + left;
-        lane.ending = true;
-    }
-
-    // Puts a tile's elements together. A stream that is sound ends with its last word and in the
+    // Puts a stream's elements together. One that is sound ends with its last word and in the
     // state that the encoder began with.
-    bool take(Out& lane) {
-        if (lane.stream.words > lane.end) return false;
+    bool take(const Out& lane) {
         const Shape shape(is_, lane.part->raw_bytes);
-        const size_t rows = std::min(kTile, lane.rows_end - lane.row);
-        const size_t used = join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.row,
-                                      rows, kRow, lane.top, lane.last, lane.codes, lane.rest,
-                                      lane.escapes, lane.escaped, lane.part->raw);
-        if (used == kNoRoom) return false;
-        lane.escapes += used;
-        lane.escaped -= used;
-        lane.rest += rows * shape.sizes.rest_row;
-        lane.row += rows;
-        if (lane.row != lane.rows_end) return true;
-        return lane.stream.words == lane.end && lane.escaped == 0 &&
-               std::all_of(lane.stream.state, lane.stream.state + kLanes,
-                           [](uint32_t state) { return state == kStateLeast; });
+        const bool whole = lane.stream.words == lane.text + lane.words &&
+                           std::all_of(lane.stream.state, lane.stream.state + kLanes,
+                                       [](uint32_t state) { return state == kStateLeast; });
+        return whole &&
+               join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.first, lane.rows,
+                         kRow, lane.top, lane.last, lane.codes, lane.rest, lane.escapes,
+                         lane.escaped, lane.part->raw, past_) == lane.escaped;
     }
 
     Element is_;
+    bool past_;
     const Kernels& by_;
-    Out lanes_[kSideBySide];
+    Out* lanes_;
     size_t waiting_ = 0;
     size_t failed_ = 0;
 };
 
-}  // namespace
-
-size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out) {
-    uint8_t* at = out;
-    if (codec == Codec::kR32) {
-        R32Writer writer(element, out);
-        for (size_t i = 0; i < parts.size(); i++)
-            writer.add(parts[i], ahead(parts, i, kSideBySide));
-        return static_cast<size_t>(writer.finish() - out);
-    }
-    for (size_t i = 0; i < parts.size(); i++) {
-        Encoded& part = parts[i];
-        const size_t size = codec == Codec::kFix4 ? encode_fix4(element, part.raw, part.raw_bytes,
-                                                                ahead(parts, i, 1), at)
-                                                  : kNoRoom;
-        if (size == kNoRoom) {
-            at += keep_raw(part, at);
-        } else {
-            part.codec = codec;
-            part.bytes = size;
-            at += size;
-        }
-    }
-    return static_cast<size_t>(at - out);
-}
-
-size_t decode(Element element, std::span<const Decoded> parts) {
-    R32Reader reader(element);
+size_t decode(Element element, std::span<const Decoded> parts, bool past) {
+    R32Reader reader(element, past);
     for (size_t i = 0; i < parts.size(); i++) {
         const Decoded& part = parts[i];
         switch (part.codec) {
             case Codec::kRaw:
                 if (part.bytes != part.raw_bytes) return i;
-                std::memcpy(part.raw, part.from, part.bytes);
+                put_bytes(part.raw, part.from, part.bytes, past);
                 break;
             case Codec::kFix4:
-                if (!decode_fix4(element, part)) return i;
+                if (!decode_fix4(element, part, past)) return i;
                 break;
             case Codec::kR32:
                 if (!reader.add(part, i)) return reader.failed();
@@ -719,6 +675,47 @@ size_t decode(Element element, std::span<const Decoded> parts) {
         }
     }
     return reader.flush() ? parts.size() : reader.failed();
+}
+
+}  // namespace
+
+size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out) {
+    size_t total = 0;
+    for (const Encoded& part : parts) total += part.raw_bytes;
+    const bool past = total >= kPast;
+    uint8_t* at = out;
+    if (codec == Codec::kR32) {
+        R32Writer writer(element, past, out);
+        for (size_t i = 0; i < parts.size(); i++)
+            writer.add(parts[i], ahead(parts, i, kInTogether));
+        at = writer.finish();
+    } else {
+        for (size_t i = 0; i < parts.size(); i++) {
+            Encoded& part = parts[i];
+            const size_t size =
+                codec == Codec::kFix4
+                    ? encode_fix4(element, part.raw, part.raw_bytes, ahead(parts, i, 1), past, at)
+                    : kNoRoom;
+            if (size == kNoRoom) {
+                at += keep_raw(part, at);
+            } else {
+                part.codec = codec;
+                part.bytes = size;
+                at += size;
+            }
+        }
+    }
+    if (past) stream_fence();
+    return static_cast<size_t>(at - out);
+}
+
+size_t decode(Element element, std::span<const Decoded> parts) {
+    size_t total = 0;
+    for (const Decoded& part : parts) total += part.raw_bytes;
+    const bool past = total >= kPast;
+    const size_t sound = decode(element, parts, past);
+    if (past) stream_fence();
+    return sound;
 }
 
 }  // namespace kvtier::codec

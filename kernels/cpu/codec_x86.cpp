@@ -33,12 +33,28 @@ KVTIER_INLINE void fetch_row(const uint8_t* at) {
     }
 }
 
+KVTIER_INLINE void fetch(const uint8_t*& at, size_t step) {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+    at += step;
+}
+
 // --- AVX-512 -------------------------------------------------------------------------------------
+
+// Where a row's elements go: into the caches, or past them.
+template <bool kPast>
+WIDE void give(uint8_t* at, __m512i bytes) {
+    if constexpr (kPast) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(at), bytes);
+    } else {
+        _mm512_storeu_si512(at, bytes);
+    }
+}
 
 WIDE __m512i line(const void* at) { return _mm512_loadu_si512(at); }
 HALF __m256i half(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
 WIDE __m512i line(const std::array<uint8_t, 64>& at) { return _mm512_loadu_si512(at.data()); }
 
+constexpr auto kInOrder = places([](size_t i) { return i; });
 constexpr auto kEven = places([](size_t i) { return 2 * i; });
 constexpr auto kOdd = places([](size_t i) { return 2 * i + 1; });
 constexpr auto kFirstPairs = places([](size_t i) { return i / 2 + i % 2 * 64; });
@@ -90,11 +106,12 @@ struct Pairs512 {
         upper = _mm512_permutex2var_epi8(turned_a, line(kOdd), turned_b);
         lower = _mm512_permutex2var_epi8(turned_a, line(kEven), turned_b);
     }
+    template <bool kPast>
     static WIDE void join(__m512i upper, __m512i lower, uint8_t* out) {
         const __m512i a = _mm512_permutex2var_epi8(lower, line(kFirstPairs), upper);
         const __m512i b = _mm512_permutex2var_epi8(lower, line(kLastPairs), upper);
-        _mm512_storeu_si512(out, _mm512_shrdi_epi16(a, a, 1));
-        _mm512_storeu_si512(out + 64, _mm512_shrdi_epi16(b, b, 1));
+        give<kPast>(out, _mm512_shrdi_epi16(a, a, 1));
+        give<kPast>(out + 64, _mm512_shrdi_epi16(b, b, 1));
     }
 };
 
@@ -106,8 +123,43 @@ struct Row512<Element::kBf16> {
         _mm512_storeu_si512(rest, lower);
         return upper;
     }
+    template <bool kPast>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
-        Pairs512::join(exponents, line(rest), out);
+        Pairs512::join<kPast>(exponents, line(rest), out);
+    }
+};
+
+// Rests of bf16 past the caches, at any address: what is left of a row's line waits for the next
+// row.
+struct Past512 {
+    uint8_t* at;
+    size_t phase;  // of the rows, within lines
+    __mmask64 ours;
+    __m512i turn, before;
+
+    explicit WIDE Past512(uint8_t* rest)
+        : at(rest - reinterpret_cast<uintptr_t>(rest) % 64),
+          phase(static_cast<size_t>(rest - at)),
+          ours(~0ull << phase),
+          turn(_mm512_add_epi8(line(kInOrder), _mm512_set1_epi8(static_cast<char>(64 - phase)))),
+          before(_mm512_setzero_si512()) {}
+    WIDE __m512i split(const uint8_t* in) {
+        __m512i upper, lower;
+        Pairs512::split(in, upper, lower);
+        const __m512i bytes = _mm512_permutex2var_epi8(before, turn, lower);
+        if (ours == ~0ull) {
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(at), bytes);
+        } else {
+            _mm512_mask_storeu_epi8(at, ours, bytes);
+            ours = ~0ull;
+        }
+        before = lower;
+        at += 64;
+        return upper;
+    }
+    WIDE void finish() const {
+        const __m512i bytes = _mm512_permutex2var_epi8(before, turn, before);
+        _mm512_mask_storeu_epi8(at, (1ull << phase) - 1, bytes);
     }
 };
 
@@ -120,10 +172,11 @@ struct Row512<Element::kFp16> {
         put_planes(upper, rest + 64);
         return _mm512_and_si512(_mm512_srli_epi16(upper, 3), _mm512_set1_epi8(0x1F));
     }
+    template <bool kPast>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i moved =
             _mm512_and_si512(_mm512_slli_epi16(exponents, 3), _mm512_set1_epi8(-8));
-        Pairs512::join(_mm512_or_si512(moved, get_planes(rest + 64)), line(rest), out);
+        Pairs512::join<kPast>(_mm512_or_si512(moved, get_planes(rest + 64)), line(rest), out);
     }
 };
 
@@ -141,6 +194,7 @@ struct Row512<Element::kFp32> {
         _mm512_storeu_si512(rest + 128, _mm512_shuffle_i64x2(a23, b23, 0x44));
         return _mm512_shuffle_i64x2(a23, b23, 0xEE);
     }
+    template <bool kPast>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i p0 = line(rest), p1 = line(rest + 64), p2 = line(rest + 128);
         const __m512i a01 = _mm512_shuffle_i64x2(p0, p1, 0x44);
@@ -153,8 +207,7 @@ struct Row512<Element::kFp32> {
             _mm512_permutex2var_epi8(b01, line(kFirstFours), b23),
             _mm512_permutex2var_epi8(b01, line(kLastFours), b23),
         };
-        for (int i = 0; i < 4; i++)
-            _mm512_storeu_si512(out + 64 * i, _mm512_ror_epi32(turned[i], 1));
+        for (int i = 0; i < 4; i++) give<kPast>(out + 64 * i, _mm512_ror_epi32(turned[i], 1));
     }
 };
 
@@ -165,10 +218,11 @@ struct Bytes512 {
         return _mm512_or_si512(up,
                                _mm512_and_si512(_mm512_srli_epi16(bytes, 7), _mm512_set1_epi8(1)));
     }
+    template <bool kPast>
     static WIDE void put(__m512i turned, uint8_t* out) {
         const __m512i down = _mm512_and_si512(_mm512_srli_epi16(turned, 1), _mm512_set1_epi8(0x7F));
         const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(turned, 7), _mm512_set1_epi8(-128));
-        _mm512_storeu_si512(out, _mm512_or_si512(down, sign));
+        give<kPast>(out, _mm512_or_si512(down, sign));
     }
 };
 
@@ -180,10 +234,11 @@ struct Row512<Element::kE4m3> {
                             nibbles(_mm512_and_si512(turned, _mm512_set1_epi8(15))));
         return _mm512_and_si512(_mm512_srli_epi16(turned, 4), _mm512_set1_epi8(15));
     }
+    template <bool kPast>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i moved =
             _mm512_and_si512(_mm512_slli_epi16(exponents, 4), _mm512_set1_epi8(-16));
-        Bytes512::put(_mm512_or_si512(moved, from_nibbles(rest)), out);
+        Bytes512::put<kPast>(_mm512_or_si512(moved, from_nibbles(rest)), out);
     }
 };
 
@@ -194,23 +249,30 @@ struct Row512<Element::kE5m2> {
         put_planes(turned, rest);
         return _mm512_and_si512(_mm512_srli_epi16(turned, 3), _mm512_set1_epi8(0x1F));
     }
+    template <bool kPast>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i moved =
             _mm512_and_si512(_mm512_slli_epi16(exponents, 3), _mm512_set1_epi8(-8));
-        Bytes512::put(_mm512_or_si512(moved, get_planes(rest)), out);
+        Bytes512::put<kPast>(_mm512_or_si512(moved, get_planes(rest)), out);
     }
 };
 
-template <Element kIs, bool kNibbles>
+template <Element kIs, bool kNibbles, bool kPast = false>
 KVTIER_VBMI size_t split512(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
                             uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
-                            size_t room) {
+                            size_t room, bool) {
     const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
     const __m512i lasts = _mm512_set1_epi8(static_cast<char>(last));
+    Past512 past(rest);
     size_t used = 0;
     for (size_t row = 0; row < rows; row++) {
-        fetch_row<kIs>(ahead);
-        const __m512i exponents = Row512<kIs>::split(in, rest);
+        if constexpr (kNibbles) fetch_row<kIs>(ahead);
+        __m512i exponents;
+        if constexpr (kPast) {
+            exponents = past.split(in);
+        } else {
+            exponents = Row512<kIs>::split(in, rest);
+        }
         const __m512i found = _mm512_min_epu8(_mm512_sub_epi8(tops, exponents), lasts);
         const __mmask64 escaped = _mm512_cmpeq_epi8_mask(found, lasts);
         if constexpr (kNibbles) {
@@ -229,10 +291,19 @@ KVTIER_VBMI size_t split512(const uint8_t* in, const uint8_t* ahead, size_t rows
         in += kRow * kBytes<kIs>, ahead += kRow * kBytes<kIs>;
         rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
+    if (kPast && rows != 0) past.finish();
     return used;
 }
 
-template <Element kIs, bool kNibbles>
+KVTIER_VBMI size_t pack512(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
+                           uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
+                           size_t room, bool past) {
+    return (past ? split512<Element::kBf16, true, true>
+                 : split512<Element::kBf16, true>)(in, ahead, rows, top, last, codes, rest, escapes,
+                                                   room, past);
+}
+
+template <Element kIs, bool kNibbles, bool kPast>
 KVTIER_VBMI size_t join512(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes,
                            size_t room, uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
     const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
@@ -250,7 +321,7 @@ KVTIER_VBMI size_t join512(const uint8_t* codes, const uint8_t* rest, const uint
             exponents = _mm512_mask_expand_epi8(exponents, escaped, here);
             used += count;
         }
-        Row512<kIs>::join(exponents, rest, out);
+        Row512<kIs>::template join<kPast>(exponents, rest, out);
         out += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
     return used;
@@ -291,12 +362,16 @@ KVTIER_VBMI void encode512(Encoder* const* streams, size_t rows) {
     const uint8_t* codes[kCount];
     uint16_t* words[kCount];
     const EncodeTable* tables[kCount];
+    const uint8_t* next[kCount];
+    const size_t step = streams[0]->next_step;
     for (size_t s = 0; s < kCount; s++) {
         low[s] = line(streams[s]->state), high[s] = line(streams[s]->state + 16);
         codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
+        next[s] = streams[s]->next;
     }
     for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
+            fetch(next[s], step);
             codes[s] -= kLanes;
             take_in(high[s], codes[s] + 16, *tables[s], words[s]);
             take_in(low[s], codes[s], *tables[s], words[s]);
@@ -344,12 +419,16 @@ KVTIER_VBMI void decode512(Decoder* const* streams, size_t rows) {
     uint8_t* codes[kCount];
     const uint8_t* words[kCount];
     const DecodeTable* tables[kCount];
+    const uint8_t* next[kCount];
+    const size_t step = streams[0]->next_step;
     for (size_t s = 0; s < kCount; s++) {
         low[s] = line(streams[s]->state), high[s] = line(streams[s]->state + 16);
         codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
+        next[s] = streams[s]->next;
     }
     for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
+            fetch(next[s], step);
             const __mmask16 hungry_low = give_out(low[s], *tables[s], codes[s]);
             const __mmask16 hungry_high = give_out(high[s], *tables[s], codes[s] + 16);
             low[s] = with_words(low[s], hungry_low, words[s]);
@@ -364,12 +443,32 @@ KVTIER_VBMI void decode512(Decoder* const* streams, size_t rows) {
     }
 }
 
+KVTIER_VBMI void table512(const uint8_t* frequencies, DecodeTable& table) {
+    uint32_t start = 0;
+    for (uint32_t i = 0; i < kSymbolsMost; i++) {
+        table.packed[i] = frequencies[i] | start << 16;
+        for (uint32_t k = 0; k < frequencies[i]; k += 64) {
+            // What is too much is written over by the symbols that follow.
+            _mm512_storeu_si512(table.symbol + start + k, _mm512_set1_epi8(static_cast<char>(i)));
+        }
+        start += frequencies[i];
+    }
+}
+
 // --- AVX2 ----------------------------------------------------------------------------------------
 
 struct Two {
     __m256i low, high;
 };
 
+template <bool kPast>
+HALF void give(uint8_t* at, __m256i bytes) {
+    if constexpr (kPast) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(at), bytes);
+    } else {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bytes);
+    }
+}
 HALF void put(void* at, __m256i bytes) { _mm256_storeu_si256(static_cast<__m256i*>(at), bytes); }
 HALF __m256i all(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
 
@@ -441,16 +540,18 @@ struct Pairs256 {
         put(rest + 32, lowers(c, d));
         return {uppers(a, b), uppers(c, d)};
     }
+    template <bool kPast>
     static HALF void join(__m256i upper, __m256i lower, uint8_t* out) {
         const __m256i u = _mm256_permute4x64_epi64(upper, 0xD8);
         const __m256i l = _mm256_permute4x64_epi64(lower, 0xD8);
         const __m256i a = _mm256_unpacklo_epi8(l, u), b = _mm256_unpackhi_epi8(l, u);
-        put(out, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
-        put(out + 32, _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
+        give<kPast>(out, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
+        give<kPast>(out + 32, _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
     }
+    template <bool kPast>
     static HALF void join(Two upper, const uint8_t* rest, uint8_t* out) {
-        join(upper.low, half(rest), out);
-        join(upper.high, half(rest + 32), out + 64);
+        join<kPast>(upper.low, half(rest), out);
+        join<kPast>(upper.high, half(rest + 32), out + 64);
     }
 };
 
@@ -460,8 +561,9 @@ struct Row256;
 template <>
 struct Row256<Element::kBf16> {
     static HALF Two split(const uint8_t* in, uint8_t* rest) { return Pairs256::split(in, rest); }
+    template <bool kPast>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Pairs256::join(exponents, rest, out);
+        Pairs256::join<kPast>(exponents, rest, out);
     }
 };
 
@@ -472,8 +574,9 @@ struct Row256<Element::kFp16> {
         put_planes(upper, rest + 64);
         return moved_down<3>(upper, 0x1F);
     }
+    template <bool kPast>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Pairs256::join(moved_up<3>(exponents, get_two_planes(rest + 64), 0xF8), rest, out);
+        Pairs256::join<kPast>(moved_up<3>(exponents, get_two_planes(rest + 64), 0xF8), rest, out);
     }
 };
 
@@ -503,6 +606,7 @@ struct Row256<Element::kFp32> {
         put(rest + 128, _mm256_permute2x128_si256(even01, even23, 0x31));
         return _mm256_permute2x128_si256(odd01, odd23, 0x31);
     }
+    template <bool kPast>
     static HALF void join32(__m256i exponents, const uint8_t* rest, uint8_t* out) {
         const __m256i p0 = half(rest), p1 = half(rest + 64), p2 = half(rest + 128);
         const __m256i even01 = _mm256_permute2x128_si256(p0, p2, 0x20);
@@ -515,16 +619,17 @@ struct Row256<Element::kFp32> {
         const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
         for (int i = 0; i < 4; i++) {
             const __m256i turned = fours(_mm256_permutevar8x32_epi32(r[i], order));
-            put(out + 32 * i,
-                _mm256_or_si256(_mm256_srli_epi32(turned, 1), _mm256_slli_epi32(turned, 31)));
+            give<kPast>(out + 32 * i, _mm256_or_si256(_mm256_srli_epi32(turned, 1),
+                                                      _mm256_slli_epi32(turned, 31)));
         }
     }
     static HALF Two split(const uint8_t* in, uint8_t* rest) {
         return {split32(in, rest), split32(in + 128, rest + 32)};
     }
+    template <bool kPast>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        join32(exponents.low, rest, out);
-        join32(exponents.high, rest + 32, out + 128);
+        join32<kPast>(exponents.low, rest, out);
+        join32<kPast>(exponents.high, rest + 32, out + 128);
     }
 };
 
@@ -535,13 +640,16 @@ struct Bytes256 {
                                _mm256_and_si256(_mm256_srli_epi16(bytes, 7), all(1)));
     }
     static HALF Two get(const uint8_t* in) { return {turned(in), turned(in + 32)}; }
+    template <bool kPast>
     static HALF void put_one(__m256i turned, uint8_t* out) {
-        put(out, _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(turned, 1), all(0x7F)),
-                                 _mm256_and_si256(_mm256_slli_epi16(turned, 7), all(0x80))));
+        give<kPast>(out,
+                    _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(turned, 1), all(0x7F)),
+                                    _mm256_and_si256(_mm256_slli_epi16(turned, 7), all(0x80))));
     }
+    template <bool kPast>
     static HALF void put_two(Two turned, uint8_t* out) {
-        put_one(turned.low, out);
-        put_one(turned.high, out + 32);
+        put_one<kPast>(turned.low, out);
+        put_one<kPast>(turned.high, out + 32);
     }
 };
 
@@ -554,8 +662,9 @@ struct Row256<Element::kE4m3> {
         put(rest, _mm256_or_si256(low, _mm256_slli_epi16(high, 4)));
         return moved_down<4>(turned, 15);
     }
+    template <bool kPast>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Bytes256::put_two(moved_up<4>(exponents, two_nibbles(rest), 0xF0), out);
+        Bytes256::put_two<kPast>(moved_up<4>(exponents, two_nibbles(rest), 0xF0), out);
     }
 };
 
@@ -566,8 +675,9 @@ struct Row256<Element::kE5m2> {
         put_planes(turned, rest);
         return moved_down<3>(turned, 0x1F);
     }
+    template <bool kPast>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Bytes256::put_two(moved_up<3>(exponents, get_two_planes(rest), 0xF8), out);
+        Bytes256::put_two<kPast>(moved_up<3>(exponents, get_two_planes(rest), 0xF8), out);
     }
 };
 
@@ -581,11 +691,11 @@ HALF uint64_t equal(Two bytes, __m256i to) {
 template <Element kIs, bool kNibbles>
 KVTIER_AVX2 size_t split256(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
                             uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
-                            size_t room) {
+                            size_t room, bool) {
     const __m256i tops = all(top), lasts = all(last);
     size_t used = 0;
     for (size_t row = 0; row < rows; row++) {
-        fetch_row<kIs>(ahead);
+        if constexpr (kNibbles) fetch_row<kIs>(ahead);
         const Two exponents = Row256<kIs>::split(in, rest);
         const Two found = {_mm256_min_epu8(_mm256_sub_epi8(tops, exponents.low), lasts),
                            _mm256_min_epu8(_mm256_sub_epi8(tops, exponents.high), lasts)};
@@ -611,7 +721,7 @@ KVTIER_AVX2 size_t split256(const uint8_t* in, const uint8_t* ahead, size_t rows
     return used;
 }
 
-template <Element kIs, bool kNibbles>
+template <Element kIs, bool kNibbles, bool kPast>
 KVTIER_AVX2 size_t join256(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes,
                            size_t room, uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
     const __m256i tops = all(top), lasts = all(last);
@@ -630,13 +740,13 @@ KVTIER_AVX2 size_t join256(const uint8_t* codes, const uint8_t* rest, const uint
             }
             exponents = {half(plain), half(plain + 32)};
         }
-        Row256<kIs>::join(exponents, rest, out);
+        Row256<kIs>::template join<kPast>(exponents, rest, out);
         out += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
     return used;
 }
 
-// For each choice of 8 lanes: the chosen ones moved to the end, in order; and back from the start.
+// For each choice of 8 lanes: the chosen ones moved to the end, in order.
 using Moves = std::array<std::array<uint8_t, 8>, 256>;
 constexpr Moves kToTheEnd = [] {
     Moves moves{};
@@ -648,20 +758,25 @@ constexpr Moves kToTheEnd = [] {
     }
     return moves;
 }();
-constexpr Moves kFromTheStart = [] {
-    Moves moves{};
+// The words that chosen lanes of 16 bits get, in order, as a shuffle of bytes; others get zero.
+struct alignas(16) Spread : std::array<uint8_t, 16> {};
+constexpr std::array<Spread, 256> kFromTheStart = [] {
+    std::array<Spread, 256> spreads{};
     for (unsigned chosen = 0; chosen < 256; chosen++) {
         uint8_t from = 0;
         for (size_t lane = 0; lane < 8; lane++) {
-            if (chosen >> lane & 1) moves[chosen][lane] = from++;
+            const bool fed = (chosen >> lane & 1) != 0;
+            for (size_t byte = 0; byte < 2; byte++) {
+                spreads[chosen][2 * lane + byte] = fed ? from++ : 128;
+            }
         }
     }
-    return moves;
+    return spreads;
 }();
 
-HALF __m256i moves_for(const Moves& moves, unsigned chosen) {
+HALF __m256i to_the_end(unsigned chosen) {
     return _mm256_cvtepu8_epi32(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(moves[chosen].data())));
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kToTheEnd[chosen].data())));
 }
 
 HALF __m256i take_in8(__m256i state, const uint8_t* codes, const EncodeTable& table,
@@ -676,7 +791,7 @@ HALF __m256i take_in8(__m256i state, const uint8_t* codes, const EncodeTable& ta
     const __m256i lean = _mm256_cmpgt_epi32(frequency, _mm256_srli_epi32(state, 23));
     const auto full = static_cast<unsigned>(~_mm256_movemask_ps(_mm256_castsi256_ps(lean))) & 255u;
     const __m256i leaving = _mm256_permutevar8x32_epi32(
-        _mm256_and_si256(state, _mm256_set1_epi32(0xFFFF)), moves_for(kToTheEnd, full));
+        _mm256_and_si256(state, _mm256_set1_epi32(0xFFFF)), to_the_end(full));
     // What lies before them is written over by those that leave next.
     _mm_storeu_si128(
         reinterpret_cast<__m128i*>(words - 8),
@@ -711,55 +826,123 @@ KVTIER_AVX2 void encode256(Encoder* const* streams, size_t count, size_t rows) {
     }
 }
 
-HALF __m256i give_out8(__m256i state, const DecodeTable& table, uint8_t* codes,
-                       const uint8_t*& words) {
-    const __m256i slot = _mm256_and_si256(state, _mm256_set1_epi32(kScale - 1));
-    const __m256i found = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.slot), slot, 4);
-    const __m256i first = _mm256_set1_epi32(0x0C080400);
-    const __m256i bytes = _mm256_shuffle_epi8(found, first);
-    const int low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
-    std::memcpy(codes, &low, 4);
-    std::memcpy(codes + 4, &high, 4);
-    const __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(found, 8), _mm256_set1_epi32(255));
-    const __m256i grown = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(state, kScaleBits));
-    state = _mm256_add_epi32(grown, _mm256_srli_epi32(found, 16));
-    const __m256i hungry = _mm256_cmpgt_epi32(_mm256_set1_epi32(kStateLeast), state);
-    const auto chosen = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(hungry)));
-    const __m256i next = _mm256_permutevar8x32_epi32(
-        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words))),
-        moves_for(kFromTheStart, chosen));
-    words += 2 * std::popcount(chosen);
-    return _mm256_blendv_epi8(state, _mm256_or_si256(_mm256_slli_epi32(state, 16), next), hungry);
+KVTIER_AVX2 void table256(const uint8_t* frequencies, DecodeTable& table) {
+    size_t symbols = 0;
+    uint8_t start = 0;
+    std::memcpy(table.frequency, frequencies, kSymbolsMost);
+    for (size_t i = 0; i < kSymbolsMost && frequencies[i] != 0; i++) {
+        table.start[i] = start;
+        start = static_cast<uint8_t>(start + frequencies[i]);
+        put(table.below[symbols++], all((start - 1) ^ 128));
+    }
+    // The last one's end is beyond every slot, as is what fills up the fours.
+    for (symbols--; symbols % 4 != 0; symbols++) put(table.below[symbols], all(127));
+    table.fours = symbols / 4;
 }
 
-// One after the other: two at a time, which want more registers than there are, take half as long
-// again.
-KVTIER_AVX2 void decode256(Decoder* const* streams, size_t count, size_t rows) {
-    for (size_t s = 0; s < count; s++) {
-        Decoder& stream = *streams[s];
-        __m256i state[4];
-        for (size_t part = 0; part < 4; part++) state[part] = half(stream.state + 8 * part);
-        uint8_t* codes = stream.codes;
-        const uint8_t* words = stream.words;
-        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
-            _Pragma("GCC unroll 4") for (size_t part = 0; part < 4; part++) {
-                state[part] = give_out8(state[part], *stream.table, codes + 8 * part, words);
-            }
-            codes += kLanes;
+// Bytes 4 * part to 4 * part + 3 of each half, as words of 32 bits.
+HALF __m256i widened(__m256i bytes, int part) {
+    const __m256i first = _mm256_setr_epi32(-256, -255, -254, -253, -256, -255, -254, -253);
+    return _mm256_shuffle_epi8(bytes, _mm256_add_epi32(first, _mm256_set1_epi32(4 * part)));
+}
+
+HALF __m256i looked_up(const uint8_t* table, __m256i code, __m256i upper) {
+    const __m256i low = _mm256_shuffle_epi8(
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), code);
+    const __m256i high = _mm256_shuffle_epi8(
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table + 16))),
+        code);
+    return _mm256_blendv_epi8(low, high, upper);
+}
+
+HALF __m256i with_words8(__m256i state, const uint8_t*& words) {
+    const __m256i hungry = _mm256_cmpgt_epi32(_mm256_set1_epi32(kStateLeast), state);
+    const auto chosen = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(hungry)));
+    const __m128i next = _mm_shuffle_epi8(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(words)),
+        _mm_load_si128(reinterpret_cast<const __m128i*>(kFromTheStart[chosen].data())));
+    words += 2 * std::popcount(chosen);
+    const __m256i fed = _mm256_or_si256(_mm256_slli_epi32(state, 16), _mm256_cvtepu16_epi32(next));
+    return _mm256_blendv_epi8(state, fed, hungry);
+}
+
+// A row comes out. Looking slots up in memory, as gathers do, takes three times as long.
+HALF void give_out256(__m256i (&state)[4], const DecodeTable& table, uint8_t* codes,
+                      const uint8_t*& words) {
+    const __m256i mask = _mm256_set1_epi32(kScale - 1);
+    const __m256i slots = _mm256_packus_epi16(
+        _mm256_packus_epi32(_mm256_and_si256(state[0], mask), _mm256_and_si256(state[1], mask)),
+        _mm256_packus_epi32(_mm256_and_si256(state[2], mask), _mm256_and_si256(state[3], mask)));
+    const __m256i turned = _mm256_xor_si256(slots, all(128));
+    __m256i less[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (size_t four = 0; four < table.fours; four++) {
+        for (size_t k = 0; k < 4; k++) {
+            const __m256i found = _mm256_cmpgt_epi8(turned, half(table.below[4 * four + k]));
+            less[k % 2] = _mm256_sub_epi8(less[k % 2], found);
         }
-        for (size_t part = 0; part < 4; part++) put(stream.state + 8 * part, state[part]);
-        stream.codes = codes, stream.words = words;
+    }
+    const __m256i code = _mm256_add_epi8(less[0], less[1]);
+    put(codes, _mm256_permutevar8x32_epi32(code, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+    const __m256i upper = _mm256_slli_epi16(code, 3);
+    const __m256i frequency = looked_up(table.frequency, code, upper);
+    const __m256i from_start = _mm256_sub_epi8(slots, looked_up(table.start, code, upper));
+    _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++) {
+        const __m256i grown = _mm256_mullo_epi32(widened(frequency, part),
+                                                 _mm256_srli_epi32(state[part], kScaleBits));
+        state[part] = with_words8(_mm256_add_epi32(grown, widened(from_start, part)), words);
+    }
+}
+
+template <size_t kCount>
+KVTIER_AVX2 void decode256(Decoder* const* streams, size_t rows) {
+    __m256i state[kCount][4];
+    uint8_t* codes[kCount];
+    const uint8_t *words[kCount], *next[kCount];
+    const DecodeTable* tables[kCount];
+    const size_t step = streams[0]->next_step;
+    for (size_t s = 0; s < kCount; s++) {
+        for (size_t part = 0; part < 4; part++) state[s][part] = half(streams[s]->state + 8 * part);
+        codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
+        next[s] = streams[s]->next;
+    }
+    for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+        _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
+            fetch(next[s], step);
+            give_out256(state[s], *tables[s], codes[s], words[s]);
+            codes[s] += kLanes;
+        }
+    }
+    for (size_t s = 0; s < kCount; s++) {
+        for (size_t part = 0; part < 4; part++) put(streams[s]->state + 8 * part, state[s][part]);
+        streams[s]->codes = codes[s], streams[s]->words = words[s];
     }
 }
 
 // --- the tables ----------------------------------------------------------------------------------
 
+template <Element kIs, bool kNibbles>
+size_t joined512(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
+                 uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past) {
+    const bool streamed = past && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    return (streamed
+                ? join512<kIs, kNibbles, true>
+                : join512<kIs, kNibbles, false>)(codes, rest, escapes, room, top, last, rows, out);
+}
+template <Element kIs, bool kNibbles>
+size_t joined256(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
+                 uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past) {
+    const bool streamed = past && reinterpret_cast<uintptr_t>(out) % 32 == 0;
+    return (streamed
+                ? join256<kIs, kNibbles, true>
+                : join256<kIs, kNibbles, false>)(codes, rest, escapes, room, top, last, rows, out);
+}
 template <Element kIs>
-constexpr RowKernels kRows512 = {split512<kIs, false>, split512<kIs, true>, join512<kIs, false>,
-                                 join512<kIs, true>};
+constexpr RowKernels kRows512 = {split512<kIs, false>,
+                                 kIs == Element::kBf16 ? pack512 : split512<kIs, true>,
+                                 joined512<kIs, false>, joined512<kIs, true>};
 template <Element kIs>
-constexpr RowKernels kRows256 = {split256<kIs, false>, split256<kIs, true>, join256<kIs, false>,
-                                 join256<kIs, true>};
+constexpr RowKernels kRows256 = {split256<kIs, false>, split256<kIs, true>, joined256<kIs, false>,
+                                 joined256<kIs, true>};
 
 }  // namespace
 
@@ -767,7 +950,6 @@ const Kernels kKernelsVbmi = {
     {kRows512<Element::kBf16>, kRows512<Element::kFp16>, kRows512<Element::kFp32>,
      kRows512<Element::kE4m3>, kRows512<Element::kE5m2>},
     [](Encoder* const* streams, size_t count, size_t rows) {
-        if (count == 4) return encode512<4>(streams, rows);
         if (count == 2) return encode512<2>(streams, rows);
         encode512<1>(streams, rows);
     },
@@ -775,13 +957,19 @@ const Kernels kKernelsVbmi = {
         if (count == 4) return decode512<4>(streams, rows);
         if (count == 2) return decode512<2>(streams, rows);
         decode512<1>(streams, rows);
-    }};
+    },
+    table512};
 
 const Kernels kKernelsAvx2 = {
     {kRows256<Element::kBf16>, kRows256<Element::kFp16>, kRows256<Element::kFp32>,
      kRows256<Element::kE4m3>, kRows256<Element::kE5m2>},
     encode256,
-    decode256};
+    [](Decoder* const* streams, size_t count, size_t rows) {
+        if (count == 4) return decode256<4>(streams, rows);
+        if (count == 2) return decode256<2>(streams, rows);
+        decode256<1>(streams, rows);
+    },
+    table256};
 
 }  // namespace kvtier::codec
 #endif

@@ -213,6 +213,33 @@ def test_encoding_and_decoding_stay_within_their_buffers(level, guarded):
                 assert back.array.tobytes() == part and back.intact()
 
 
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_large_blocks_go_past_the_caches_and_are_the_same(level, guarded, codec, element):
+    """Lines are written whole then, wherever they lie: what is odd at either end has ways of its own."""
+    counts = [33000, 64, 65, 32768, 100, 128 * 64 + 1]
+    parts = [normal(element, count, seed) for seed, count in enumerate(counts)]
+    parts.append(noise(element, 500))
+    block_bytes = sum(map(len, parts))
+    parts += [normal(element, (1 << 20) // ITEM[element], 9), b"odd"]
+    alone = [encoded(codec, element, [part]) for part in parts]
+    payload = b"".join(text for _, text in alone)
+    found = [one for [one], _ in alone]
+    assert block_bytes < 1 << 20
+    if (codec, element) != (FIX4, E4M3):  # that has nothing to gain
+        assert {codec, RAW} == {taken for taken, _ in found}
+    block = b"".join(parts)
+    for offset in (0, 1, 8, 63):
+        target = guarded(len(block), offset)
+        sizes = [len(part) for part in parts]
+        assert kernels.encode_parts(codec, element, block, sizes, target.array) == found
+        assert target.array[: len(payload)].tobytes() == payload and target.intact()
+        back = guarded(len(block), offset)
+        where = places(found, parts)
+        assert kernels.decode_parts(element, payload, where, back.array) == len(parts)
+        assert back.array.tobytes() == block and back.intact()
+
+
 def damaged(chance: random.Random, text: bytes) -> bytes:
     """Flipped bits, other bytes, a piece cut out, put in or left away at the end, another number."""
     copy = bytearray(text)

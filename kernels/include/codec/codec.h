@@ -45,10 +45,15 @@ struct alignas(64) EncodeTable {
     uint32_t reciprocal[kSymbolsMost];
     uint32_t packed[kSymbolsMost];  // frequency, bias << 9, shift << 20
 };
+// What each level's decoder looks up; each fills in its own.
 struct alignas(64) DecodeTable {
-    uint8_t symbol[kScale];
+    uint8_t symbol[kScale + 64];    // of each slot; what lies behind means nothing
     uint32_t packed[kSymbolsMost];  // frequency, start << 16
     uint32_t slot[kScale];          // symbol, frequency << 8, slot - start << 16
+    // A slot's symbol is how many of these are less than it, both as signed bytes; in fours.
+    alignas(32) uint8_t below[kSymbolsMost][32];
+    uint8_t frequency[kSymbolsMost], start[kSymbolsMost];
+    size_t fours;
 };
 
 // A stream on its way in, backwards: codes and words end where these point.
@@ -57,29 +62,37 @@ struct alignas(64) Encoder {
     const uint8_t* codes;
     uint16_t* words;
     const EncodeTable* table;
+    const uint8_t*
+        next;  // what is read after this, asked for meanwhile: so many bytes for 32 codes
+    size_t next_step;
 };
 struct alignas(64) Decoder {
     uint32_t state[kLanes];
     uint8_t* codes;
     const uint8_t* words;  // 16 bits each, at any address
     const DecodeTable* table;
+    const uint8_t* next;
+    size_t next_step;
 };
-inline constexpr size_t kSideBySide = 4;  // streams whose latencies hide each other
+// Streams whose latencies hide each other: on their way out, and in.
+inline constexpr size_t kSideBySide = 4, kInTogether = 2;
 inline constexpr size_t kWordSlack = 32;  // words that may be read past the last one, or written
                                           // before the first
 
 struct RowKernels {
     // Codes of whole rows, a byte each or (pack) four bits, their rests, and the exponents that are
-    // no code. Returns how many those are, or kNoRoom. As much as is read is asked for at `ahead`.
+    // no code. Returns how many those are, or kNoRoom. Packing asks for as much at `ahead` as it
+    // reads, and may write rests past the caches.
     size_t (*split)(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top, uint8_t last,
-                    uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room);
+                    uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool past);
     size_t (*pack)(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top, uint8_t last,
-                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room);
-    // And back; returns how many escapes were used, or kNoRoom if there were not enough.
+                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool past);
+    // And back, past the caches if wanted; returns how many escapes were used, or kNoRoom if there
+    // were not enough.
     size_t (*join)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                   uint8_t top, uint8_t last, size_t rows, uint8_t* out);
+                   uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past);
     size_t (*unpack)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                     uint8_t top, uint8_t last, size_t rows, uint8_t* out);
+                     uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past);
 };
 inline constexpr size_t kNoRoom = ~size_t{0};
 
@@ -88,6 +101,8 @@ struct Kernels {
     // One, two or four streams by so many rows.
     void (*encode)(Encoder* const* streams, size_t count, size_t rows);
     void (*decode)(Decoder* const* streams, size_t count, size_t rows);
+    // From frequencies that sum to 256.
+    void (*table)(const uint8_t* frequencies, DecodeTable& table);
 };
 
 #if KVTIER_X86
