@@ -20,11 +20,14 @@ namespace kvtier::codec {
 namespace {
 
 using Number = std::pair<uint32_t, size_t>;                  // codec, encoded bytes
+using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 using Place = std::tuple<uint32_t, size_t, size_t, size_t>;  // codec, offset, bytes, raw bytes
 
 Codec codec_of(uint32_t number) {
-    if (number > static_cast<uint32_t>(Codec::kR32)) throw nb::value_error("codec: 0, 1 or 2");
-    return static_cast<Codec>(number);
+    const auto codec = static_cast<Codec>(number);
+    const bool ours = number <= static_cast<uint32_t>(Codec::kQ2) && number != 3;
+    if (!ours) throw nb::value_error("codec: 0, 1, 2, 4, 5 or 6");
+    return codec;
 }
 
 Element element_of(uint32_t number) {
@@ -33,7 +36,8 @@ Element element_of(uint32_t number) {
 }
 
 std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle block,
-                                 const std::vector<size_t>& sizes, nb::handle into) {
+                                 const std::vector<size_t>& sizes, nb::handle into,
+                                 const std::vector<Lie>& grids) {
     const Codec by = codec_of(codec);
     const Element is = element_of(element);
     Held from, to;
@@ -41,10 +45,18 @@ std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle bl
     to.take(into, Access::kWrite, Shape::kContiguous, "into");
     std::vector<Encoded> parts;
     parts.reserve(sizes.size());
+    if (!grids.empty() && grids.size() != sizes.size()) {
+        throw nb::value_error("grids: not one for each part");
+    }
     size_t at = 0;
     for (const size_t size : sizes) {
         if (size > from.size() - at) throw nb::value_error("sizes: more than the block has");
-        parts.push_back({from.data() + at, size, Codec::kRaw, 0});
+        Encoded part = {from.data() + at, size, Codec::kRaw, 0};
+        if (!grids.empty()) {
+            const auto& [rows, channels, head, by_token] = grids[parts.size()];
+            part.grid = {rows, channels, head, by_token};
+        }
+        parts.push_back(part);
         at += size;
     }
     if (to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
@@ -118,7 +130,8 @@ void planes(size_t width, nb::handle src, nb::handle dst, bool back) {
 void bind_codec(nb::module_& m) {
     using namespace kvtier::codec;
     using namespace nb::literals;
-    m.def("encode_parts", encode_parts, "codec"_a, "element"_a, "block"_a, "sizes"_a, "into"_a);
+    m.def("encode_parts", encode_parts, "codec"_a, "element"_a, "block"_a, "sizes"_a, "into"_a,
+          "grids"_a = std::vector<Lie>());
     m.def("decode_parts", decode_parts, "element"_a, "payload"_a, "places"_a, "into"_a);
     m.def(
         "split_planes",

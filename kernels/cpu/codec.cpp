@@ -7,7 +7,7 @@
 #include <memory>
 #include <utility>
 
-#include "copy.h"
+#include "codec/parts.h"
 
 namespace kvtier::codec {
 namespace {
@@ -159,15 +159,6 @@ constexpr std::array<Sizes, kElements> kSizes = [] {
 }();
 constexpr size_t kRowMost = kRow * 4, kRestRowMost = kRow * 3;
 
-uint32_t get32(const uint8_t* at) {
-    return static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8 |
-           static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
-}
-
-void put32(uint8_t* at, size_t value) {
-    for (int i = 0; i < 4; i++) at[i] = static_cast<uint8_t>(value >> (8 * i));
-}
-
 // A part's elements in rows: whole ones, then one that is filled up, then odd bytes.
 struct Shape {
     Shape(Element is, size_t raw_bytes)
@@ -263,15 +254,6 @@ size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_
     if (more == kNoRoom) return more;
     std::memcpy(to + whole * shape.row_bytes(), row, shape.tail_bytes());
     return used + more;
-}
-
-// What is more than the nearer caches hold goes past all of them: it would only push out what lies
-// there, and lines that are to be written over are not read first.
-constexpr size_t kPast = size_t{1} << 20;
-
-void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool past) {
-    if (past) return stream_copy(to, static_cast<const uint8_t*>(from), nbytes);
-    std::memcpy(to, from, nbytes);
 }
 
 size_t keep_raw(Encoded& part, uint8_t* out) {
@@ -670,6 +652,11 @@ size_t decode(Element element, std::span<const Decoded> parts, bool past) {
             case Codec::kR32:
                 if (!reader.add(part, i)) return reader.failed();
                 break;
+            case Codec::kQ8:
+            case Codec::kQ4:
+            case Codec::kQ2:
+                if (!decode_quantized(element, part, past)) return i;
+                break;
             default:
                 return i;
         }
@@ -692,10 +679,12 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
     } else {
         for (size_t i = 0; i < parts.size(); i++) {
             Encoded& part = parts[i];
-            const size_t size =
-                codec == Codec::kFix4
-                    ? encode_fix4(element, part.raw, part.raw_bytes, ahead(parts, i, 1), past, at)
-                    : kNoRoom;
+            size_t size = kNoRoom;
+            if (codec == Codec::kFix4) {
+                size = encode_fix4(element, part.raw, part.raw_bytes, ahead(parts, i, 1), past, at);
+            } else if (codec != Codec::kRaw) {
+                size = encode_quantized(codec, element, part, past, at);
+            }
             if (size == kNoRoom) {
                 at += keep_raw(part, at);
             } else {

@@ -199,12 +199,18 @@ def seal_frame(header: bytearray, payload: Buffer) -> bytes:
     ValueError where the header is none, or not of so many bytes."""
 
 def encode_parts(
-    codec: int, element: int, block: _Memory, sizes: Sequence[int], into: _Memory
+    codec: int,
+    element: int,
+    block: _Memory,
+    sizes: Sequence[int],
+    into: _Memory,
+    grids: Sequence[tuple[int, int, int, bool]] = ...,
 ) -> list[tuple[int, int]]:
-    """Encodes the parts of a block, which follow one another, without the GIL: 0 raw, 1 fix4, 2 r32, of
-    bf16 (0), fp16, fp32, e4m3 or e5m2 (4). Returns each part's codec and bytes; they follow one another in
-    `into` too, which must have room for all of the parts: one that does not shrink is kept raw. Writes the
-    same bytes on every processor."""
+    """Encodes the parts of a block, which follow one another, without the GIL: 0 raw, 1 fix4, 2 r32, 4 q8,
+    5 q4, 6 q2, of bf16 (0), fp16, fp32, e4m3 or e5m2 (4). The last three codecs want a grid for each part
+    (rows, channels, channels of a head, by token) and leave raw what is not made up so. Returns each part's
+    codec and bytes; they follow one another in `into` too, which must have room for all of the parts: one
+    that does not shrink is kept raw. Writes the same bytes on every processor."""
 
 def decode_parts(
     element: int, payload: _Memory, places: Sequence[tuple[int, int, int, int]], into: _Memory

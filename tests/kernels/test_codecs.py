@@ -337,6 +337,8 @@ def test_headers_that_lie_are_refused_where_all_else_would_do(level):
 def test_calls_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="codec"):
         kernels.encode_parts(3, 0, b"", [], bytearray())
+    with pytest.raises(ValueError, match="grids"):
+        kernels.encode_parts(4, 0, b"four", [4], bytearray(4), [(1, 1, 1, False)] * 2)
     with pytest.raises(ValueError, match="element"):
         kernels.encode_parts(FIX4, 5, b"", [], bytearray())
     with pytest.raises(ValueError, match="sizes"):

@@ -51,8 +51,8 @@ class TestZstd(CodecTests):
 
 
 def test_each_codec_has_a_name_and_a_number_of_its_own() -> None:
-    assert list(BY_NAME) == ["raw", "fix4", "r32", "zstd"]
-    assert list(BY_NUMBER) == [0, 1, 2, 3]
+    assert list(BY_NAME) == ["raw", "fix4", "r32", "zstd", "q8", "q4", "q2"]
+    assert list(BY_NUMBER) == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

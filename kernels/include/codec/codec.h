@@ -10,7 +10,16 @@
 
 namespace kvtier::codec {
 
-enum class Codec : uint8_t { kRaw = 0, kFix4 = 1, kR32 = 2 };
+// As frames number them; 3 is none of ours.
+enum class Codec : uint8_t { kRaw = 0, kFix4 = 1, kR32 = 2, kQ8 = 4, kQ4 = 5, kQ2 = 6 };
+
+// How a part's elements lie, for codecs that look at channels: matrices of so many rows, a token
+// each. Without rows it is not known.
+struct Grid {
+    uint32_t rows = 0, channels = 0;
+    uint32_t head = 0;      // channels, of which a row has whole heads
+    bool by_token = false;  // groups are a token's channels; else a channel's tokens
+};
 
 // One part: its bytes as they lie in memory, its encoded bytes, and by which codec they are.
 struct Encoded {
@@ -18,6 +27,7 @@ struct Encoded {
     size_t raw_bytes;
     Codec codec;   // filled in
     size_t bytes;  // filled in
+    Grid grid = {};
 };
 struct Decoded {
     const uint8_t* from;

@@ -18,6 +18,7 @@ from kvtier_kernels.reference.codec import decode_part, encode_parts, split_plan
 from kvtier_kernels.reference.disk import OPERATION, Disk
 from kvtier_kernels.reference.names import chain_hashes, chain_keys
 from kvtier_kernels.reference.notes import Notes
+from kvtier_kernels.reference.quantized import decode_quantized, encode_quantized
 from kvtier_kernels.reference.xxh3 import xxh3_128
 
 __all__ = [
@@ -33,7 +34,9 @@ __all__ = [
     "copy_in",
     "copy_out",
     "decode_part",
+    "decode_quantized",
     "encode_parts",
+    "encode_quantized",
     "fresh",
     "gather",
     "scatter",

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.codec.frame import RAW, Entry
+from kvtier.codec.grid import Grid
 from kvtier.errors import FrameError
 from kvtier_kernels import decode_parts, encode_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FIX4, R32, ZSTD = 1, 2, 3
+FIX4, R32, ZSTD, Q8, Q4, Q2 = 1, 2, 3, 4, 5, 6
 # As the kernels number them; other types have no exponent to encode.
 ELEMENTS = {
     "bfloat16": 0,
@@ -26,7 +27,9 @@ ELEMENTS = {
 class Codec(Protocol):
     """Turns the parts of a block into a payload, and entries of a payload back. Keeps nothing between calls,
     so any thread may call it; long work is done without the GIL. A lossless one sees a part as a row of
-    elements and needs no more of its layout: an opaque block is one part."""
+    elements and needs no more of its layout: an opaque block is one part. A lossy one looks at channels: it
+    needs the parts' grids, and leaves raw what has none. What a lossy one decoded is never to be encoded by a
+    lossy one again: its errors would add up."""
 
     @property
     def name(self) -> str: ...
@@ -34,15 +37,24 @@ class Codec(Protocol):
     def number(self) -> int:
         """How frames name it."""
 
+    @property
+    def lossy(self) -> bool: ...
+
     def bound(self, nbytes: int) -> int:
         """The most that a block of so many bytes takes."""
 
     def encode(
-        self, block: Buffer, parts: Sequence[Entry], dtype: str, into: Buffer
+        self,
+        block: Buffer,
+        parts: Sequence[Entry],
+        dtype: str,
+        into: Buffer,
+        grids: Sequence[Grid] = (),
     ) -> tuple[Entry, ...]:
         """Writes the parts, which make up the block in their order (`raw.entries`), one after the other to
         the front of `into`, which has room for the bound. Returns their entries, the last of which says where
-        the payload ends; their digests are still to come. A part that does not shrink is raw."""
+        the payload ends; their digests are still to come. A part that does not shrink is raw. Grids, if
+        there are any, are one for each part."""
 
     def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
         """Writes what these entries hold, one, some or all, one after the other to the front of `into`.
@@ -53,6 +65,8 @@ class Codec(Protocol):
 class Native:
     """A codec of the kernels."""
 
+    lossy = False
+
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.number = number
@@ -61,11 +75,17 @@ class Native:
         return nbytes
 
     def encode(
-        self, block: Buffer, parts: Sequence[Entry], dtype: str, into: Buffer
+        self,
+        block: Buffer,
+        parts: Sequence[Entry],
+        dtype: str,
+        into: Buffer,
+        grids: Sequence[Grid] = (),
     ) -> tuple[Entry, ...]:
         number = self.number if dtype in ELEMENTS else RAW
         sizes = [part.raw_bytes for part in parts]
-        found = encode_parts(number, ELEMENTS.get(dtype, 0), block, sizes, into)
+        lies = [(one.rows, one.channels, one.head, one.by_token) for one in grids]
+        found = encode_parts(number, ELEMENTS.get(dtype, 0), block, sizes, into, lies)
         return placed(parts, found)
 
     def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
@@ -74,6 +94,12 @@ class Native:
         sound = decode_parts(ELEMENTS.get(dtype, 0), payload, places, into)
         if sound != len(entries):
             raise damaged(entries[sound], self.name)
+
+
+class Quantized(Native):
+    """One of them that is lossy. What comes back is of the same type, and the same on every processor."""
+
+    lossy = True
 
 
 def placed(parts: Sequence[Entry], found: Iterable[tuple[int, int]]) -> tuple[Entry, ...]:

@@ -21,6 +21,7 @@ import zstandard
 
 from kvtier.codec import base
 from kvtier.codec.frame import RAW, Entry
+from kvtier.codec.grid import Grid
 from kvtier.layout import DTYPE_BYTES
 from kvtier_kernels import join_planes, split_planes
 
@@ -33,12 +34,18 @@ LEVEL = 1
 class Zstd:
     name = "zstd"
     number = base.ZSTD
+    lossy = False
 
     def bound(self, nbytes: int) -> int:
         return nbytes
 
     def encode(
-        self, block: Buffer, parts: Sequence[Entry], dtype: str, into: Buffer
+        self,
+        block: Buffer,
+        parts: Sequence[Entry],
+        dtype: str,
+        into: Buffer,
+        grids: Sequence[Grid] = (),
     ) -> tuple[Entry, ...]:
         compressor = zstandard.ZstdCompressor(level=LEVEL)
         whole, target = memoryview(block).cast("B"), memoryview(into).cast("B")

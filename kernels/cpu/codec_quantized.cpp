@@ -1,0 +1,548 @@
+// Codecs of fixed rate: one text for all of their widths, element types and processors.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "codec/codec.h"
+#include "codec/parts.h"
+#include "codec/quantized.h"
+
+namespace kvtier::codec {
+namespace {
+
+// --- kernels -------------------------------------------------------------------------------------
+
+// Plain loops, that the compiler makes vectors of for each level. None of what they do depends on
+// the order that it is done in.
+#define KVTIER_LOOP inline __attribute__((always_inline))
+
+template <Element kIs>
+KVTIER_LOOP typename Value<kIs>::Order ordered(const uint8_t* in) {
+    typename Value<kIs>::Order bits;
+    std::memcpy(&bits, in, sizeof bits);
+    return turned(bits);
+}
+template <Element kIs>
+KVTIER_LOOP float unordered(typename Value<kIs>::Order order) {
+    return Value<kIs>::widened(static_cast<typename Value<kIs>::Bits>(turned(order)));
+}
+template <Element kIs>
+KVTIER_LOOP float loaded(const uint8_t* in) {
+    typename Value<kIs>::Bits bits;
+    std::memcpy(&bits, in, sizeof bits);
+    return Value<kIs>::widened(bits);
+}
+
+// Least and largest of each channel.
+template <Element kIs>
+KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_t channels,
+                                float* __restrict least, float* __restrict most) {
+    using Order = typename Value<kIs>::Order;
+    constexpr size_t kWide = 64;
+    for (size_t first = 0; first < channels; first += kWide) {
+        const size_t count = std::min(kWide, channels - first);
+        Order low[kWide], high[kWide];
+        const uint8_t* row = in + first * kBytes<kIs>;
+        for (size_t i = 0; i < count; i++) low[i] = high[i] = ordered<kIs>(row + i * sizeof(Order));
+        for (size_t i = count; i < kWide; i++) low[i] = high[i] = 0;
+        for (size_t r = 1; r < rows; r++) {
+            row += channels * kBytes<kIs>;
+            if (count == kWide) {
+                for (size_t i = 0; i < kWide; i++) {
+                    const Order one = ordered<kIs>(row + i * sizeof(Order));
+                    low[i] = one < low[i] ? one : low[i];
+                    high[i] = one > high[i] ? one : high[i];
+                }
+            } else {
+                for (size_t i = 0; i < count; i++) {
+                    const Order one = ordered<kIs>(row + i * sizeof(Order));
+                    low[i] = one < low[i] ? one : low[i];
+                    high[i] = one > high[i] ? one : high[i];
+                }
+            }
+        }
+        for (size_t i = 0; i < count; i++) {
+            least[first + i] = unordered<kIs>(low[i]);
+            most[first + i] = unordered<kIs>(high[i]);
+        }
+    }
+}
+
+// The same of each group of a token's channels.
+template <Element kIs>
+KVTIER_LOOP void group_range(const uint8_t* __restrict in, size_t count, float& least,
+                             float& most) {
+    using Order = typename Value<kIs>::Order;
+    Order low = ordered<kIs>(in), high = low;
+    for (size_t i = 0; i < count; i++) {
+        const Order one = ordered<kIs>(in + i * sizeof(Order));
+        low = one < low ? one : low;
+        high = one > high ? one : high;
+    }
+    least = unordered<kIs>(low), most = unordered<kIs>(high);
+}
+template <Element kIs>
+KVTIER_LOOP void group_ranges(const uint8_t* __restrict in, size_t rows, size_t channels,
+                              size_t head, float* __restrict least, float* __restrict most) {
+    const size_t group = group_of(head);
+    for (size_t at = 0; at < rows * channels;) {
+        for (size_t left = head; left != 0;) {
+            const size_t count = std::min(group, left);
+            const uint8_t* const from = in + at * kBytes<kIs>;
+            // Of a number of elements that the compiler knows vectors are made without a rest.
+            if (count == kGroupChannels) {
+                group_range<kIs>(from, kGroupChannels, *least++, *most++);
+            } else {
+                group_range<kIs>(from, count, *least++, *most++);
+            }
+            left -= count, at += count;
+        }
+    }
+}
+
+template <Element kIs>
+KVTIER_LOOP void channel_codes(const uint8_t* __restrict in, size_t rows, size_t channels,
+                               const float* __restrict base, const float* __restrict inverse,
+                               uint8_t* __restrict codes) {
+    for (size_t r = 0; r < rows; r++) {
+        for (size_t i = 0; i < channels; i++) {
+            codes[i] = code_of(loaded<kIs>(in + i * kBytes<kIs>), base[i], inverse[i]);
+        }
+        in += channels * kBytes<kIs>, codes += channels;
+    }
+}
+
+template <Element kIs>
+KVTIER_LOOP void group_codes(const uint8_t* __restrict in, size_t count, float base, float inverse,
+                             uint8_t* __restrict codes) {
+    for (size_t i = 0; i < count; i++) {
+        codes[i] = code_of(loaded<kIs>(in + i * kBytes<kIs>), base, inverse);
+    }
+}
+template <Element kIs>
+KVTIER_LOOP void token_codes(const uint8_t* __restrict in, size_t rows, size_t channels,
+                             size_t head, const float* __restrict base,
+                             const float* __restrict inverse, uint8_t* __restrict codes) {
+    const size_t group = group_of(head);
+    for (size_t at = 0; at < rows * channels;) {
+        for (size_t left = head; left != 0;) {
+            const size_t count = std::min(group, left);
+            const uint8_t* const from = in + at * kBytes<kIs>;
+            if (count == kGroupChannels) {
+                group_codes<kIs>(from, kGroupChannels, *base++, *inverse++, codes + at);
+            } else {
+                group_codes<kIs>(from, count, *base++, *inverse++, codes + at);
+            }
+            left -= count, at += count;
+        }
+    }
+}
+
+template <Element kIs>
+KVTIER_LOOP void channel_values(const uint8_t* __restrict codes, size_t rows, size_t channels,
+                                const float* __restrict base, const float* __restrict step,
+                                uint8_t* __restrict out) {
+    for (size_t r = 0; r < rows; r++) {
+        for (size_t i = 0; i < channels; i++) {
+            const auto bits = Value<kIs>::narrowed(value_of(codes[i], base[i], step[i]));
+            std::memcpy(out + i * kBytes<kIs>, &bits, sizeof bits);
+        }
+        codes += channels, out += channels * kBytes<kIs>;
+    }
+}
+
+template <Element kIs>
+KVTIER_LOOP void group_values(const uint8_t* __restrict codes, size_t count, float base, float step,
+                              uint8_t* __restrict out) {
+    for (size_t i = 0; i < count; i++) {
+        const auto bits = Value<kIs>::narrowed(value_of(codes[i], base, step));
+        std::memcpy(out + i * kBytes<kIs>, &bits, sizeof bits);
+    }
+}
+template <Element kIs>
+KVTIER_LOOP void token_values(const uint8_t* __restrict codes, size_t rows, size_t channels,
+                              size_t head, const float* __restrict base,
+                              const float* __restrict step, uint8_t* __restrict out) {
+    const size_t group = group_of(head);
+    for (size_t at = 0; at < rows * channels;) {
+        for (size_t left = head; left != 0;) {
+            const size_t count = std::min(group, left);
+            uint8_t* const to = out + at * kBytes<kIs>;
+            if (count == kGroupChannels) {
+                group_values<kIs>(codes + at, kGroupChannels, *base++, *step++, to);
+            } else {
+                group_values<kIs>(codes + at, count, *base++, *step++, to);
+            }
+            left -= count, at += count;
+        }
+    }
+}
+
+// Codes of less than 8 bits: of a unit's 64 code i goes into byte i modulo the unit's bytes, those
+// with the lowest i in the lowest bits.
+template <unsigned kBits>
+KVTIER_LOOP void pack(const uint8_t* __restrict codes, size_t units, uint8_t* __restrict out) {
+    constexpr size_t kPacked = kUnit * kBits / 8;
+    for (size_t unit = 0; unit < units; unit++, codes += kUnit, out += kPacked) {
+        for (size_t i = 0; i < kPacked; i++) {
+            unsigned byte = 0;
+            for (size_t k = 0; k < 8 / kBits; k++) {
+                byte |= static_cast<unsigned>(codes[i + k * kPacked]) << (k * kBits);
+            }
+            out[i] = static_cast<uint8_t>(byte);
+        }
+    }
+}
+
+template <unsigned kBits>
+KVTIER_LOOP void unpack(const uint8_t* __restrict in, size_t units, uint8_t* __restrict codes) {
+    constexpr size_t kPacked = kUnit * kBits / 8;
+    for (size_t unit = 0; unit < units; unit++, codes += kUnit, in += kPacked) {
+        for (size_t k = 0; k < 8 / kBits; k++) {
+            for (size_t i = 0; i < kPacked; i++) {
+                codes[i + k * kPacked] =
+                    static_cast<uint8_t>(in[i] >> (k * kBits) & ((1u << kBits) - 1));
+            }
+        }
+    }
+}
+
+// Rows of whole tokens. A number for each channel, or (by token) for each group of each row.
+struct TypeKernels {
+    void (*ranges[2])(const uint8_t* in, size_t rows, size_t channels, size_t head, float* least,
+                      float* most);
+    void (*codes[2])(const uint8_t* in, size_t rows, size_t channels, size_t head,
+                     const float* base, const float* inverse, uint8_t* codes);
+    void (*values[2])(const uint8_t* codes, size_t rows, size_t channels, size_t head,
+                      const float* base, const float* step, uint8_t* out);
+};
+struct LevelKernels {
+    TypeKernels types[kQuantizedTypes];
+    void (*pack4)(const uint8_t* codes, size_t units, uint8_t* out);
+    void (*pack2)(const uint8_t* codes, size_t units, uint8_t* out);
+    void (*unpack4)(const uint8_t* in, size_t units, uint8_t* codes);
+    void (*unpack2)(const uint8_t* in, size_t units, uint8_t* codes);
+};
+
+#define KVTIER_QUANTIZED(LEVEL, TARGET)                                                           \
+    template <Element kIs, bool kByToken>                                                         \
+    TARGET void ranges##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,       \
+                              float* least, float* most) {                                        \
+        if (kByToken) return group_ranges<kIs>(in, rows, channels, head, least, most);            \
+        channel_ranges<kIs>(in, rows, channels, least, most);                                     \
+    }                                                                                             \
+    template <Element kIs, bool kByToken>                                                         \
+    TARGET void codes##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,        \
+                             const float* base, const float* inverse, uint8_t* codes) {           \
+        if (kByToken) return token_codes<kIs>(in, rows, channels, head, base, inverse, codes);    \
+        channel_codes<kIs>(in, rows, channels, base, inverse, codes);                             \
+    }                                                                                             \
+    template <Element kIs, bool kByToken>                                                         \
+    TARGET void values##LEVEL(const uint8_t* codes, size_t rows, size_t channels, size_t head,    \
+                              const float* base, const float* step, uint8_t* out) {               \
+        if (kByToken) return token_values<kIs>(codes, rows, channels, head, base, step, out);     \
+        channel_values<kIs>(codes, rows, channels, base, step, out);                              \
+    }                                                                                             \
+    template <unsigned kBits>                                                                     \
+    TARGET void pack##LEVEL(const uint8_t* codes, size_t units, uint8_t* out) {                   \
+        pack<kBits>(codes, units, out);                                                           \
+    }                                                                                             \
+    template <unsigned kBits>                                                                     \
+    TARGET void unpack##LEVEL(const uint8_t* in, size_t units, uint8_t* codes) {                  \
+        unpack<kBits>(in, units, codes);                                                          \
+    }                                                                                             \
+    template <Element kIs>                                                                        \
+    constexpr TypeKernels kType##LEVEL = {{ranges##LEVEL<kIs, false>, ranges##LEVEL<kIs, true>},  \
+                                          {codes##LEVEL<kIs, false>, codes##LEVEL<kIs, true>},    \
+                                          {values##LEVEL<kIs, false>, values##LEVEL<kIs, true>}}; \
+    constexpr LevelKernels k##LEVEL = {                                                           \
+        {kType##LEVEL<Element::kBf16>, kType##LEVEL<Element::kFp16>,                              \
+         kType##LEVEL<Element::kFp32>},                                                           \
+        pack##LEVEL<4>,                                                                           \
+        pack##LEVEL<2>,                                                                           \
+        unpack##LEVEL<4>,                                                                         \
+        unpack##LEVEL<2>};
+
+KVTIER_QUANTIZED(Plain, )
+#if KVTIER_X86
+#define KVTIER_LINES                                                               \
+    __attribute__((                                                                \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=" \
+               "512")))
+KVTIER_QUANTIZED(Half, KVTIER_AVX2)
+KVTIER_QUANTIZED(Whole, KVTIER_LINES)
+#endif
+
+const LevelKernels& kernels() {
+#if KVTIER_X86
+    switch (codec_choice().level()) {
+        case Level::kVbmi:
+            return kWhole;
+        case Level::kAvx2:
+            return kHalf;
+        default:
+            break;
+    }
+#endif
+    return kPlain;
+}
+
+// --- what does not depend on the processor -------------------------------------------------------
+
+unsigned bits_of(Codec codec) { return codec == Codec::kQ8 ? 8 : codec == Codec::kQ4 ? 4 : 2; }
+
+uint16_t upper(float value) { return static_cast<uint16_t>(codec::bits_of(value) >> 16); }
+
+// A part's sizes, if it is made up as the grid says.
+struct Plan {
+    Plan(Codec codec, Element element, const Grid& is, size_t raw_bytes)
+        : grid(is), bits(bits_of(codec)), type(static_cast<size_t>(element)) {
+        if (type >= kQuantizedTypes || grid.rows == 0 || grid.channels == 0 || grid.head == 0 ||
+            grid.channels > kChannelsMost || grid.channels % grid.head != 0) {
+            return;
+        }
+        width = element == Element::kFp32 ? 4 : 2;
+        const size_t matrix = size_t{grid.rows} * grid.channels * width;
+        if (raw_bytes == 0 || raw_bytes % matrix != 0) return;
+        rows = raw_bytes / width / grid.channels;
+        groups = grid.channels / grid.head * groups_of(grid.head);
+        const size_t spans = (size_t{grid.rows} + kGroupTokens - 1) / kGroupTokens;
+        const size_t steps =
+            grid.by_token ? rows * groups : raw_bytes / matrix * spans * grid.channels;
+        params = steps * (bits == 8 ? 2 : 4);
+        codes = (rows * grid.channels + kUnit - 1) / kUnit * kUnit * bits / 8;
+        size = kQuantizedHeader + params + codes;
+    }
+
+    // Rows from this one on that share their channels' steps, or of which each has its own.
+    size_t span(size_t row) const {
+        if (grid.by_token) return std::min(tile(), rows - row);
+        const size_t within = row % grid.rows;
+        return std::min(kGroupTokens - within % kGroupTokens, grid.rows - within);
+    }
+    // How many rows are worked on at a time.
+    size_t tile() const { return std::max<size_t>(1, kTile / grid.channels); }
+    // The steps of so many rows.
+    size_t lines(size_t count) const { return grid.by_token ? count : 1; }
+    size_t line() const { return grid.by_token ? groups : grid.channels; }
+
+    static constexpr size_t kTile = 4096;  // elements, unless a row has more
+
+    Grid grid;
+    unsigned bits;
+    size_t type, width = 0;
+    size_t rows = 0, groups = 0, params = 0, codes = 0;
+    size_t size = 0;  // zero if it can't be
+};
+
+// What a thread keeps, since stacks are small.
+struct Scratch {
+    std::vector<float> low, high, base, step;
+    std::vector<uint8_t> codes, packed, values;
+
+    void fit(const Plan& plan) {
+        const size_t steps = plan.grid.by_token ? plan.tile() * plan.groups : plan.grid.channels;
+        const size_t elements = plan.tile() * plan.grid.channels;
+        for (auto* numbers : {&low, &high, &base, &step}) numbers->resize(steps);
+        // Of what is left of the rows before, less than a tile and less than a unit.
+        codes.resize(elements + Plan::kTile + kUnit);
+        packed.resize(elements + Plan::kTile + kUnit);
+        values.resize(elements * plan.width);
+    }
+};
+
+Scratch& scratch(const Plan& plan) {
+    thread_local Scratch kept;
+    kept.fit(plan);
+    return kept;
+}
+
+// Asks for what is read next while there is something to be worked out.
+void fetch(const uint8_t* at, size_t nbytes) {
+    for (size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+// Packs codes as they come, whole units at a time.
+class Packer {
+ public:
+    Packer(const Plan& plan, bool past, Scratch& kept, uint8_t* out)
+        : bits_(plan.bits), past_(past), kept_(kept), out_(out) {}
+
+    uint8_t* room() { return kept_.codes.data() + held_; }
+    void add(size_t count) {
+        held_ += count;
+        if (held_ >= Plan::kTile) put(held_ / kUnit);
+    }
+    void finish() {
+        const size_t units = (held_ + kUnit - 1) / kUnit;
+        std::memset(room(), 0, units * kUnit - held_);
+        put(units);
+    }
+
+ private:
+    void put(size_t units) {
+        const LevelKernels& by = kernels();
+        const uint8_t* from = kept_.packed.data();
+        if (bits_ == 8) {
+            from = kept_.codes.data();
+        } else {
+            (bits_ == 4 ? by.pack4 : by.pack2)(kept_.codes.data(), units, kept_.packed.data());
+        }
+        const size_t nbytes = units * kUnit * bits_ / 8;
+        put_bytes(out_, from, nbytes, past_);
+        out_ += nbytes;
+        held_ -= std::min(held_, units * kUnit);
+        std::memmove(kept_.codes.data(), kept_.codes.data() + units * kUnit, held_);
+    }
+
+    unsigned bits_;
+    bool past_;
+    Scratch& kept_;
+    uint8_t* out_;
+    size_t held_ = 0;
+};
+
+// And unpacks them, as many as are wanted.
+class Unpacker {
+ public:
+    Unpacker(const Plan& plan, Scratch& kept, const uint8_t* in)
+        : bits_(plan.bits), kept_(kept), in_(in) {}
+
+    // The next so many codes; they are there until the next call.
+    const uint8_t* take(size_t count) {
+        if (bits_ == 8) {
+            in_ += count;
+            fetch(in_, count);
+            return in_ - count;
+        }
+        uint8_t* const codes = kept_.codes.data();
+        held_ -= taken_;
+        std::memmove(codes, codes + taken_, held_);
+        taken_ = count;
+        if (held_ < count) {
+            const LevelKernels& by = kernels();
+            const size_t units = (count - held_ + kUnit - 1) / kUnit;
+            (bits_ == 4 ? by.unpack4 : by.unpack2)(in_, units, codes + held_);
+            in_ += units * kUnit * bits_ / 8;
+            fetch(in_, units * kUnit * bits_ / 8);
+            held_ += units * kUnit;
+        }
+        return codes;
+    }
+
+ private:
+    unsigned bits_;
+    Scratch& kept_;
+    const uint8_t* in_;
+    size_t held_ = 0, taken_ = 0;
+};
+
+// Writes the steps of so many lines, and what the kernels want of them; false if there are none.
+bool make_steps(const Plan& plan, size_t lines, Scratch& kept, uint8_t*& out) {
+    const uint32_t largest[kQuantizedTypes] = {Value<Element::kBf16>::kLargest,
+                                               Value<Element::kFp16>::kLargest,
+                                               Value<Element::kFp32>::kLargest};
+    const size_t count = plan.line();
+    for (size_t line = 0, at = 0; line < lines; line++) {
+        for (size_t i = 0; i < count; i++, at++) {
+            Steps steps;
+            if (!steps_of(plan.bits, largest[plan.type], kept.low[at], kept.high[at], steps)) {
+                return false;
+            }
+            kept.base[at] = steps.base;
+            kept.step[at] = inverse_of(steps.step);
+            const uint16_t base = upper(steps.base), step = upper(steps.step);
+            std::memcpy(out + 2 * i, plan.bits == 8 ? &step : &base, 2);
+            if (plan.bits != 8) std::memcpy(out + 2 * (count + i), &step, 2);
+        }
+        out += (plan.bits == 8 ? 2 : 4) * count;
+    }
+    return true;
+}
+
+void read_steps(const Plan& plan, size_t lines, const uint8_t*& in, Scratch& kept) {
+    const size_t count = plan.line();
+    for (size_t line = 0, at = 0; line < lines; line++) {
+        for (size_t i = 0; i < count; i++, at++) {
+            uint16_t base, step;
+            std::memcpy(&step, in + 2 * (plan.bits == 8 ? i : count + i), 2);
+            std::memcpy(&base, in + 2 * i, 2);
+            kept.step[at] = float_of(uint32_t{step} << 16);
+            kept.base[at] =
+                plan.bits == 8 ? base_of(kept.step[at]) : float_of(uint32_t{base} << 16);
+        }
+        in += (plan.bits == 8 ? 2 : 4) * count;
+    }
+}
+
+}  // namespace
+
+size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past, uint8_t* out) {
+    const Plan plan(codec, is, part.grid, part.raw_bytes);
+    if (plan.size == 0 || plan.size >= part.raw_bytes) return kNoRoom;
+    std::memset(out, 0, kQuantizedHeader);
+    out[kElementAt] = static_cast<uint8_t>(is);
+    out[kBitsAt] = static_cast<uint8_t>(plan.bits);
+    out[kByTokenAt] = plan.grid.by_token;
+    put32(out + kRowsAt, plan.grid.rows);
+    put32(out + kChannelsAt, plan.grid.channels);
+    put32(out + kHeadAt, plan.grid.head);
+    Scratch& kept = scratch(plan);
+    uint8_t* params = out + kQuantizedHeader;
+    Packer packer(plan, past, kept, params + plan.params);
+    const TypeKernels& by = kernels().types[plan.type];
+    const Grid& grid = plan.grid;
+    const uint8_t* in = part.raw;
+    for (size_t row = 0; row < plan.rows;) {
+        const size_t span = plan.span(row);
+        by.ranges[grid.by_token](in, span, grid.channels, grid.head, kept.low.data(),
+                                 kept.high.data());
+        if (!make_steps(plan, plan.lines(span), kept, params)) return kNoRoom;
+        for (size_t done = 0; done < span;) {
+            const size_t rows = std::min(plan.tile(), span - done);
+            fetch(in + span * grid.channels * plan.width, rows * grid.channels * plan.width);
+            by.codes[grid.by_token](in, rows, grid.channels, grid.head, kept.base.data(),
+                                    kept.step.data(), packer.room());
+            packer.add(rows * grid.channels);
+            in += rows * grid.channels * plan.width;
+            done += rows;
+        }
+        row += span;
+    }
+    packer.finish();
+    return plan.size;
+}
+
+bool decode_quantized(Element is, const Decoded& part, bool past) {
+    if (part.bytes < kQuantizedHeader) return false;
+    const uint8_t* const from = part.from;
+    const Grid grid = {get32(from + kRowsAt), get32(from + kChannelsAt), get32(from + kHeadAt),
+                       from[kByTokenAt] != 0};
+    const Plan plan(part.codec, is, grid, part.raw_bytes);
+    if (plan.size == 0 || plan.size != part.bytes || from[kByTokenAt] > 1 || from[3] != 0 ||
+        from[kElementAt] != static_cast<uint8_t>(is) || from[kBitsAt] != plan.bits) {
+        return false;
+    }
+    Scratch& kept = scratch(plan);
+    const uint8_t* params = from + kQuantizedHeader;
+    Unpacker unpacker(plan, kept, params + plan.params);
+    const TypeKernels& by = kernels().types[plan.type];
+    uint8_t* out = part.raw;
+    for (size_t row = 0; row < plan.rows;) {
+        const size_t span = plan.span(row);
+        read_steps(plan, plan.lines(span), params, kept);
+        for (size_t done = 0; done < span;) {
+            const size_t rows = std::min(plan.tile(), span - done);
+            const size_t elements = rows * grid.channels, nbytes = elements * plan.width;
+            by.values[grid.by_token](unpacker.take(elements), rows, grid.channels, grid.head,
+                                     kept.base.data(), kept.step.data(),
+                                     past ? kept.values.data() : out);
+            if (past) put_bytes(out, kept.values.data(), nbytes, true);
+            out += nbytes, done += rows;
+        }
+        row += span;
+    }
+    return true;
+}
+
+}  // namespace kvtier::codec

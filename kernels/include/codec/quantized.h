@@ -1,0 +1,141 @@
+// The arithmetic of the codecs of fixed rate, for every compiler: the CPU's kernels are compiled
+// from it, and a GPU's include it. No product is added to anything in one rounding: not every
+// processor has that, so this has to be compiled without it (-ffp-contract=off).
+//
+// A part is rows of channels, a token each; after so many rows another matrix begins (an engine's
+// next head). Of a group of elements, the tokens of one channel or the channels of one token, the
+// least and the largest say a base and a step, and every element is base + code * step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "codec/lossless.h"
+
+namespace kvtier::codec {
+
+inline constexpr size_t kQuantizedTypes = 3;  // bf16, fp16, fp32
+inline constexpr size_t kGroupTokens = 256;   // of one channel
+inline constexpr size_t kGroupChannels = 64;  // of one token: a head's, or a like part of them
+inline constexpr size_t kChannelsMost = size_t{1} << 16;
+inline constexpr size_t kUnit = 64;  // codes that are packed together
+
+// Where an encoded part's numbers lie; see docs/formats.md.
+inline constexpr size_t kBitsAt = 1, kByTokenAt = 2, kRowsAt = 4, kChannelsAt = 8, kHeadAt = 12;
+inline constexpr size_t kQuantizedHeader = 16;
+
+KVTIER_HD inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+KVTIER_HD inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// An element as a float, and as an integer in the same order. Of fp16, what is no number is 65536
+// or more.
+template <Element kIs>
+struct Value;
+
+template <>
+struct Value<Element::kBf16> {
+    using Bits = uint16_t;
+    using Order = int16_t;
+    static constexpr uint32_t kLargest = 0x7F7F0000;
+    KVTIER_HD static float widened(uint16_t bits) { return float_of(uint32_t{bits} << 16); }
+    KVTIER_HD static uint16_t narrowed(float value) {
+        const uint32_t bits = bits_of(value);
+        return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+};
+
+template <>
+struct Value<Element::kFp16> {
+    using Bits = uint16_t;
+    using Order = int16_t;
+    static constexpr uint32_t kLargest = 0x477FE000;  // 65504
+    KVTIER_HD static float widened(uint16_t bits) {
+        const float size = float_of((bits & 0x7FFFu) << 13) * float_of(0x77800000);  // 2^112
+        return float_of(bits_of(size) | (bits & 0x8000u) << 16);
+    }
+    KVTIER_HD static uint16_t narrowed(float value) {
+        const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
+        const uint32_t normal = (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13;
+        // Below 2^-14 the sum has its last bit where fp16 has.
+        const uint32_t small = bits_of(float_of(size) + 0.5F) - 0x3F000000;
+        const uint32_t half = size < 0x38800000 ? small : normal;
+        return static_cast<uint16_t>(half | (bits >> 16 & 0x8000));
+    }
+};
+
+template <>
+struct Value<Element::kFp32> {
+    using Bits = uint32_t;
+    using Order = int32_t;
+    static constexpr uint32_t kLargest = 0x7F7FFFFF;
+    KVTIER_HD static float widened(uint32_t bits) { return float_of(bits); }
+    KVTIER_HD static uint32_t narrowed(float value) { return bits_of(value); }
+};
+
+// Both ways: the sign stays, what lies below zero is turned round.
+template <typename Order>
+KVTIER_HD inline Order turned(Order bits) {
+    constexpr Order kSize = static_cast<Order>(~(Order{1} << (8 * sizeof(Order) - 1)));
+    return static_cast<Order>(bits ^ ((bits >> (8 * sizeof(Order) - 1)) & kSize));
+}
+
+// Kept as the upper halves of floats. With 8 bits only the step is, and the base lies 127 steps
+// below zero.
+struct Steps {
+    float base, step;
+};
+
+KVTIER_HD inline uint32_t levels_of(unsigned bits) { return bits == 8 ? 254 : (1u << bits) - 1; }
+KVTIER_HD inline float base_of(float step) { return -127.0F * step; }
+
+// What a group's least and largest say; false if it has something that is no number, or so large
+// that what comes back might be none.
+KVTIER_HD inline bool steps_of(unsigned bits, uint32_t largest_bits, float least, float most,
+                               Steps& steps) {
+    const float largest = float_of(largest_bits);
+    if (!(least >= -largest && most <= largest)) return false;
+    float wide;
+    if (bits == 8) {
+        wide = (-least > most ? -least : most) / 127.0F;
+    } else {
+        const uint32_t down = bits_of(least) + (least < 0 ? 0xFFFF : 0);
+        steps.base = float_of(down & 0xFFFF0000);
+        wide = (most - steps.base) / static_cast<float>(levels_of(bits));
+    }
+    if (wide > 0 && wide < float_of(0x00800000))
+        wide = float_of(0x00800000);  // or 1 / step is none
+    steps.step = float_of((bits_of(wide) + 0xFFFF) & 0xFFFF0000);
+    if (bits == 8) steps.base = base_of(steps.step);
+    const float top = steps.base + steps.step * static_cast<float>(levels_of(bits));
+    return steps.base >= -largest && top <= largest;
+}
+
+KVTIER_HD inline float inverse_of(float step) { return step > 0 ? 1.0F / step : 0.0F; }
+
+// Within the group's least and largest it is no more than the levels.
+KVTIER_HD inline uint8_t code_of(float value, float base, float inverse) {
+    return static_cast<uint8_t>(static_cast<int32_t>((value - base) * inverse + 0.5F));
+}
+
+KVTIER_HD inline float value_of(uint8_t code, float base, float step) {
+    return base + static_cast<float>(static_cast<int32_t>(code)) * step;
+}
+
+// A head is divided into like groups; the last one may be smaller.
+KVTIER_HD inline size_t groups_of(size_t head) {
+    return (head + kGroupChannels - 1) / kGroupChannels;
+}
+KVTIER_HD inline size_t group_of(size_t head) {
+    return (head + groups_of(head) - 1) / groups_of(head);
+}
+
+}  // namespace kvtier::codec

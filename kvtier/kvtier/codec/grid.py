@@ -1,0 +1,37 @@
+"""How the parts of a block lie, for codecs that look at channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.layout import KvSpec
+
+# Layouts that we know: a part's tokens, each with all its heads, or its heads, each with all tokens.
+TOKENS_FIRST, HEADS_FIRST = "layer,part,token,head,dim", "layer,part,head,token,dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Matrices of so many rows, a token each, of so many channels in whole heads. A group that shares a step
+    is a token's channels within one head (V, whose tokens differ), or a channel's tokens (K, whose channels
+    do)."""
+
+    rows: int
+    channels: int
+    head: int
+    by_token: bool
+
+
+def grids(spec: KvSpec, group: int) -> tuple[Grid, ...]:
+    """One for each of the group's parts, as `raw.entries` lists them; none where the layout is opaque to us,
+    and where a part is neither K nor V."""
+    kind = spec.cache_groups[group]
+    known = spec.layout in (TOKENS_FIRST, HEADS_FIRST) and not spec.strides
+    if kind.kind == "state" or kind.opaque_bytes or kind.parts != 2 or not known:
+        return ()
+    heads = kind.kv_heads if spec.layout == TOKENS_FIRST else 1
+    k, v = (
+        Grid(spec.block_tokens, heads * kind.head_dim, kind.head_dim, by_token)
+        for by_token in (False, True)
+    )
+    return (k, v) * kind.layers

@@ -1,0 +1,277 @@
+"""The codecs of fixed rate against their twin, on every processor level, and on bytes that are none of
+theirs."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvtier_kernels as kernels
+from kvtier_kernels import reference
+from kvtier_kernels.reference.quantized import BITS, Q2, Q4, Q8, WIDTHS, Grid
+
+BF16, FP16, FP32 = ELEMENTS = range(3)
+LEVELS = kernels.implementations("codec")
+Floats = npt.NDArray[np.float32]
+# One token, odd heads, heads of several groups, tokens beyond a group's, several matrices (the last number).
+SHAPES = [
+    (Grid(256, 128, 64, False), 1), (Grid(256, 128, 64, True), 1), (Grid(1, 64, 64, True), 1),
+    (Grid(1, 4096, 128, True), 1), (Grid(1, 8, 1, False), 1), (Grid(7, 67, 67, True), 3),
+    (Grid(7, 67, 67, False), 3), (Grid(300, 33, 11, False), 2), (Grid(300, 160, 80, True), 2),
+    (Grid(16, 4, 4, False), 8), (Grid(31, 5000, 500, False), 1), (Grid(31, 5000, 500, True), 1),
+    (Grid(16, 1024, 128, False), 2), (Grid(515, 64, 64, False), 1),
+]  # fmt: skip
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernels.force("codec", request.param)
+    yield request.param
+    kernels.force("codec", "auto")
+
+
+def drawn(grid: Grid, matrices: int, seed: int = 0) -> Floats:
+    """As K and V look: channels of deviations of their own, and some that lie far from zero."""
+    chance = np.random.default_rng(seed)
+    rows = grid.rows * matrices
+    deviation = np.exp(chance.normal(0, 0.6, grid.channels))
+    middle = np.where(chance.random(grid.channels) < 0.1, chance.normal(0, 8, grid.channels), 0)
+    values = chance.standard_normal((rows, grid.channels)) * deviation + middle
+    return values.astype(np.float32)
+
+
+def bytes_of(element: int, values: Floats) -> bytes:
+    if element == BF16:
+        return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    return values.astype("<f2" if element == FP16 else "<f4").tobytes()
+
+
+def floats_of(element: int, text: bytes) -> Floats:
+    if element == BF16:
+        return (np.frombuffer(text, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(text, "<f2" if element == FP16 else "<f4").astype(np.float32)
+
+
+def encoded(codec: int, element: int, part: bytes, grid: Grid) -> tuple[int, bytes]:
+    into = bytearray(len(part))
+    [(taken, size)] = kernels.encode_parts(codec, element, part, [len(part)], into, [grid])
+    return taken, bytes(into[:size])
+
+
+def decoded(codec: int, element: int, text: bytes, raw_bytes: int) -> bytes | None:
+    back = bytearray(raw_bytes)
+    sound = kernels.decode_parts(element, text, [(codec, 0, len(text), raw_bytes)], back)
+    return bytes(back) if sound else None
+
+
+def same(codec: int, element: int, part: bytes, grid: Grid) -> bytes | None:
+    """What kernel and twin both decode it to, if both encode it alike; None if both leave it raw."""
+    taken, text = encoded(codec, element, part, grid)
+    twin = reference.encode_quantized(codec, element, part, grid)
+    if twin is None:
+        assert (taken, text) == (0, part)
+        return None
+    assert taken == codec and text == twin
+    back = decoded(codec, element, text, len(part))
+    assert back == reference.decode_quantized(twin, len(part))
+    return back
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("codec", BITS)
+def test_bytes_are_the_twins_in_every_shape(level, codec, element):
+    encoded_shapes = 0
+    for grid, matrices in SHAPES:
+        back = same(codec, element, bytes_of(element, drawn(grid, matrices)), grid)
+        encoded_shapes += back is not None
+    assert encoded_shapes > len(SHAPES) // 2  # a part of one token per channel may not shrink
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("codec", BITS)
+def test_nothing_is_off_by_more_than_half_a_step(level, codec, by_token):
+    grid = Grid(256, 128, 64, by_token)
+    values = drawn(grid, 1)
+    for element in ELEMENTS:
+        part = bytes_of(element, values)
+        back = same(codec, element, part, grid)
+        assert back is not None
+        was, now = (floats_of(element, text).reshape(256, 128) for text in (part, back))
+        groups = was.reshape(256, 2, 64) if by_token else was.T
+        wide = np.abs(groups).max(-1) * 2 if codec == Q8 else groups.max(-1) - groups.min(-1)
+        step = wide / (2 ** BITS[codec] - (2 if codec == Q8 else 1))
+        error = np.abs(now - was)
+        worst = error.reshape(256, 2, 64).max(-1) if by_token else error.T.max(-1)
+        # A step and the least value are rounded to 8 bits, what comes back to those of its type.
+        assert (worst <= step * 0.52 + np.abs(groups).max(-1) / 100).all()
+
+
+def test_errors_and_sizes_are_as_measured(level):
+    grid = {name: Grid(256, 128, 64, name == "v") for name in "kv"}
+    values = drawn(grid["k"], 1)
+    part = bytes_of(BF16, values - values.mean(0))
+    for codec, error, ratio in ((Q8, 0.01, 1.95), (Q4, 0.16, 3.6), (Q2, 0.8, 6.8)):
+        texts = [encoded(codec, BF16, part, one)[1] for one in grid.values()]
+        assert 2 * len(part) / sum(map(len, texts)) >= ratio
+        for text in texts:
+            was, back = floats_of(BF16, part), decoded(codec, BF16, text, len(part))
+            assert back is not None
+            off = np.linalg.norm(floats_of(BF16, back) - was) / np.linalg.norm(was)
+            assert error / 4 < off < error, (codec, off)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_constants_and_zeros_of_both_signs_come_back(level, element, by_token):
+    grid = Grid(64, 64, 64, by_token)
+    for codec in BITS:
+        assert same(codec, element, bytes(64 * 64 * WIDTHS[element]), grid) == bytes(
+            64 * 64 * WIDTHS[element]
+        )
+        signs = bytes_of(element, np.where(np.arange(4096) % 3 == 0, -0.0, 0.0).astype(np.float32))
+        back = same(codec, element, signs, grid)
+        assert back is not None and not floats_of(element, back).any()
+        for number in (1.5, -1.5, 1e-4, -3.0):
+            part = bytes_of(element, np.full((64, 64), number, np.float32))
+            back = same(codec, element, part, grid)
+            assert back is not None
+            was = floats_of(element, part)
+            assert np.abs(floats_of(element, back) / was - 1).max() <= 2**-7
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_what_is_no_number_or_too_large_is_kept_raw(level, element, by_token):
+    grid = Grid(64, 64, 64, by_token)
+    largest = {BF16: 3.38e38, FP16: 65504.0, FP32: 3.4e38}[element]
+    for codec in BITS:
+        for bad in (np.nan, -np.nan, np.inf, -np.inf, [largest, -largest, -largest]):
+            values = drawn(grid, 1)
+            values.ravel()[[100, 101, 164]] = bad  # neighbours in a row, and in a channel
+            with np.errstate(invalid="ignore"):
+                assert same(codec, element, bytes_of(element, values), grid) is None
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_smallest_numbers_have_defined_steps(level, element):
+    chance = np.random.default_rng(3)
+    integer = f"<u{WIDTHS[element]}"
+    for by_token in (False, True):
+        grid = Grid(64, 64, 64, by_token)
+        small = chance.integers(0, 100, 4096).astype(integer)
+        signs = chance.integers(0, 2, 4096).astype(integer) << (8 * WIDTHS[element] - 1)
+        for codec in BITS:
+            back = same(codec, element, (small | signs.astype(integer)).tobytes(), grid)
+            assert back is not None and np.isfinite(floats_of(element, back)).all()
+
+
+def test_every_fp16_comes_back_through_8_bits_as_its_float_says(level):
+    """Both conversions of fp16, denormals and all: one number a group, and its step's 8 bits."""
+    words = np.arange(1, 0x7800).astype("<u2").repeat(64)
+    part = words.tobytes()
+    grid = Grid(1, 64, 64, True)
+    back = same(Q8, FP16, part, grid)
+    assert back is not None
+    was, now = floats_of(FP16, part), floats_of(FP16, back)
+    assert np.abs(now - was).max() > 0 and (np.abs(now - was) <= was * 2**-7 + 2**-24).all()
+
+
+def test_large_blocks_are_the_same_wherever_they_lie(level, guarded):
+    """Past the caches, that is, whose lines are written whole."""
+    grid, odd = Grid(256, 128, 64, False), Grid(9, 67, 67, True)
+    for codec in BITS:
+        for element in ELEMENTS:
+            parts = [bytes_of(element, drawn(one, 1, n)) for n, one in enumerate([grid, odd] * 18)]
+            grids = [grid, odd] * 18
+            block = b"".join(parts)
+            assert len(block) > 1 << 20
+            alone = [
+                encoded(codec, element, part, one) for part, one in zip(parts, grids, strict=True)
+            ]
+            target = guarded(len(block), 24)
+            sizes = [len(part) for part in parts]
+            found = kernels.encode_parts(codec, element, block, sizes, target.array, grids)
+            assert found == [(taken, len(text)) for taken, text in alone] and target.intact()
+            payload = target.array[: sum(size for _, size in found)].tobytes()
+            assert payload == b"".join(text for _, text in alone)
+            places, at = [], 0
+            for (taken, size), part in zip(found, parts, strict=True):
+                places.append((taken, at, size, len(part)))
+                at += size
+            back = guarded(len(block), 40)
+            assert kernels.decode_parts(element, payload, places, back.array) == len(parts)
+            assert back.intact() and back.array.tobytes() == b"".join(
+                decoded(taken, element, text, len(part)) or b""
+                for (taken, text), part in zip(alone, parts, strict=True)
+            )
+
+
+def test_what_has_no_grid_or_another_is_kept_raw(level):
+    part = bytes_of(BF16, drawn(Grid(16, 64, 64, True), 1))
+    for grid in (
+        Grid(0, 64, 64, True), Grid(16, 0, 64, True), Grid(16, 64, 0, True), Grid(15, 64, 64, True),
+        Grid(16, 64, 48, True), Grid(1 << 31, 1 << 31, 64, True),
+    ):  # fmt: skip
+        assert encoded(Q8, BF16, part, grid) == (0, part)
+    into = bytearray(len(part))
+    assert kernels.encode_parts(Q8, BF16, part, [len(part)], into) == [(0, len(part))]
+    assert encoded(Q8, 3, part, Grid(16, 128, 64, True)) == (0, part)
+
+
+def test_headers_that_lie_are_refused(level):
+    grid = Grid(64, 64, 32, False)
+    part = bytes_of(BF16, drawn(grid, 1))
+    for codec in BITS:
+        _, text = encoded(codec, BF16, part, grid)
+        assert decoded(codec, BF16, text, len(part)) is not None
+        lies = [
+            (0, FP16),
+            (1, 3),
+            (2, 2),
+            (3, 1),
+            (4, 63),
+            (4, 0),
+            (8, 0),
+            (8, 65),
+            (12, 0),
+            (12, 33),
+        ]
+        for at, value in lies:
+            lie = bytearray(text)
+            lie[at] = value
+            assert decoded(codec, BF16, bytes(lie), len(part)) is None, (codec, at, value)
+        huge = bytearray(text)
+        struct.pack_into("<II", huge, 4, 0xFFFFFFFF, 0xFFFFFFFF)
+        assert decoded(codec, BF16, bytes(huge), len(part)) is None
+        for other in (text[:-1], text + b"x", text[:15], b""):
+            assert decoded(codec, BF16, other, len(part)) is None
+        for raw_bytes in (0, len(part) - 2, len(part) + 2, 2 * len(part)):
+            assert decoded(codec, BF16, text, raw_bytes) is None
+
+
+def test_damage_is_an_error_or_bytes_and_harms_nothing(level, guarded):
+    chance = random.Random(5)
+    refused, rounds = 0, int(os.environ.get("KVTIER_CODEC_ROUNDS", 300))
+    for number in range(rounds):
+        codec, element = chance.choice(list(BITS)), chance.choice(ELEMENTS)
+        grid, matrices = chance.choice(SHAPES[:11])
+        part = bytes_of(element, drawn(grid, matrices))
+        taken, text = encoded(codec, element, part, grid)
+        copy = bytearray(text)
+        for _ in range(chance.choice([1, 2, 9])):
+            at = chance.randrange(16 if chance.random() < 0.6 else len(copy))
+            copy[at] = chance.choice([0, 1, 255, chance.randrange(256)])
+        if chance.random() < 0.2:
+            del copy[chance.randrange(len(copy)) :]
+        source, target = guarded(len(copy), 8), guarded(len(part), number % 9)
+        source.array[:] = np.frombuffer(copy, np.uint8)
+        places = [(taken or codec, 0, len(copy), len(part))]
+        refused += kernels.decode_parts(element, source.array, places, target.array) == 0
+        assert target.intact() and source.intact()
+    assert refused > rounds / 4
