@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/cuda/* \
             kernels/CMakeLists.txt)
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu \
-            tests/cuda/*.cpp tests/cuda/*.h)
+            tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
 .PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-ttft bench-gpu \
         figures faults clean

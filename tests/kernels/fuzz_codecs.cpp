@@ -1,0 +1,143 @@
+// Encoded parts that were damaged, for decoders built with the sanitizers: each is refused, or
+// gives bytes; nothing else is touched. `fuzz_codecs ROUNDS SEED`; says how many were refused.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "codec/codec.h"
+
+using namespace kvtier;
+using namespace kvtier::codec;
+
+namespace {
+
+// To the byte, so that the sanitizer sees what lies beside it.
+struct Exactly {
+    explicit Exactly(size_t nbytes) : size(nbytes), at(new uint8_t[nbytes]) {}
+    size_t size;
+    std::unique_ptr<uint8_t[]> at;
+};
+
+class Fuzz {
+ public:
+    explicit Fuzz(uint64_t seed) : chance_(seed) {}
+
+    // Damages one encoded part so many times.
+    void round(size_t times) {
+        const auto& levels = codec_choice().levels();
+        codec_choice().choose(levels[below(levels.size())]);
+        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32, Codec::kQ8, Codec::kQ4, Codec::kQ2};
+        const Codec codec = kCodecs[below(5)];
+        const auto element = static_cast<Element>(below(kElements));
+        const size_t heads = 1 + below(3), head = 1 + below(90), rows = 1 + below(60);
+        const Grid grid = {static_cast<uint32_t>(rows), static_cast<uint32_t>(heads * head),
+                           static_cast<uint32_t>(head), below(2) == 0};
+        const size_t width = element == Element::kFp32 ? 4 : element <= Element::kFp16 ? 2 : 1;
+        const bool odd = codec <= Codec::kR32 && below(3) == 0;
+        const size_t many = codec == Codec::kR32 && below(20) == 0 ? 40000 : 0;
+        const Exactly raw((rows * heads * head + many) * width + (odd ? below(4) : 0));
+        fill(raw, width);
+        std::vector<Encoded> parts = {{raw.at.get(), raw.size, Codec::kRaw, 0, grid}};
+        Exactly room(raw.size);
+        const size_t nbytes = encode(codec, element, parts, room.at.get());
+        if (!decodes(element, parts[0].codec, room.at.get(), nbytes, raw)) fail("is not decoded");
+        if (parts[0].codec <= Codec::kR32 &&
+            std::memcmp(back_.data(), raw.at.get(), raw.size) != 0) {
+            fail("comes back as something else");
+        }
+        for (size_t i = 0; i < times; i++) {
+            std::vector<uint8_t> text(room.at.get(), room.at.get() + nbytes);
+            damage(text);
+            const Exactly copy(text.size());
+            if (!text.empty()) std::memcpy(copy.at.get(), text.data(), text.size());
+            const Codec taken = parts[0].codec == Codec::kRaw ? codec : parts[0].codec;
+            refused += !decodes(element, taken, copy.at.get(), copy.size, raw);
+            damaged++;
+        }
+    }
+
+    size_t damaged = 0, refused = 0;
+
+ private:
+    size_t below(size_t end) { return chance_() % end; }
+
+    [[noreturn]] void fail(const char* what) {
+        std::fprintf(stderr, "what was encoded %s\n", what);
+        std::abort();
+    }
+
+    // Near to normal, with exponents that repeat; now and then anything at all.
+    void fill(const Exactly& raw, size_t width) {
+        const bool wild = below(12) == 0;
+        for (size_t i = 0; i < raw.size; i++) {
+            const bool upper = i % width == width - 1;
+            const auto one = static_cast<uint8_t>(chance_());
+            raw.at[i] = wild || !upper ? one : static_cast<uint8_t>(0x3C + (one & 0x83));
+        }
+    }
+
+    bool decodes(Element element, Codec codec, const uint8_t* text, size_t nbytes,
+                 const Exactly& raw) {
+        const Exactly back(raw.size);
+        const Decoded part = {text, nbytes, codec, back.at.get(), raw.size};
+        const bool sound = decode(element, {&part, 1}) == 1;
+        back_.assign(back.at.get(), back.at.get() + raw.size);
+        return sound;
+    }
+
+    void damage(std::vector<uint8_t>& text) {
+        for (size_t times = 1 + below(3) * below(12); times != 0; times--) {
+            if (text.empty()) return;
+            const size_t near = below(std::min<size_t>(text.size(), 64));
+            const size_t at = below(2) == 0 ? near : below(text.size());
+            switch (below(7)) {
+                case 0:
+                    text[at] ^= static_cast<uint8_t>(1u << below(8));
+                    break;
+                case 1: {
+                    constexpr uint8_t kEdges[] = {0, 1, 2, 31, 32, 33, 127, 128, 254, 255};
+                    text[at] = kEdges[below(10)];
+                    break;
+                }
+                case 2:
+                    text[at] = static_cast<uint8_t>(chance_());
+                    break;
+                case 3: {
+                    constexpr uint32_t kNumbers[] = {0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF};
+                    const uint32_t number =
+                        below(2) == 0 ? kNumbers[below(5)] : static_cast<uint32_t>(below(1 << 18));
+                    if (near / 4 * 4 + 4 <= text.size()) {
+                        std::memcpy(text.data() + near / 4 * 4, &number, 4);
+                    }
+                    break;
+                }
+                case 4:
+                    text.resize(below(8) == 0 ? at : text.size());
+                    break;
+                case 5:
+                    if (below(8) == 0) text.insert(text.end(), below(80), text[at]);
+                    break;
+                default:
+                    for (size_t i = at; i < std::min(at + below(40), text.size()); i++) {
+                        text[i] = static_cast<uint8_t>(chance_());
+                    }
+            }
+        }
+    }
+
+    std::mt19937_64 chance_;
+    std::vector<uint8_t> back_;
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    if (count != 3) return 2;
+    const size_t wanted = std::strtoull(arguments[1], nullptr, 10);
+    Fuzz fuzz(std::strtoull(arguments[2], nullptr, 10));
+    while (fuzz.damaged < wanted) fuzz.round(20);
+    std::printf("%zu damaged, %zu refused\n", fuzz.damaged, fuzz.refused);
+}
