@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from conformance.codec_tests import CodecTests, kv
-from kvtier.codec import base, fix4, r32, raw, zstd
-from kvtier.codec.frame import Entry
+from kvtier.codec import base, fix4, q2, q4, q8, r32, raw, zstd
+from kvtier.codec.frame import RAW, Entry, check_entries
+from kvtier.codec.grid import HEADS_FIRST, TOKENS_FIRST, grids
 from kvtier.codec.known import BY_NAME, BY_NUMBER
 from kvtier.errors import FrameError
+from kvtier.layout import KvSpec
 from kvtier_kernels import join_planes, reference, split_planes
+from specs import spec_of
 
 
 class TestRaw(CodecTests):
@@ -48,6 +54,80 @@ class TestZstd(CodecTests):
         into = bytearray(10_000)
         [entry] = zstd.CODEC.encode(block, [Entry(0, 0, 0, 0, 10_000, 10_000)], "int8", into)
         assert entry.codec == base.ZSTD and entry.nbytes < 9_000
+
+
+def quantized(codec: base.Codec, spec: KvSpec) -> tuple[tuple[Entry, ...], bytearray]:
+    block = kv(spec.dtype, spec.block_bytes)
+    into = bytearray(codec.bound(len(block)))
+    entries = codec.encode(block, raw.entries(spec, 0), spec.dtype, into, grids(spec, 0))
+    return entries, into
+
+
+def floats(dtype: str, text: bytes | bytearray) -> npt.NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (np.frombuffer(text, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(text, dtype).astype(np.float32)
+
+
+LOSSY = [q8.CODEC, q4.CODEC, q2.CODEC]
+
+
+def test_only_codecs_of_fixed_rate_are_lossy() -> None:
+    assert [one for one in BY_NAME.values() if one.lossy] == LOSSY
+
+
+@pytest.mark.parametrize("layout", [TOKENS_FIRST, HEADS_FIRST])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_lossy_parts_come_back_nearly_and_one_by_one(
+    codec: base.Codec, dtype: str, layout: str
+) -> None:
+    spec = spec_of(dtype=dtype, layout=layout, block_tokens=64)
+    block = kv(dtype, spec.block_bytes)
+    entries, payload = quantized(codec, spec)
+    end = entries[-1].offset + entries[-1].nbytes
+    check_entries(entries, end, len(block))
+    assert {e.codec for e in entries} == {codec.number} and end < len(block) * 0.6
+    back = bytearray(len(block))
+    codec.decode(memoryview(payload)[:end], entries, dtype, back)
+    off = floats(dtype, back) - floats(dtype, block)
+    assert 0 < abs(off).max() < {"q8": 0.03, "q4": 0.4, "q2": 1.8}[codec.name]
+    size = entries[0].raw_bytes
+    alone = bytearray(size)
+    codec.decode(payload, [entries[3]], dtype, alone)
+    assert alone == back[3 * size : 4 * size]
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_k_goes_by_channel_and_v_by_token(codec: base.Codec) -> None:
+    entries, payload = quantized(codec, spec_of(block_tokens=64))
+    assert [payload[e.offset + 2] for e in entries] == [0, 1] * 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"layout": "LBHNC"}, {"strides": (1, 2)}, {"dtype": "float8_e4m3fn"}]
+)
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_is_opaque_or_of_8_bits_stays_raw(codec: base.Codec, change: dict[str, Any]) -> None:
+    spec = spec_of(**change)
+    entries, payload = quantized(codec, spec)
+    assert {e.codec for e in entries} == {RAW} and payload == kv(spec.dtype, len(payload))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_damaged_lossy_part_is_named(codec: base.Codec) -> None:
+    spec = spec_of(block_tokens=64)
+    entries, payload = quantized(codec, spec)
+    payload[entries[1].offset + 4] ^= 1
+    with pytest.raises(FrameError, match="layer 0, part 1"):
+        codec.decode(payload, entries, spec.dtype, bytearray(spec.block_bytes))
+
+
+def test_groups_of_other_kinds_have_no_grids() -> None:
+    mla = KvSpec.mla(
+        model="m", layers=2, latent_dim=64, rope_dim=16, dtype="bfloat16", block_tokens=16, weights="w"
+    )  # fmt: skip
+    assert grids(mla, 0) == () and len(grids(spec_of(), 0)) == len(raw.entries(spec_of(), 0))
 
 
 def test_each_codec_has_a_name_and_a_number_of_its_own() -> None:
