@@ -125,6 +125,11 @@ class Client:
         """Readable when `poll` may have something to say: an answer, or that the daemon has gone."""
         return self.link.connection.fileno()
 
+    @property
+    def awaits(self) -> bool:
+        """Something that was begun is still to be answered: `poll` will have it."""
+        return self.link.awaits
+
     def poll(self) -> dict[int, Answer]:
         """Answers that have come to what was begun (`begin_lease` and its like), by ticket. Never waits, not
         for the daemon and not for another thread of this client: then there is nothing yet."""

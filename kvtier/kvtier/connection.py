@@ -29,6 +29,7 @@ class Connection:
         self._sock = sock
         self._clock = clock
         self._timeout_s = timeout_s
+        self._waits_s: float | None = None  # as the socket was told last
         self._pid = os.getpid()
         self._framer = wire.Framer()
         self._backlog = bytearray()
@@ -55,7 +56,7 @@ class Connection:
         self._check_usable()
         frame = _checked(message)
         try:
-            self._sock.settimeout(self._timeout_s)
+            self._wait_at_most(self._timeout_s)
             self._flush()
             self._sock.sendall(frame)
         except TimeoutError as error:
@@ -90,8 +91,9 @@ class Connection:
     def push(self) -> None:
         """Send what `begin` left, as far as the socket takes it now."""
         try:
-            self._sock.settimeout(0)
-            self._flush()
+            if self._backlog:
+                self._wait_at_most(0)
+                self._flush()
         except BlockingIOError:
             pass
         except OSError as error:
@@ -99,6 +101,12 @@ class Connection:
         except BaseException:
             self.give_up("a request was interrupted half-way")
             raise
+
+    def _wait_at_most(self, seconds: float) -> None:
+        # Telling it is a call into the kernel, which an engine's every step would make.
+        if seconds != self._waits_s:
+            self._sock.settimeout(seconds)
+            self._waits_s = seconds
 
     def _flush(self) -> None:
         while self._backlog:
@@ -153,7 +161,7 @@ class Connection:
     def _receive(self, timeout_s: float) -> None:
         self._check_usable()
         try:
-            self._sock.settimeout(timeout_s)
+            self._wait_at_most(timeout_s)
             count, control, flags, _ = self._sock.recvmsg_into(
                 [self._buffer], socket.CMSG_SPACE(LIMIT_FDS * 4), socket.MSG_CMSG_CLOEXEC
             )
@@ -224,7 +232,7 @@ class Connection:
         # After half a frame a goodbye would be taken for its rest.
         if farewell and not self.broken and not self.inherited and not self._backlog:
             with contextlib.suppress(OSError):
-                self._sock.settimeout(0)
+                self._wait_at_most(0)
                 self._sock.sendall(wire.encode(wire.Bye(0)))
                 said = True
         self.broken = self.broken or "closed"

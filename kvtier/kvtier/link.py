@@ -120,6 +120,11 @@ class Link:
             if self._deferred and not self.connection.broken:
                 self._flush()
 
+    @property
+    def awaits(self) -> bool:
+        """Something that `tell` sent is still to be answered."""
+        return bool(self._told)
+
     def begin_writing(self) -> None:
         """Until `end_writing` somebody here may touch slots of the arena."""
         self.connection.check_process()

@@ -72,6 +72,7 @@ class Space:
         self.identity = opened.identity
         self._secret = opened.secret
         self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
+        self._most_keys: dict[int, int] = {}
 
     def block_bytes(self, group: int = 0) -> int:
         """What one shard's part of a block takes."""
@@ -198,6 +199,11 @@ class Space:
 
     def most_keys(self, shards: int = 1) -> int:
         """How many leading keys one lease that tells so many shards may ask for: of more it is refused."""
+        if shards not in self._most_keys:
+            self._most_keys[shards] = self._counted_most_keys(shards)
+        return self._most_keys[shards]
+
+    def _counted_most_keys(self, shards: int) -> int:
         most = min(wire.LIMIT_KEYS, wire.LIMIT_LOOKS // self.spec.places)
         told, trailing = 0, 0
         for group in self.spec.cache_groups:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -110,6 +112,10 @@ class Report:
     load_bytes: int = 0
     load_s: float = 0.0
 
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Report], tuple[dict[str, Any]]]:
+        """What there is to tell: of most steps, its number. A rank sends one in every step."""
+        return _report, ({name: told for name in NAMES if (told := getattr(self, name))},)
+
     def add(self, other: Report) -> Report:
         """Both, as one. What one rank will not try again is not tried by any."""
         holes = {
@@ -122,3 +128,10 @@ class Report:
             self.counts + other.counts, self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
         )  # fmt: skip
+
+
+NAMES = tuple(field.name for field in fields(Report))
+
+
+def _report(told: dict[str, Any]) -> Report:
+    return Report(**told)

@@ -35,6 +35,7 @@ class Saves:
     def __init__(self, layout: Layout, options: Options, counts: Counter[str]) -> None:
         self._layout = layout
         self._options = options
+        self._most_bytes = options.saving_bytes
         self._counts = counts
         self._parts = {group.group_id: group.parts for group in layout.groups}
         self._of: dict[int, Saving] = {}
@@ -83,7 +84,7 @@ class Saves:
         if end <= prompt.saved or prompt.tries >= TRIES:
             return None
         keys = keys_of()
-        room = (self._options.saving_bytes - self._nbytes) // self._layout.block_bytes
+        room = (self._most_bytes - self._nbytes) // self._layout.block_bytes
         end = min(end, len(keys), prompt.saved + min(room, most))
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
         if end <= prompt.saved or ids is None:

@@ -44,6 +44,7 @@ LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at 
 ASK_AGAIN_S, ASK_AGAIN_MOST_S = 0.002, 0.05
 ASKING = 8  # requests that may ask as often as one
 UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
+LISTEN_S = 0.02  # how often to see whether a daemon that was asked nothing is still there
 SHARE_OF_A_STEP = 0.05  # that loads may add to it while others are served
 
 
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._served: set[str] = set()  # by the last step
         self._within_step_s = 0.0  # what the loads of the next one are expected to take
         self._ear = Ear(clock)
+        self._listened = float("-inf")
         self._numbers = 0
         self._loads: list[Load] = []
         self._leases: dict[int, Loading] = {}
@@ -360,6 +362,9 @@ class SchedulerSide:
         if session is None:
             return
         now = self._clock()
+        if not session.client.awaits and now - self._listened < LISTEN_S:
+            return
+        self._listened = now
         try:
             answers = session.client.poll()
         except KvtierError as error:
@@ -576,7 +581,8 @@ class SchedulerSide:
     def reported(self, report: Report, failed: set[str]) -> None:
         """Take what the ranks have done; `failed` are requests whose load came to nothing."""
         self._seats |= report.seats
-        self.counts.update(report.counts)
+        if report.counts:
+            self.counts.update(report.counts)
         if report.load_s:
             self._forecast.loaded(report.load_bytes, report.load_s)
         while self._started and self._started[0][0] <= report.step:

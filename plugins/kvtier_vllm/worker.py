@@ -117,7 +117,7 @@ class WorkerSide:
         self._clock = clock
         self._line: Line | None = None
         self._readers: dict[bytes, Reader] = {}
-        self._seat: Seat | None = None
+        self._sat: tuple[bytes, int] | None = None  # the run and extents that the scheduler knows
         self._step = 0
         self._copying: dict[int, Copying] = {}
         self._lock = threading.Lock()
@@ -217,6 +217,8 @@ class WorkerSide:
     def received(self) -> tuple[set[str], set[str]]:
         """The requests whose load between steps is over, and those of them that it failed. In a step that
         computes nothing it waits a moment for one."""
+        if not (self._idle or self._received):
+            return set(), set()
         with self._arrived:
             if self._idle and self._on_their_way:
                 self._arrived.wait_for(lambda: bool(self._received), IDLE_WAIT_S)
@@ -239,11 +241,10 @@ class WorkerSide:
             self._copying.pop(number, None)
         session = self._line.session if self._line is not None else None
         if session is not None:
-            reader = session.reader
-            seat = Seat(reader.daemon_run, session.space.identity, reader.extents)
-            if seat != self._seat:
-                self._seat = seat
-                report.seats[self._rank] = seat
+            run, extents = session.reader.daemon_run, session.reader.extents
+            if self._sat != (run, extents):
+                self._sat = run, extents
+                report.seats[self._rank] = Seat(run, session.space.identity, extents)
         return report
 
     def close(self) -> None:

@@ -521,11 +521,11 @@ def test_more_keys_than_a_lease_may_have_are_cut(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What would be refused as a whole is loaded as far as one lease goes."""
-    engine = engine_of(cold_daemon, layout_of([0, 20], ranks=2))
-    engine.serve(PROMPT)
+    layout = layout_of([0, 20], ranks=2)
+    engine_of(cold_daemon, layout).serve(PROMPT)
     # Of each rank's two groups: six slots of the first, and the two of the window.
     monkeypatch.setattr("kvtier.wire.LIMIT_TOLD_SLOTS", 2 * 6 + 2 * 2)
-    assert engine.serve(PROMPT).cached == 6 * BLOCK
+    assert engine_of(cold_daemon, layout).serve(PROMPT).cached == 6 * BLOCK
 
 
 def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:

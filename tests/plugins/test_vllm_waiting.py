@@ -4,8 +4,10 @@ nothing else to do."""
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 from daemons import Daemon
 from fake_engine import BLOCK, FakeEngine
 from kvtier.client import Reader, Saving
-from kvtier_vllm import ear, worker
+from kvtier_vllm import ear, scheduler, worker
 from kvtier_vllm.ear import Ear
+from kvtier_vllm.messages import Copied, PagesTold, Report, Seat
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -88,6 +91,39 @@ def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
     engine.carry_out({}, {}, [])
     assert len(asked) == 1
     assert engine.run(request).cached == 0
+
+
+def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LISTEN_S", 1e9)
+    engine = engine_of(shared_daemon)
+    engine.serve(PROMPT)
+    session = engine.scheduler._session()
+    assert session is not None
+    polls = []
+    plain = session.client.poll
+    monkeypatch.setattr(session.client, "poll", lambda: (polls.append(1), plain())[1])
+    for _ in range(5):
+        engine.carry_out({}, {}, [])
+    assert not polls
+    assert engine.serve(PROMPT).cached == 8 * BLOCK and polls
+    monkeypatch.setattr(scheduler, "LISTEN_S", 0.0)
+    before = len(polls)
+    engine.carry_out({}, {}, [])
+    assert len(polls) == before + 1
+
+
+def test_a_report_brings_what_there_is_to_tell_and_nothing_else() -> None:
+    """Each rank sends one in every step, and of most there is nothing to tell."""
+    full = Report(
+        7, {0: Seat(b"run", b"space", 2)}, Counter({1: 1}), Counter({2: 1}), {0: PagesTold("x")}, {3},
+        {4: True}, Counter({"saved": 1}), [Copied(1, 0, 0.5, 1.0, 9, True)],
+        [Copied(2, 0, 0.5, 1.0, 9, True)], 9, 0.5,
+    )  # fmt: skip
+    for report in (full, Report(8)):
+        assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301  # just made
+    assert b"Counter" not in pickle.dumps(Report(8))
 
 
 class SlowLoads:
