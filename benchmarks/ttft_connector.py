@@ -44,6 +44,7 @@ class FloorReader:
         block_ids: Sequence[int],
         threads: int = 1,
         nice: int = 0,
+        parts: int = 1,
     ) -> int:
         scatter(pieces, block_ids, [self._mapping], slots, threads, nice=nice)
         return len(block_ids)

@@ -109,19 +109,22 @@ class Reader:
         block_ids: Sequence[int],
         threads: int = 1,
         nice: int = 0,
+        parts: int = 1,
     ) -> int:
         """Copy slots into an engine's paged blocks; how many leading ones still were what they were
-        after it. Each slot goes to as many of these as there are ids for it, one after the other; 0 leaves
-        its part alone then. With `nice`, others that want the cores go first."""
-        ids, within = self.placed(slots, block_ids, pieces.block_bytes)
+        after it. Each slot goes to so many `parts` of these, one after the other; 0 leaves its part alone
+        where there are several. With `nice`, others that want the cores go first."""
+        ids, within = self.placed(slots, block_ids, pieces.block_bytes, parts)
         scatter(pieces, ids, self._extents, within, threads, nice=nice)
         return fresh(self._tables, slots)
 
     def placed(
-        self, slots: bytes, block_ids: Sequence[int], nbytes: int
+        self, slots: bytes, block_ids: Sequence[int], nbytes: int, parts: int
     ) -> tuple[Sequence[int], bytes]:
         """The paged blocks, of so many bytes each, that slots go to, and where in the slots each begins."""
-        parts = len(block_ids) * wire.SLOT_BYTES // len(slots) if slots else 1
+        if len(block_ids) * wire.SLOT_BYTES != parts * len(slots):
+            count = len(slots) // wire.SLOT_BYTES
+            raise ValueError(f"{len(block_ids)} paged blocks for {count} slots of {parts} parts")
         if parts == 1:
             return block_ids, slots
         within = wire.split(slots, parts, nbytes)

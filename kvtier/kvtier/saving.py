@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtier.space import Space
 
 MARK_BYTES = 16
+PIECE_BYTES = 16 << 20  # of a copy that others may wait for
 
 
 class Saving(Mapping[Key, memoryview]):
@@ -87,18 +88,29 @@ class Saving(Mapping[Key, memoryview]):
         threads: int = 1,
         checksum: bool = True,
         nice: int = 0,
+        turn: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
         """Copy an engine's paged blocks into the slots that were granted: an id for each key, or several,
         whose blocks lie one after the other in a slot that has no checksum then. Commits nothing: the pages
-        are free to change before that. With `nice`, others that want the cores go first."""
+        are free to change before that. With `nice`, others that want the cores go first. With `turn`, which
+        is entered for it each time, no more than PIECE_BYTES are copied at once, or one block of these."""
         ids, within = self.placed(block_ids, pieces.block_bytes)
         checksum = checksum and len(ids) == len(self)
-        self.checksums = gather(pieces, ids, self._extents, within, threads, checksum, nice)
+        most = len(ids) if turn is None else max(1, PIECE_BYTES // pieces.block_bytes)
+        sums = []
+        for first in range(0, len(ids), most):
+            slots = within[first * wire.SLOT_BYTES : (first + most) * wire.SLOT_BYTES]
+            with turn or contextlib.nullcontext():
+                some = ids[first : first + most]
+                sums.append(gather(pieces, some, self._extents, slots, threads, checksum, nice))
+        self.checksums = b"".join(sums)
 
     def placed(self, block_ids: Sequence[int], nbytes: int) -> tuple[list[int], bytes]:
         """The paged blocks, of so many bytes each, that go into the slots that were granted, and where in the
         slots each begins."""
-        parts = len(block_ids) // len(self._keys)
+        parts, rest = divmod(len(block_ids), len(self._keys))
+        if rest:
+            raise ValueError(f"{len(block_ids)} paged blocks for {len(self._keys)} keys")
         ids = [block for at in self.granted for block in block_ids[at * parts : (at + 1) * parts]]
         whole = parts == 1
         return ids, self.slots if whole else b"".join(wire.split(self.slots, parts, nbytes))

@@ -94,16 +94,20 @@ class DeviceSide:
         lane: Literal["load", "now"],
         reader: Reader,
         reads: Sequence[Read],
+        parts: Sequence[int],
         after: Event | None,
     ) -> None:
-        """Start to copy slots into pages. The engine's stream waits for what goes the lane `now`."""
+        """Start to copy slots into pages, as many for a slot as `parts` says of its group. The engine's
+        stream waits for what goes the lane `now`."""
         if after is None:
             raise DeviceCopyError("there is no event to begin after")
         copies = self._lanes[lane]
         try:
             for read in reads:
                 pieces = self._pieces[read.group]
-                ids, slots = reader.placed(read.slots, read.block_ids, pieces.block_bytes)
+                ids, slots = reader.placed(
+                    read.slots, read.block_ids, pieces.block_bytes, parts[read.group]
+                )
                 copies.start(pieces, ids, reader.mappings, slots, False, after)
             if lane == "now":
                 copies.hold(self._engine_stream())

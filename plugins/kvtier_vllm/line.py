@@ -82,32 +82,42 @@ class Line:
             session.client.close()
 
     def _run(self) -> None:
+        # No session is kept here: its arena would stay mapped when it is of no more use.
         pause_s = PAUSE_S
         while self._wanted.wait() and not self._closing.is_set():
-            old, self._old = self._old, None
-            if old is not None:
-                # Before: the next one then tells the daemon that nothing writes the old one's slots.
-                old.client.close()
-            try:
-                session = self._connected()
-            except (KvtierError, OSError) as error:
-                self._say(str(error))
-                self._first.set()
-                # Jitter, so that the ranks of many engines do not come all at once.
-                self._hurry.clear()
-                if not self._closing.is_set():
-                    self._hurry.wait(pause_s * random.uniform(0.5, 1.5))
-                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            self._hang_up()
+            if self._begin():
+                pause_s = PAUSE_S
                 continue
-            pause_s = PAUSE_S
-            self._wanted.clear()
-            if self.why:
-                log.log(self._level, "kvtier: %s: the daemon is back", self._name)
-                self.why = ""
-            self.session = session
+            # Jitter, so that the ranks of many engines do not come all at once.
+            self._hurry.clear()
+            if not self._closing.is_set():
+                self._hurry.wait(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def _hang_up(self) -> None:
+        # Before the next: that one then tells the daemon that nothing writes the old one's slots.
+        old, self._old = self._old, None
+        if old is not None:
+            old.client.close()
+
+    def _begin(self) -> bool:
+        """Make a session; whether there is one."""
+        try:
+            session = self._connected()
+        except (KvtierError, OSError) as error:
+            self._say(str(error))
             self._first.set()
-            if self._closing.is_set():
-                session.client.close()
+            return False
+        self._wanted.clear()
+        if self.why:
+            log.log(self._level, "kvtier: %s: the daemon is back", self._name)
+            self.why = ""
+        self.session = session
+        self._first.set()
+        if self._closing.is_set():
+            session.client.close()
+        return True
 
     def _connected(self) -> Session:
         client = Client.connect(

@@ -86,6 +86,18 @@ class Copied:
 
 
 @dataclass(slots=True, frozen=True)
+class Hole:
+    """Blocks are missing of a rank's part of a save: whether to try them again, and what was dropped."""
+
+    again: bool
+    drops: Counter[str]
+
+    def add(self, other: Hole) -> Hole:
+        """Both, as one. What one rank will not try again is not tried by any."""
+        return Hole(self.again and other.again, self.drops + other.drops)
+
+
+@dataclass(slots=True, frozen=True)
 class PagesTold:
     """What a rank's memory looks like, `Pages.digest`, or why it can't be used."""
 
@@ -97,7 +109,7 @@ class PagesTold:
 class Report:
     """From the ranks to the scheduler: which loads and saves are over, in how many ranks. `step` is the last
     one that was carried out. `pages` comes with a rank's first one. `failed`: loads that left pages
-    unfilled. `holes`: saves of which blocks are missing, and whether to try them again."""
+    unfilled. `holes`: saves of which blocks are missing."""
 
     step: int = 0
     seats: dict[int, Seat] = field(default_factory=dict)
@@ -105,7 +117,7 @@ class Report:
     saves: Counter[int] = field(default_factory=Counter)
     pages: dict[int, PagesTold] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
-    holes: dict[int, bool] = field(default_factory=dict)
+    holes: dict[int, Hole] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     loaded: list[Copied] = field(default_factory=list)
     saved: list[Copied] = field(default_factory=list)
@@ -117,11 +129,13 @@ class Report:
         return _report, ({name: told for name in NAMES if (told := getattr(self, name))},)
 
     def add(self, other: Report) -> Report:
-        """Both, as one. What one rank will not try again is not tried by any."""
-        holes = {
-            save: self.holes.get(save, True) and other.holes.get(save, True)
-            for save in self.holes.keys() | other.holes.keys()
+        """Both, as one."""
+        both = {
+            save: self.holes[save].add(hole)
+            for save, hole in other.holes.items()
+            if save in self.holes
         }
+        holes = self.holes | other.holes | both
         return Report(
             max(self.step, other.step), self.seats | other.seats, self.loads + other.loads,
             self.saves + other.saves, self.pages | other.pages, self.failed | other.failed, holes,

@@ -50,6 +50,8 @@ class Prompt:
     known: int | None = None  # how many leading blocks the daemon has
     saved: int | None = None  # how many leading blocks need no save any more
     tries: int = 0  # saves that left a hole
+    dropped: int = 0  # how many leading blocks are saved, or counted as dropped
+    over: bool = False
     due: float | None = None
     gave_up: bool = False
     waited: bool = False

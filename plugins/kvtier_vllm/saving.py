@@ -11,7 +11,7 @@ from typing import Any
 from kvtier import Keys
 from kvtier.key import KEY_BYTES
 from kvtier_vllm.layout import Cached, Layout
-from kvtier_vllm.messages import Report, Save, Write
+from kvtier_vllm.messages import Hole, Report, Save, Write
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 
@@ -20,10 +20,13 @@ TRIES = 3  # to save what left a hole
 
 @dataclass(slots=True)
 class Saving:
-    """A save that some ranks have not answered yet: whose, from which block on, and of which pages."""
+    """A save that some ranks have not answered yet: whose, of which blocks and pages, and after how many
+    `tries` of the prompt it was begun."""
 
     prompt: Prompt
     first: int
+    stop: int
+    tries: int
     pages: list[int]
     nbytes: int
     ranks: int
@@ -100,12 +103,15 @@ class Saves:
         return self._begun(number(), prompt, first, writes) if writes else None
 
     def _begun(self, number: int, prompt: Prompt, first: int, writes: list[Write]) -> Save:
+        assert prompt.saved is not None
         pages = [page for write in writes for page in write.block_ids]
         groups = self._layout.groups
         nbytes = sum(
             len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes
         )
-        self._of[number] = Saving(prompt, first, pages, nbytes, self._layout.shards.ranks)
+        self._of[number] = Saving(
+            prompt, first, prompt.saved, prompt.tries, pages, nbytes, self._layout.shards.ranks
+        )
         for page in pages:
             self._on.setdefault(page, set()).add(number)
         self._nbytes += nbytes
@@ -115,11 +121,21 @@ class Saves:
         """Take what the ranks have saved; the saves that all have answered. Where blocks are missing, what is
         saved after them could not be found: they are saved again while the request has them, or nothing is
         that follows them."""
-        for number, again in report.holes.items():
-            saving = self._of[number]
-            saving.prompt.tries = saving.prompt.tries + 1 if again else TRIES
-            self.again(saving.prompt, saving.first)
+        for number, hole in report.holes.items():
+            self._left_hole(self._of[number], hole)
         return [number for number, ranks in report.saves.items() if self._over(number, ranks)]
+
+    def _left_hole(self, saving: Saving, hole: Hole) -> None:
+        prompt = saving.prompt
+        if not hole.again:
+            prompt.tries = TRIES
+        elif saving.tries == prompt.tries:
+            # Others that were begun with this one, and called off with it, are no tries of their own.
+            prompt.tries += 1
+        self.again(prompt, saving.first)
+        if prompt.tries >= TRIES or prompt.over:
+            self._counts.update(hole.drops)
+            prompt.dropped = max(prompt.dropped, saving.stop)
 
     @staticmethod
     def again(prompt: Prompt, first: int) -> None:
@@ -143,13 +159,15 @@ class Saves:
 
     def finished(self, prompt: Prompt) -> None:
         """The request is over: count what of it was not saved."""
+        prompt.over = True
         if not prompt.may_save or prompt.saved is None or not self._options.save_decode:
             return
         whole = prompt.request.num_computed_tokens // self._layout.block_tokens
-        if whole > prompt.saved:
+        first = max(prompt.saved, prompt.dropped)
+        if whole > first:
             why = "no_time" if prompt.session is not None else "no_daemon"
             why = "after_hole" if prompt.tries >= TRIES else why
-            self._counts[f"drop:{why}"] += whole - prompt.saved
+            self._counts[f"drop:{why}"] += whole - first
 
     @property
     def in_flight(self) -> dict[str, int]:

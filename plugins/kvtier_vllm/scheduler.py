@@ -44,7 +44,8 @@ LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at 
 ASK_AGAIN_S, ASK_AGAIN_MOST_S = 0.002, 0.05
 ASKING = 8  # requests that may ask as often as one
 UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
-LISTEN_S = 0.02  # how often to see whether a daemon that was asked nothing is still there
+LAST_ASK_S = 0.02  # before a request's patience ends: what is ready then is to be known
+LISTEN_S = 1.0  # how often to see whether a daemon that was asked nothing is still there
 SHARE_OF_A_STEP = 0.05  # that loads may add to it while others are served
 
 
@@ -81,10 +82,11 @@ class SchedulerSide:
         self._forecast = Forecast()
         self._told = (0.0, 0.0)
         self._told_to: Session | None = None
+        self._with: Session | None = None
         self._adapters = Adapters()
         self._generation = b""
         self._prompts: dict[str, Prompt] = {}
-        self._tickets: dict[int, str] = {}
+        self._tickets: dict[int, tuple[str, float]] = {}  # whose, "" if nobody's any more, and when
         self._tickets_of: Session | None = None
         self._to_ask: dict[str, Prompt] = {}
         self._served: set[str] = set()  # by the last step
@@ -138,7 +140,7 @@ class SchedulerSide:
             prompt.waits_since = now
         answer = self._answer(prompt, computed, now)
         if answer is None and now - prompt.waits_since > self._options.patience_ms / 1000:
-            answer = self._give_up(prompt, "late")
+            answer = self._what_is_ready(prompt, computed, now) or self._give_up(prompt, "late")
         if answer is None:
             return None, False
         if not prompt.waited:
@@ -161,16 +163,16 @@ class SchedulerSide:
             self._to_ask[prompt.request.request_id] = prompt
             return None
         if lease.coming and self._worth_waiting(prompt, lease, computed, now):
-            if now - prompt.asked_at >= self._ask_after_s(lease):
+            assert prompt.waits_since is not None
+            left_s = prompt.waits_since + self._options.patience_ms / 1000 - now
+            if now - prompt.asked_at >= self._ask_after_s(lease) and left_s > LAST_ASK_S:
                 self._to_ask[prompt.request.request_id] = prompt
             return None
-        tokens = lease.ready * block - computed
-        if tokens <= 0:
+        if lease.ready * block <= computed:
             return 0, False
         if self._mapped(session, lease):
             self._unseated_since = None
-            prompt.between = self._between_steps(prompt, tokens // block)
-            return tokens, prompt.between
+            return self._promised(prompt, lease, computed)
         if self._unseated_since is None:
             self._unseated_since = now
         if now - self._unseated_since <= self._options.patience_ms / 1000:
@@ -178,6 +180,24 @@ class SchedulerSide:
         if not self.counts["miss:rank_away"]:
             log.warning("kvtier: a rank is not with the daemon (it says why): nothing is loaded")
         return self._give_up(prompt, "rank_away")
+
+    def _promised(self, prompt: Prompt, lease: Lease, computed: int) -> tuple[int, bool]:
+        tokens = lease.ready * self._layout.block_tokens - computed
+        prompt.between = self._between_steps(prompt, tokens // self._layout.block_tokens)
+        return tokens, prompt.between
+
+    def _what_is_ready(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
+        """Of what was waited for, what has come."""
+        session, lease = self._session(), prompt.lease
+        if session is None or lease is None or prompt.session is not session:
+            return None
+        held = now - prompt.leased_at <= self._options.lease_ms / 2000
+        some = lease.ready * self._layout.block_tokens > computed
+        return (
+            self._promised(prompt, lease, computed)
+            if held and some and self._mapped(session, lease)
+            else None
+        )
 
     def _ask_after_s(self, lease: Lease) -> float:
         """When to ask again for what is coming. The daemon knows it to a few percent; and many who ask cost
@@ -264,11 +284,26 @@ class SchedulerSide:
     def _belong(self, prompt: Prompt, session: Session) -> None:
         """What is known of a prompt is of this session."""
         if prompt.session is not session:
-            self._forget_lease(prompt)
-            if prompt.session is not None:
-                # What that one had is perhaps not here: all is offered again, and taken where it lacks.
-                prompt.known, prompt.saved = 0, None
-            prompt.session, prompt.keys = session, None
+            self._leave(prompt)
+            prompt.session = session
+
+    def _leave(self, prompt: Prompt) -> None:
+        self._forget_lease(prompt)
+        if prompt.session is not None:
+            # What that one had, the next may not: all is offered again, and taken where it lacks.
+            prompt.known, prompt.saved = 0, None
+        prompt.session = prompt.keys = None
+
+    def _move(self, session: Session | None) -> None:
+        """Keep nothing of the last session: its arena would stay mapped."""
+        self._with = session
+        for prompt in self._prompts.values():
+            if prompt.session is not session:
+                self._leave(prompt)
+        if self._tickets_of is not session:
+            self._tickets, self._tickets_of = {}, None
+        if self._told_to is not session:
+            self._told_to = None
 
     def _keys(self, prompt: Prompt, session: Session) -> Keys:
         """The keys of the whole blocks that this request has so far."""
@@ -303,7 +338,7 @@ class SchedulerSide:
             return
         prompt.ticket, prompt.asked_at = ticket, self._clock()
         self.timelines.mark(prompt.request.request_id, "asked")
-        self._tickets[ticket] = prompt.request.request_id
+        self._tickets[ticket] = prompt.request.request_id, prompt.asked_at
 
     def _tell_prefill(self, session: Session) -> None:
         """Have the daemon know what computing takes, each time that this has changed by a tenth."""
@@ -326,8 +361,8 @@ class SchedulerSide:
     def _forget_lease(self, prompt: Prompt) -> None:
         if prompt.ticket:
             # Another session gives the same numbers again, to others.
-            if self._tickets_of is prompt.session:
-                self._tickets.pop(prompt.ticket, None)
+            if self._tickets_of is prompt.session and prompt.ticket in self._tickets:
+                self._tickets[prompt.ticket] = "", prompt.asked_at
             prompt.ticket = 0
         if prompt.lease is not None:
             prompt.lease.release()
@@ -375,8 +410,8 @@ class SchedulerSide:
         for ticket, answer in answers.items():
             self._take(session, ticket, answer, now)
         if self._tickets_of is session and self._tickets:
-            first = self._prompts[next(iter(self._tickets.values()))]
-            if now - first.asked_at > self._options.patience_ms / 1000:
+            _, asked_at = next(iter(self._tickets.values()))
+            if now - asked_at > self._options.patience_ms / 1000:
                 self._lost(session, "it does not answer")
 
     def _watch(self, session: Session | None) -> None:
@@ -396,8 +431,10 @@ class SchedulerSide:
             self._changed(session, answer)
             return
         assert isinstance(answer, Lease)
-        request_id = self._tickets.pop(ticket, None) if self._tickets_of is session else None
-        if request_id is None:
+        request_id = ""
+        if self._tickets_of is session:
+            request_id, _ = self._tickets.pop(ticket, ("", now))
+        if not request_id:
             answer.release()
             return
         prompt = self._prompts[request_id]
@@ -437,6 +474,11 @@ class SchedulerSide:
         """The engine has pages for a request, of which so many tokens are to be loaded."""
         prompt = self._prompt(request)
         lease, prompt.lease = prompt.lease, None
+        waits = bool(prompt.ticket or (lease is not None and lease.coming))
+        self._to_ask.pop(request.request_id, None)
+        self._forget_lease(prompt)
+        if waits:
+            self._cancel(prompt)
         gave_up, prompt.hit = prompt.gave_up, None
         prompt.waits_since, prompt.gave_up, prompt.waited = None, False, False
         if lease is None or not tokens:
@@ -520,6 +562,8 @@ class SchedulerSide:
 
     def step(self, scheduled: Any) -> Step:
         """What the ranks have to do with this step."""
+        if self._session() is not self._with:
+            self._move(self._session())
         self._ask_again()
         self._ear.next_step()
         self._served, self._within_step_s = set(scheduled.num_scheduled_tokens), 0.0

@@ -27,7 +27,7 @@ from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
 from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.line import Line, Session
-from kvtier_vllm.messages import Copied, Load, Report, Save, Seat, Step, Write
+from kvtier_vllm.messages import Copied, Hole, Load, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvtier")
 
-KEPT_RUNS = 2  # of the daemon: what was promised of the last one can still be read
 LARGE_COPY_BYTES = 32 << 20
 DRAIN_S = 0.5
 # What leaves blocks of a save out, and which of it would do so again.
+DROPS = ("drop:error", "drop:no_daemon", "drop:overwritten", "drop:lost")
 FINAL = ("drop:error", "not_saved:no_room")
-HOLES = (*FINAL, "drop:no_daemon", "drop:overwritten", "drop:lost", "not_saved:leaving")
+HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving")
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
@@ -54,33 +54,29 @@ class Overwritten(Exception):  # noqa: N818
 
 
 class Copying:
-    """A save as its thread and the step see it: its copy may be called off until it has begun, and is waited
-    for from then on. A copy takes milliseconds; the daemon is never asked within it."""
+    """A save as its thread and the step see it. It is copied a piece at a time: what has not begun may be
+    called off, and one piece is waited for, some milliseconds. The daemon is never asked within one."""
 
     def __init__(self, save: Save, after: Event | None) -> None:
         self.save = save
         self.after = after
-        self._changed = threading.Condition()
         self._off = False
-        self._busy = False
+        self._piece = threading.Lock()
 
     def __enter__(self) -> None:
-        with self._changed:
-            if self._off:
-                raise Overwritten
-            self._busy = True
+        self._piece.acquire()
+        if self._off:
+            self._piece.release()
+            raise Overwritten
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
+        self._piece.release()
 
     def end(self) -> None:
         """From now on nothing is copied from these pages."""
-        with self._changed:
-            self._off = True
-            while self._busy:
-                self._changed.wait()
+        self._off = True
+        with self._piece:
+            pass
 
 
 @dataclass(slots=True)
@@ -122,7 +118,7 @@ class WorkerSide:
         self._copying: dict[int, Copying] = {}
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._on_their_way = 0
+        self._on_their_way: Counter[bytes] = Counter()  # loads, by the run that they are of
         self._idle = False
         self._report = Report()
         self._received: set[str] = set()
@@ -160,22 +156,36 @@ class WorkerSide:
     def _sit(self, step: Step, line: Line) -> None:
         """Be with the same run of the daemon as the scheduler, and have all its extents mapped."""
         session = line.session
+        changed, self._heard_of = step.daemon_run != self._heard_of, step.daemon_run
         if session is None:
-            if step.daemon_run != self._heard_of:
+            if changed:
                 line.hurry()
-            self._heard_of = step.daemon_run
-            return
-        reader = session.reader
-        if reader.daemon_run not in self._readers:
-            while len(self._readers) >= KEPT_RUNS:
-                self._to_save.put(partial(_let_go, self._readers.pop(next(iter(self._readers)))))
-        self._readers[reader.daemon_run] = reader
-        if self._device is not None:
-            self._device.see(reader)
-        behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
-        if step.daemon_run and behind and not self._looking:
-            self._looking = True
-            self._to_save.put(self._look)
+        else:
+            reader = session.reader
+            if self._readers.get(reader.daemon_run) is not reader:
+                self._let_go(reader.daemon_run)
+                self._readers[reader.daemon_run] = reader
+            if self._device is not None:
+                self._device.see(reader)
+            behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
+            # Where the scheduler has lost its daemon, this one may be gone as well.
+            if (behind if step.daemon_run else changed) and not self._looking:
+                self._looking = True
+                self._to_save.put(self._look)
+        if len(self._readers) > (session is not None):
+            # The scheduler names slots of its own run only, but for what it has promised until now.
+            wanted = {step.daemon_run, *(load.daemon_run for load in step.loads)}
+            if session is not None:
+                wanted.add(session.reader.daemon_run)
+            with self._lock:
+                wanted |= self._on_their_way.keys()
+            for run in self._readers.keys() - wanted:
+                self._let_go(run)
+
+    def _let_go(self, run: bytes) -> None:
+        """Have what nobody reads any more unmapped. Much memory takes seconds, so no step does it."""
+        if run in self._readers:
+            self._to_save.put(partial(_drop, [self._readers.pop(run)]))
 
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Carry out those that this step needs; the others go to their thread."""
@@ -183,7 +193,7 @@ class WorkerSide:
         for load in loads:
             if not load.now:
                 with self._lock:
-                    self._on_their_way += 1
+                    self._on_their_way[load.daemon_run] += 1
                 self._to_load.put((load, after))
             elif self._device is not None:
                 self._begun.append(self._begin_load(load, after, "now"))
@@ -276,7 +286,7 @@ class WorkerSide:
                 good = self._end_load(self._begin_load(load, after, "load"), "load")
             self._over(load)
             with self._arrived:
-                self._on_their_way -= 1
+                self._on_their_way -= Counter((load.daemon_run,))
                 self._received.add(load.request_id)
                 if not good:
                     self._failed.add(load.request_id)
@@ -317,8 +327,9 @@ class WorkerSide:
             threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
             if not read.block_ids:
                 continue
+            parts = self._layout.groups[read.group].parts
             nice = 0 if load.now or self._idle else NICE
-            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice)
+            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice, parts)
             if fresh * SLOT_BYTES < len(read.slots):
                 return "stale", 0
             moved += nbytes
@@ -330,8 +341,9 @@ class WorkerSide:
         reader = self._readers.get(load.daemon_run)
         begun = Begun(load, reader, self._clock(), "" if reader is not None else "no_daemon")
         if reader is not None:
+            parts = [group.parts for group in self._layout.groups]
             try:
-                self._device.begin(lane, reader, load.shards[self._shard], after)
+                self._device.begin(lane, reader, load.shards[self._shard], parts, after)
             except Exception as error:  # noqa: BLE001  # an edge
                 log.warning("kvtier: a load failed: %s", str(error))
                 begun.why = "error"
@@ -384,9 +396,11 @@ class WorkerSide:
         with self._lock:
             self._report.saved.append(copied)
             self._report.saves[number] += 1
-            self._report.counts.update(counts)
             if any(counts[why] for why in HOLES):
-                self._report.holes[number] = not any(counts[why] for why in FINAL)
+                again = not any(counts[why] for why in FINAL)
+                drops = Counter({why: counts.pop(why) for why in list(counts) if why in DROPS})
+                self._report.holes[number] = Hole(again, drops)
+            self._report.counts.update(counts)
 
     def _saved(self, copying: Copying) -> Counter[str]:
         """What became of the blocks, counted. Never raises: the engine's edge."""
@@ -400,25 +414,27 @@ class WorkerSide:
         try:
             for write in copying.save.writes:
                 counts += self._copy_in(session, write, copying)
+                blocks -= len(write.keys) // KEY_BYTES
         except Overwritten:
-            counts["drop:overwritten"] += blocks
+            counts["drop:overwritten"] = blocks
         except KvtierError as error:
-            counts["drop:lost"] += blocks
+            counts["drop:lost"] = blocks
             self._lost(session, error)
         except Exception as error:  # noqa: BLE001  # an edge: the thread has others to save
             log.warning("kvtier: a save failed: %s", error)
-            counts["drop:error"] += blocks
+            counts["drop:error"] = blocks
         return counts
 
     def _copy_in(self, session: Session, write: Write, copying: Copying) -> Counter[str]:
         keys = Keys(write.keys, write.parent)
         with session.space.reserve(keys, write.group, self._shard) as saving:
             if saving.slots:
-                with copying:
-                    if self._device is not None:
+                if self._device is not None:
+                    with copying:
                         self._device.gather(saving, write.group, write.block_ids, copying.after)
-                    else:
-                        saving.gather(self._pieces[write.group], write.block_ids, nice=NICE)
+                else:
+                    pieces = self._pieces[write.group]
+                    saving.gather(pieces, write.block_ids, nice=NICE, turn=copying)
                 saving.commit(len(saving))
         nbytes = len(saving) * self._layout.groups[write.group].block_bytes
         counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
@@ -433,8 +449,9 @@ class WorkerSide:
             self._line.lost(session, str(error))
 
 
-def _let_go(reader: Reader) -> None:
-    """Unmap what nobody reads any more. Much memory takes seconds, so no step does it."""
+def _drop(readers: list[Reader]) -> None:
+    """Unmap them, here."""
+    readers.clear()
 
 
 def _pieces(group: Sequence[Any], arrays: Sequence[Any]) -> Pieces:

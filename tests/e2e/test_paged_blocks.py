@@ -43,6 +43,61 @@ def saved(space: Space, pieces: Pieces, ids: list[int], seed: int = 0) -> Lease:
     return lease
 
 
+def test_a_copy_takes_its_turn_for_each_piece(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wants it to end waits for one; what was not copied is not committed."""
+    monkeypatch.setattr("kvtier.saving.PIECE_BYTES", 2 * SPEC.block_bytes)
+    source, pieces = paged(5)
+    turns: list[int] = []
+
+    class Turn:
+        most = 3
+
+        def __enter__(self) -> None:
+            if len(turns) == self.most:
+                raise InterruptedError
+            turns.append(1)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    with shared_daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys([177] * (SPEC.block_tokens * 5))
+        Turn.most = 2
+        with pytest.raises(InterruptedError), space.reserve(keys) as saving:
+            saving.gather(pieces, [3, 1, 7, 2, 9], turn=Turn())
+        assert len(turns) == 2 and space.match(keys).ready == 0
+        turns.clear()
+        Turn.most = 3
+        with space.reserve(keys) as saving:
+            saving.gather(pieces, [3, 1, 7, 2, 9], turn=Turn())
+            whole = saving.checksums
+            saving.gather(pieces, [3, 1, 7, 2, 9])
+            assert len(turns) == 3 and whole == saving.checksums
+            saving.commit(5)
+        target, to = paged(None)
+        lease = space.lease(keys)
+        assert client.reader().scatter(lease.part(0, 0).slots, to, [1, 2, 3, 4, 5]) == 5
+        assert np.array_equal(target[:, 1:6], source[:, [3, 1, 7, 2, 9]])
+        lease.release()
+
+
+def test_as_many_pages_as_slots_and_parts_say(shared_daemon: Daemon) -> None:
+    _, pieces = paged(6)
+    with shared_daemon.connect() as client:
+        space = client.open(SPEC)
+        slots = saved(space, pieces, [3, 1, 7], 178).part(0, 0).slots
+        with pytest.raises(ValueError, match="6 paged blocks for 3 slots of 1 parts"):
+            client.reader().scatter(slots, pieces, [1, 2, 3, 4, 5, 6])
+        with (
+            pytest.raises(ValueError, match="5 paged blocks for 3 keys"),
+            space.reserve(space.keys([179] * (SPEC.block_tokens * 3))) as saving,
+        ):
+            saving.gather(pieces, [1, 2, 3, 4, 5])
+
+
 def test_another_client_reads_what_one_has_leased(shared_daemon: Daemon) -> None:
     source, from_ = paged(1)
     target, to = paged(None)
@@ -76,8 +131,8 @@ def test_a_block_may_be_several_of_the_engine_s(shared_daemon: Daemon) -> None:
         whole = b"".join(source[:, page].tobytes() for page in (0, 7))
         assert bytes(lease.views(lease.part(0, 0), spec.block_bytes)[1]) == whole
         reader = client.reader()
-        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2, 8, 9, 10]) == 3
-        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2, 8, 0, 6]) == 3
+        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2, 8, 9, 10], parts=2) == 3
+        assert reader.scatter(lease.part(0, 0).slots, to, [0, 5, 2, 8, 0, 6], parts=2) == 3
         lease.release()
     assert np.array_equal(target[:, [5, 2, 8, 9, 10, 6]], source[:, [1, 0, 7, 11, 4, 4]])
     assert not target[:, [0, 1, 3, 4, 7, 11]].any()
