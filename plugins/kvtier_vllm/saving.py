@@ -16,6 +16,7 @@ from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 
 TRIES = 3  # to save what left a hole
+LIMIT_BLOCKS = 1024  # of one save: the step's thread names their pages and keys
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Saves:
             return None
         keys = keys_of()
         room = (self._most_bytes - self._nbytes) // self._layout.block_bytes
-        end = min(end, len(keys), prompt.saved + min(room, most))
+        end = min(end, len(keys), prompt.saved + min(room, most, LIMIT_BLOCKS))
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
         if end <= prompt.saved or ids is None:
             return None

@@ -240,6 +240,25 @@ def test_arenas_of_runs_that_are_long_over_are_let_go(
         engine.finish(waits)
 
 
+def test_a_very_long_prompt_is_named_and_saved_some_of_it_in_each_step(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_vllm.scheduler.LIMIT_HASHES", 3)
+    monkeypatch.setattr("kvtier_vllm.saving.LIMIT_BLOCKS", 3)
+    engine = engine_of(cold_daemon)
+    engine.until(lambda: engine.scheduler._session() is not None)
+    request = engine.add(PROMPT)
+    keys = engine.scheduler._prompts[request.request_id].keys
+    assert keys is not None and len(keys) == 3
+    engine.run(request)
+    for _ in range(2):
+        grow(engine, request, 1)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert [len(write.block_ids) for write in engine.writes] == [3, 3, 2]
+    engine.finish(request)
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+
+
 def test_what_took_the_place_of_a_reader_is_not_waited_for(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
