@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from recording import FOLDER, RecordingConnector
@@ -55,8 +56,15 @@ class SlowConnector(RecordingConnector):
             hold("reserved")
             return saving
 
-        def copy(saving: Saving, pieces: Pieces, block_ids: Sequence[int], nice: int) -> None:
-            copy_slowly(saving, halves, block_ids)
+        def copy(
+            saving: Saving,
+            pieces: Pieces,
+            block_ids: Sequence[int],
+            nice: int,
+            turn: AbstractContextManager[object],
+        ) -> None:
+            with turn:
+                copy_slowly(saving, halves, block_ids)
 
         Saving.__enter__ = enter  # type: ignore[method-assign]
         Saving.gather = copy  # type: ignore[assignment, method-assign]
