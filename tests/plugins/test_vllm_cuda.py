@@ -219,7 +219,8 @@ def test_a_step_does_not_wait_for_a_load_that_it_needs(
     request = engine.add(PROMPT)
     running = threading.Thread(target=engine.run, args=(request,))
     running.start()
-    assert told.wait(10) and fake_cuda.held == 1
+    assert told.wait(10)
+    soon(lambda: fake_cuda.held == 1)
     fake_cuda.hold(False)
     running.join(10)
     assert request.cached == 8 * BLOCK and not engine.early and not engine.wrong_pages(request)
