@@ -2,31 +2,40 @@
 #include "classics.h"
 
 #include <algorithm>
+#include <deque>
+#include <tuple>
 
 namespace kvtier {
 
+namespace {
+
+constexpr unsigned times_bits = 8;
+constexpr std::size_t few = 1U << 16, few_uses = 8192, uses_of_each = 32;
+
+// As many ghosts as blocks, and of large tiers half as many: they cost as much as blocks.
+std::size_t half_of_many(std::size_t blocks) { return std::max(std::min(blocks, few), blocks / 2); }
+
+}  // namespace
+
 // ---- LFU ----
 
-Queues::Queue Lfu::count(Block& block, unsigned times) {
-    block.times = std::min(times, most_times);
+Queues::Queue Lfu::count(unsigned times) {
     ++uses_;
-    return block.times;
+    return std::min(times, most_times);
+}
+
+Queues::Queue Lfu::met(Block& block) {
+    const std::uint32_t note = ghosts_.take(block.name).value_or(0);
+    const std::uint32_t since = ((folds() << times_bits) + most_times - note) >> times_bits;
+    return count(1 + ((note & most_times) >> std::min(since, times_bits)));
 }
 
 void Lfu::left_it(const Block& block) {
-    const std::size_t all = 8 * std::max<std::size_t>(in_memory(), 8192);
-    ghosts_.add(block.name, block.times);
-    ghosts_.trim(all);
-    if (uses_ < 4 * all) return;
+    ghosts_.add(block.name, folds() << times_bits | queue_of(block));
+    ghosts_.trim(std::max(few, in_memory() / 2));
+    if (uses_ < uses_of_each * std::max(in_memory(), few_uses)) return;
     uses_ = 0;
-    ghosts_.halve();
-    for (Queue queue = 2; queue <= most_times; ++queue)
-        while (!is_end(coldest(queue))) {
-            const Id id = coldest(queue);
-            take(id);
-            this->block(id).queue = this->block(id).times = queue / 2;
-            push(id, true);
-        }
+    fold();
 }
 
 std::vector<Id> Lfu::victims(std::size_t n) const {
@@ -41,11 +50,11 @@ Queues::Queue Arc::met(Block& block) {
     const auto had_once = static_cast<double>(once_.size()),
                had_often = static_cast<double>(often_.size());
     Queue queue = once;
-    if (once_.take(block.name) != 0) {
+    if (once_.take(block.name)) {
         room_ = std::min(room_ + std::max(1.0, had_often / had_once),
                          static_cast<double>(in_memory() + 1));
         queue = often;
-    } else if (often_.take(block.name) != 0) {
+    } else if (often_.take(block.name)) {
         room_ = std::max(room_ - std::max(1.0, had_once / had_often), 0.0);
         queue = often;
     }
@@ -54,7 +63,7 @@ Queues::Queue Arc::met(Block& block) {
 
 void Arc::left_it(const Block& block) {
     (block.queue == once ? once_ : often_).add(block.name);
-    const std::size_t all = in_memory() + 1;
+    const std::size_t all = half_of_many(in_memory() + 1);
     once_.trim(all);
     often_.trim(all);
 }
@@ -77,10 +86,10 @@ std::vector<Id> Arc::victims(std::size_t n) const {
 
 // ---- S3-FIFO ----
 
-Queues::Queue S3Fifo::met(Block& block) { return ghosts_.take(block.name) != 0 ? main : small; }
+Queues::Queue S3Fifo::met(Block& block) { return ghosts_.take(block.name) ? main : small; }
 
 Queues::Queue S3Fifo::used(Block& block) {
-    block.times = std::min<unsigned>(block.times + 1, most_times);
+    block.times = std::min<unsigned>(block.times + 1, most_times) & most_times;
     return block.queue;
 }
 

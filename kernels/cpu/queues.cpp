@@ -2,37 +2,100 @@
 #include "queues.h"
 
 #include <algorithm>
+#include <bit>
+#include <utility>
 
 namespace kvtier {
 
-void Ghosts::add(Name name, unsigned times) {
-    turns_[name] = {++turn_, times};
-    order_.emplace_back(name, turn_);
+constexpr std::size_t a_bucket = 4;
+
+// ---- ghosts ----
+
+Ghosts::Ghosts() {
+    nodes_.reach(0);
+    buckets_.reach(0);
 }
 
-unsigned Ghosts::take(Name name) {
-    auto found = turns_.find(name);
-    if (found == turns_.end()) return 0;
-    const unsigned times = found->second.second;
-    turns_.erase(found);
-    return times;
+// Of as many buckets as there are; a name's first bit is no choice.
+std::uint32_t& Ghosts::bucket_of(std::uint32_t name) {
+    const std::size_t hash = name >> 1, all = std::bit_ceil(split_);
+    const std::size_t at = hash & (all - 1);
+    return buckets_[at < split_ ? at : at - all / 2];
 }
 
-void Ghosts::halve() {
-    for (auto one = turns_.begin(); one != turns_.end();)
-        one = (one->second.second /= 2) == 0 ? turns_.erase(one) : std::next(one);
+// The next bucket that is due is divided in two.
+void Ghosts::grow() {
+    const std::size_t from = split_ - std::bit_floor(split_);
+    buckets_.reach(split_);
+    std::uint32_t node = buckets_[from];
+    buckets_[from] = 0;
+    ++split_;
+    while (node != 0) {
+        const std::uint32_t after = nodes_[node].after;
+        std::uint32_t& bucket = bucket_of(nodes_[node].name);
+        nodes_[node].after = bucket;
+        bucket = node;
+        node = after;
+    }
+}
+
+void Ghosts::add(std::uint32_t name, std::uint32_t note) {
+    take(name);
+    if (size_ >= a_bucket * split_) grow();
+    std::uint32_t node = spare_;
+    if (node != 0) {
+        spare_ = nodes_[node].after;
+    } else {
+        node = made_++;
+        nodes_.reach(node);
+    }
+    const std::uint32_t newest = nodes_[0].older;
+    std::uint32_t& bucket = bucket_of(name);
+    nodes_[node] = {name, bucket, newest, 0};
+    bucket = node;
+    nodes_[newest].newer = nodes_[0].older = node;
+    if (note != 0 || notes_.reaches(node)) {
+        notes_.reach(node);
+        notes_[node] = note;
+    }
+    ++size_;
+}
+
+void Ghosts::remove(std::uint32_t node) {
+    std::uint32_t* at = &bucket_of(nodes_[node].name);
+    while (*at != node) at = &nodes_[*at].after;
+    const Node gone = nodes_[node];
+    *at = gone.after;
+    nodes_[gone.older].newer = gone.newer;
+    nodes_[gone.newer].older = gone.older;
+    nodes_[node].after = spare_;
+    spare_ = node;
+    --size_;
+}
+
+std::optional<std::uint32_t> Ghosts::take(std::uint32_t name) {
+    std::uint32_t node = bucket_of(name);
+    while (node != 0 && nodes_[node].name != name) node = nodes_[node].after;
+    if (node == 0) return std::nullopt;
+    remove(node);
+    return notes_.reaches(node) ? notes_[node] : 0;
 }
 
 void Ghosts::trim(std::size_t most) {
-    while (!order_.empty()) {
-        const auto [name, turn] = order_.front();
-        auto found = turns_.find(name);
-        const bool living = found != turns_.end() && found->second.first == turn;
-        if (living && turns_.size() <= most) return;
-        if (living) turns_.erase(found);
-        order_.pop_front();
-    }
+    while (size_ > most) remove(nodes_[0].newer);
 }
+
+std::size_t Ghosts::memory_bytes() const {
+    // Of the first chunks only what was written is there.
+    auto of = [](const auto& items, std::size_t written) {
+        const std::size_t bytes = items.memory_bytes();
+        return bytes - std::min(bytes, chunk_bytes) + std::min(written, chunk_bytes);
+    };
+    return of(nodes_, made_ * sizeof(Node)) + of(buckets_, split_ * sizeof(std::uint32_t)) +
+           of(notes_, notes_.reaches(1) ? made_ * sizeof(std::uint32_t) : 0);
+}
+
+// ---- queues ----
 
 Queues::Queues(Queue queues) : ends_(queues), lengths_(queues) {
     for (Queue queue = 0; queue < queues; ++queue)
@@ -41,7 +104,7 @@ Queues::Queues(Queue queues) : ends_(queues), lengths_(queues) {
 
 void Queues::push(Id id, bool hot) {
     Block& one = blocks_[id];
-    const Queue queue = one.demoted ? demoted_queue : one.queue;
+    const Queue queue = one.demoted ? demoted_queue : queue_of(one);
     const Id end = ends_from + queue;
     one.next = hot ? end : ends_[queue].next;
     one.prev = at(one.next).prev;
@@ -53,15 +116,30 @@ void Queues::take(Id id) {
     const Block& one = blocks_[id];
     at(one.prev).next = one.next;
     at(one.next).prev = one.prev;
-    --lengths_[one.demoted ? demoted_queue : one.queue];
+    --lengths_[one.demoted ? demoted_queue : queue_of(one)];
+}
+
+void Queues::fold() {
+    ++folds_;
+    for (Queue queue = 2; queue < ends_.size(); ++queue) {
+        const Id end = ends_from + queue, to = ends_from + queue / 2;
+        Block &from = ends_[queue], &into = ends_[queue / 2];
+        if (from.next == end) continue;
+        at(from.next).prev = into.prev;
+        at(into.prev).next = from.next;
+        at(from.prev).next = to;
+        into.prev = from.prev;
+        from.prev = from.next = end;
+        lengths_[queue / 2] += std::exchange(lengths_[queue], 0);
+    }
 }
 
 // To the hot end, unless its place in the same queue says when it came.
 void Queues::move(Id id, Queue to) {
     Block& one = blocks_[id];
-    if (one.queue == to && !one.demoted && !by_recency()) return;
+    if (queue_of(one) == to && !one.demoted && !by_recency()) return;
     if (!one.held) take(id);
-    one.queue = to;
+    settle(one, to);
     one.demoted = 0;
     if (!one.held) push(id, true);
 }
@@ -77,8 +155,8 @@ void Queues::added(std::span<const Id> ids, std::span<const Name> names, std::sp
         }
         one = Block{};
         one.here = 1;
-        one.name = names[i];
-        one.queue = met(one);
+        one.name = short_name(names[i]);
+        settle(one, met(one));
         push(ids[i], true);
         ++size_;
         ++in_memory_;
@@ -92,7 +170,7 @@ void Queues::wanted(std::span<const Id> ids, std::span<const Name>) {
 
 void Queues::refreshed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;)
-        if (here(ids[i])) move(ids[i], blocks_[ids[i]].queue);
+        if (here(ids[i])) move(ids[i], queue_of(blocks_[ids[i]]));
 }
 
 void Queues::held(std::span<const Id> ids) {

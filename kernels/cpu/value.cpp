@@ -25,15 +25,6 @@ constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as thei
 constexpr std::array<std::uint8_t, 16> steps{0,  1,  2,  3,  4,  6,  8,  12,
                                              16, 20, 24, 32, 48, 64, 96, 127};
 
-// splitmix64's: clients choose names.
-std::uint64_t mix(std::uint64_t name) {
-    name = (name ^ name >> 30) * 0xBF58476D1CE4E5B9;
-    name = (name ^ name >> 27) * 0x94D049BB133111EB;
-    return name ^ name >> 31;
-}
-
-std::uint32_t short_name(Name name) { return static_cast<std::uint32_t>(mix(name) >> 32) | 1; }
-
 unsigned step_of(unsigned times) {
     return static_cast<unsigned>(std::ranges::upper_bound(steps, times) - steps.begin() - 1);
 }

@@ -5,7 +5,7 @@
 namespace kvtier {
 
 // Least frequently used, the least recent of them first. What left is remembered for a while, and
-// all counts are halved from time to time.
+// all counts are halved from time to time: a block's is the number of its queue.
 class Lfu final : public Queues {
  public:
     Lfu() : Queues(1 + most_times) {}
@@ -16,12 +16,12 @@ class Lfu final : public Queues {
 
  private:
     static constexpr unsigned most_times = 255;
-    Queue met(Block& block) override { return count(block, 1 + ghosts_.take(block.name)); }
-    Queue used(Block& block) override { return count(block, block.times + 1); }
+    Queue met(Block& block) override;
+    Queue used(Block& block) override { return count(queue_of(block) + 1); }
     void left_it(const Block& block) override;
-    Queue count(Block& block, unsigned times);
-    Ghosts ghosts_;
-    std::size_t uses_ = 0;  // since all were halved
+    Queue count(unsigned times);
+    Ghosts ghosts_;         // their notes are how often, and after how many folds
+    std::size_t uses_ = 0;  // since the last fold
 };
 
 // Adaptive replacement: seen once, and more often; their ghosts say which deserves more room.

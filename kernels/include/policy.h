@@ -14,6 +14,18 @@ namespace kvtier {
 
 using Name = std::uint64_t;  // of a block, wherever it is: the same after it was gone
 
+// splitmix64's: clients choose names.
+inline std::uint64_t mix(std::uint64_t name) {
+    name = (name ^ name >> 30) * 0xBF58476D1CE4E5B9;
+    name = (name ^ name >> 27) * 0x94D049BB133111EB;
+    return name ^ name >> 31;
+}
+
+// Never 0. Among a million, one of some 2,000 has another's.
+inline std::uint32_t short_name(Name name) {
+    return static_cast<std::uint32_t>(mix(name) >> 32) | 1;
+}
+
 class Policy {
  public:
     virtual ~Policy() = default;

@@ -1,30 +1,44 @@
 // What the classic policies share: blocks in queues, and the names of those that left.
 #pragma once
-#include <deque>
-#include <unordered_map>
+#include <algorithm>
+#include <optional>
 
 #include "chunks.h"
 #include "policy.h"
 
 namespace kvtier {
 
-// Names in the order in which they came, each once, and how often each was wanted.
+// Short names in the order in which they came, each once, with a note; 17 bytes each, 21 with
+// notes.
+//
+// No call does work for all of them: the table grows by a bucket at a time (W. Litwin, "Linear
+// hashing: a new tool for file and table addressing", VLDB 1980).
 class Ghosts {
  public:
-    void add(Name name, unsigned times = 1);
-    unsigned take(Name name);  // 0 where it is not there
-    void halve();
-    void trim(std::size_t most);  // the oldest go
-    std::size_t size() const { return turns_.size(); }
-    std::size_t memory_bytes() const { return turns_.size() * 56 + order_.size() * 16; }
+    Ghosts();
+    void add(std::uint32_t name, std::uint32_t note = 0);
+    std::optional<std::uint32_t> take(std::uint32_t name);  // its note, and it is there no more
+    void trim(std::size_t most);                            // the oldest go
+    std::size_t size() const { return size_; }
+    std::size_t memory_bytes() const;
 
  private:
-    std::unordered_map<Name, std::pair<std::uint64_t, unsigned>> turns_;
-    std::deque<std::pair<Name, std::uint64_t>> order_;  // some were taken since
-    std::uint64_t turn_ = 0;
+    struct Node {
+        std::uint32_t name, after;   // the short name, the next of its bucket or of those unused
+        std::uint32_t older, newer;  // node 0 is the end of both
+    };
+
+    std::uint32_t& bucket_of(std::uint32_t name);
+    void grow();
+    void remove(std::uint32_t node);
+
+    Chunks<Node> nodes_;
+    Chunks<std::uint32_t> buckets_, notes_;
+    std::size_t size_ = 0, split_ = 1;  // as many buckets
+    std::uint32_t spare_ = 0, made_ = 1;
 };
 
-// Blocks in queues, by recency or by arrival; 24 bytes a block.
+// Blocks in queues, by recency or by arrival; 16 bytes a block.
 class Queues : public Policy {
  public:
     void added(std::span<const Id> ids, std::span<const Name> names,
@@ -47,11 +61,13 @@ class Queues : public Policy {
     static constexpr Queue demoted_queue = 0;
 
     struct Block {
-        Id prev, next;  // towards the cold end, towards the hot end
-        Name name;
-        std::uint32_t here : 1, held : 1, demoted : 1, queue : 13;
-        std::uint32_t times : 16;
+        Id prev, next;       // towards the cold end, towards the hot end
+        std::uint32_t name;  // the short one
+        std::uint32_t here : 1, held : 1, demoted : 1, times : 2;
+        std::uint32_t queue : 8;
+        std::uint32_t folds : 19;  // the queue is as of so many
     };
+    static_assert(sizeof(Block) == 16);
 
     explicit Queues(Queue queues);
     // Where a block goes that came, that was used.
@@ -68,6 +84,17 @@ class Queues : public Policy {
     Id coldest(Queue queue) const { return ends_[queue].next; }
     Id next(Id id) const { return at(id).next; }
     static bool is_end(Id id) { return id >= ends_from; }
+    // Each queue from 2 on to the hot end of that of half its number, in this order.
+    void fold();
+    Queue queue_of(const Block& one) const {
+        const std::uint32_t folds = (folds_ - one.folds) & folds_mask;
+        return one.queue < 2 ? one.queue : std::max<Queue>(1, one.queue >> std::min(folds, 8U));
+    }
+    std::uint32_t folds() const { return folds_; }
+    void settle(Block& one, Queue queue) {
+        one.queue = queue & 255;
+        one.folds = folds_ & folds_mask;
+    }
     void push(Id id, bool hot);
     void take(Id id);
     std::size_t length(Queue queue) const { return lengths_[queue]; }
@@ -81,10 +108,13 @@ class Queues : public Policy {
     void leave(std::span<const Id> ids);
     void move(Id id, Queue to);
 
+    static constexpr std::uint32_t folds_mask = (1U << 19) - 1;
+
     std::vector<Block> ends_;
     std::vector<std::size_t> lengths_;
     Chunks<Block> blocks_;
     std::size_t size_ = 0, in_memory_ = 0;
+    std::uint32_t folds_ = 0;
 };
 
 }  // namespace kvtier

@@ -1,7 +1,9 @@
 """Every policy, native and in Python: the conformance suite, and both step by step on random traces."""
 
 import random
+import resource
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -244,3 +246,77 @@ def test_make_knows_every_policy_and_says_what_there_is():
         ValueError, match="there is: lru, lfu, arc, s3fifo, prefix, attention, value, auto"
     ):
         make("lur")
+
+
+class Stream:
+    """So many blocks, in batches: each time the coldest batch goes, and one of these names comes."""
+
+    def __init__(self, policy, blocks, batch):
+        self.policy, self.blocks, self.batch, self.now = policy, blocks, batch, 0.0
+
+    def come(self, first):
+        """Names from this number on."""
+        names = range(first, first + self.batch)
+        if len(self.policy) + self.batch > self.blocks:
+            gone = self.policy.victims(self.batch)
+            self.policy.gone(gone)
+            ids = unpack(gone)
+        else:
+            ids = list(range(len(self.policy), len(self.policy) + self.batch))
+        self.now += 0.1
+        self.policy.now(self.now)
+        self.policy.added(pack(*ids), packed(names), pack(NO_PARENT, *ids[:-1]))
+        self.policy.wanted(pack(*ids[: self.batch // 2]), packed(names[: self.batch // 2]))
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+NATIVES = [native for native, _ in PAIRS]
+
+
+@pytest.mark.parametrize("kind", NATIVES)
+def test_a_block_costs_no_more_than_what_the_store_leaves_of_128_bytes(kind):
+    """Without frames, at a million blocks, the store takes 94 of them."""
+    blocks = 1 << 18
+    stream = Stream(kind(), blocks, 4096)
+    before = resident_bytes()
+    for first in range(0, 4 * blocks, 4096):
+        stream.come(first)
+    assert len(stream.policy) == blocks
+    fixed = 2 << 20  # of a tenant, however many blocks it has
+    assert stream.policy.memory_bytes() <= 34 * blocks + fixed
+    assert resident_bytes() - before <= 36 * blocks + 3 * fixed
+
+
+@pytest.mark.parametrize("kind", NATIVES)
+@pytest.mark.parametrize("names", [1 << 30, 2048])
+def test_it_keeps_its_memory_however_long_it_runs(kind, names):
+    """Whether what comes is always new, or goes and comes again."""
+    stream = Stream(kind(), 1024, 64)
+    stream.come(1 << 40)
+    for first in range(0, 1 << 18, 64):
+        stream.come(first % names)
+    known, before = stream.policy.memory_bytes(), resident_bytes()
+    for first in range(1 << 18, 1 << 20, 64):
+        stream.come(first % names)
+    assert stream.policy.memory_bytes() <= known + 1024
+    assert resident_bytes() - before < 4 << 20
+
+
+@pytest.mark.parametrize("kind", [Lfu, LfuModel])
+def test_counts_are_halved_from_time_to_time(kind):
+    """What was wanted most of all a long time ago goes before what is wanted now."""
+    policy = kind()
+    policy.added(pack(1, 2), packed([1, 2]))
+    for _ in range(200):
+        policy.wanted(pack(1))
+    policy.wanted(pack(2, 2))
+    assert unpack(policy.victims(2)) == [2, 1]
+    many = pack(*[2] * 4096)
+    for _ in range(10 * 64):
+        policy.wanted(many)
+        policy.added(pack(3), packed([3]))
+        policy.gone(pack(3))
+    assert unpack(policy.victims(2)) == [1, 2]

@@ -5,7 +5,7 @@ N. Megiddo, D. S. Modha, "ARC: a self-tuning, low overhead replacement cache", F
 what is in memory now. `Arc` is native, `ArcModel` the same in Python.
 """
 
-from kvtier.policy.model import Ghosts, Queued, Queues, pack
+from kvtier.policy.model import Ghosts, Queued, Queues, half_of_many, pack
 from kvtier_kernels import Arc
 
 __all__ = ["Arc", "ArcModel"]
@@ -21,10 +21,10 @@ class ArcModel(Queues):
 
     def met(self, block: Queued) -> int:
         once, often = len(self._once), len(self._often)
-        if self._once.take(block.name):
+        if self._once.take(block.name) is not None:
             self._room = min(self._room + max(1.0, often / once), len(self.blocks) + 1)
             return OFTEN
-        if self._often.take(block.name):
+        if self._often.take(block.name) is not None:
             self._room = max(self._room - max(1.0, once / often), 0.0)
             return OFTEN
         return ONCE
@@ -35,7 +35,7 @@ class ArcModel(Queues):
     def has_left(self, block: Queued) -> None:
         (self._once if block.queue == ONCE else self._often).add(block.name)
         for ghosts in (self._once, self._often):
-            ghosts.trim(len(self.blocks) + 1)
+            ghosts.trim(half_of_many(len(self.blocks) + 1))
 
     def victims(self, n: int) -> bytes:
         named = list(self.queues[0])

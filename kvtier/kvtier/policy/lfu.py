@@ -7,45 +7,40 @@ that left are remembered for a while. `Lfu` is native, `LfuModel` the same in Py
 
 from itertools import chain
 
-from kvtier.policy.model import Ghosts, Queued, Queues, pack
+from kvtier.policy.model import FEW, Ghosts, Queued, Queues, pack
 from kvtier_kernels import Lfu
 
 __all__ = ["Lfu", "LfuModel"]
 
-MOST_TIMES, REMEMBERED, USES, FEW = 255, 8, 4, 8192
+MOST_TIMES = 255
+USES_OF_EACH, FEW_USES = 32, 8192
 
 
 class LfuModel(Queues):
+    """A block's count is the number of its queue."""
+
     def __init__(self) -> None:
         super().__init__(1 + MOST_TIMES)
         self._ghosts = Ghosts()
         self._uses = 0
 
     def met(self, block: Queued) -> int:
-        return self._count(block, 1 + self._ghosts.take(block.name))
+        return self._count(1 + (self._ghosts.take(block.name) or 0))
 
     def used(self, block: Queued) -> int:
-        return self._count(block, block.times + 1)
+        return self._count(block.queue + 1)
 
-    def _count(self, block: Queued, times: int) -> int:
+    def _count(self, times: int) -> int:
         self._uses += 1
-        block.times = min(times, MOST_TIMES)
-        return block.times
+        return min(times, MOST_TIMES)
 
     def has_left(self, block: Queued) -> None:
-        most = REMEMBERED * max(len(self.blocks), FEW)
-        self._ghosts.add(block.name, block.times)
-        self._ghosts.trim(most)
-        if self._uses < USES * most:
-            return
-        self._uses = 0
-        self._ghosts.halve()
-        for queue in self.queues[2:]:
-            for number in list(queue):
-                self.take(number)
-                block = self.blocks[number]
-                block.queue = block.times = block.queue // 2
-                self.push(number)
+        self._ghosts.add(block.name, block.queue)
+        self._ghosts.trim(max(FEW, len(self.blocks) // 2))
+        if self._uses >= USES_OF_EACH * max(len(self.blocks), FEW_USES):
+            self._uses = 0
+            self._ghosts.halve()
+            self.fold()
 
     def victims(self, n: int) -> bytes:
         return pack(list(chain(*self.queues))[:n])

@@ -36,12 +36,26 @@ def unpack_parents(parents: bytes, ids: Sequence[int]) -> list[int]:
     return above or [NO_PARENT] * len(ids)
 
 
+def mix(name: int) -> int:
+    """Splitmix64's: clients choose names."""
+    name = (name ^ name >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    name = (name ^ name >> 27) * 0x94D049BB133111EB % 2**64
+    return name ^ name >> 31
+
+
+def short_name(name: int) -> int:
+    return mix(name) >> 32 | 1
+
+
+FEW = 1 << 16
+
+
 # --- blocks in queues ----------------------------------------------------------------------------
 
 
 @dataclass
 class Queued:
-    """A block of `Queues`."""
+    """A block of `Queues`, by its short name."""
 
     name: int
     queue: int = 0
@@ -51,7 +65,7 @@ class Queued:
 
 
 class Ghosts:
-    """Names in the order in which they came, each once, and how often each was wanted."""
+    """Short names in the order in which they came, each once, and how often each was wanted."""
 
     def __init__(self) -> None:
         self._times: OrderedDict[int, int] = OrderedDict()
@@ -63,17 +77,21 @@ class Ghosts:
         self._times[name] = times
         self._times.move_to_end(name)
 
-    def take(self, name: int) -> int:
-        """0 where it is not there."""
-        return self._times.pop(name, 0)
+    def take(self, name: int) -> int | None:
+        return self._times.pop(name, None)
 
     def trim(self, most: int) -> None:
         while len(self._times) > most:
             self._times.popitem(last=False)
 
     def halve(self) -> None:
-        halved = [(name, times // 2) for name, times in self._times.items() if times > 1]
-        self._times = OrderedDict(halved)
+        for name in self._times:
+            self._times[name] //= 2
+
+
+def half_of_many(blocks: int) -> int:
+    """As many ghosts as blocks, and of large tiers half as many: they cost as much as blocks."""
+    return max(min(blocks, FEW), blocks // 2)
 
 
 class Queues:
@@ -111,7 +129,7 @@ class Queues:
             if number in self.blocks:
                 self._move(number, self.used(self.blocks[number]))
                 continue
-            block = Queued(name)
+            block = Queued(short_name(name))
             block.queue = self.met(block)
             self.blocks[number] = block
             self.push(number)
@@ -177,6 +195,14 @@ class Queues:
     def take(self, number: int) -> None:
         block = self.blocks[number]
         del self.queues[0 if block.demoted else block.queue][number]
+
+    def fold(self) -> None:
+        """Each queue from 2 on to the hot end of that of half its number, in this order."""
+        for at, queue in enumerate(self.queues[2:], 2):
+            self.queues[at // 2].update(queue)
+            queue.clear()
+        for block in self.blocks.values():
+            block.queue = max(block.queue // 2, min(block.queue, 1))
 
     def _move(self, number: int, to: int) -> None:
         """To the hot end, unless its place in the same queue says when it came."""

@@ -25,7 +25,7 @@ class S3FifoModel(Queues):
         self._ghosts = Ghosts()
 
     def met(self, block: Queued) -> int:
-        return MAIN if self._ghosts.take(block.name) else SMALL
+        return SMALL if self._ghosts.take(block.name) is None else MAIN
 
     def used(self, block: Queued) -> int:
         block.times = min(block.times + 1, MOST_TIMES)

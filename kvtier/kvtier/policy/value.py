@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.policy.model import Ages
+from kvtier.policy.model import Ages, mix, short_name
 from kvtier_kernels import Value
 
 __all__ = ["Value", "ValueModel"]
@@ -347,16 +347,6 @@ def new_kind(batch: int) -> int:
 
 def age_kind(quarters: int) -> int:
     return next((at for at, end in enumerate(ENDS) if quarters <= end), AGES - 1)
-
-
-def mix(name: int) -> int:
-    name = (name ^ name >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    name = (name ^ name >> 27) * 0x94D049BB133111EB % 2**64
-    return name ^ name >> 31
-
-
-def short_name(name: int) -> int:
-    return mix(name) >> 32 | 1
 
 
 def counters_of(name: int) -> list[int]:
