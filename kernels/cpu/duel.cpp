@@ -24,12 +24,12 @@ Duel::Duel(Rank rank) : rank_(std::move(rank)), index_(slots) {
 
 void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
                 bool first) {
-    if (first) end_request();
+    if (first) end_batch();
     while (held >> shift_ > most_room) thin();
     if (!samples(name)) return;
     const std::size_t slot = find(name);
     if (index_[slot] == 0) {
-        entries_.push_back({name, 0, 0, 0, 0});
+        entries_.push_back({name, 0, 0, 0, 0, 0});
         index_[slot] = static_cast<std::uint16_t>(entries_.size());
     }
     Entry& entry = entries_[index_[slot] - 1];
@@ -43,6 +43,9 @@ void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::
         inside_[order] += !hit;
     }
     entry.in = (1U << orders) - 1;
+    if (Entry* behind = entry_of(head_)) behind->before = name;
+    head_ = name;
+    if (tail_ == 0) tail_ = name;
     const std::size_t room = std::max<std::size_t>(held >> shift_, 1);
     for (unsigned order = 0; order < orders; ++order)
         if (inside_[order] > room + room / slack) trim(order, room - room / slack);
@@ -51,14 +54,18 @@ void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::
 
 // It was told before that it is of another kind.
 void Duel::corrected(std::uint32_t name, unsigned kind) {
-    const std::uint16_t at = index_[find(name)];
-    if (at != 0) entries_[at - 1].kind = static_cast<std::uint8_t>(kind);
+    if (Entry* entry = entry_of(name)) entry->kind = static_cast<std::uint8_t>(kind);
 }
 
 std::size_t Duel::find(std::uint32_t name) const {
     std::size_t at = name * 0x9E3779B1U >> 17;
     while (index_[at] != 0 && entries_[index_[at] - 1].name != name) at = (at + 1) % slots;
     return at;
+}
+
+Duel::Entry* Duel::entry_of(std::uint32_t name) {
+    const std::uint16_t at = index_[find(name)];
+    return at != 0 ? &entries_[at - 1] : nullptr;
 }
 
 void Duel::index() {
@@ -77,12 +84,19 @@ void Duel::thin() {
 }
 
 void Duel::trim(unsigned order, std::size_t room) {
-    std::vector<std::pair<std::uint64_t, std::size_t>> inside;
+    std::vector<std::pair<std::uint64_t, std::size_t>> inside;  // rank and turn, and which
     inside.reserve(inside_[order]);
     for (std::size_t i = 0; i < entries_.size(); ++i)
-        if (entries_[i].in >> order & 1)
-            inside.emplace_back(std::uint64_t{rank_(order, entries_[i])} << 32 | entries_[i].turn,
-                                i);
+        if (entries_[i].in >> order & 1) inside.emplace_back(entries_[i].turn, i);
+    std::ranges::sort(inside);
+    // Who is behind was used before.
+    std::vector<std::uint32_t> least(entries_.size());
+    for (auto& [by, i] : inside) {
+        const std::uint32_t rank = std::max(least[i], rank_(order, entries_[i]));
+        by |= std::uint64_t{rank} << 32;
+        if (const std::uint16_t at = index_[find(entries_[i].before)]; at != 0)
+            least[at - 1] = std::max(least[at - 1], rank);
+    }
     const auto kept = inside.begin() + static_cast<std::ptrdiff_t>(inside.size() - room);
     std::ranges::nth_element(inside, kept);
     for (auto one = inside.begin(); one != kept; ++one)
@@ -91,13 +105,17 @@ void Duel::trim(unsigned order, std::size_t room) {
     if (std::erase_if(entries_, [](const Entry& entry) { return entry.in == 0; }) != 0) index();
 }
 
-void Duel::end_request() {
+void Duel::end_batch() {
     for (unsigned a = 0; a < orders; ++a)
         for (unsigned b = a + 1; b < orders; ++b) {
             const double more = of_request_[a] - of_request_[b];
             variance_[pair(a, b)] += more * more;
         }
     of_request_.fill(0);
+    if (Entry* head = joined_ ? entry_of(head_) : nullptr) head->before = tail_before_;
+    tail_before_ = tail_;
+    head_ = tail_ = 0;
+    joined_ = false;
 }
 
 // Only requests in which two differ say which is better.

@@ -16,9 +16,8 @@ constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
 constexpr unsigned most_hits = 127, rows = 4;
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
-constexpr std::uint64_t refit_quarters = 60 * 4;
 constexpr std::uint64_t more_seen = 8;      // of what was seen, one of so many more is news
-constexpr double decay = 0.95;              // a minute
+constexpr std::uint64_t memory = 1U << 17;  // a fit: what was seen so long ago counts 1/e
 constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
 
 // What a counter of 4 bits stands for.
@@ -29,7 +28,9 @@ unsigned step_of(unsigned times) {
     return static_cast<unsigned>(std::ranges::upper_bound(steps, times) - steps.begin() - 1);
 }
 
-unsigned new_kind_of(std::size_t n) { return n < 2 ? 0 : n < 3 ? 1 : n < 6 ? 2 : n < 16 ? 3 : 4; }
+unsigned new_kind_of(std::size_t n) {
+    return n < 2 ? 0 : n < 3 ? 1 : n < 6 ? 2 : n < 16 ? 3 : n < 256 ? 4 : 5;
+}
 
 constexpr unsigned all_ages = 36;
 
@@ -66,7 +67,7 @@ Value::Value()
 
 void Value::now(double seconds) {
     Ages::now(seconds);
-    if (quarters() - fitted_ >= refit_quarters || news_ >= enough_news_) refit();
+    if (news_ >= enough_news_) refit();
 }
 
 std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {
@@ -109,6 +110,7 @@ void Value::used(Id id, Name name, bool last) {
 
 // It was not the last of its request: the rest is only there now.
 void Value::continued(Id id) {
+    duel_.joined();
     if (!(about(id).own & last_bit)) return;
     about(id).own &= ~last_bit;
     for (std::size_t back = 1; back <= std::min(lasts_at_, lasts_.size()); ++back) {
@@ -174,9 +176,7 @@ void Value::scale(double by) {
 }
 
 void Value::refit() {
-    const std::uint64_t since = quarters() - faded_;
-    fitted_ = quarters();
-    enough_news_ = news_ + news_ / more_seen + first_news;
+    enough_news_ = news_ + std::min(news_, memory) / more_seen + first_news;
     Table ends = ends_;
     for (const Seen& seen : seen_)
         if (seen.name != 0) ends[seen.kind][age_kind(waited(seen))] += 1;
@@ -236,9 +236,8 @@ void Value::refit() {
         for (unsigned j = 0; j < ages; ++j)
             ranks_[kind][j] = static_cast<std::uint16_t>(
                 std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
-    if (since < refit_quarters) return;
-    scale(decay);
-    faded_ = quarters();
+    scale(std::max(0.0, 1 - static_cast<double>(news_ - fitted_) / memory));
+    fitted_ = news_;
 }
 
 // ---- how often those were wanted that are gone ----

@@ -1,7 +1,8 @@
 // Which order of blocks hits most: a small cache for each of them, of a sample of all names.
 //
-// A sample of single blocks will do: each order keeps a parent as long as its children, so that a
-// block that is there can be reached. At most some 13,000 names, 270 kB.
+// A sample of single blocks will do: each order keeps a block as long as the next of the sample
+// behind it in its chain, so that a block that is there can be reached. At most some 13,000 names,
+// 400 kB.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -14,16 +15,20 @@ class Duel {
  public:
     static constexpr unsigned orders = 3;
     struct Entry {
-        std::uint32_t name, at, turn;  // when it was used last, in quarters, and as which
-        std::uint8_t kind, in;         // a bit for each cache that has it
+        std::uint32_t name, before;  // the last of the sample before it in its chain, or 0
+        std::uint32_t at, turn;      // when it was used last, in quarters, and as which
+        std::uint8_t kind, in;       // a bit for each cache that has it
     };
     // Lower for what goes sooner; of equals the one that was used longest ago does.
     using Rank = std::function<std::uint32_t(unsigned order, const Entry& entry)>;
 
     explicit Duel(Rank rank);
-    // A request used a block, the first that is told of it or not; the tier holds so many.
+    // A request used a block; the tier holds so many. Of a batch the last of its chain is the
+    // `first` that is told of, and the others follow from there to its head.
     void used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
               bool first);
+    // This batch hangs on the one before it.
+    void joined() { joined_ = true; }
     void corrected(std::uint32_t name, unsigned kind);
     unsigned best() const { return best_; }
     std::size_t memory_bytes() const;
@@ -34,10 +39,11 @@ class Duel {
 
     bool samples(std::uint32_t name) const { return std::uint64_t{name} >> (32 - shift_) == 0; }
     std::size_t find(std::uint32_t name) const;
+    Entry* entry_of(std::uint32_t name);
+    void end_batch();
     void index();
     void thin();
     void trim(unsigned order, std::size_t room);
-    void end_request();
     void judge();
 
     Rank rank_;
@@ -45,6 +51,8 @@ class Duel {
     std::vector<std::uint16_t> index_;  // 1 + where
     unsigned shift_ = 0;                // of 2^this names one is in the sample
     std::uint32_t turn_ = 0;
+    std::uint32_t head_ = 0, tail_ = 0, tail_before_ = 0;  // of the batch, of the one before
+    bool joined_ = false;
     std::size_t unjudged_ = 0;
     std::array<std::size_t, orders> inside_{};
     std::array<double, orders> hits_{}, of_request_{};

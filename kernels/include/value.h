@@ -20,7 +20,7 @@ class Value final : public Ages {
  private:
     // A kind is how often a block was wanted, whether it was the last of its request, and how many
     // came with it. Ages go in steps of the square root of two, from a second to two days.
-    static constexpr unsigned hit_kinds = 16, new_kinds = 5, kinds = hit_kinds * 2 * new_kinds,
+    static constexpr unsigned hit_kinds = 16, new_kinds = 6, kinds = hit_kinds * 2 * new_kinds,
                               ages = 36;
     // A block that is watched, wherever it is, since it was wanted last.
     struct Seen {
@@ -63,8 +63,7 @@ class Value final : public Ages {
     Table hits_{}, ends_{};  // at each age: wanted again, or watched no longer
     std::array<std::array<std::uint16_t, ages>, kinds> ranks_{};
     static constexpr std::uint64_t first_news = 64;
-    std::uint64_t fitted_ = 0, faded_ = 0;  // in quarters
-    std::uint64_t news_ = 0, enough_news_ = first_news;
+    std::uint64_t news_ = 0, fitted_ = 0, enough_news_ = first_news;
 
     std::vector<std::uint8_t> sketch_;
     std::size_t sketched_ = 0;

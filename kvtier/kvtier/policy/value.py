@@ -24,7 +24,7 @@ from kvtier_kernels import Value
 __all__ = ["Value", "ValueModel"]
 
 # A kind is how often a block was wanted, whether it was the last of its request, how many came with it.
-NEW_KINDS = 5
+NEW_KINDS = 6
 KINDS = 16 * 2 * NEW_KINDS
 MOST_HITS, LAST, NEW_SHIFT = 127, 128, 8  # own bits
 AGES = 36
@@ -33,9 +33,8 @@ WIDTHS = [(end - start) / 4 for start, end in zip([0, *ENDS], ENDS, strict=False
 
 MOST_WATCHED = (1 << 16) // 4 * 3
 WATCHED_FOR = 3600 * 4  # in quarters of a second
-REFIT = 60 * 4
 FIRST_NEWS, MORE_SEEN = 64, 8  # of what was seen, one of so many more is news
-DECAY = 0.95  # a minute
+MEMORY = 1 << 17  # a fit: what was seen so long ago counts 1/e
 FEW, FEW_OF_NEW = 2.0, 50.0  # blocks that weigh as much as their relatives
 
 COUNTERS, ROWS = 1 << 20, 4
@@ -55,8 +54,9 @@ Row = list[float]
 
 @dataclass
 class Entry:
-    """A name of the sample, and the caches that have it."""
+    """A name of the sample, the last of it before this one in its chain, and the caches that have it."""
 
+    before: int = 0
     at: int = 0
     turn: int = 0
     kind: int = 0
@@ -72,15 +72,18 @@ class Duel:
         self._entries: dict[int, Entry] = {}
         self._shift = 0  # of 2^this names one is in the sample
         self._turn = self._unjudged = 0
+        self._head = self._tail = self._tail_before = 0  # of the batch, of the one before
+        self._joined = False
         self._inside = [0] * 3
         self._hits = [0.0] * 3
         self._of_request = [0] * 3
         self._variance = {(a, b): 0.0 for a in range(3) for b in range(3)}
 
     def used(self, name: int, quarters: int, kind: int, held: int, first: bool) -> None:
-        """A request used a block, the first that is told of it or not; the tier holds so many."""
+        """A request used a block; the tier holds so many. Of a batch the last of its chain is the `first`
+        that is told of, and the others follow from there to its head."""
         if first:
-            self._end_request()
+            self._end_batch()
         while held >> self._shift > MOST_ROOM:
             self._shift += 1
             self._entries = {one: at for one, at in self._entries.items() if self._samples(one)}
@@ -98,6 +101,10 @@ class Duel:
             self._of_request[order] += hit
             self._inside[order] += not hit
         entry.inside = {LEARNED, LEAST_WANTED, OLDEST}
+        if self._head in self._entries:
+            self._entries[self._head].before = name
+        self._head = name
+        self._tail = self._tail or name
         room = max(held >> self._shift, 1)
         for order in range(3):
             if self._inside[order] > room + room // SLACK:
@@ -105,6 +112,10 @@ class Duel:
         self._unjudged += 1
         if self._unjudged * JUDGEMENTS >= max(room, FEW_BLOCKS):
             self._judge()
+
+    def joined(self) -> None:
+        """This batch hangs on the one before it."""
+        self._joined = True
 
     def corrected(self, name: int, kind: int) -> None:
         if name in self._entries:
@@ -114,17 +125,28 @@ class Duel:
         return name >> (32 - self._shift) == 0
 
     def _trim(self, order: int, room: int) -> None:
-        inside = [one for one in self._entries.values() if order in one.inside]
-        inside.sort(key=lambda one: (self._rank(order, one), one.turn))
-        for one in inside[: len(inside) - room]:
+        """A block stays as long as the one behind it, which was used before it."""
+        inside = [(name, one) for name, one in self._entries.items() if order in one.inside]
+        inside.sort(key=lambda item: item[1].turn)
+        least: dict[int, int] = {}
+        ranked = []
+        for name, one in inside:
+            rank = max(least.get(name, 0), self._rank(order, one))
+            ranked.append((rank, one.turn, one))
+            least[one.before] = max(least.get(one.before, 0), rank)
+        ranked.sort(key=lambda item: item[:2])
+        for _, _, one in ranked[: len(inside) - room]:
             one.inside.remove(order)
         self._inside[order] = room
         self._entries = {name: one for name, one in self._entries.items() if one.inside}
 
-    def _end_request(self) -> None:
+    def _end_batch(self) -> None:
         for a, b in self._variance:
             self._variance[a, b] += (self._of_request[a] - self._of_request[b]) ** 2
         self._of_request = [0] * 3
+        if self._joined and self._head in self._entries:
+            self._entries[self._head].before = self._tail_before
+        self._tail_before, self._head, self._tail, self._joined = self._tail, 0, 0, False
 
     def _judge(self) -> None:
         """Only requests in which two differ say which is better."""
@@ -157,8 +179,8 @@ class ValueModel(Ages):
         self._hits = [[0.0] * AGES for _ in range(KINDS)]  # wanted again at this age
         self._ends = [[0.0] * AGES for _ in range(KINDS)]  # watched no longer
         self._ranks = [[0] * AGES for _ in range(KINDS)]
-        self._fitted = self._faded = 0
-        self._news, self._enough_news = 0, FIRST_NEWS
+        self._news = self._fitted = 0
+        self._enough_news = FIRST_NEWS
         self._sketch: dict[int, int] = {}
         self._sketched = 0
         self._requests = 0
@@ -166,7 +188,7 @@ class ValueModel(Ages):
 
     def now(self, seconds: float) -> None:
         super().now(seconds)
-        if self.quarters - self._fitted >= REFIT or self._news >= self._enough_news:
+        if self._news >= self._enough_news:
             self._refit()
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
@@ -209,6 +231,7 @@ class ValueModel(Ages):
 
     def continued(self, number: int) -> None:
         """It was not the last of its request: the rest is only there now."""
+        self._duel.joined()
         block = self.blocks[number]
         if not block.own & LAST:
             return
@@ -255,8 +278,7 @@ class ValueModel(Ages):
                 row[:] = [one * by for one in row]
 
     def _refit(self) -> None:
-        self._fitted = self.quarters
-        self._enough_news = self._news + self._news // MORE_SEEN + FIRST_NEWS
+        self._enough_news = self._news + min(self._news, MEMORY) // MORE_SEEN + FIRST_NEWS
         ends = [row[:] for row in self._ends]
         for seen in self._seen.values():
             ends[seen.kind][age_kind(self.quarters - seen.at)] += 1
@@ -271,9 +293,8 @@ class ValueModel(Ages):
                 worth.append([best_rate(own, first) for first in range(AGES)])
         order = {one: at for at, one in enumerate(sorted({one for row in worth for one in row}))}
         self._ranks = [[order[one] for one in row] for row in worth]
-        if self.quarters - self._faded >= REFIT:
-            self._scale(DECAY)
-            self._faded = self.quarters
+        self._scale(max(0.0, 1 - (self._news - self._fitted) / MEMORY))
+        self._fitted = self._news
 
     # How often those were wanted that are gone.
 
@@ -342,7 +363,7 @@ def step_of(times: int) -> int:
 
 
 def new_kind(batch: int) -> int:
-    return sum(batch >= least for least in (2, 3, 6, 16))
+    return sum(batch >= least for least in (2, 3, 6, 16, 256))
 
 
 def age_kind(quarters: int) -> int:
