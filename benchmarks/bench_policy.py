@@ -1,165 +1,167 @@
 """Policies: what they hit, of a trace from a file and of made-up ones, and what they cost.
 
     python benchmarks/bench_policy.py [--trace FILE] [--out results.json] [--quick]
+        [--seeds 1,2] [--sensitivity]
 
 A replay is of one tier: a block is a hit if all before it in its request are, and after a request all its
-blocks are there. Times are of this process's CPU.
+blocks are there. Of a recorded trace it says what was hit of all of it, of its second half, and of its first
+half alone. Times are of this process's CPU. --sensitivity: what other constants change, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import struct
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import harness
 import traces
 from kvtier.policy.base import NATIVE, NO_PARENT, make
-from kvtier_kernels import Policy
+from kvtier_kernels import Optimum, Policy, Replay, Trace, Value
 
 POINTS = (1, 2, 5, 10, 20)  # percent of a trace's unique blocks
 CLASSICS = ("lru", "lfu", "arc", "s3fifo")
 NAMES = [name for name in NATIVE if name != "auto"]
 BATCH = 1024
-GOLDEN = 0x9E3779B97F4A7C15
+# Of `value`: kernels/include/duel.h has what each means.
+CONSTANTS: dict[str, float] = {
+    "to_leave": 1.75, "back": 1.0, "fading": 0.98, "judgements": 8.0,
+    "few": 2.0, "few_of_new": 50.0, "memory": 1 << 17, "more_seen": 8,
+}  # fmt: skip
+
+Rates = dict[str, list[float]]
 
 
-class Replay:
-    """A tier of so many blocks, and how many of those asked for it had."""
+@dataclass(frozen=True)
+class Made:
+    """A trace for replays, and how many blocks each of its requests asks for."""
 
-    def __init__(self, policy: Policy, blocks: int) -> None:
-        self._policy, self._blocks = policy, blocks
-        self._at: dict[int, int] = {}
-        self._of: list[int] = []
-        self._spare: list[int] = []
-        self.hits = self.asked = 0
+    native: Trace
+    lengths: array[int]
 
-    def request(self, now: float, chain: Sequence[int]) -> None:
-        policy, at = self._policy, self._at
-        policy.now(now)
-        found = array("I")
-        for name in chain:
-            if name not in at:
-                break
-            found.append(at[name])
-        self.hits += len(found)
-        self.asked += len(chain)
-        policy.wanted(found.tobytes(), _named(chain[: len(found)]))
-        new: list[int] = []
-        ids, parents = array("I"), array("I")
-        before = found[-1] if found else NO_PARENT
-        for name in chain[len(found) :]:
-            if name in at:  # behind a gap
-                before = at[name]
-                found.append(before)
-                continue
-            if self._spare:
-                one = self._spare.pop()
-                self._of[one] = name
-            else:
-                one = len(self._of)
-                self._of.append(name)
-            at[name] = one
-            new.append(name)
-            ids.append(one)
-            parents.append(before)
-            before = one
-        policy.added(ids.tobytes(), _named(new), parents.tobytes())
-        policy.refreshed(found.tobytes())
-        if len(at) > self._blocks:
-            victims = array("I", policy.victims(len(at) - self._blocks))
-            for one in victims:
-                del at[self._of[one]]
-            self._spare.extend(victims)
-            policy.gone(victims.tobytes())
+    @classmethod
+    def of(cls, trace: Sequence[traces.Timed]) -> Made:
+        lengths = array("I", [len(chain) for _, chain in trace])
+        names = array("Q", [name for _, chain in trace for name in chain])
+        seconds = array("d", [when for when, _ in trace])
+        return cls(Trace(names.tobytes(), lengths.tobytes(), seconds.tobytes()), lengths)
+
+    def rates(self, policy: Callable[[], Policy] | None, points: Sequence[int]) -> Rates:
+        """Hit rates at these sizes, of all of it and of its second half; of the optimum for no policy."""
+        whole, second = [], []
+        half = len(self.lengths) // 2
+        for percent in points:
+            blocks = max(1, self.native.unique * percent // 100)
+            run = Replay(self.native, policy(), blocks) if policy else Optimum(self.native, blocks)
+            hits = array("I", run.run(len(self.lengths)))
+            whole.append(round(sum(hits) / sum(self.lengths), 4))
+            second.append(round(sum(hits[half:]) / sum(self.lengths[half:]), 4))
+        return {"whole": whole, "second half": second}
 
 
-def _named(chain: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(chain)}Q", *(name * GOLDEN % 2**64 for name in chain))
+def halves(path: Path) -> dict[str, Made]:
+    """A recorded trace, and its first half alone: what was chosen was chosen on that."""
+    trace = traces.read_timed(path)
+    return {"whole": Made.of(trace), "first half alone": Made.of(trace[: len(trace) // 2])}
 
 
-def rates(
-    trace: Sequence[traces.Timed], name: str, points: Sequence[int]
-) -> dict[str, list[float]]:
-    """Hit rates at these sizes: of all of the trace, and of its second half."""
-    unique = len({block for _, chain in trace for block in chain})
-    whole, second = [], []
-    for percent in points:
-        replay = Replay(make(name), unique * percent // 100)
-        for at, (now, chain) in enumerate(trace):
-            if at == len(trace) // 2:
-                half = (replay.hits, replay.asked)
-            replay.request(now, chain)
-        whole.append(round(replay.hits / replay.asked, 4))
-        second.append(round((replay.hits - half[0]) / (replay.asked - half[1]), 4))
-    return {"whole": whole, "second half": second}
-
-
-def optimum(trace: Sequence[traces.Timed], blocks: int) -> float:
-    """What a tier that knows the future hits: the block of the latest next use goes, tails first."""
-    import heapq
-
-    never = len(trace)
-    following: dict[int, int] = {}
-    nexts = []
-    for at in reversed(range(never)):
-        chain = trace[at][1]
-        nexts.append([following.get(block, never) for block in chain])
-        following.update(dict.fromkeys(chain, at))
-    held: dict[int, tuple[int, int]] = {}
-    order: list[tuple[int, int, int]] = []
-    hits = asked = 0
-    for (_, chain), soon in zip(trace, reversed(nexts), strict=True):
-        asked += len(chain)
-        hits += next((at for at, block in enumerate(chain) if block not in held), len(chain))
-        for at, block in enumerate(chain):
-            held[block] = (-soon[at], -at)
-            heapq.heappush(order, (-soon[at], -at, block))
-        while len(held) > blocks:
-            when, depth, block = heapq.heappop(order)
-            if held.get(block) == (when, depth):
-                del held[block]
-    return hits / asked
+def closed(found: Sequence[float], lru: Sequence[float], best: Sequence[float]) -> float:
+    """Of the gap from LRU to the optimum; 0 where there is none."""
+    gap = sum(best) - sum(lru)
+    return (sum(found) - sum(lru)) / gap if gap > 1e-9 else 0.0
 
 
 def recorded(path: Path, points: Sequence[int]) -> list[harness.Row]:
-    trace = traces.read_timed(path)
-    unique = len({block for _, chain in trace for block in chain})
-    best = [optimum(trace, unique * percent // 100) for percent in points]
-    found = {name: rates(trace, name, points) for name in NAMES}
-    lru = found["lru"]["whole"]
     rows = []
-    for name in NAMES:
-        whole = found[name]["whole"]
-        closed = (sum(whole) - sum(lru)) / (sum(best) - sum(lru))
-        bar = 0.2 if name == "value" else None
-        rows.append(
-            harness.Row(
-                f"{path.stem}: gap to the optimum closed, {name}", closed, "", f">= {bar}" if bar else "",
-                closed >= bar if bar else None, more={**found[name], "optimum": best},
-            )
-        )  # fmt: skip
+    for part, trace in halves(path).items():
+        best = trace.rates(None, points)
+        found = {name: trace.rates(NATIVE[name], points) for name in NAMES}
+        for which in best:
+            if (part, which) == ("first half alone", "second half"):
+                continue
+            lru, played = found["lru"][which], part if which == "whole" else which
+            for name in NAMES:
+                value = closed(found[name][which], lru, best[which])
+                more = {which: found[name][which], "optimum": best[which]}
+                if played == "whole":
+                    bar = 0.2 if name == "value" else None
+                    title = f"{path.stem}: gap to the optimum closed, {name}"
+                else:
+                    bar, title = None, f"{path.stem}, {played}: closed of the gap, {name}"
+                rows.append(
+                    harness.Row(
+                        title, value, "", f">= {bar}" if bar else "",
+                        value >= bar if bar else None, more=more,
+                    )
+                )  # fmt: skip
+            over = least_over(found, which)
+            rows.append(
+                harness.Row(
+                    f"{path.stem}, {played}: value over the best classic, at its worst", over, "",
+                    ">= -0.002", over >= -0.002,
+                )
+            )  # fmt: skip
     return rows
 
 
-def made_up(requests: int, points: Sequence[int]) -> list[harness.Row]:
+def least_over(found: dict[str, Rates], which: str = "whole") -> float:
+    """How far `value` is over the best classic where it is least."""
+    best = [max(rates) for rates in zip(*(found[name][which] for name in CLASSICS), strict=True)]
+    return min(one - other for one, other in zip(found["value"][which], best, strict=True))
+
+
+def made_up(requests: int, points: Sequence[int], seeds: Sequence[int]) -> list[harness.Row]:
     """Of `value`, how far it is under the best classic at its worst size."""
     rows = []
     for kind, make_trace in traces.KINDS.items():
-        trace = make_trace(requests)
-        found = {name: rates(trace, name, points)["whole"] for name in NAMES}
-        best = [max(found[name][at] for name in CLASSICS) for at in range(len(points))]
-        least = min(one - other for one, other in zip(found["value"], best, strict=True))
-        rows.append(
-            harness.Row(
-                f"made up, {kind}: value over the best classic, at its worst", least, "", ">= -0.002",
-                least >= -0.002, more=found,
-            )
-        )  # fmt: skip
+        for seed in seeds:
+            trace = Made.of(make_trace(requests, seed))
+            found = {name: trace.rates(NATIVE[name], points) for name in NAMES}
+            least = least_over(found)
+            rows.append(
+                harness.Row(
+                    f"made up, {kind}, seed {seed}: value over the best classic, at its worst", least, "",
+                    ">= -0.002", least >= -0.002, more={name: found[name]["whole"] for name in NAMES},
+                )
+            )  # fmt: skip
+    return rows
+
+
+def sensitivity(
+    path: Path | None, requests: int, points: Sequence[int], seeds: Sequence[int]
+) -> list[harness.Row]:
+    """What half and twice of each constant change, in points: the mean hit rate of the recorded trace's first
+    half, and of those that are made up."""
+    made = [Made.of(kind(requests, seed)) for kind in traces.KINDS.values() for seed in seeds]
+    if path:
+        made.insert(0, halves(path)["first half alone"])
+
+    def means(policy: Callable[[], Policy]) -> list[float]:
+        return [sum(trace.rates(policy, points)["whole"]) / len(points) for trace in made]
+
+    own, rows = means(Value), []
+    for name, value in CONSTANTS.items():
+        for times in (0.5, 2):
+            other = 1 - (1 - value) * times if name == "fading" else value * times
+            constant = {name: type(value)(other)}
+            with_it = means(lambda constant=constant: Value.with_constants(**constant))
+            change = [100 * (one - before) for one, before in zip(with_it, own, strict=True)]
+            first = change.pop(0) if path else None
+            rows.append(
+                harness.Row(
+                    f"{name} = {constant[name]:g}, not {value:g}: of the made-up, on average",
+                    sum(change) / len(change), "points",
+                    more={"least": min(change), "most": max(change), "first half": first},
+                )
+            )  # fmt: skip
+            if first is not None:
+                rows.append(
+                    harness.Row(f"{name} = {constant[name]:g}: of the first half", first, "points")
+                )
     return rows
 
 
@@ -238,15 +240,23 @@ def main() -> int:
     )
     parser.add_argument("--out", help="where the result goes")
     parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument("--seeds", default="21,22", help="of the made-up traces")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="half and twice of each of value's constants"
+    )
     arguments = parser.parse_args()
     probes = [harness.noise()]
     rows = []
-    for name in NAMES:
-        rows += costs(name, 64 * BATCH if arguments.quick else BATCH * BATCH, 2000)
+    seeds = [int(seed) for seed in arguments.seeds.split(",")]
     requests, points = (1500, (1, 5, 20)) if arguments.quick else (6000, POINTS)
-    rows += made_up(requests, points)
-    if arguments.trace:
-        rows += recorded(arguments.trace, points)
+    if arguments.sensitivity:
+        rows = sensitivity(arguments.trace, requests, points, seeds)
+    else:
+        for name in NAMES:
+            rows += costs(name, 64 * BATCH if arguments.quick else BATCH * BATCH, 2000)
+        rows += made_up(requests, points, seeds)
+        if arguments.trace:
+            rows += recorded(arguments.trace, points)
     probes.append(harness.noise())
     return harness.report("policy", rows, probes, arguments.out)
 

@@ -74,9 +74,9 @@ def lru_hits(requests: Sequence[Request], blocks: int) -> int:
 # --- made up, with times -------------------------------------------------------------------------
 
 
-def chat(requests: int, a_second: float = 1.0, pause_s: float = 60.0) -> list[Timed]:
+def chat(requests: int, seed: int = 1, a_second: float = 1.0, pause_s: float = 60.0) -> list[Timed]:
     """System prompts, popular ones more often, then a user's words; most users go on after a while."""
-    chance, new = random.Random(1), itertools.count(1)
+    chance, new = random.Random(seed), itertools.count(1)
     prompts = [[next(new) for _ in range(chance.randint(1, 8))] for _ in range(20)]
     popular = [1 / (place + 1) for place in range(len(prompts))]
     waiting: list[tuple[float, int, Request]] = []
@@ -99,9 +99,14 @@ def chat(requests: int, a_second: float = 1.0, pause_s: float = 60.0) -> list[Ti
     return found[:requests]
 
 
-def agents(requests: int) -> list[Timed]:
+def slow_chat(requests: int, seed: int = 1) -> list[Timed]:
+    """Chat with a request every ten seconds, and a quarter of an hour between turns."""
+    return chat(requests, seed, 0.1, 900.0)
+
+
+def agents(requests: int, seed: int = 1) -> list[Timed]:
     """Some twenty agents at a time, with the long prompts of eight tools, that go on step by step."""
-    chance, new = random.Random(1), itertools.count(1)
+    chance, new = random.Random(seed), itertools.count(1)
     tools = [[next(new) for _ in range(30)] for _ in range(8)]
     working: list[Request] = []
     found: list[Timed] = []
@@ -118,9 +123,9 @@ def agents(requests: int) -> list[Timed]:
     return found
 
 
-def documents(requests: int) -> list[Timed]:
+def documents(requests: int, seed: int = 1) -> list[Timed]:
     """A question about one of 3,000 documents, by Zipf's law."""
-    chance, new = random.Random(1), itertools.count(10**7)
+    chance, new = random.Random(seed), itertools.count(10**7)
     texts = [
         [1, 2, 3, 4] + [1000 + 10 * at + part for part in range(4 + at % 6)] for at in range(3000)
     ]
@@ -129,15 +134,16 @@ def documents(requests: int) -> list[Timed]:
     return [(at / 4, [*text, next(new), next(new)]) for at, text in enumerate(asked)]
 
 
-def loop(requests: int) -> list[Timed]:
-    """300 prompts in turn."""
-    prompts = [[1 + 20 * at + part for part in range(20)] for at in range(300)]
-    return [(at * 0.3, prompts[at % len(prompts)]) for at in range(requests)]
+def loop(requests: int, seed: int = 1) -> list[Timed]:
+    """Some 300 prompts in turn."""
+    number = 300 + seed % 10
+    prompts = [[1 + 20 * at + part for part in range(20)] for at in range(number)]
+    return [(at * 0.3, prompts[at % number]) for at in range(requests)]
 
 
-def scans(requests: int) -> list[Timed]:
+def scans(requests: int, seed: int = 1) -> list[Timed]:
     """Popular prompts, and from time to time 400 long ones that nobody wants again."""
-    chance, new = random.Random(1), itertools.count(10**7)
+    chance, new = random.Random(seed), itertools.count(10**7)
     prompts = [[1 + 12 * at + part for part in range(12)] for at in range(200)]
     popular = [1 / (at + 1) ** 0.8 for at in range(len(prompts))]
     found: list[Timed] = []
@@ -149,9 +155,9 @@ def scans(requests: int) -> list[Timed]:
     return found
 
 
-def fashions(requests: int) -> list[Timed]:
+def fashions(requests: int, seed: int = 1) -> list[Timed]:
     """What is popular changes every 1,500 requests."""
-    chance, new = random.Random(1), itertools.count(10**7)
+    chance, new = random.Random(seed), itertools.count(10**7)
     found: list[Timed] = []
     for at in range(requests):
         which = (int(chance.paretovariate(0.6)) + at // 1500 * 331) % 1000
@@ -160,25 +166,157 @@ def fashions(requests: int) -> list[Timed]:
     return found
 
 
-def mixed(requests: int) -> list[Timed]:
+def mixed(requests: int, seed: int = 1) -> list[Timed]:
     """Chat, agents and documents at the same time."""
-    parts = [chat(requests // 2), agents(requests // 4), documents(requests // 4)]
+    return _together(
+        [
+            chat(requests // 2, seed),
+            agents(requests // 4, seed),
+            documents(requests // 4, seed),
+        ]
+    )
+
+
+def turns(requests: int, seed: int = 1) -> list[Timed]:
+    """As chat services report it: nearly all share one block, prompts are as long as log-normal numbers, a
+    third of the conversations goes on, an answer and a question longer each time, after half a minute to
+    half an hour; who went on once does it more often."""
+    chance, new = random.Random(seed), itertools.count(2)
+    waiting: list[tuple[float, int, int, Request]] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(found) < requests:
+        now += chance.expovariate(1.5)
+        turn, before = 0, [1] if chance.random() < 0.95 else []
+        when = now
+        if waiting and waiting[0][0] < now:
+            when, _, turn, before = heapq.heappop(waiting)
+        length = max(1, int(chance.lognormvariate(1.8 if turn == 0 else 0.7, 1.2)))
+        chain = before + [next(new) for _ in range(min(length, 250))]
+        found.append((when, chain))
+        if chance.random() < (0.35 if turn == 0 else 0.75):
+            back = when + chance.lognormvariate(math.log(120), 1.3)
+            # The end of a prompt is seldom the beginning of the next one's block.
+            heapq.heappush(waiting, (back, len(found), turn + 1, chain[:-1] or chain))
+    return sorted(found)
+
+
+def tools(requests: int, seed: int = 1) -> list[Timed]:
+    """Agents again, of 60 kinds by Zipf's law: prompts of 5 to 60 blocks that begin alike, calls seconds
+    apart, runs of a few to some hundred steps, and results too long to come again."""
+    chance, new = random.Random(seed), itertools.count(1)
+    families = [[next(new) for _ in range(chance.randint(2, 20))] for _ in range(8)]
+    kinds = [
+        families[at % 8] + [next(new) for _ in range(chance.randint(3, 40))] for at in range(60)
+    ]
+    popular = [1 / (at + 1) for at in range(len(kinds))]
+    calls: list[tuple[float, int, int, Request]] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(found) < requests:
+        now += chance.expovariate(0.25)
+        [prompt] = chance.choices(kinds, popular)
+        steps = min(200, int(chance.paretovariate(0.9)))
+        heapq.heappush(calls, (now, len(found), steps, [*prompt, next(new)]))
+        while calls and calls[0][0] <= now and len(found) < requests:
+            when, _, left, chain = heapq.heappop(calls)
+            found.append((when, chain))
+            if left > 1:
+                longer = chain + [next(new) for _ in range(int(chance.paretovariate(1.2)) % 30 + 1)]
+                soon = when + chance.lognormvariate(math.log(8), 0.8)
+                heapq.heappush(calls, (soon, len(found), left - 1, longer[:400]))
+    return sorted(found)
+
+
+def retrieval(requests: int, seed: int = 1) -> list[Timed]:
+    """A system prompt, then three of 2,000 passages by Zipf's law, the most popular first, then a question;
+    what is popular drifts."""
+    chance, new = random.Random(seed), itertools.count(10**9)
+    system = [1, 2]
+    known: dict[tuple[int, ...], int] = {}
+    weights = list(itertools.accumulate(1 / (at + 1) for at in range(2000)))
+    found: list[Timed] = []
+    for at in range(requests):
+        picked = sorted(set(chance.choices(range(2000), cum_weights=weights, k=3)))
+        texts = tuple((one + at // 40) % 2000 for one in picked)
+        chain = list(system)
+        for part in range(1, len(texts) + 1):
+            first = known.setdefault(texts[:part], 1000 + 4 * len(known))
+            chain += range(first, first + 4)
+        found.append((at * 0.5, [*chain, next(new)]))
+    return found
+
+
+def scan(requests: int, seed: int = 1) -> list[Timed]:
+    """Nothing comes twice."""
+    chance, new = random.Random(seed), itertools.count(1)
+    return [(at * 0.2, [next(new) for _ in range(chance.randint(1, 30))]) for at in range(requests)]
+
+
+def phases(requests: int, seed: int = 1) -> list[Timed]:
+    """Conversations, and from the middle on documents by popularity alone."""
+    first = chat(requests // 2, seed)
+    end = first[-1][0]
+    second = [
+        (end + when, [10**8 + name for name in request])
+        for when, request in documents(requests - len(first), seed)
+    ]
+    return first + second
+
+
+def giants(requests: int, seed: int = 1) -> list[Timed]:
+    """Chat, and every 700 requests one of 3,000 blocks that comes once."""
+    new = itertools.count(10**8)
+    return [
+        (when, [next(new) for _ in range(3000)] if at % 700 == 350 else request)
+        for at, (when, request) in enumerate(chat(requests, seed))
+    ]
+
+
+def batches(requests: int, seed: int = 1) -> list[Timed]:
+    """Jobs that ask one prompt some 100 times in a row, each with its own words, some of them at a time, and
+    never again."""
+    chance, new = random.Random(seed), itertools.count(1)
+    jobs: list[tuple[Request, int]] = []
+    found: list[Timed] = []
+    for at in range(requests):
+        while len(jobs) < 6:
+            prompt = [next(new) for _ in range(chance.randint(2, 40))]
+            jobs.append((prompt, chance.randint(20, 200)))
+        which = chance.randrange(len(jobs))
+        prompt, left = jobs[which]
+        found.append((at * 0.4, prompt + [next(new) for _ in range(chance.randint(1, 6))]))
+        jobs[which] = (prompt, left - 1)
+        if left == 1:
+            jobs.pop(which)
+    return found
+
+
+def _together(parts: Sequence[list[Timed]]) -> list[Timed]:
+    """At the same time, as long as the first; names of one are no names of another."""
     end = parts[0][-1][0]
     found = [
-        (when * end / part[-1][0], [4 * name + at for name in request])
+        (when * end / part[-1][0], [len(parts) * name + at for name in request])
         for at, part in enumerate(parts)
         for when, request in part
     ]
     return sorted(found)
 
 
-KINDS: dict[str, Callable[[int], list[Timed]]] = {
+KINDS: dict[str, Callable[[int, int], list[Timed]]] = {
     "chat": chat,
-    "slow chat": lambda requests: chat(requests, 0.1, 900.0),
+    "slow chat": slow_chat,
     "agents": agents,
     "documents": documents,
     "loop": loop,
     "scans": scans,
     "fashions": fashions,
     "mixed": mixed,
+    "turns": turns,
+    "tools": tools,
+    "retrieval": retrieval,
+    "scan": scan,
+    "phases": phases,
+    "giants": giants,
+    "batches": batches,
 }

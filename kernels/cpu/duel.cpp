@@ -7,17 +7,15 @@ namespace kvtier {
 namespace {
 
 constexpr std::size_t most_room = 1U << 12;
-constexpr std::size_t slack = 16;            // of so many blocks' room, one more or less
-constexpr std::size_t judgements = 8;        // while the caches are filled once
-constexpr std::size_t few = 64;              // blocks
-constexpr double fading = 0.98;              // a judgement: half of it in four fillings
-constexpr double to_leave = 1.75, back = 1;  // standard deviations
+constexpr std::size_t slack = 16;  // of so many blocks' room, one more or less
+constexpr std::size_t few = 64;    // blocks
 
 constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 
 }  // namespace
 
-Duel::Duel(Rank rank) : rank_(std::move(rank)), index_(slots) {
+Duel::Duel(Rank rank, const Constants& constants)
+    : rank_(std::move(rank)), constants_(constants), index_(slots) {
     static_assert(orders == 3, "each pair of orders has a sum of its own");
     entries_.reserve(orders * (most_room + most_room / slack) + 1);
 }
@@ -49,7 +47,9 @@ void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::
     const std::size_t room = std::max<std::size_t>(held >> shift_, 1);
     for (unsigned order = 0; order < orders; ++order)
         if (inside_[order] > room + room / slack) trim(order, room - room / slack);
-    if (++unjudged_ * judgements >= std::max(room, few)) judge();
+    if (static_cast<double>(++unjudged_) * constants_.judgements >=
+        static_cast<double>(std::max(room, few)))
+        judge();
 }
 
 // It was told before that it is of another kind.
@@ -126,15 +126,15 @@ void Duel::judge() {
     for (unsigned order = 0; order < orders; ++order) {
         const double more = hits_[order] - hits_[best_];
         if (more <= 0) continue;
-        const double needed = order == 0 ? back : to_leave;
+        const double needed = order == 0 ? constants_.back : constants_.to_leave;
         const double times = more * more / (variance_[pair(order, best_)] + 1e-9);
         if (times <= needed * needed || times <= most) continue;
         most = times;
         top = order;
     }
     best_ = top;
-    for (double& one : hits_) one *= fading;
-    for (double& one : variance_) one *= fading;
+    for (double& one : hits_) one *= constants_.fading;
+    for (double& one : variance_) one *= constants_.fading;
 }
 
 std::size_t Duel::memory_bytes() const {

@@ -16,9 +16,6 @@ constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
 constexpr unsigned most_hits = 127, rows = 4;
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
-constexpr std::uint64_t more_seen = 8;      // of what was seen, one of so many more is news
-constexpr std::uint64_t memory = 1U << 17;  // a fit: what was seen so long ago counts 1/e
-constexpr double few = 2, few_of_new = 50;  // blocks that weigh as much as their relatives
 
 // What a counter of 4 bits stands for.
 constexpr std::array<std::uint8_t, 16> steps{0,  1,  2,  3,  4,  6,  8,  12,
@@ -55,13 +52,16 @@ unsigned age_kind(std::uint64_t quarters) {
 
 }  // namespace
 
-Value::Value()
+Value::Value(const Constants& constants)
     : Ages(kinds),
+      constants_(constants),
       seen_(seen_slots),
       sketch_(counters / 2),
-      duel_([this](unsigned order, const Duel::Entry& entry) {
-          return worth(order, entry.kind, quarters() - entry.at);
-      }) {
+      duel_(
+          [this](unsigned order, const Duel::Entry& entry) {
+              return worth(order, entry.kind, quarters() - entry.at);
+          },
+          constants) {
     static_assert(ages == all_ages && hit_kinds == steps.size() && kinds <= 256);
 }
 
@@ -176,7 +176,7 @@ void Value::scale(double by) {
 }
 
 void Value::refit() {
-    enough_news_ = news_ + std::min(news_, memory) / more_seen + first_news;
+    enough_news_ = news_ + std::min(news_, constants_.memory) / constants_.more_seen + first_news;
     Table ends = ends_;
     for (const Seen& seen : seen_)
         if (seen.name != 0) ends[seen.kind][age_kind(waited(seen))] += 1;
@@ -215,8 +215,8 @@ void Value::refit() {
     std::vector<double> order;
     for (unsigned kind = 0; kind < kinds; ++kind) {
         const unsigned family = kind / new_kinds;
-        const Row near = chances(family_hit[family], family_end[family], all, few);
-        const Row own = chances(hits_[kind], ends[kind], near, few_of_new);
+        const Row near = chances(family_hit[family], family_end[family], all, constants_.few);
+        const Row own = chances(hits_[kind], ends[kind], near, constants_.few_of_new);
         for (unsigned from = 0; from < ages; ++from) {
             double left = 1, got = 0, spent = 0, best = 0;
             for (unsigned j = from; j < ages; ++j) {
@@ -236,7 +236,8 @@ void Value::refit() {
         for (unsigned j = 0; j < ages; ++j)
             ranks_[kind][j] = static_cast<std::uint16_t>(
                 std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
-    scale(std::max(0.0, 1 - static_cast<double>(news_ - fitted_) / memory));
+    scale(std::max(
+        0.0, 1 - static_cast<double>(news_ - fitted_) / static_cast<double>(constants_.memory)));
     fitted_ = news_;
 }
 

@@ -11,6 +11,16 @@
 
 namespace kvtier {
 
+// What could be chosen otherwise; docs/decisions/0016 says how much each matters.
+struct Constants {
+    double to_leave = 1.75, back = 1;  // standard deviations: for another order, for the first
+    double fading = 0.98;              // of what was hit, a judgement: half in four fillings
+    double judgements = 8;             // while the caches are filled once
+    double few = 2, few_of_new = 50;   // blocks that weigh as much as their relatives
+    std::uint64_t memory = 1U << 17;   // what was seen so many blocks ago counts 1/e
+    std::uint64_t more_seen = 8;       // of what was seen, one of so many more is news
+};
+
 class Duel {
  public:
     static constexpr unsigned orders = 3;
@@ -22,7 +32,7 @@ class Duel {
     // Lower for what goes sooner; of equals the one that was used longest ago does.
     using Rank = std::function<std::uint32_t(unsigned order, const Entry& entry)>;
 
-    explicit Duel(Rank rank);
+    Duel(Rank rank, const Constants& constants);
     // A request used a block; the tier holds so many. Of a batch the last of its chain is the
     // `first` that is told of, and the others follow from there to its head.
     void used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
@@ -47,6 +57,7 @@ class Duel {
     void judge();
 
     Rank rank_;
+    Constants constants_;
     std::vector<Entry> entries_;
     std::vector<std::uint16_t> index_;  // 1 + where
     unsigned shift_ = 0;                // of 2^this names one is in the sample

@@ -13,7 +13,7 @@ namespace kvtier {
 
 class Value final : public Ages {
  public:
-    Value();
+    explicit Value(const Constants& constants = {});
     void now(double seconds) override;
     std::size_t memory_bytes() const override;
 
@@ -54,6 +54,7 @@ class Value final : public Ages {
     unsigned times_known(Name name) const;
     void know(Name name, unsigned times);
 
+    Constants constants_;
     std::vector<Seen> seen_;
     std::size_t watched_ = 0;
     std::uint32_t sample_ = 0xFFFFFFFF;                     // names up to this are watched

@@ -358,6 +358,19 @@ class Attention(Policy):
 
 class Value(Policy):
     def __init__(self) -> None: ...
+    @staticmethod
+    def with_constants(
+        *,
+        to_leave: float = ...,
+        back: float = ...,
+        fading: float = ...,
+        judgements: float = ...,
+        few: float = ...,
+        few_of_new: float = ...,
+        memory: int = ...,
+        more_seen: int = ...,
+    ) -> Value:
+        """For measurements: other constants than its own."""
 
 class Notes:
     """What was last noted of blocks, by 64 bits of their keys, in memory of a fixed size: 16 bytes a note.
