@@ -7,6 +7,7 @@
     ├── Refused           the daemon understood and said no, with a code
     ├── StaleLease        the lease has ended; the bytes may be somebody else's by now
     ├── FrameError        stored bytes are not what they claim to be
+    ├── ProfileError      a calibration profile that is damaged, or that is of something else
     ├── TierError         a place that holds blocks can't be used, or failed
     └── SpecError         a description of the KV layout that contradicts itself
 
@@ -49,6 +50,10 @@ class StaleLease(KvtierError):  # noqa: N818
 
 class FrameError(KvtierError):
     """What was stored is damaged, or is something else: a miss, counted by reason."""
+
+
+class ProfileError(KvtierError):
+    """A calibration profile is not what it claims to be; without it, what needs it is a miss."""
 
 
 class TierError(KvtierError):
