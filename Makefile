@@ -48,8 +48,8 @@ $(ENGINES)/.ready: $(VLLM) pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
 
-test-engines: $(ENGINES)/.ready  ## the plugins against real engines
-	$(ENGINES)/bin/python -m pytest tests/engines
+test-engines: $(ENGINES)/.ready  ## the plugins against real engines, and calibration of real models
+	$(ENGINES)/bin/python -m pytest tests/engines tests/calibration
 
 # Another Python with this package in it will do: one that has torch's CUDA build.
 GPU_PYTHON ?= $(BIN)/python

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvtier.errors import KvtierError, Unavailable
-from kvtier_daemon.cli import demo, explain, fsck, record, serve, sim, size, status
+from kvtier_daemon.cli import calibrate, demo, explain, fsck, record, serve, sim, size, status
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("calibrate")(calibrate.calibrate)
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("fsck")(fsck.fsck)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier_daemon.cli.flags import PrefillGrowth, PrefillRate
+from kvtier_daemon.cli.progress import progress
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvtier_daemon.sim.trace import Requests
     from kvtier_daemon.sizing import Prefill
 
@@ -158,22 +157,6 @@ def _sizes(flag: str, text: str | None, otherwise: list[int]) -> list[int]:
     return otherwise if text is None else [amount(flag, item) for item in items(flag, text)]
 
 
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-
-
 def _trace(requests: Requests) -> dict[str, Any]:
     return {
         "trace": str(requests.path),
@@ -209,7 +192,7 @@ def _one_tier(
     from kvtier_daemon.sim.replay import OPTIMUM, replay
 
     asked = [*policies, *(() if OPTIMUM in policies else (OPTIMUM,))]
-    with _progress() as bar:
+    with progress() as bar:
         task = bar.add_task("requests", total=len(requests) * len(counts) * len(asked))
         found = [
             [
@@ -269,7 +252,7 @@ def _two_tiers(requests: Requests, machines: list[Any], plot: Path | None, json:
     from kvtier_kernels import Optimum
 
     runs = []
-    with _progress() as bar:
+    with progress() as bar:
         task = bar.add_task("requests", total=len(requests) * len(machines))
         for machine in machines:
             simulation = Simulation(requests, machine)

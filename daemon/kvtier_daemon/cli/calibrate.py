@@ -1,0 +1,125 @@
+"""`kvtier calibrate`: measure a model, and write the profile that the lossy codecs need of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.progress import progress
+
+
+def calibrate(
+    model: Annotated[
+        Path, typer.Option(metavar="PATH", help="A folder with a Hugging Face causal model.")
+    ],
+    text: Annotated[
+        Path, typer.Option(metavar="FILE", help="Text like that which will be served, UTF-8.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The profile; else NAME.kvtp, here.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=4096, metavar="N", help="Of the text, evenly from all of it.")
+    ] = 65_536,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; auto: a GPU if there is one.")
+    ] = "auto",
+    weights: Annotated[
+        str, typer.Option(metavar="NAME", help="As spaces name the weights; else not said.")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Measure a model for the lossy codecs, and write its profile.
+
+    How K and V are spread, what errors in them cost, and what each level loses. Needs torch and
+    transformers: pip install 'kvtier[calibrate]'.
+    """
+    from kvtier.codec import profile as files
+    from kvtier.errors import ConfigError
+
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model}: no folder with a model's config.json")
+    try:
+        letters = text.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text}: {error}") from error
+    target = out or Path(f"{model.resolve().name}.kvtp")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: there is no such folder")
+    try:
+        from kvtier_daemon.calibration.measuring import calibrate as measured
+        from kvtier_daemon.calibration.model import Model
+    except ImportError as error:
+        raise ConfigError(
+            f"kvtier calibrate needs torch and transformers ({error}): pip install 'kvtier[calibrate]'"
+        ) from error
+    with progress() as bar:
+        task = bar.add_task("model", total=None)
+
+        def told(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        profile, outcomes = measured(
+            Model(model, device), letters, name=model.resolve().name, weights=weights, tokens=tokens,
+            progress=told,
+        )  # fmt: skip
+    body = files.encode(profile)
+    _write(target, body)
+    report: dict[str, Any] = {
+        "path": str(target),
+        "name": profile.name.hex(),
+        "bytes": len(body),
+        "model": profile.model,
+        "layers": len(profile.layers),
+        "tokens": profile.tokens,
+        "levels": [
+            {
+                "codec": f"{one.codec}-{one.level}",
+                "bits": one.bits,
+                "divergence": one.divergence,
+                "perplexity_change": one.perplexity_change,
+            }
+            for one in outcomes
+        ],
+    }
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report, indent=2))
+    else:
+        _show(report)
+
+
+def _write(path: Path, body: bytes) -> None:
+    """Write all of it or nothing, whatever ends this."""
+    import os
+
+    from kvtier.errors import ConfigError
+
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            with part.open("wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _show(report: dict[str, Any]) -> None:
+    typer.echo(
+        f"{report['path']}: {report['bytes']:,} bytes, {report['layers']} layers,"
+        f" measured on {report['tokens']:,} tokens"
+    )
+    typer.echo(f"{'codec':<16}{'bits/element':>12}{'divergence':>13}{'perplexity':>13}")
+    for one in report["levels"]:
+        typer.echo(
+            f"{one['codec']:<16}{one['bits']:>12.2f}{one['divergence']:>13.2e}"
+            f"{one['perplexity_change']:>+13.2%}"
+        )

@@ -1,0 +1,279 @@
+"""`kvtier calibrate`, on models made on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.codec import profile as files
+from kvtier.errors import ConfigError
+from kvtier_daemon.cli import main
+from kvtier_kernels.reference import lossy
+from tiny_models import KINDS, save_model, words
+
+
+@pytest.fixture
+def kvtier(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["calibrate", *map(str, arguments)])
+        told = capsys.readouterr()
+        return int(left.value.code or 0), told.out, told.err
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with something that looks like a model, and a text."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "text").write_text(words(1000))
+    return tmp_path
+
+
+def test_without_torch_it_says_what_to_install(kvtier, here, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("measuring", "model"):
+        monkeypatch.delitem(sys.modules, f"kvtier_daemon.calibration.{name}", raising=False)
+    code, out, said = kvtier("--model", here / "model", "--text", here / "text")
+    assert code == 2 and not out
+    assert "pip install 'kvtier[calibrate]'" in said and said.count("\n") == 1
+
+
+def test_what_is_not_there_is_named_before_anything_is_loaded(kvtier, here, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    model, text = here / "model", here / "text"
+    (here / "latin").write_bytes(b"\xff\xfe\xff")
+    for named, arguments in (
+        ("none", ("--model", here / "none", "--text", text)),
+        ("nothing", ("--model", model, "--text", here / "nothing")),
+        ("latin", ("--model", model, "--text", here / "latin")),
+        ("away", ("--model", model, "--text", text, "--out", here / "away" / "out")),
+    ):
+        code, _, said = kvtier(*arguments)
+        assert code == 2 and named in said and said.count("\n") == 1
+
+
+def test_a_profile_is_written_whole_or_not_at_all(here: Path, monkeypatch) -> None:
+    from kvtier_daemon.cli.calibrate import _write
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    target = here / "out.kvtp"
+    target.write_bytes(b"before")
+    before = sorted(here.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _write(target, b"after")
+    assert target.read_bytes() == b"before" and sorted(here.iterdir()) == before
+    _write(target, b"after")
+    assert target.read_bytes() == b"after" and sorted(here.iterdir()) == before
+
+
+# --- with torch --------------------------------------------------------------------------------------
+
+try:
+    import torch
+    import transformers  # noqa: F401
+
+    from kvtier_daemon.calibration import measuring
+    from kvtier_daemon.calibration.model import Model, chunks, turns
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
+needs_torch = pytest.mark.skipif(
+    torch is None, reason="needs torch and transformers: make test-engines"
+)
+QUIET = pytest.mark.filterwarnings("default")  # theirs
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences, and losses that models without any training have too."""
+    monkeypatch.setattr(measuring, "PREFIX", 64)
+    monkeypatch.setattr(measuring, "NEXT", 16)
+    monkeypatch.setattr(measuring, "SEQUENCE", 81)
+    monkeypatch.setattr(measuring, "TRIALS", 8)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield save_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@needs_torch
+@QUIET
+@pytest.mark.parametrize("kind", KINDS)
+def test_k_rotated_back_is_what_the_layer_had_before_it_rotated(kind: str, tmp_path: Path) -> None:
+    model = Model(save_model(tmp_path / "model", kind), "cpu")
+    model.kept = torch.float32
+    seen: list[Any] = []
+    name = KINDS[kind][2]
+    for module_name, module in model.module.named_modules():
+        if module_name.endswith(name):
+            module.register_forward_hook(lambda _, __, out: seen.append(out.detach().clone()))
+    ids = torch.arange(160).reshape(2, 80) * 7 % 251
+    rotations = model.rotations(ids)
+    seen.clear()
+    prefix = model.prefix(ids, 37)
+    assert len(seen) == len(prefix) == 3
+    for (keys, _), before, rotation in zip(prefix, seen, rotations, strict=True):
+        assert rotation is not None
+        wanted = before
+        if before.dim() == 3:
+            wanted = before.unflatten(-1, (keys.shape[1], -1))
+        if wanted.shape[1] != keys.shape[1]:
+            wanted = wanted.transpose(1, 2)
+        assert torch.allclose(rotation.turn(keys, 37, back=True), wanted, atol=2e-4, rtol=1e-3)
+        assert not torch.allclose(keys, wanted, atol=2e-2, rtol=1e-2)
+        assert rotation.interleaved == (kind == "cohere")
+        assert len(rotation.angles) == (3 if kind == "stablelm" else keys.shape[-1] // 2)
+    different = {tuple(rotation.angles.tolist()) for rotation in rotations}
+    assert len(different) == (2 if kind == "gemma3" else 1)
+
+
+@needs_torch
+@QUIET
+def test_a_model_that_places_tokens_otherwise_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    save_model(tmp_path)  # for its tokenizer
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=512,
+                   initializer_range=0.4)
+    ).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(ConfigError, match="layer 0: K is rotated in a way that is not known"):
+        Model(tmp_path, "cpu").rotations(torch.arange(64)[None])
+
+
+@needs_torch
+@QUIET
+def test_turns_of_a_profile_rotate_as_the_model_does(llama: Path) -> None:
+    model = Model(llama, "cpu")
+    (rotation, *_) = model.rotations(torch.arange(64)[None])
+    assert rotation is not None
+    rope = lossy.Rope(np.array(turns(rotation.angles), np.uint64), rotation.interleaved)
+    x = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(1))
+    mine = lossy.rotated(x[0].transpose(0, 1).numpy(), rope, 1000)
+    assert np.abs(mine - rotation.turn(x, 1000)[0].transpose(0, 1).numpy()).max() < 1e-5
+
+
+@needs_torch
+@QUIET
+def test_a_calibration_is_the_same_every_time_and_says_what_is_lost(
+    kvtier, llama: Path, tmp_path: Path, small: None
+) -> None:
+    (tmp_path / "text").write_text(words(1500))
+    texts, reports = [], []
+    for number in range(2):
+        out = tmp_path / f"{number}.kvtp"
+        code, told, said = kvtier(
+            "--model", llama, "--text", tmp_path / "text", "--out", out, "--tokens", 5000,
+            "--device", "cpu", "--weights", "rev:1", "--json",
+        )  # fmt: skip
+        assert code == 0, said
+        texts.append(out.read_bytes())
+        reports.append(json.loads(told))
+    assert texts[0] == texts[1]
+    profile, report = files.decode(texts[0]), reports[0]
+    assert (profile.model, profile.weights, profile.dtype) == ("tiny-llama", "rev:1", "bfloat16")
+    assert report["name"] == profile.name.hex() and report["bytes"] == len(texts[0])
+    assert profile.ropes[0].theta == 10_000.0 and profile.ropes[0].dims == 16
+    assert [[part.rope for part in layer] for layer in profile.layers] == [[0, -1]] * 3
+    levels = {one["codec"]: one for one in report["levels"]}
+    for codec, losses in (
+        ("ecsq", measuring.ECSQ_LOSS), ("cachegen", measuring.CACHEGEN_LOSS),
+    ):  # fmt: skip
+        assert levels[f"{codec}-hi"]["bits"] > levels[f"{codec}-mid"]["bits"]
+        assert levels[f"{codec}-mid"]["bits"] > levels[f"{codec}-lo"]["bits"]
+        for level, loss in losses.items():
+            assert 0.5 * loss < levels[f"{codec}-{level}"]["divergence"] <= loss
+    _check_what_was_said(llama, profile, levels, (tmp_path / "text").read_text())
+
+
+def _check_what_was_said(
+    path: Path, profile: files.Profile, levels: dict[str, Any], text: str
+) -> None:
+    """The twins' real bytes lose what the report says."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from bench_quality import Calibrated, Found
+
+    model = Model(path, "cpu")
+    ids = chunks(model.tokens(text), measuring.SEQUENCE, 5000 // measuring.SEQUENCE)
+    tried = [number * len(ids) // 8 for number in range(8)]
+    trial = measuring.Trial(model, ids[tried])
+    for name, level in levels.items():
+        codec, _, at = name.partition("-")
+        found = Found(Calibrated(profile, codec, at), 64)  # type: ignore[arg-type]
+        apart, change = trial.run(found.replace)
+        assert abs(apart / level["divergence"] - 1) < 0.05
+        assert abs(change - level["perplexity_change"]) < 2e-3
+
+
+@needs_torch
+@QUIET
+def test_an_interrupted_calibration_leaves_nothing(
+    kvtier, llama: Path, tmp_path: Path, small: None, monkeypatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "text").write_text(words(1500))
+    monkeypatch.setattr(measuring, "_search", interrupted)
+    code, _, _ = kvtier(
+        "--model", llama, "--text", tmp_path / "text", "--out", tmp_path / "out", "--tokens", 4096
+    )
+    assert code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@needs_torch
+@QUIET
+def test_a_text_that_is_too_short_is_refused(kvtier, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(words(50))
+    code, _, said = kvtier("--model", llama, "--text", tmp_path / "text", "--out", tmp_path / "out")
+    assert code == 2 and "too short" in said
+    assert not (tmp_path / "out").exists()
+
+
+@needs_torch
+@QUIET
+def test_gradients_tell_what_an_error_costs(llama: Path, small: None) -> None:
+    """Half of the squares times small errors is the KL that they make."""
+    model = Model(llama, "cpu")
+    model.kept = torch.float32
+    ids = chunks(model.tokens(words(3000)), 81, 24)
+    prefix, chance = model.prefix(ids[:, :64]), torch.Generator().manual_seed(3)
+    costs = [0.0, 0.0]
+    for _ in range(12):
+        for pair in model.sensitivity(prefix, ids[:, 64:80], chance):
+            for part, slope in enumerate(pair):
+                costs[part] += float(slope.double().square().mean((0, 2)).sum()) / 12
+    with torch.no_grad():
+        base = model.scores(prefix, ids[:, 64:80])
+        for part in range(2):
+            size = 1e-3
+            apart = []
+            for _ in range(8):
+                changed = [
+                    tuple(
+                        x + size * torch.randn(x.shape, generator=chance) if at == part else x
+                        for at, x in enumerate(pair)
+                    )
+                    for pair in prefix
+                ]
+                found = model.scores(changed, ids[:, 64:80])  # type: ignore[arg-type]
+                apart.append(measuring.divergence(base, found))
+            # An error in each of 64 tokens, and a mean over 16 predictions.
+            predicted = 0.5 * costs[part] * size**2 * 64 / 16
+            assert 0.6 < float(np.mean(apart)) / predicted < 1.6

@@ -1,0 +1,64 @@
+"""Causal language models of a few thousand weights, made on the spot, with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "initializer_range": 0.15, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+# What its configuration says, and where K before RoPE can be seen.
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("LlamaConfig", {"head_dim": 16}, "k_proj"),
+    "llama3": ("LlamaConfig", {"head_dim": 16, "rope_parameters": LLAMA3_ROPE}, "k_proj"),
+    "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 32}, "k_proj"),
+    "qwen2": ("Qwen2Config", {}, "k_proj"),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}, "k_norm"),
+    "gemma": ("GemmaConfig", {"head_dim": 16}, "k_proj"),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "sliding_window": 32},
+        "k_norm",
+    ),
+    "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.5}, "k_proj"),
+    "cohere": ("CohereConfig", {}, "k_proj"),  # interleaved
+}  # fmt: skip
+
+
+def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
+    """The same weights every time."""
+    import torch
+    import transformers
+
+    name, more, _ = KINDS[kind]
+    config = getattr(transformers, name)(**{**SIZES, **more, **changes}, dtype="bfloat16")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Any:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    whole = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=whole)
+
+
+def words(count: int) -> str:
+    """Text that repeats itself, but not soon."""
+    return "".join(f"{number * 7919 % 1009:x} is {number % 13} and " for number in range(count))
