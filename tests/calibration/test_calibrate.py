@@ -76,7 +76,9 @@ def test_a_profile_is_written_whole_or_not_at_all(here: Path, monkeypatch) -> No
         with pytest.raises(KeyboardInterrupt):
             _write(target, b"after")
     assert target.read_bytes() == b"before" and sorted(here.iterdir()) == before
+    number = target.stat().st_ino
     _write(target, b"after")
+    assert target.stat().st_ino != number  # another file took its name, whole
     assert target.read_bytes() == b"after" and sorted(here.iterdir()) == before
 
 

@@ -48,6 +48,9 @@ def test_symbols_that_hardly_occur_are_left_to_the_escape() -> None:
     assert bits[rate.REACH] < 1 and bits[-1] == bits[0] == 8 - np.log2(table[-1]) + 16
     counts[rate.REACH + 2] = 100
     assert len(rate.tabled(counts)) == 6
+    assert rate.tabled(counts)[-1] == 1
+    counts[-1] = 1000
+    assert rate.tabled(counts)[-1] > 30
 
 
 def test_a_bit_that_is_worth_more_is_spared() -> None:
