@@ -242,7 +242,7 @@ def judged(name: str, found: Found, apart: float, change: float) -> list[Row]:
     }  # fmt: skip
     ratio = 16 / found.bits
     if name not in BARS:
-        return [Row(name, ratio, "x smaller", more=more)]
+        return [Row(name, ratio, "x smaller", more=more), Row(f"{name} KL", apart, "")]
     smaller, most, most_change = BARS[name]
     rows = [
         harness.at_least(name, ratio, "x smaller", smaller, **more),

@@ -125,8 +125,9 @@ def test_levels_are_held_to_their_bars() -> None:
     assert [row.ok for row in bench.judged("ecsq-hi", found, 1e-3, 0.004)] == [True, True, True]
     assert [row.ok for row in bench.judged("ecsq-mid", found, 6e-3, -0.008)] == [False] * 3
     assert [row.ok for row in bench.judged("cachegen-mid", found, 1e-2, 0.5)] == [True, True]
-    (row,) = bench.judged("q4", found, 1.0, 1.0)
+    row, apart = bench.judged("q4", found, 0.5, 1.0)
     assert row.ok is None and row.value == pytest.approx(16 / 3)
+    assert (apart.ok, apart.name, apart.value) == (None, "q4 KL", 0.5)
 
 
 def test_a_tiny_model_is_measured_from_end_to_end(
