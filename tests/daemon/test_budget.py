@@ -18,7 +18,8 @@ from daemons import Daemon
 from kvtier.catalog import Catalog, SessionId
 from kvtier.codec.frame import PAGE
 from kvtier.policy.base import make
-from kvtier_daemon.mover import DAY_S, Budget, Mover
+from kvtier_daemon.mover import Mover
+from kvtier_daemon.moving.budget import DAY_S, Budget
 from kvtier_kernels import Store
 from specs import pattern, spec_of
 

@@ -19,10 +19,10 @@ from kvtier.errors import TierError
 from kvtier.policy.base import make
 from kvtier_daemon import app as app_module
 from kvtier_daemon import fsck
-from kvtier_daemon import mover as mover_module
 from kvtier_daemon.app import App
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
+from kvtier_daemon.moving import blocks as moving_blocks
 from kvtier_daemon.tiers import drive as drives
 from kvtier_daemon.tiers import shelf as shelves
 from kvtier_daemon.tiers.drive import FAULTS_TO_OFF, Lane
@@ -153,7 +153,7 @@ def test_a_disk_whose_writes_hang_takes_no_other_one_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drives, "HANGS_S", 0.3)
-    monkeypatch.setattr(mover_module, "SETTLE_S", 0.6)
+    monkeypatch.setattr(moving_blocks, "SETTLE_S", 0.6)
 
     async def work() -> None:
         tenant = TwoDisks(two(tmp_path))
@@ -488,7 +488,7 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
         async def slow(_: object) -> None:
             await asyncio.sleep(60)
 
-        tenant.mover._bring_away = slow  # type: ignore[method-assign]
+        tenant.mover._leaving._bring_away = slow  # type: ignore[method-assign]
         tenant.mover.leave(shelf, segment)
         await asyncio.sleep(0.05)
         tenant.running.cancel()

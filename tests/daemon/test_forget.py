@@ -12,9 +12,9 @@ import pytest
 from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.policy.base import make
-from kvtier_daemon import mover as mover_module
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
+from kvtier_daemon.moving import forgetting
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Shelf
@@ -143,13 +143,13 @@ def test_what_was_planned_is_not_written_after_it_was_forgotten(tmp_path: Path) 
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        tenant.mover._left.clear()  # something is being brought away
+        tenant.mover._leaving.over.clear()  # something is being brought away
         for number in (1, 2, 3):
             tenant.save(number)
         while not tenant.catalog.cold.writing:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(1, 2) == ""
-        tenant.mover._left.set()
+        tenant.mover._leaving.over.set()
         await tenant.on_disk(2)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(4)) == [0, 3]
@@ -165,8 +165,8 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
         for number in (1, 2):
             tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
         evict_all(tenant)
-        tenant.mover._again_bytes = 1 << 30
-        read, was_read = tenant.mover._read_all, asyncio.Event()
+        tenant.mover._leaving.again_bytes = 1 << 30
+        read, was_read = tenant.mover._leaving._read_all, asyncio.Event()
 
         async def reading(*args: Any) -> bool:
             good = await read(*args)
@@ -174,7 +174,7 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
             await asyncio.sleep(0.1)
             return good
 
-        tenant.mover._read_all = reading  # type: ignore[method-assign]
+        tenant.mover._leaving._read_all = reading  # type: ignore[method-assign]
         shelf.log.leave()
         tenant.mover.leave(shelf, first)
         await was_read.wait()
@@ -216,7 +216,7 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[Shelf, Segment]:
     for number in (1, 2):
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
     evict_all(tenant)
-    tenant.mover._again_bytes = 1 << 30
+    tenant.mover._leaving.again_bytes = 1 << 30
     assert shelf.log.leave() is first
     tenant.mover.leave(shelf, first)
     while first not in shelf.parting:  # noqa: ASYNC110
@@ -256,16 +256,16 @@ def test_both_copies_of_what_is_brought_away_go(tmp_path: Path) -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
         await one_that_is_read_leaves(tenant)
-        mover_module.FORGET_S = 0.2
+        forgetting.FORGET_S = 0.2
         assert "nothing was heard" in await tenant.forget(1), "its segment has its head still"
         await tenant.kill()
         assert 1 not in await after_a_start(tmp_path, range(4))
 
-    before = mover_module.FORGET_S
+    before = forgetting.FORGET_S
     try:
         run(work())
     finally:
-        mover_module.FORGET_S = before
+        forgetting.FORGET_S = before
 
 
 def evict_all(tenant: Tenant) -> None:

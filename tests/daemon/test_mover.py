@@ -13,8 +13,9 @@ import pytest
 from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.policy.base import make
-from kvtier_daemon import mover as mover_module
-from kvtier_daemon.mover import Budget, Mover
+from kvtier_daemon.mover import Mover
+from kvtier_daemon.moving import writing
+from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.tiers import reads as reads_module
 from kvtier_daemon.tiers.cold import Incoming, Read
 from kvtier_daemon.tiers.shelf import Outgoing, Wrote
@@ -100,7 +101,7 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it takes, nobody else is served."""
-    monkeypatch.setattr(mover_module, "WRITE_BLOCKS", 8)
+    monkeypatch.setattr(writing, "WRITE_BLOCKS", 8)
     monkeypatch.setattr(reads_module, "READ_BLOCKS", 8)
     handed: Counter[str] = Counter()
 

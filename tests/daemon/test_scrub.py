@@ -18,7 +18,8 @@ from daemon.test_mover import keys, places
 from kvtier.catalog import Catalog, SessionId
 from kvtier.codec.frame import PAGE
 from kvtier.policy.base import make
-from kvtier_daemon.mover import FRAME, Mover
+from kvtier_daemon.mover import Mover
+from kvtier_daemon.moving.blocks import FRAME
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.tiers.cold import Incoming
 from kvtier_daemon.tiers.log import Segment, Stage

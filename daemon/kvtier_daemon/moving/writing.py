@@ -1,0 +1,215 @@
+"""Writing to the disks: the coldest blocks of the warm tier are kept clean, so that room can be made at once;
+or, write-through, what was saved is written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from kvtier.catalog import Catalog
+from kvtier.catalog.blocks import ID_BYTES
+from kvtier.catalog.cold import Demotion
+from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
+from kvtier_daemon.moving.blocks import (
+    BEGIN_S,
+    BEGIN_TRIES,
+    WRITE_BLOCKS,
+    begin,
+    describe,
+    frame_bytes,
+    frame_of,
+    ids_of,
+    in_time,
+    outgoing,
+    place_of,
+)
+from kvtier_daemon.moving.budget import Budget
+from kvtier_daemon.moving.leaving import Leaving
+from kvtier_daemon.tiers.cold import ColdTier
+from kvtier_daemon.tiers.shelf import Landed, Outgoing
+
+log = logging.getLogger(__name__)
+
+WRITE_BYTES = 32 << 20  # made durable by one sync
+WRITES_AT_ONCE = 2
+CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
+PAUSE_S = 0.05
+LIMIT_SAVED = 4096  # commits that wait to be written through
+BRING_AWAY_S = 3.0  # that writes wait for what goes before them
+
+
+class Writing:
+    """One tenant's. `extents` are its extents' numbers with the cold tier."""
+
+    def __init__(
+        self,
+        tenant: str,
+        catalog: Catalog,
+        cold: ColdTier,
+        extents: Sequence[int],
+        quota_bytes: int,
+        budget: Budget,
+        leaving: Leaving,
+        counts: Counter[str],
+        nbytes: Counter[str],
+        *,
+        through: bool,
+        admission: str,
+    ) -> None:
+        self.counts = counts
+        self.bytes = nbytes
+        self._tenant = tenant
+        self._catalog = catalog
+        self._cold = cold
+        self._extents = extents
+        self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
+        self._budget = budget
+        self._leaving = leaving
+        self._through = through
+        self._admission = admission
+        if admission == "second-touch" or (admission == "auto" and budget.is_limited):
+            catalog.blocks.admission.turn_on()
+        catalog.blocks.keeps_back = LATE
+        self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Others are the coldest now."""
+        self._wake.set()
+
+    def saved(self, ids: bytes) -> None:
+        """These blocks were committed."""
+        if self._through and self._cold.takes and len(self._saved) < LIMIT_SAVED:
+            # Those beyond the limit are written when they come near to being evicted.
+            self._saved.append(ids)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write what is to be written, for as long as the daemon lives."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(WRITES_AT_ONCE):
+                tasks.create_task(self._write_on(), name=f"write {self._tenant} {number}")
+
+    async def _write_on(self) -> None:
+        while True:
+            plan = self._plan()
+            left, wrote = await self._write(plan) if plan is not None else (b"", False)
+            if left and self._through and len(self._saved) < LIMIT_SAVED:
+                self._saved.append(left)
+            if left or not wrote:
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PAUSE_S):
+                        await self._wake.wait()
+
+    def _plan(self) -> Demotion | None:
+        """What to write next, or None."""
+        left = self.gate()
+        if not self._cold.takes or left <= 0:
+            return None
+        if not self._cold.may_write(self._tenant):
+            return None
+        cold = self._catalog.cold
+        while self._saved:
+            ids, some = self._saved.popleft(), WRITE_BLOCKS * ID_BYTES
+            if len(ids) > some:
+                self._saved.appendleft(ids[some:])
+            plan = cold.plan_write_through(ids[:some])
+            if plan.ids:
+                return plan
+        plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes, WRITE_BLOCKS)
+        return plan if plan.ids else None
+
+    def gate(self) -> float:
+        """Say why what is evicted now without a frame has none, and whether everything may be written; how
+        many bytes may be."""
+        left = self._budget.left()
+        blocks = self._catalog.blocks
+        shut = self._admission == "second-touch" or (
+            self._admission == "auto" and self._budget.is_limited and left < self._budget.scarce
+        )
+        blocks.admission.shut = shut
+        if not self._cold.takes:
+            blocks.keeps_back = OFF
+        elif left <= 0:
+            blocks.keeps_back = BUDGET
+        else:
+            blocks.keeps_back = ONCE if shut else LATE
+        return left
+
+    async def _write(self, plan: Demotion) -> tuple[bytes, bool]:
+        """Write these, as far as there is a place for them; the ids of those for which there was none, and
+        whether anything was written at all.
+
+        A block that was handed to the disk is held until the disk has ended with it, whatever becomes of this
+        task: another block in its slot would be written under its name.
+        """
+        cold = self._catalog.cold
+        blocks = [
+            outgoing(number, block, place_of(self._extents, block.slot))
+            for number, block in zip(array("I", plan.ids), plan.blocks, strict=True)
+        ]
+        unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
+        if unfit:
+            log.debug("cold: %d blocks are too large for a segment", len(unfit))
+            cold.not_demoted(ids_of(unfit))
+            blocks = [block for block in blocks if block not in unfit]
+        wrote = False
+        try:
+            while blocks and await describe(self._cold, self._tenant, blocks):
+                settled = await self._begin_soon(blocks)
+                if settled is None:
+                    break
+                wrote = True
+                if not await in_time(settled):
+                    break
+        finally:
+            cold.not_demoted(ids_of(blocks))
+        return ids_of(blocks), wrote
+
+    def _leave_out_forgotten(self, blocks: list[Outgoing]) -> None:
+        """What is forgotten by now is not written: a forget waits only for what is with the disk."""
+        wanted = set(array("I", self._catalog.cold.dirty(ids_of(blocks))))
+        gone = [block for block in blocks if block.id not in wanted]
+        if gone:
+            self._catalog.cold.not_demoted(ids_of(gone))
+            blocks[:] = [block for block in blocks if block.id in wanted]
+
+    def _settle(self, landed: list[Landed], failed: list[int]) -> None:
+        self._landed(landed)
+        self._catalog.cold.not_demoted(array("I", failed).tobytes())
+
+    def _landed(self, landed: list[Landed]) -> None:
+        nbytes = sum(map(frame_bytes, landed))
+        self._budget.spend(nbytes)
+        self._leaving.wrote(nbytes)
+        self.counts["written"] += len(landed)
+        self.bytes["written"] += nbytes
+        numbers = array("I", (one.id for one in landed)).tobytes()
+        frames = b"".join(map(frame_of, landed))
+        self._catalog.cold.demoted(numbers, frames, b"".join(one.digest for one in landed))
+
+    async def _begin_soon(self, blocks: list[Outgoing]) -> asyncio.Future[bool] | None:
+        """The same for what leaves memory, in a while if the next segment is just being begun; takes what was
+        begun off the list. What is brought away goes first: it would find no place any more, and until it has
+        one there is no next segment."""
+        for tries in range(BEGIN_TRIES):
+            if tries:
+                await asyncio.sleep(BEGIN_S)
+            try:
+                async with asyncio.timeout(BRING_AWAY_S):
+                    await self._leaving.over.wait()
+            except TimeoutError:
+                self._leaving.over.set()  # a disk that hangs holds up no other
+            self._leave_out_forgotten(blocks)
+            count, settled = (
+                begin(self._cold, self._tenant, blocks, self._settle) if blocks else (0, None)
+            )
+            del blocks[:count]
+            if count or not blocks:
+                return settled
+        return None
