@@ -12,11 +12,12 @@ import pytest
 
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
+from kvtier_daemon.tiers.batch import Landed, Outgoing
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import decode_entries
-from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf
+from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_daemon.tiers.volume import tenant_digest
 from kvtier_kernels import Mapping, views
 from specs import pattern, spec_of

@@ -12,9 +12,9 @@ import pytest
 from daemon.test_cold import BLOCK, Bench
 from kvtier.codec.frame import PAGE
 from kvtier_daemon.cli import main
+from kvtier_daemon.tiers.batch import Landed
 from kvtier_daemon.tiers.recovery import recover
 from kvtier_daemon.tiers.segment import encode_footer, page_of, split_rows
-from kvtier_daemon.tiers.shelf import Landed
 from kvtier_daemon.tiers.volume import tenant_digest
 
 

@@ -17,8 +17,8 @@ from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving import writing
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.tiers import reads as reads_module
+from kvtier_daemon.tiers.batch import Outgoing, Wrote
 from kvtier_daemon.tiers.cold import Incoming, Read
-from kvtier_daemon.tiers.shelf import Outgoing, Wrote
 from kvtier_kernels import Store
 from specs import pattern
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from kvtier.catalog.cold import Outgoing as Described
 from kvtier.codec.frame import PAGE, RAW, pages
 from kvtier.wire import DIGEST_BYTES
+from kvtier_daemon.tiers.batch import Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.drive import HANGS_S
-from kvtier_daemon.tiers.shelf import Landed, Outgoing, Wrote
 
 SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero

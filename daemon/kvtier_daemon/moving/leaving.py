@@ -29,9 +29,10 @@ from kvtier_daemon.moving.blocks import (
 )
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.moving.forgetting import Forgetting
+from kvtier_daemon.tiers.batch import Landed, Outgoing
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.log import Segment
-from kvtier_daemon.tiers.shelf import Landed, Outgoing, Shelf
+from kvtier_daemon.tiers.shelf import Shelf
 
 log = logging.getLogger(__name__)
 

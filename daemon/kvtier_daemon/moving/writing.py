@@ -29,8 +29,8 @@ from kvtier_daemon.moving.blocks import (
 )
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.moving.leaving import Leaving
+from kvtier_daemon.tiers.batch import Landed, Outgoing
 from kvtier_daemon.tiers.cold import ColdTier
-from kvtier_daemon.tiers.shelf import Landed, Outgoing
 
 log = logging.getLogger(__name__)
 

@@ -27,11 +27,12 @@ import msgspec
 from kvtier.codec.frame import PAGE, pages
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.batch import Outgoing, Wrote
 from kvtier_daemon.tiers.drive import BENIGN, HANGS_S, Drive, Over, anonymous
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.reads import Reads
 from kvtier_daemon.tiers.recovery import Recovered
-from kvtier_daemon.tiers.shelf import Numbering, Outgoing, Shelf, Wrote
+from kvtier_daemon.tiers.shelf import Numbering, Shelf
 from kvtier_daemon.tiers.volume import Volume, space_key
 from kvtier_kernels import Mapping
 

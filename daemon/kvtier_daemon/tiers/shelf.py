@@ -13,13 +13,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.codec.frame import PAGE, RAW, Identity, Template
 from kvtier.codec.raw import entries
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.batch import Batch, Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.drive import Drive, Over
 from kvtier_daemon.tiers.log import Log, Segment, Stage, Taken
 from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
@@ -50,50 +50,6 @@ GOING_MOST = 4  # batches under way, where a disk is so slow that nobody waits f
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_TO_LEAVE = 3
 RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A block to be written: what it is, and the slot that has it. `digest` is empty where none is known."""
-
-    id: int
-    space: bytes
-    spec: KvSpec
-    group: int
-    shard: int
-    key: bytes
-    parent: bytes
-    digest: bytes
-    extent: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """A block that is on disk, and where."""
-
-    id: int
-    segment: int
-    page: int
-    header_pages: int
-    payload_bytes: int
-    digest: bytes
-
-
-Wrote = Callable[[list[Landed], list[int]], None]
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Writes that one fdatasync makes durable."""
-
-    segment: Segment
-    done: Wrote
-    settled: asyncio.Future[None]
-    ops: int = 0
-    landed: list[Landed] = field(default_factory=list)
-    rows: list[tuple[int, bytes]] = field(default_factory=list)  # where in the table, and what
-    failed: list[int] = field(default_factory=list)
 
 
 class Numbering:
