@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/numbers.h"
 #include "python_bytes.h"
 #include "unlocked.h"
 
@@ -22,18 +23,6 @@ namespace {
 using Number = std::pair<uint32_t, size_t>;                  // codec, encoded bytes
 using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 using Place = std::tuple<uint32_t, size_t, size_t, size_t>;  // codec, offset, bytes, raw bytes
-
-Codec codec_of(uint32_t number) {
-    const auto codec = static_cast<Codec>(number);
-    const bool ours = number <= static_cast<uint32_t>(Codec::kQ2) && number != 3;
-    if (!ours) throw nb::value_error("codec: 0, 1, 2, 4, 5 or 6");
-    return codec;
-}
-
-Element element_of(uint32_t number) {
-    if (number >= kElements) throw nb::value_error("element: 0 to 4");
-    return static_cast<Element>(number);
-}
 
 std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle block,
                                  const std::vector<size_t>& sizes, nb::handle into,

@@ -20,6 +20,7 @@
 #include <tuple>
 #include <vector>
 
+#include "codec/numbers.h"
 #include "disk.h"
 #include "python_bytes.h"
 #include "unlocked.h"
@@ -31,6 +32,7 @@ namespace {
 
 constexpr size_t kDepthMost = 1024;
 constexpr size_t kThreadsMost = 16;
+constexpr size_t kDecodersMost = 16;
 constexpr size_t kPoolMost = 64;  // a pool's threads, and so its depth
 constexpr uint64_t kBytesMost = uint64_t{64} << 20;
 // What an object that goes without having been stopped waits for the kernel.
@@ -62,13 +64,14 @@ int64_t nanoseconds(clockid_t clock) {
 // Moves blocks for as long as it lives. A forked child has the object but not the threads.
 class Disk {
  public:
-    Disk(int notify_fd, const std::string& engine, size_t depth, size_t threads)
-        : depth_(depth), owner_(getpid()) {
+    Disk(int notify_fd, const std::string& engine, size_t depth, size_t threads, size_t decoders)
+        : depth_(depth), decoders_(decoders), owner_(getpid()) {
         if (engine != "auto" && engine != "io_uring" && engine != "threads") {
             throw nb::value_error("engine: auto, io_uring or threads");
         }
         if (depth < 1 || depth > kDepthMost) throw nb::value_error("depth: 1 to 1024");
         if (threads < 1 || threads > kThreadsMost) throw nb::value_error("threads: 1 to 16");
+        if (decoders < 1 || decoders > kDecodersMost) throw nb::value_error("decoders: 1 to 16");
         threads = std::min(threads, depth);
         if (engine == "threads") {
             why_ = "asked for";
@@ -80,7 +83,7 @@ class Disk {
             engine_ = "io_uring";
             why_ = engine == "auto" ? "the kernel offers it" : "asked for";
         }
-        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_);
+        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, decoders_);
         if (engine_ == "io_uring") {
             for (size_t i = 0; i < threads; i++) {
                 auto ring = std::make_shared<RingWorker>(queue_, (depth + threads - 1) / threads);
@@ -128,6 +131,47 @@ class Disk {
             std::memcpy(to.digest.data(), from.digest, kDigestBytes);
         });
         submit(std::move(batch));
+    }
+
+    void read_frames(nb::handle packed) {
+        std::list<Operation> batch;
+        each<PackedFrame>(packed, [&](const PackedFrame& frame, const std::string& name) {
+            const PackedOperation& from = frame.operation;
+            Operation& to = batch.emplace_back();
+            place(from, name, true, to);
+            to.kind = Kind::kRead;
+            if ((from.flags & ~kUrgent) != 0) unknown_flags(name);
+            if (frame.header_bytes == 0 || frame.header_bytes % kPage != 0 ||
+                frame.payload_bytes == 0 || frame.payload_bytes > from.nbytes) {
+                throw nb::value_error((name + ": no encoded frame has such lengths").c_str());
+            }
+            to.urgent = (from.flags & kUrgent) != 0;
+            to.encoded = true;
+            to.element = codec::element_of(frame.element);
+            to.block = to.payload;
+            to.block_bytes = from.nbytes;
+            to.payload = nullptr;
+            to.frame_header = frame.header_bytes;
+            to.nbytes = frame.payload_bytes;
+            to.needed = to.frame_header + to.nbytes;
+            to.total = whole_pages(to.needed);
+            std::memcpy(to.digest.data(), from.digest, kDigestBytes);
+        });
+        submit(std::move(batch));
+    }
+
+    nb::tuple moved() {
+        const auto all = queue().moved();
+        nb::dict decoded;
+        for (size_t i = 0; i < DiskQueue::kCodecs; i++) {
+            for (size_t element = 0; element < codec::kElements; element++) {
+                const auto& one = all.decoded[i][element];
+                if (one.block_bytes == 0) continue;
+                decoded[nb::make_tuple(i, element)] =
+                    nb::make_tuple(one.block_bytes, static_cast<double>(one.nanoseconds) * 1e-9);
+            }
+        }
+        return nb::make_tuple(all.read_bytes, static_cast<double>(all.reading_ns) * 1e-9, decoded);
     }
 
     void write(nb::handle packed, nb::handle headers) {
@@ -285,9 +329,12 @@ class Disk {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        running_.reserve(threads_ + 1);  // a thread once begun must not be lost
+        running_.reserve(threads_ + decoders_ + 1);  // a thread once begun must not be lost
         try {
             launch([queue = queue_] { queue->run_clock(); });
+            for (size_t i = 0; i < decoders_; i++) {
+                launch([queue = queue_] { queue->run_decoder(); });
+            }
             for (const auto& ring : rings_) launch([ring] { ring->run(); });
             for (size_t i = rings_.size(); i < threads_; i++) {
                 launch([queue = queue_] { run_pool_worker(*queue); });
@@ -320,15 +367,16 @@ class Disk {
         for (nb::object& mapping : mappings_) mapping.release();
     }
 
-    template <typename Take>
+    template <typename Packed = PackedOperation, typename Take>
     void each(nb::handle packed, const Take& take) {
         Held held;
         held.take(packed, Access::kRead, Shape::kContiguous, "ops");
-        if (held.size() % sizeof(PackedOperation) != 0) {
-            throw nb::value_error("ops: packed operations are 64 bytes each");
+        if (held.size() % sizeof(Packed) != 0) {
+            const std::string each = std::to_string(sizeof(Packed));
+            throw nb::value_error(("ops: packed operations are " + each + " bytes each").c_str());
         }
-        for (size_t i = 0; i < held.size() / sizeof(PackedOperation); i++) {
-            PackedOperation from;
+        for (size_t i = 0; i < held.size() / sizeof(Packed); i++) {
+            Packed from;
             std::memcpy(&from, held.data() + i * sizeof(from), sizeof(from));
             take(from, "operation " + std::to_string(i));
         }
@@ -385,6 +433,7 @@ class Disk {
     std::string engine_ = "threads", why_;
     int probe_error_ = 0;
     size_t depth_, threads_ = 0;
+    const size_t decoders_;
     const pid_t owner_;
     std::vector<nb::object> mappings_;
     std::vector<const Mapping*> extents_;
@@ -400,10 +449,13 @@ class Disk {
 void bind_disk(nb::module_& m) {
     using kvtier::Disk;
     nb::class_<Disk>(m, "Disk", nb::is_final())
-        .def(nb::init<int, const std::string&, size_t, size_t>(), nb::arg("notify_fd"),
-             nb::arg("engine") = "auto", nb::arg("depth") = 8, nb::arg("threads") = 1)
+        .def(nb::init<int, const std::string&, size_t, size_t, size_t>(), nb::arg("notify_fd"),
+             nb::arg("engine") = "auto", nb::arg("depth") = 8, nb::arg("threads") = 1,
+             nb::arg("decoders") = 1)
         .def("register", &Disk::add_extent, nb::arg("mapping"), nb::arg("fixed") = true)
         .def("read", &Disk::read, nb::arg("ops"))
+        .def("read_frames", &Disk::read_frames, nb::arg("ops"))
+        .def("moved", &Disk::moved)
         .def("write", &Disk::write, nb::arg("ops"), nb::arg("headers") = nb::bytes("", 0))
         .def("sync", &Disk::sync, nb::arg("token"), nb::arg("fd"), nb::arg("deadline_ms") = 0)
         .def("read_bytes", &Disk::read_bytes, nb::arg("token"), nb::arg("fd"), nb::arg("offset"),

@@ -311,7 +311,8 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
         bool fits = row.group() < found.groups.size() &&
                     row.shard() < found.groups[row.group()].shards && row.codec() < 256 &&
                     row.header_pages() < 256 && row.payload_bytes() >> 32 == 0 &&
-                    (row.codec() || row.payload_bytes() == found.groups[row.group()].block_bytes);
+                    (row.codec() ? row.payload_bytes() <= found.groups[row.group()].block_bytes
+                                 : row.payload_bytes() == found.groups[row.group()].block_bytes);
         if (!fits) {
             ++over.unfit;
             continue;

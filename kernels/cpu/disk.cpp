@@ -21,15 +21,61 @@ constexpr size_t kReadsInARow = 16;
 // How late an operation may be ended in the queue, so that many deadlines cost one look.
 constexpr std::chrono::milliseconds kClockStep{1};
 
+int64_t since(Clock::time_point then) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - then).count();
+}
+
 }  // namespace
 
 Pages::Pages(uint64_t nbytes) {
     data_.reset(static_cast<uint8_t*>(std::aligned_alloc(kPage, whole_pages(nbytes))));
     if (data_ == nullptr) throw std::bad_alloc();
-    std::memset(data_.get(), 0, whole_pages(nbytes));
+    size_ = whole_pages(nbytes);
+    std::memset(data_.get(), 0, size_);
 }
 
-bool Operation::begin() {
+Pages Pages::unset(uint64_t nbytes) {
+    Pages pages;
+    pages.data_.reset(static_cast<uint8_t*>(std::aligned_alloc(kPage, whole_pages(nbytes))));
+    if (pages.data_ != nullptr) pages.size_ = whole_pages(nbytes);
+    return pages;
+}
+
+Pages PagesAgain::take(uint64_t nbytes) {
+    {
+        const std::lock_guard lock(mutex_);
+        for (Pages& pages : free_) {
+            if (pages.size() < nbytes) continue;
+            std::swap(pages, free_.back());
+            Pages taken = std::move(free_.back());
+            free_.pop_back();
+            return taken;
+        }
+    }
+    return Pages::unset(nbytes);
+}
+
+void PagesAgain::give(Pages pages) {
+    if (pages.data() == nullptr) return;
+    const std::lock_guard lock(mutex_);
+    if (free_.size() < most_) {
+        free_.push_back(std::move(pages));
+        return;
+    }
+    // Where blocks are of different sizes the larger ones are of use to all.
+    const auto smallest =
+        std::min_element(free_.begin(), free_.end(),
+                         [](const Pages& a, const Pages& b) { return a.size() < b.size(); });
+    if (smallest != free_.end() && smallest->size() < pages.size()) std::swap(*smallest, pages);
+}
+
+bool Operation::begin(PagesAgain& again) {
+    if (encoded) {
+        own = again.take(total);
+        payload = own.data();
+        if (payload == nullptr) error = ENOMEM;
+        return error == 0;
+    }
     if (!seal) return true;
     if (!seal_frame(own.data(), header_bytes, payload, nbytes, digest.data())) error = EINVAL;
     return error == 0;
@@ -67,8 +113,18 @@ bool Operation::advance(int64_t result) {
     return moved >= (reads() ? needed : total);
 }
 
+size_t Operation::codec() const { return frame_codec(payload); }
+
 void Operation::finish() {
-    if (error != 0 || !with_digest || seal) return;
+    if (error != 0) return;
+    if (encoded) {
+        if (!decode_frame(element, payload, frame_header, payload + frame_header, nbytes,
+                          digest.data(), block, block_bytes)) {
+            error = EBADMSG;
+        }
+        return;
+    }
+    if (!with_digest || seal) return;
     Digest found;
     xxh3_128(payload, nbytes, 0, found.data());
     if (kind == Kind::kWrite) {
@@ -78,11 +134,13 @@ void Operation::finish() {
     }
 }
 
-DiskQueue::DiskQueue(int notify_fd, size_t depth)
+DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders)
     : notify_fd_(notify_fd),
       depth_(depth),
       spare_(depth < 2 ? 0 : std::max<size_t>(1, depth / 8)),
-      writes_most_(std::max<size_t>(1, depth / 2)) {}
+      writes_most_(std::max<size_t>(1, depth / 2)),
+      decoders_(decoders),
+      again_(2 * depth + decoders) {}
 
 DiskQueue::~DiskQueue() { close(notify_fd_); }
 
@@ -151,7 +209,7 @@ bool DiskQueue::forget(int fd) {
 DiskQueue::Lengths DiskQueue::lengths() {
     const std::lock_guard lock(mutex_);
     Lengths all = {urgent_.size(), reads_.size(), writes_.size() + syncs_.size() + waiting_.size(),
-                   in_kernel_.size(), 0};
+                   in_kernel_.size() + read_.size() + decoding_.size(), 0};
     const auto now = Clock::now();
     for (const Operation& operation : in_kernel_) all.overdue += operation.deadline <= now;
     return all;
@@ -168,8 +226,9 @@ size_t DiskQueue::stop(double timeout_s) {
     wake(asleep_.size());
     pool_.notify_all();
     clock_.notify_all();
+    decoder_.notify_all();
     ended_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return alive_ == 0; });
-    return in_kernel_.size();
+    return in_kernel_.size() + read_.size() + decoding_.size();
 }
 
 bool DiskQueue::ended() {
@@ -189,14 +248,17 @@ void DiskQueue::thread_ends() {
 }
 
 // Urgent reads have the whole depth; a part of it is kept free for them. Of the rest, reads come
-// first, but for one write after so many of them: its memory is needed, too.
+// first, but for one write after so many of them: its memory is needed, too. Nothing is read while
+// as much again waits to be decoded.
 DiskQueue::Operations* DiskQueue::next() {
     if (in_kernel_.size() >= depth_) return nullptr;
-    if (!urgent_.empty()) return &urgent_;
+    const bool reads = read_.size() < depth_;
+    if (!urgent_.empty() && reads) return &urgent_;
     if (in_kernel_.size() >= depth_ - spare_) return nullptr;
     Operations* writes = !syncs_.empty() ? &syncs_ : !writes_.empty() ? &writes_ : nullptr;
     if (writes_in_kernel_ >= writes_most_) writes = nullptr;
-    if (!reads_.empty() && (writes == nullptr || reads_in_a_row_ < kReadsInARow)) return &reads_;
+    if (!reads_.empty() && reads && (writes == nullptr || reads_in_a_row_ < kReadsInARow))
+        return &reads_;
     return writes;
 }
 
@@ -210,7 +272,11 @@ Operation* DiskQueue::begin() {
             continue;
         }
         in_kernel_.splice(in_kernel_.end(), *list, at);
-        if (!at->reads()) writes_in_kernel_++;
+        if (at->reads()) {
+            read_begins();
+        } else {
+            writes_in_kernel_++;
+        }
         const bool passed_over = at->reads() && !(writes_.empty() && syncs_.empty());
         if (list != &urgent_) reads_in_a_row_ = passed_over ? reads_in_a_row_ + 1 : 0;
         return &*at;
@@ -268,10 +334,67 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
     const std::lock_guard lock(mutex_);
     const bool was_empty = done_.empty();
     for (Operation* operation : over) {
-        if (!operation->reads()) writes_in_kernel_--;
+        if (operation->reads()) {
+            read_ends(*operation);
+        } else {
+            writes_in_kernel_--;
+        }
+        if (operation->encoded && operation->error == 0) {
+            read_.splice(read_.end(), in_kernel_, operation->self);
+            decoder_.notify_one();
+            continue;
+        }
         end(in_kernel_, operation->self, operation->error);
     }
+    if (stopping_ && in_kernel_.empty()) decoder_.notify_all();
     notify(was_empty);
+}
+
+void DiskQueue::read_begins() {
+    if (reads_in_kernel_++ == 0) reading_since_ = Clock::now();
+}
+
+void DiskQueue::read_ends(const Operation& operation) {
+    if (operation.error == 0) moved_.read_bytes += operation.total;
+    if (--reads_in_kernel_ == 0) moved_.reading_ns += since(reading_since_);
+}
+
+DiskQueue::Moved DiskQueue::moved() {
+    const std::lock_guard lock(mutex_);
+    Moved all = moved_;
+    if (reads_in_kernel_ != 0) all.reading_ns += since(reading_since_);
+    return all;
+}
+
+void DiskQueue::run_decoder() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+        if (read_.empty()) {
+            if (stopping_ && in_kernel_.empty()) return;
+            decoder_.wait(lock);
+            continue;
+        }
+        const auto urgent = std::find_if(read_.begin(), read_.end(),
+                                         [](const Operation& one) { return one.urgent; });
+        const auto at = urgent != read_.end() ? urgent : read_.begin();
+        decoding_.splice(decoding_.end(), read_, at);
+        if (next() != nullptr) wake(1);
+        lock.unlock();
+        const auto began = Clock::now();
+        const size_t codec = at->codec();
+        at->finish();
+        const int64_t took = since(began);
+        again_.give(std::move(at->own));
+        lock.lock();
+        if (at->error == 0 && codec < kCodecs) {
+            Decoded& sum = moved_.decoded[codec][static_cast<size_t>(at->element)];
+            sum.block_bytes += at->block_bytes;
+            sum.nanoseconds += took;
+        }
+        const bool was_empty = done_.empty();
+        end(decoding_, at, at->error);
+        notify(was_empty);
+    }
 }
 
 // The owner reads the descriptor before it asks for what is done: one write for all until then.

@@ -59,7 +59,8 @@ bool RingWorker::register_one() {
 }
 
 int RingWorker::buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const {
-    if (operation.kind == Kind::kReadBytes || operation.extent >= extents_.size()) return -1;
+    const bool elsewhere = operation.kind == Kind::kReadBytes || operation.encoded;
+    if (elsewhere || operation.extent >= extents_.size()) return -1;
     const Registered& extent = extents_[operation.extent];
     const auto begin = static_cast<uint64_t>(from - extent.data);
     const uint64_t piece = begin / kPiece;
@@ -118,7 +119,7 @@ void RingWorker::run() {
         if (!queue_->take(taken, depth_ - under_way_, under_way_ != 0, wake_fd_)) return;
         under_way_ += taken.size();
         for (Operation* operation : taken) {
-            if (operation->begin()) {
+            if (operation->begin(queue_->again())) {
                 prepare(*operation);
             } else {
                 over.push_back(operation);
@@ -139,7 +140,9 @@ void RingWorker::run() {
         });
         // The kernel lacks memory, or a signal came.
         if (error != 0 && error != EINTR && found == 0) std::this_thread::sleep_for(kPatience);
-        for (Operation* operation : over) operation->finish();
+        for (Operation* operation : over) {
+            if (!operation->encoded) operation->finish();  // those are the decoders'
+        }
         under_way_ -= over.size();
         queue_->complete(over);
         over.clear();
@@ -149,7 +152,7 @@ void RingWorker::run() {
 
 void run_pool_worker(DiskQueue& queue) {
     while (Operation* const operation = queue.wait_for_one()) {
-        if (!operation->begin()) {
+        if (!operation->begin(queue.again())) {
             queue.complete({operation});
             continue;
         }
@@ -164,7 +167,7 @@ void run_pool_worker(DiskQueue& queue) {
                                             : pwritev(operation->fd, operation->parts, parts, at);
             }
         } while (!operation->advance(result < 0 ? -errno : result));
-        operation->finish();
+        if (!operation->encoded) operation->finish();
         queue.complete({operation});
     }
 }

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "codec/codec.h"
 #include "disk_ring.h"
 #include "mapping.h"
 #include "xxh3.h"
@@ -50,6 +51,16 @@ struct PackedOperation {
 };
 static_assert(sizeof(PackedOperation) == 64);
 
+// An encoded frame to be read: the operation's bytes are the block's, its file offset the header's,
+// its digest the payload's.
+struct PackedFrame {
+    PackedOperation operation;
+    uint64_t payload_bytes;
+    uint32_t header_bytes;
+    uint32_t element;
+};
+static_assert(sizeof(PackedFrame) == 80);
+
 inline constexpr uint32_t kUrgent = 1;  // reads only
 inline constexpr uint32_t kDigest = 2;  // a read must match its digest, a write returns it
 inline constexpr uint32_t kSeal = 4;    // the header is a frame's, and its digests are missing
@@ -63,13 +74,30 @@ class Pages {
  public:
     Pages() = default;
     explicit Pages(uint64_t nbytes);
+    // The same with anything in it; without data where there is no memory.
+    static Pages unset(uint64_t nbytes);
     uint8_t* data() const { return data_.get(); }
+    uint64_t size() const { return size_; }
 
  private:
     struct Free {
         void operator()(uint8_t* data) const { std::free(data); }
     };
     std::unique_ptr<uint8_t, Free> data_;
+    uint64_t size_ = 0;
+};
+
+// Pages that were used before, as new ones cost a fault each. For any thread.
+class PagesAgain {
+ public:
+    explicit PagesAgain(size_t most) : most_(most) {}
+    Pages take(uint64_t nbytes);
+    void give(Pages pages);
+
+ private:
+    const size_t most_;
+    std::mutex mutex_;
+    std::vector<Pages> free_;
 };
 
 enum class Kind : uint8_t { kRead, kReadBytes, kWrite, kSync };
@@ -82,6 +110,8 @@ struct Operation {
     bool urgent = false;
     bool with_digest = false;
     bool seal = false;
+    bool encoded = false;  // a read of a frame, to be decoded into its slot
+    codec::Element element = codec::Element{};
     uint32_t extent = 0;
     uint64_t file_offset = 0;    // as the kernel sees it: a multiple of a page
     uint64_t total = 0;          // bytes for the kernel, whole pages
@@ -89,8 +119,11 @@ struct Operation {
     uint64_t nbytes = 0;         // of the payload
     uint64_t skip = 0;           // bytes before those wanted, in kReadBytes
     uint64_t header_bytes = 0;   // whole pages before the payload
+    uint64_t frame_header = 0;   // bytes of an encoded frame before its payload
+    uint64_t block_bytes = 0;    // that it decodes to
+    uint8_t* block = nullptr;    // its slot
     uint8_t* payload = nullptr;  // in an extent, or in `own`
-    Pages own;                   // a write's header, or what kReadBytes reads
+    Pages own;                   // a write's header, what kReadBytes reads, or an encoded frame
     Digest digest{};
     Clock::time_point deadline = Clock::time_point::max();
 
@@ -110,14 +143,17 @@ struct Operation {
 
     // Where the next call begins: what was moved of a part of a page is moved again.
     uint64_t from() const { return moved / kPage * kPage; }
-    // Before the first call: seals the frame. False, with an error, where that can't be done.
-    bool begin();
+    // Before the first call: seals the frame, or finds room for an encoded one. False, with an
+    // error, where that can't be done.
+    bool begin(PagesAgain& again);
     // What is left to move, in parts of at most `most` bytes together.
     int rest(uint64_t most);
     // Takes in what a call returned, a negative errno or bytes, and says whether that was the last.
     bool advance(int64_t result);
-    // Checks or makes the digest.
+    // Checks or makes the digest; of an encoded frame, decodes it.
     void finish();
+    // The codec that an encoded frame says.
+    size_t codec() const;
 };
 
 struct Completion {
@@ -134,7 +170,7 @@ struct Completion {
 // asks holds Python's lock, which no worker ever needs.
 class DiskQueue {
  public:
-    DiskQueue(int notify_fd, size_t depth);  // owns the descriptor
+    DiskQueue(int notify_fd, size_t depth, size_t decoders);  // owns the descriptor
     DiskQueue(const DiskQueue&) = delete;
     DiskQueue& operator=(const DiskQueue&) = delete;
     ~DiskQueue();
@@ -154,6 +190,21 @@ class DiskQueue {
     // Forgets that a write to this descriptor failed. False while something of it is under way.
     bool forget(int fd);
 
+    // What was read, in how much time with any read in the kernel; what was decoded, by codec and
+    // element, in how much time of all threads together.
+    struct Decoded {
+        uint64_t block_bytes = 0;
+        int64_t nanoseconds = 0;
+    };
+    static constexpr size_t kCodecs = 8;
+    struct Moved {
+        uint64_t read_bytes = 0;
+        int64_t reading_ns = 0;
+        std::array<std::array<Decoded, codec::kElements>, kCodecs> decoded;
+    };
+    Moved moved();
+    PagesAgain& again() { return again_; }
+
     struct Lengths {
         size_t urgent, reads, writes, in_kernel, overdue;
     };
@@ -172,6 +223,8 @@ class DiskQueue {
 
     // Ends what is past its deadline in the queue; a thread's whole life.
     void run_clock();
+    // Decodes what was read of encoded frames; a thread's whole life.
+    void run_decoder();
     void thread_begins();
     void thread_ends();
     bool ended();
@@ -192,14 +245,22 @@ class DiskQueue {
     void end_overdue(Operations& list, Clock::time_point now);
     void wake(size_t count);
     void notify(bool was_empty);
+    void read_begins();
+    void read_ends(const Operation& operation);
 
     const int notify_fd_;
     const size_t depth_, spare_, writes_most_;
     std::mutex mutex_;
-    std::condition_variable pool_, clock_, ended_;
+    std::condition_variable pool_, clock_, ended_, decoder_;
     Operations urgent_, reads_, writes_, syncs_,
         waiting_;  // waiting_: syncs whose writes are not over
     Operations in_kernel_;
+    Operations read_, decoding_;  // encoded frames that are in memory
+    const size_t decoders_;
+    PagesAgain again_;
+    Moved moved_;
+    size_t reads_in_kernel_ = 0;
+    Clock::time_point reading_since_{};
     size_t writes_in_kernel_ = 0;
     size_t reads_in_a_row_ = 0;
     std::unordered_map<int, File> files_;

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "codec/codec.h"
+
 namespace kvtier {
 
 // Fills in the digests of a header's entries, of its payload and of the block, and last the
@@ -11,5 +13,23 @@ namespace kvtier {
 // where the header is none of ours or an entry lies outside the payload.
 bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
                 uint8_t* digest);
+
+// Encodes a block by its header, whose entries say what its parts are, to `into`, which has room
+// for the bound of the block. Fills in how it is stored: the header's codec and lengths, the
+// entries, and the block's digest where the header has none; `seal_frame` does the rest. Returns
+// the payload's bytes: as many as the block's, and nothing of it is to be used, where no part
+// shrinks. 0, and nothing is written, where the header is none of this block.
+size_t encode_frame(codec::Codec codec, codec::Element element, uint8_t* header,
+                    size_t header_bytes, const uint8_t* block, size_t block_bytes, uint8_t* into);
+
+// The codec that a header says, which nobody has checked.
+uint16_t frame_codec(const uint8_t* header);
+
+// Checks a frame, of whose payload this is the digest, and writes its block, of so many bytes. The
+// header is as before when it returns. False where the frame is damaged, or of another block; then
+// what lies in `block` means nothing.
+bool decode_frame(codec::Element element, uint8_t* header, size_t header_bytes,
+                  const uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
+                  uint8_t* block, size_t block_bytes);
 
 }  // namespace kvtier

@@ -79,6 +79,12 @@ struct Frame {
     std::uint32_t segment, page, payload_bytes;
     std::uint8_t codec, header_pages, flags;
     std::uint8_t rounds;  // the store's own: in how many of its segments' rounds it was wanted
+
+    // What it takes on disk: header and payload are whole pages.
+    std::uint64_t bytes() const {
+        constexpr std::uint64_t page = 4096;
+        return (header_pages + (payload_bytes + page - 1) / page) * page;
+    }
 };
 inline constexpr std::uint8_t proven = 3;  // rounds are counted no further
 inline constexpr std::uint8_t spared = 4;  // and in the last one it was not
@@ -98,7 +104,7 @@ class Records {
         frames_[id] = frame;
         frames_[id].rounds = rounds;
         ++framed_blocks_;
-        framed_bytes_ += frame.payload_bytes;
+        framed_bytes_ += frame.bytes();
         items_[id].framed = 1;
         items_[id].used = 0;
     }
@@ -125,7 +131,7 @@ class Records {
         forget_frame(id);
     }
     std::uint64_t framed_blocks() const { return framed_blocks_; }
-    std::uint64_t framed_bytes() const { return framed_bytes_; }  // of their payloads
+    std::uint64_t framed_bytes() const { return framed_bytes_; }  // on disk
 
     // Every id that was ever given out is below this.
     Id limit() const { return limit_; }
@@ -164,7 +170,7 @@ class Records {
     void forget_frame(Id id) {
         if (!items_[id].framed) return;
         --framed_blocks_;
-        framed_bytes_ -= frames_[id].payload_bytes;
+        framed_bytes_ -= frames_[id].bytes();
         items_[id].framed = items_[id].used = 0;
     }
 

@@ -67,12 +67,18 @@ class Disk:
     but for a sync and the writes before it."""
 
     def __init__(
-        self, notify_fd: int, engine: str = "auto", depth: int = 8, threads: int = 1
+        self,
+        notify_fd: int,
+        engine: str = "auto",
+        depth: int = 8,
+        threads: int = 1,
+        decoders: int = 1,
     ) -> None:
         """`engine` is "io_uring", with a ring for each of `threads`; "threads", one for each operation of
         the depth, 64 at most; or "auto": the first if the kernel allows it. OSError where it was asked
         for and is refused. `depth` is how much the kernel has at most: all of it for urgent reads, an
-        eighth less for others, half for writes. One write goes after 16 reads, urgent ones aside."""
+        eighth less for others, half for writes. One write goes after 16 reads, urgent ones aside.
+        `decoders` threads decode what `read_frames` has read while more is read."""
 
     def register(self, mapping: Mapping, fixed: bool = True) -> int:
         """Makes a mapping known and returns its index, `extent` in operations. A `fixed` one is
@@ -82,6 +88,16 @@ class Disk:
         """Queues reads; all of them or, with an IndexError or a ValueError, none. Flag 1 is urgent: before
         all others. Flag 2 verifies: EBADMSG unless the xxh3-128 of the bytes is the digest. ENODATA
         where the file ends before. After an error the memory holds anything."""
+
+    def read_frames(self, ops: Buffer) -> None:
+        """Queues reads of encoded frames, as `read` does, that are decoded into their slots. The operation
+        says where the frame begins, its digest is that of the payload, and nbytes are the block's; it is
+        followed by the payload's bytes u64, those of the header u32, and the type of the elements u32.
+        EBADMSG where anything of it is not what was written, and then the slot holds anything."""
+
+    def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
+        """Since the start: bytes read, and seconds in which the kernel had a read; and by codec and type of
+        elements what was decoded: the blocks' bytes, and seconds of all decoders together."""
 
     def write(self, ops: Buffer, headers: Buffer = b"") -> None:
         """Queues writes, as `read` does: the header, copied here and filled up with zeros to whole pages,
@@ -197,6 +213,18 @@ def copy_out(
 def seal_frame(header: bytearray, payload: Buffer) -> bytes:
     """Fills in a frame header's digests, as kvtier/codec/frame.py has them, and returns the payload's.
     ValueError where the header is none, or not of so many bytes."""
+
+def encode_frame(codec: int, element: int, header: _Memory, block: _Memory, into: _Memory) -> int:
+    """Encodes a block by its header that is still to be sealed, as `encode_parts` does, and fills in what
+    that changes: codec, lengths, entries, and the block's digest if there is none. Lossless codecs only.
+    Returns the payload's bytes; where no part shrinks they are the block's, and the header is as before. ValueError where the
+    header is none of this block."""
+
+def decode_frame(
+    element: int, header: _Memory, payload: _Memory, digest: bytes, into: _Memory
+) -> bool:
+    """Writes the block of an encoded frame to `into`, which has its size; `digest` is the payload's. False
+    where a bit of header, payload or block is not what it should be; then `into` holds anything."""
 
 def encode_parts(
     codec: int,

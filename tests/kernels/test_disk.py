@@ -20,6 +20,9 @@ import pytest
 import xxhash
 
 import kvtier_kernels as kernels
+from kvtier.codec import framing
+from kvtier.codec.frame import RAW, Entry, Template, seal, stamp
+from kvtier.codec.known import BY_NAME
 from kvtier_kernels import reference
 from kvtier_kernels.reference.disk import DIGEST, URGENT
 
@@ -833,3 +836,121 @@ def test_random_operations_do_what_the_twin_does(bench, fixed):
     for direct in (True, False):
         first, second = (one.folder / f"{name}{direct}" for name in ("ours", "theirs"))
         assert first.read_bytes() == second.read_bytes()
+
+
+# --- encoded frames -------------------------------------------------------------------------------
+
+
+def encoded(number, codec="r32", nbytes=SLOT):
+    """A block, and its frame as it lies in a file: the header's bytes, the payload's, and all of it."""
+    rng = random.Random(number)
+    block = bytes(
+        byte for _ in range(nbytes // 2) for byte in (rng.randrange(256), rng.choice((0x3E, 0xBF)))
+    )
+    template = Template(b"s" * 32, 0, 0, RAW, (Entry(0, 0, RAW, 0, nbytes, nbytes),))
+    header, into = template.blank(b""), bytearray(nbytes)
+    size = framing.encode(BY_NAME[codec], "bfloat16", header, block, into)
+    assert size < nbytes
+    stamp(header, bytes([number]) * 32, b"", 1, number)
+    payload = bytes(into[:size])
+    return block, len(header), size, (seal(bytes(header), payload) + payload).ljust(2 * SLOT, b"\0")
+
+
+def frame_op(bench, token, fd, at, slot, made, digest=None, flags=0, deadline=0, **changed):
+    block, header_bytes, size, text = made
+    if digest is None:
+        digest = kernels.xxh3_128(text[header_bytes : header_bytes + size])
+    op = bench.op(token, fd, at, len(block), slot, flags, digest, deadline)
+    tail = {"payload": size, "header": header_bytes, "element": 0} | changed
+    return op + struct.pack("<QII", *tail.values())
+
+
+@pytest.mark.parametrize("decoders", [1, 3])
+def test_encoded_frames_are_decoded_into_their_slots(bench, decoders):
+    disk = bench(decoders=decoders)
+    made = [encoded(number, ("fix4", "r32")[number % 2]) for number in range(32)]
+    fd = disk.file(b"".join(text for *_, text in made))
+    disk.memory[:] = b"\xee" * len(disk.memory)
+    ops = b"".join(
+        frame_op(disk, number, fd, number * 2 * SLOT, number, one, flags=URGENT * (number % 3 == 0))
+        for number, one in enumerate(made)
+    )
+    disk.disk.read_frames(ops)
+    assert disk.wait(*range(32)) == [0] * 32
+    for number, (block, *_) in enumerate(made):
+        assert disk.memory[number * SLOT : (number + 1) * SLOT] == block
+    assert set(disk.memory[32 * SLOT :]) == {0xEE}, "no slot but theirs"
+    nbytes, seconds, decoded = disk.disk.moved()
+    assert nbytes == sum(header + -(-size // PAGE) * PAGE for _, header, size, _ in made)
+    assert seconds > 0
+    assert {kind: one[0] for kind, one in decoded.items()} == {
+        (1, 0): 16 * SLOT,
+        (2, 0): 16 * SLOT,
+    }
+
+
+def test_a_damaged_frame_is_told_and_touches_no_other_slot(bench):
+    disk, made = bench(), encoded(1)
+    _, header_bytes, size, text = made
+    places = {"magic": 0, "key": 100, "entry": 260, "payload": header_bytes + size // 2}
+    texts = []
+    for at in places.values():
+        bad = bytearray(text)
+        bad[at] ^= 1
+        texts.append(bytes(bad))
+    fd = disk.file(b"".join(texts) + text)
+    digest = kernels.xxh3_128(text[header_bytes : header_bytes + size])
+    for number in range(len(texts)):
+        disk.disk.read_frames(
+            frame_op(disk, number, fd, number * 2 * SLOT, 2 * number, made, digest)
+        )
+    last = len(texts) * 2 * SLOT
+    other = frame_op(disk, 10, fd, last, 20, made, bytes(16))
+    longer = frame_op(disk, 11, fd, last, 22, made, digest, payload=size + 1)
+    element = frame_op(disk, 12, fd, last, 24, made, digest, element=1)
+    good = frame_op(disk, 13, fd, last, 26, made, digest)
+    disk.disk.read_frames(other + longer + element + good)
+    found = disk.wait(*range(len(texts)), 10, 11, 12, 13)
+    assert found == [errno.EBADMSG] * (len(texts) + 3) + [0]
+    for slot in range(1, 28, 2):
+        assert not any(disk.memory[slot * SLOT : (slot + 1) * SLOT])
+    short = disk.file(text[:PAGE])
+    disk.disk.read_frames(frame_op(disk, 14, short, 0, 0, made, digest))
+    assert disk.wait(14) == [errno.ENODATA]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"payload": 0}, {"payload": SLOT + 1}, {"header": 0}, {"header": 100}, {"element": 5}],
+    ids=str,
+)
+def test_a_frame_that_can_not_be_is_refused_with_all_beside_it(bench, changed):
+    disk, made = bench(), encoded(1)
+    fd = disk.file(made[3])
+    good = frame_op(disk, 1, fd, 0, 0, made)
+    with pytest.raises(ValueError):
+        disk.disk.read_frames(good + frame_op(disk, 2, fd, 0, 2, made, **changed))
+    with pytest.raises(ValueError, match="80 bytes"):
+        disk.disk.read_frames(good[:-1])
+    assert disk.disk.queued == (0, 0, 0) and not any(disk.memory[:SLOT])
+
+
+def test_more_frames_than_can_be_decoded_at_once_all_come(bench):
+    disk, made = bench(depth=2), encoded(3)
+    fd = disk.file(made[3])
+    for token in range(300):
+        disk.disk.read_frames(frame_op(disk, token, fd, 0, token % 64, made))
+    raw = disk.file(b"r" * SLOT)
+    disk.disk.read(disk.op(1000, raw, 0, SLOT, 63, URGENT))
+    assert disk.wait(*range(300), 1000) == [0] * 301
+
+
+def test_a_disk_that_is_stopped_decodes_what_it_has_read(bench):
+    disk, made = bench(), encoded(3)
+    fd = disk.file(made[3])
+    disk.disk.read_frames(b"".join(frame_op(disk, n, fd, 0, n, made) for n in range(64)))
+    assert disk.disk.stop(30) == 0
+    for token, error, _ in disk.disk.done():
+        assert error in (0, errno.ECANCELED)
+        if not error:
+            assert disk.memory[token * SLOT : (token + 1) * SLOT] == made[0]

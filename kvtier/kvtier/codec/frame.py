@@ -171,6 +171,7 @@ class Template:
             ZERO_DIGEST, entries,
         )  # fmt: skip
         self.payload_bytes = size
+        self.raw_bytes = raw_bytes
         self._text = nothing.encode()
         self.total_bytes = nothing.total_bytes
         self.header_bytes = nothing.header_bytes
@@ -179,12 +180,22 @@ class Template:
         self, key: bytes, parent: bytes, epoch: int, sequence: int, raw_digest: bytes
     ) -> bytes:
         """A header that is still to be sealed; the raw digest is empty if it is not known."""
-        text = bytearray(self._text)
-        FLAGS_FIELD.pack_into(text, FLAGS_AT, HAS_PARENT if parent else 0)
-        TIME.pack_into(text, TIME_AT, epoch, sequence)
-        NAMES.pack_into(text, NAMES_AT, key, parent)
-        text[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = raw_digest or ZERO_DIGEST
+        text = self.blank(raw_digest)
+        stamp(text, key, parent, epoch, sequence)
         return bytes(text)
+
+    def blank(self, raw_digest: bytes) -> bytearray:
+        """A header of nobody yet: to be encoded by, and then stamped."""
+        text = bytearray(self._text)
+        text[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = raw_digest or ZERO_DIGEST
+        return text
+
+
+def stamp(text: bytearray, key: bytes, parent: bytes, epoch: int, sequence: int) -> None:
+    """Say in a header that is still to be sealed whose frame this is, and when it was written."""
+    FLAGS_FIELD.pack_into(text, FLAGS_AT, HAS_PARENT if parent else 0)
+    TIME.pack_into(text, TIME_AT, epoch, sequence)
+    NAMES.pack_into(text, NAMES_AT, key, parent)
 
 
 def header_bytes(entries: int) -> int:

@@ -1,0 +1,113 @@
+"""A block into a frame and back: headers that say how each part is encoded, whole blocks, single layers.
+
+`fix4` and `r32` frames are made and read by the kernels in one call without the GIL; the same in Python is
+for other codecs, and their twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.codec import frame, raw
+from kvtier.codec.base import ELEMENTS, FIX4, R32, Codec
+from kvtier.codec.frame import DIGEST_BYTES, RAW, RAW_DIGEST_AT, ZERO_DIGEST, Entry, Frame
+from kvtier.codec.known import BY_NUMBER
+from kvtier.errors import FrameError
+from kvtier_kernels import encode_frame, xxh3_128
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+NATIVE = (FIX4, R32)
+
+
+def suits(codec: Codec, dtype: str) -> bool:
+    """Whether this codec can make anything of such elements."""
+    return codec.number not in NATIVE or dtype in ELEMENTS
+
+
+def encode(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
+    """Encode a block by its blank header, which says afterwards how: the payload's bytes, at the front of
+    `into`. As many as the block's where nothing shrinks: then both mean nothing."""
+    if codec.number in NATIVE:
+        return encode_frame(codec.number, ELEMENTS[dtype], header, block, into)
+    return encode_by(codec, dtype, header, block, into)
+
+
+def encode_by(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
+    """The same by a codec's own means."""
+    size = len(memoryview(block).cast("B"))
+    found = codec.encode(block, entries_of(header), dtype, into)
+    nbytes = sum(entry.nbytes for entry in found)
+    if nbytes >= size:
+        return size
+    fields = list(frame.HEADER.unpack_from(header))
+    fields[2], fields[5] = codec.number, nbytes
+    frame.HEADER.pack_into(header, 0, *fields)
+    for number, e in enumerate(found):
+        at = frame.HEADER.size + number * frame.ENTRY.size
+        frame.ENTRY.pack_into(
+            header, at, e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest
+        )
+    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
+        header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
+    return nbytes
+
+
+def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
+    """What a header says of its parts, unchecked."""
+    count = frame.HEADER.unpack_from(header)[14]
+    return tuple(
+        Entry(*frame.ENTRY.unpack_from(header, frame.HEADER.size + number * frame.ENTRY.size))
+        for number in range(count)
+    )
+
+
+def decode(text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buffer) -> None:
+    """Write the block of a frame, header and payload one after the other, to `into`, which has its size.
+    Raises FrameError if a bit is not what it should be; `digest` is the payload's. Then `into` holds
+    anything."""
+    whole, target = memoryview(text).cast("B"), memoryview(into).cast("B")
+    one = frame.decode(bytes(whole[:header_bytes]))
+    payload = whole[header_bytes : header_bytes + one.payload_bytes]
+    if one.payload_digest != digest or xxh3_128(payload) != digest:
+        raise FrameError("the payload is not that which was written")
+    if one.raw_bytes != len(target):
+        raise FrameError(f"a block of {one.raw_bytes} bytes, not {len(target)}")
+    _codec_of(one.codec).decode(payload, one.entries, dtype, target)
+    if xxh3_128(target) != one.raw_digest:
+        raise FrameError("the block is not that which was encoded")
+
+
+def layer(one: Frame, number: int) -> tuple[Entry, ...]:
+    """The parts of a layer, which lie one after the other in the payload."""
+    found = tuple(entry for entry in one.entries if entry.layer == number)
+    if not found:
+        raise FrameError(f"a frame without a layer {number}")
+    return found
+
+
+def decode_entries(
+    one: Frame, entries: Sequence[Entry], piece: Buffer, dtype: str, into: Buffer
+) -> None:
+    """Write what some of a frame's entries, one after the other, hold. `piece` is the payload from the first
+    of them on, and as far as the last; the rest need not be read. Raises FrameError if a digest differs."""
+    view, start, at = memoryview(piece).cast("B"), entries[0].offset, 0
+    moved = []
+    for entry in entries:
+        text = view[entry.offset - start : entry.offset - start + entry.nbytes]
+        if xxh3_128(text) != entry.digest:
+            raise FrameError(f"layer {entry.layer}, part {entry.part}: not what was written")
+        moved.append(
+            Entry(entry.layer, entry.part, entry.codec, entry.offset - start, entry.nbytes, entry.raw_bytes)
+        )  # fmt: skip
+        at += entry.raw_bytes
+    _codec_of(one.codec).decode(view, moved, dtype, memoryview(into).cast("B")[:at])
+
+
+def _codec_of(number: int) -> Codec:
+    codec = raw.CODEC if number == RAW else BY_NUMBER.get(number)
+    if codec is None:
+        raise FrameError(f"a frame of codec {number}, which is none of ours")
+    return codec

@@ -1,0 +1,185 @@
+"""Blocks into frames and back: the kernels beside their twin, damage, and single layers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from conformance.codec_tests import kv
+from kvtier.codec import base, framing, raw
+from kvtier.codec.frame import (
+    ENTRY,
+    HEADER,
+    RAW,
+    Frame,
+    Identity,
+    Template,
+    check_entries,
+    decode,
+    seal,
+    stamp,
+)
+from kvtier.codec.known import BY_NAME
+from kvtier.errors import FrameError
+from kvtier.layout import DTYPE_BYTES
+from kvtier_kernels import decode_frame, xxh3_128
+from specs import spec_of
+
+SPACE, KEY, PARENT = b"s" * 32, b"k" * 32, b"p" * 32
+CODECS = ("fix4", "r32", "zstd")
+
+
+def blank(dtype: str = "bfloat16", raw_digest: bytes = b"") -> bytearray:
+    pieces = raw.entries(spec_of(dtype=dtype), 0)
+    return Template(SPACE, 0, 1, RAW, pieces).blank(raw_digest)
+
+
+def block_of(dtype: str = "bfloat16") -> bytes:
+    return kv(dtype, spec_of(dtype=dtype).block_bytes)
+
+
+def made(codec: str, dtype: str = "bfloat16") -> tuple[bytes, bytes]:
+    """The header, sealed, and the payload."""
+    header, block = blank(dtype), block_of(dtype)
+    into = bytearray(len(block))
+    nbytes = framing.encode(BY_NAME[codec], dtype, header, block, into)
+    stamp(header, KEY, PARENT, 7, 8)
+    payload = bytes(into[:nbytes])
+    return seal(bytes(header), payload), payload
+
+
+@pytest.mark.parametrize("dtype", base.ELEMENTS)
+@pytest.mark.parametrize("codec", ["fix4", "r32"])
+def test_the_kernel_makes_the_frame_that_its_twin_makes(codec: str, dtype: str) -> None:
+    block = block_of(dtype)
+    found = []
+    for encode in (framing.encode, framing.encode_by):
+        header, into = blank(dtype), bytearray(len(block))
+        nbytes = encode(BY_NAME[codec], dtype, header, block, into)
+        shrank = nbytes < len(block)
+        found.append((nbytes, bytes(header), bytes(into[:nbytes]) if shrank else b""))
+    assert found[0] == found[1]
+    assert found[0][0] < len(block) or dtype.startswith("float8")
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_frame_says_whose_it_is_and_gives_its_block_back(codec: str, dtype: str) -> None:
+    if not framing.suits(BY_NAME[codec], dtype):
+        return
+    header, payload = made(codec, dtype)
+    block = block_of(dtype)
+    if len(payload) == len(block):
+        assert dtype.startswith("float8") or codec == "zstd"
+        return
+    one = decode(header, 7)
+    assert one.identity == Identity(SPACE, 0, 1, KEY) and one.parent == PARENT
+    assert (one.codec, one.payload_bytes) == (BY_NAME[codec].number, len(payload))
+    assert one.raw_digest == xxh3_128(block) and one.payload_digest == xxh3_128(payload)
+    check_entries(one.entries, len(payload), len(block))
+    into = bytearray(len(block))
+    framing.decode(header + payload, len(header), xxh3_128(payload), dtype, into)
+    assert into == block
+    if codec != "zstd":
+        into = bytearray(len(block))
+        text = bytearray(header)
+        assert decode_frame(base.ELEMENTS[dtype], text, payload, xxh3_128(payload), into)
+        assert into == block and text == header
+
+
+def test_a_digest_that_is_known_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = block_of()
+    for encode in (framing.encode, framing.encode_by):
+        header = blank(raw_digest=b"d" * 16)
+        encode(BY_NAME["r32"], "bfloat16", header, block, bytearray(len(block)))
+        assert HEADER.unpack_from(header)[15] == b"d" * 16
+
+
+def is_decoded(codec: str, header: bytes, payload: bytes, digest: bytes, size: int) -> bool:
+    into = bytearray(size)
+    by_twin = True
+    try:
+        framing.decode(header + payload, len(header), digest, "bfloat16", into)
+    except FrameError:
+        by_twin = False
+    if codec != "zstd":
+        assert decode_frame(0, bytearray(header), payload, digest, into) == by_twin
+    return by_twin
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_bit_anywhere_is_seen(codec: str) -> None:
+    header, payload = made(codec)
+    digest, size = xxh3_128(payload), len(block_of())
+    assert is_decoded(codec, header, payload, digest, size)
+    chance = random.Random(6)
+    for _ in range(200):
+        text = bytearray(header + payload)
+        at = chance.randrange(len(text))
+        text[at] ^= 1 << chance.randrange(8)
+        assert not is_decoded(
+            codec, bytes(text[: len(header)]), bytes(text[len(header) :]), digest, size
+        )
+    assert not is_decoded(codec, header, payload, bytes(16), size)
+    assert not is_decoded(codec, header, payload, digest, size - 2)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_block_that_decodes_to_other_bytes_is_damaged(codec: str) -> None:
+    """All of its digests but that of the block are right: as if an encoder were wrong."""
+    header, payload = made(codec)
+    text = bytearray(header)
+    text[152:168] = b"x" * 16
+    again = seal(bytes(text), payload)
+    assert not is_decoded(codec, again, payload, xxh3_128(payload), len(block_of()))
+
+
+def sealed_again(header: bytes, payload: bytes, number: int, **fields: int) -> bytes:
+    text = bytearray(header)
+    names = ("layer", "part", "codec", "offset", "nbytes", "raw_bytes", "digest")
+    at = HEADER.size + number * ENTRY.size
+    values = dict(zip(names, ENTRY.unpack_from(text, at), strict=True)) | fields
+    ENTRY.pack_into(text, at, *values.values())
+    text[240:256] = bytes(16)
+    text[240:256] = xxh3_128(bytes(text))
+    return bytes(text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"raw_bytes": 1 << 30}, {"raw_bytes": 0}, {"offset": (1 << 32) - 1}, {"nbytes": 1 << 31},
+     {"codec": 9}, {"codec": 0}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("codec", CODECS)
+def test_entries_that_make_no_sense_are_no_frame(codec: str, fields: dict[str, int]) -> None:
+    header, payload = made(codec)
+    for number in (0, 3, 7):
+        odd = sealed_again(header, payload, number, **fields)
+        assert not is_decoded(codec, odd, payload, xxh3_128(payload), len(block_of()))
+
+
+def one_layer(one: Frame, payload: bytes, number: int) -> bytes:
+    entries = framing.layer(one, number)
+    start, end = entries[0].offset, entries[-1].offset + entries[-1].nbytes
+    into = bytearray(sum(entry.raw_bytes for entry in entries))
+    framing.decode_entries(one, entries, payload[start:end], "bfloat16", into)
+    return bytes(into)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_layer_is_decoded_alone(codec: str) -> None:
+    header, payload = made(codec)
+    one, block = decode(header), block_of()
+    each = len(block) // 4
+    for number in range(4):
+        assert one_layer(one, payload, number) == block[number * each : (number + 1) * each]
+    with pytest.raises(FrameError, match="without a layer 4"):
+        framing.layer(one, 4)
+    last = framing.layer(one, 3)[-1]
+    bad = bytearray(payload)
+    bad[last.offset + last.nbytes // 2] ^= 1
+    assert one_layer(one, bytes(bad), 0) == block[:each], "the others are sound"
+    with pytest.raises(FrameError, match="layer 3, part 1"):
+        one_layer(one, bytes(bad), 3)
