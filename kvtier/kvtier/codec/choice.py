@@ -1,0 +1,212 @@
+"""Which codec pays on the way to a disk, by what was measured. No I/O; its clock is whoever calls it.
+
+A frame is read and decoded at the same time, so a codec pays where its blocks get smaller (r > 1) and it
+decodes faster than the link brings them (C > B); then loads take 1 / min(r, C/B) of the time. What was
+measured lately counts: bandwidth of each link, rates of each codec on each type, and what each makes of a
+space's data, of which some blocks are tried now and then with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from kvtier.codec.base import ELEMENTS, FIX4, R32, ZSTD, Codec
+from kvtier.codec.frame import RAW
+from kvtier.codec.framing import NATIVE
+from kvtier.codec.known import BY_NAME, BY_NUMBER, CODECS
+from kvtier.layout import KvSpec
+
+AUTO = "auto"
+CHOICES = (AUTO, *(codec.name for codec in CODECS))
+GUESS_BYTES_S = 2e9  # of a link, until something was read
+LATELY_S = 1.0  # of work: what was before counts for half
+LATELY_BYTES = 1 << 28
+GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
+FIRST_TRIES = 4  # blocks of a new space
+TRY_EVERY = 256  # blocks
+LIMIT_SPACES = 256  # the first ones are learnt anew
+
+
+@dataclass(slots=True)
+class Average:
+    """Something for something else, such as bytes for seconds; the latest `lately` of the latter count for
+    half and more."""
+
+    lately: float
+    top: float = 0.0
+    bottom: float = 0.0
+
+    def note(self, top: float, bottom: float) -> None:
+        if self.bottom > self.lately:
+            self.top, self.bottom = self.top / 2, self.bottom / 2
+        self.top += top
+        self.bottom += bottom
+
+    @property
+    def value(self) -> float:
+        """0 where nothing is known."""
+        return self.top / self.bottom if self.bottom else 0.0
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of a space's data. `chosen` is a codec's number."""
+
+    spec: KvSpec
+    asked: str
+    chosen: int = RAW
+    ratios: dict[int, Average] = field(default_factory=dict)  # by codec: raw bytes for encoded ones
+    blocks: int = 0  # since some were tried
+    tried: int = 0
+
+
+class Rates:
+    """How fast each codec encodes and decodes each type here. `threads` is how many decode for a link."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._encoding: dict[tuple[int, str], Average] = {}  # by codec and type: bytes for seconds
+        self._decoding: dict[tuple[int, str], Average] = {}
+
+    def encoded(self, codec: int, dtype: str, raw_bytes: int, seconds: float) -> None:
+        """How long a thread took to encode so many bytes of blocks."""
+        self._encoding.setdefault((codec, dtype), Average(LATELY_S)).note(raw_bytes, seconds)
+
+    def decoded(self, codec: int, dtype: str, raw_bytes: int, seconds: float) -> None:
+        """How long a thread took to decode so many bytes of blocks."""
+        self._decoding.setdefault((codec, dtype), Average(LATELY_S)).note(raw_bytes, seconds)
+
+    def decode_bytes_s(self, codec: int, dtype: str) -> float:
+        """How fast blocks are decoded, by all threads; 0 where that is not known."""
+        one = self._decoding.get((codec, dtype))
+        return one.value * self._threads if one else 0.0
+
+    def encode_bytes_s(self, codec: int, dtype: str) -> float:
+        """How fast a thread encodes blocks; 0 where that is not known."""
+        one = self._encoding.get((codec, dtype))
+        return one.value if one else 0.0
+
+
+class Choice:
+    """Of one tenant. `asked` is a codec's name or "auto"; `by_model` has patterns of models with such
+    names."""
+
+    def __init__(
+        self, rates: Rates, asked: str = AUTO, by_model: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.rates = rates
+        self._asked = asked
+        self._by_model = by_model
+        self._spaces: dict[bytes, Known] = {}
+
+    def codec(self, space: bytes, spec: KvSpec, links: Iterable[float]) -> Codec:
+        """By which codec a block of this space is to be stored now; `links` are the bandwidths of those that
+        it may be read from."""
+        known = self._known(space, spec)
+        if known.asked == AUTO:
+            known.chosen = self._best(known, [one or GUESS_BYTES_S for one in links])
+        return BY_NUMBER[known.chosen]
+
+    def encodes(self, space: bytes, spec: KvSpec) -> bool:
+        """Whether there is work with its blocks before they are written, as far as is known."""
+        return self._known(space, spec).chosen != RAW or self.tries(space, spec) > 0
+
+    def tries(self, space: bytes, spec: KvSpec) -> int:
+        """How many of the blocks that are written next are to be tried with all codecs; `wrote` counts."""
+        known = self._known(space, spec)
+        if known.asked != AUTO:
+            return 0
+        if known.tried < FIRST_TRIES:
+            return FIRST_TRIES - known.tried
+        return 1 if known.blocks >= TRY_EVERY else 0
+
+    def candidates(self, spec: KvSpec) -> tuple[Codec, ...]:
+        """The lossless codecs that can make anything of this space's elements."""
+        numbers = (FIX4, R32) if spec.dtype in ELEMENTS else (ZSTD,)
+        return tuple(BY_NUMBER[number] for number in numbers)
+
+    # --- what was measured -------------------------------------------------------------------
+
+    def wrote(self, space: bytes, spec: KvSpec, blocks: int, tried: int) -> None:
+        """So many blocks of the space were encoded or left raw, so many of them tried."""
+        known = self._known(space, spec)
+        known.blocks = 0 if tried else known.blocks + blocks
+        known.tried += tried
+
+    def shrank(self, space: bytes, spec: KvSpec, codec: int, raw_bytes: int, nbytes: int) -> None:
+        """What a codec made of blocks of this space."""
+        ratios = self._known(space, spec).ratios
+        ratios.setdefault(codec, Average(LATELY_BYTES)).note(raw_bytes, nbytes)
+
+    def load_bytes(self, space: bytes, spec: KvSpec, codec: int, nbytes: int, link: float) -> int:
+        """What reading a frame of so many bytes costs, in bytes of the link: more than it has where decoding
+        is slower than that."""
+        rate = self.rates.decode_bytes_s(codec, spec.dtype)
+        if codec == RAW or not rate:
+            return nbytes
+        ratio = self._known(space, spec).ratios.get(codec)
+        block_bytes = nbytes * (ratio.value if ratio is not None else 1.0)
+        return max(nbytes, int(block_bytes * link / rate))
+
+    def report(self) -> list[dict[str, object]]:
+        """Of each space: how its blocks are stored, and what is known of that."""
+        return [
+            {
+                "model": known.spec.model,
+                "dtype": known.spec.dtype,
+                "asked": known.asked,
+                "codec": BY_NUMBER[known.chosen].name,
+                "ratios": self._named(
+                    {number: one.value for number, one in known.ratios.items()}, 3
+                ),
+                "encode_bytes_s": self._rates(known, self.rates.encode_bytes_s),
+                "decode_bytes_s": self._rates(known, self.rates.decode_bytes_s),
+            }
+            for known in self._spaces.values()
+        ]
+
+    # --- choosing ----------------------------------------------------------------------------
+
+    def _known(self, space: bytes, spec: KvSpec) -> Known:
+        known = self._spaces.get(space)
+        if known is None:
+            asked = next(
+                (name for pattern, name in self._by_model if fnmatchcase(spec.model, pattern)),
+                self._asked,
+            )
+            if len(self._spaces) >= LIMIT_SPACES:
+                del self._spaces[next(iter(self._spaces))]
+            known = self._spaces[space] = Known(spec, asked)
+            if asked != AUTO:
+                number = BY_NAME[asked].number
+                fits = number not in NATIVE or spec.dtype in ELEMENTS
+                known.chosen = number if fits else RAW
+        return known
+
+    def _best(self, known: Known, links: Sequence[float]) -> int:
+        """The codec with which loads take least, what is chosen now unless another is better by a bit."""
+        times = {RAW: _mean(1 / link for link in links)}
+        for codec in self.candidates(known.spec):
+            ratio = known.ratios.get(codec.number)
+            rate = self.rates.decode_bytes_s(codec.number, known.spec.dtype)
+            if ratio is not None and ratio.value > 1 and rate:
+                times[codec.number] = _mean(
+                    max(1 / (ratio.value * link), 1 / rate) for link in links
+                )
+        best = min(times, key=lambda number: times[number])
+        now = times.get(known.chosen)
+        return best if now is None or times[best] * GAIN < now else known.chosen
+
+    def _rates(self, known: Known, rate: Callable[[int, str], float]) -> dict[str, float]:
+        return self._named({one: rate(one, known.spec.dtype) for one in known.ratios}, 0)
+
+    @staticmethod
+    def _named(values: Mapping[int, float], digits: int) -> dict[str, float]:
+        return {BY_NUMBER[number].name: round(value, digits) for number, value in values.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    some = list(values)
+    return sum(some) / len(some)
