@@ -152,6 +152,7 @@ class App:
             tenant.mover = Mover(
                 name, tenant.catalog, tier, tenant.quota_bytes, through=cold.write == "through",
                 daily_bytes=int(cold.daily_bytes * shares[name]), admission=cold.admission,
+                codec=cold.codec, codecs=cold.codecs,
             )  # fmt: skip
         catalogs = {name: tenant.catalog for name, tenant in self.tenants.items()}
         self._scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
@@ -321,6 +322,10 @@ class App:
             "reading": sum(tenant.catalog.cold.reading for tenant in tenants),
             "writing": sum(tenant.catalog.cold.writing for tenant in tenants),
             "leaving": cold.leaving,
+            "coding": {
+                "link_bytes_s": [round(link) for link in cold.bandwidths(tenants[0].name)],
+                "spaces": [one for mover in movers for one in mover.choice.report()],
+            },
             "engine": cold.engine,
             "on": cold.is_on and cold.takes,
             "given_up": cold.given_up,

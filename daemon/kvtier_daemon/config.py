@@ -44,7 +44,8 @@ class Cold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     directories: Annotated[tuple[Path, ...], values.PATHS]
     size_bytes: Annotated[int, values.SIZE] = msgspec.field(name="size")
     segment_bytes: Annotated[int, values.SIZE] = msgspec.field(name="segment")
-    codec: Annotated[str, values.CODEC] = "raw"
+    codec: Annotated[str, values.CODEC] = "auto"
+    codecs: Annotated[tuple[tuple[str, str], ...], values.MODEL_CODECS] = ()
     write: Annotated[str, values.WRITE] = "back"
     engine: Annotated[str, values.ENGINE] = "auto"
     admission: Annotated[str, values.ADMISSION] = "auto"

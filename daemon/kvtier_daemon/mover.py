@@ -13,19 +13,30 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvtier.catalog import Catalog, Space
 from kvtier.catalog.cold import Promotion, Survey
+from kvtier.codec.choice import Choice
+from kvtier.codec.frame import RAW
 from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, WHY, Verdict
 from kvtier.planning.beaten import Beaten, may_bring
-from kvtier_daemon.moving.blocks import DAMAGED, SLOT, incoming, place_of
+from kvtier_daemon.moving.blocks import (
+    CODEC_AT,
+    DAMAGED,
+    FRAME,
+    NBYTES_AT,
+    SLOT,
+    incoming,
+    place_of,
+)
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.moving.forgetting import Forgetting
 from kvtier_daemon.moving.leaving import Leaving
 from kvtier_daemon.moving.writing import Writing
-from kvtier_daemon.tiers.cold import ColdTier, Incoming
+from kvtier_daemon.tiers.cold import ColdTier, Decoding, Incoming
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.reads import Name, Request
 from kvtier_daemon.tiers.shelf import Shelf
@@ -51,6 +62,8 @@ class Mover:
         through: bool = False,
         daily_bytes: int = 0,
         admission: str = "auto",
+        codec: str = "raw",
+        codecs: Sequence[tuple[str, str]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
@@ -60,6 +73,7 @@ class Mover:
             dict.fromkeys(WHY, 0)
         )  # on requests: load, or compute
         self.beaten = Beaten()
+        self.choice = Choice(cold.coding.rates, codec, codecs)
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -70,7 +84,7 @@ class Mover:
         )
         self._writing = Writing(
             tenant, catalog, cold, self.extents, quota_bytes, self._budget, self._leaving, self.counts,
-            self.bytes, through=through, admission=admission,
+            self.bytes, self.choice, through=through, admission=admission,
         )  # fmt: skip
         self._waiting_bytes = 0  # asked for and not there yet
 
@@ -137,7 +151,8 @@ class Mover:
         said: list[Verdict] = []
 
         def accept(survey: Survey) -> bool:
-            fresh, joined = reads.bytes_of(survey.frames), self._names(survey.joined)
+            fresh = reads.bytes_of(self._load_bytes(space, survey.frames))
+            joined = self._names(survey.joined)
             verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
             said.append(verdict)
             return verdict.load
@@ -156,7 +171,7 @@ class Mover:
             # No more, but what was begun for it is on its way.
             plan = cold.plan_promotion(space, keys, 0, out_of_reach)
         if plan.ids or said[0].first:
-            self._read(request, plan)
+            self._read(request, space, plan)
         if plan.ids:
             self._writing.wake()  # others went for these, so others are the coldest now
         elif not plan.joined:
@@ -174,12 +189,40 @@ class Mover:
             request = (session, ("beaten", space.number, len(keys), keys[-KEY_BYTES:]))
             self.promote(space, keys, count, request=request, urgent=False)
 
-    def _read(self, request: Request, plan: Promotion) -> None:
+    def _read(self, request: Request, space: Space, plan: Promotion) -> None:
         """Have these read for a request that was weighed."""
-        blocks = (self._wanted(plan, number, at) for at, number in enumerate(array("I", plan.ids)))
-        self._waiting_bytes += self._cold.reads.add(
-            request, self._tenant, plan.frames, blocks, self._names(plan.joined), self._have_read
+        loads = self._load_bytes(space, plan.frames)
+        blocks = (
+            self._wanted(space, plan, loads, number, at)
+            for at, number in enumerate(array("I", plan.ids))
         )
+        self._waiting_bytes += self._cold.reads.add(
+            request, self._tenant, loads, blocks, self._names(plan.joined), self._have_read
+        )
+
+    def _load_bytes(self, space: Space, frames: bytes) -> bytes:
+        """The same frames, with what each costs its link in place of its payload's bytes: more than those
+        where it is decoded slower than it is read."""
+        codecs = set(frames[CODEC_AT :: FRAME.size]) - {RAW}
+        if not codecs:
+            return frames
+        words, link_of = array("I", frames), self._cold.reads.link_of
+        step = FRAME.size // words.itemsize
+        slow = {
+            (segment, codec): slowness
+            for segment in set(words[::step])
+            for codec in codecs
+            if (slowness := self._slowness(space, codec, link_of(segment).bytes_s)) > 1
+        }
+        if slow:
+            at = NBYTES_AT // words.itemsize
+            for number, codec in enumerate(frames[CODEC_AT :: FRAME.size]):
+                if factor := slow.get((words[number * step], codec)):
+                    words[number * step + at] = int(words[number * step + at] * factor)
+        return words.tobytes()
+
+    def _slowness(self, space: Space, codec: int, link_bytes_s: float) -> float:
+        return self.choice.slowness(space.identity, space.spec, codec, link_bytes_s)
 
     def _names(self, ids: bytes) -> Iterator[Name]:
         return ((self._tenant, one) for one in array("I", ids))
@@ -200,12 +243,19 @@ class Mover:
         """How many blocks of this space may be asked for on top."""
         return max(0, (READING_BYTES - self._waiting_bytes) // space.spec.block_bytes)
 
-    def _wanted(self, plan: Promotion, number: int, at: int) -> Incoming:
+    def _wanted(
+        self, space: Space, plan: Promotion, loads: bytes, number: int, at: int
+    ) -> Incoming:
         place = place_of(self.extents, plan.slots[at * SLOT.size : (at + 1) * SLOT.size])
-        return incoming(number, plan.frames, plan.digests, at, place)
+        block = incoming(number, plan.frames, plan.digests, at, place)
+        codec = plan.frames[at * FRAME.size + CODEC_AT]
+        if codec == RAW:
+            return block
+        load_bytes = FRAME.unpack_from(loads, at * FRAME.size)[2]
+        return replace(block, coding=Decoding(codec, space.spec, plan.sizes[at], load_bytes))
 
     def _have_read(self, block: Incoming, code: int) -> None:
-        self._waiting_bytes -= block.payload_bytes
+        self._waiting_bytes -= block.load_bytes
         ids, cold = array("I", [block.id]).tobytes(), self._catalog.cold
         if not code:
             cold.promoted(ids)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.codec.choice import CHOICES
 from kvtier.policy.base import NATIVE
 from kvtier.units import GIB, MIB, format_bytes, parse_bytes, parse_share
 
 PAGE_BYTES: Final = 4096
 POLICIES: Final = tuple(NATIVE)
-CODECS: Final = ("raw",)
+CODECS: Final = CHOICES
 WRITES: Final = ("back", "through")
 ADMISSIONS: Final = ("auto", "all", "second-touch")
 ENGINES: Final = ("auto", "io_uring", "threads")
@@ -171,8 +172,25 @@ EXTENT: Final = Key(_bytes_from(PAGE_BYTES), "a size such as 1GiB")
 SHARE: Final = Key(_share, 'a share such as "40%" or a size such as 16GiB')
 UIDS: Final = Key(_uids, 'a list of "*", numbers and user names')
 PATH: Final = Key(_path, "an absolute path")
+
+
+def _codecs(value: object) -> tuple[tuple[str, str], ...]:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    pairs = []
+    for item in value:
+        pattern, _, codec = _text(item).rpartition("=")
+        if not pattern.strip() or codec.strip() not in CODECS:
+            raise ValueError(f'"{item}" is no model and a codec')
+        pairs.append((pattern.strip(), codec.strip()))
+    return tuple(pairs)
+
+
 PATHS: Final = Key(_paths, "a list of absolute paths, each once")
 CODEC: Final = Key(_one_of(CODECS), f"a codec that is there: {', '.join(CODECS)}")
+MODEL_CODECS: Final = Key(_codecs, f'a list such as ["org/model-*=r32"], with {", ".join(CODECS)}')
 WRITE: Final = Key(_one_of(WRITES), f"one of {', '.join(WRITES)}")
 ENGINE: Final = Key(_one_of(ENGINES), f"one of {', '.join(ENGINES)}")
 ADMISSION: Final = Key(_one_of(ADMISSIONS), f"one of {', '.join(ADMISSIONS)}")

@@ -72,6 +72,7 @@ def test_every_key_can_be_written(read):
         'log_level = "debug"\nmax_clients = 3\nhistory = "2MiB"\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
+        'codecs = ["org/*=r32", "a = b=fix4"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
         'admission = "second-touch"\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
@@ -97,6 +98,7 @@ def test_every_key_can_be_written(read):
             "size": 64 * GIB,
             "segment": 512 * MIB,
             "codec": "raw",
+            "codecs": (("org/*", "r32"), ("a = b", "fix4")),
             "write": "through",
             "engine": "threads",
             "admission": "second-touch",
@@ -516,7 +518,9 @@ def test_segments_are_small_enough_for_every_tenant(read):
         (COLD + 'write = "around"', "cold.write: expected one of back, through"),
         (COLD + 'scrub = "4095"', "cold.scrub: 4.00 KiB is less than a page"),
         (COLD + 'scrub = "fast"', "expected bytes a second such as 16MiB, or 0 for none"),
-        (COLD + 'codec = "zip"', "cold.codec: expected a codec that is there: raw"),
+        (COLD + 'codec = "zip"', "cold.codec: expected a codec that is there: auto, raw"),
+        (COLD + 'codecs = ["m=zip"]', 'cold.codecs: "m=zip" is no model and a codec'),
+        (COLD + 'codecs = ["r32"]', 'cold.codecs: "r32" is no model and a codec'),
     ],
 )  # fmt: skip
 def test_a_cold_tier_that_can_not_be_is_said(read, text, expected):

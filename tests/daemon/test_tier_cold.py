@@ -108,9 +108,10 @@ class Cold:
         if not promoting:
             return b""
         cold.reading += 1
-        plan = Promotion(promoting, store.slots(promoting), *store.frames(promoting))
+        frames = store.frames(promoting)
+        plan = Promotion(promoting, store.slots(promoting), *frames, sizes=[BLOCK])
         self.mover._cold.reads.weigh((0, 0), {}, (), True, 5.0, float("inf"))
-        self.mover._read((0, 0), plan)
+        self.mover._read((0, 0), space, plan)
         self._until(lambda: not cold.reading)
         return store.present(space.index, identity.group, identity.shard, identity.key)
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvtier.catalog.cold import Outgoing as Described
-from kvtier.codec.frame import PAGE, RAW, pages
+from kvtier.codec.frame import PAGE, pages
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.batch import Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
@@ -17,6 +17,7 @@ from kvtier_daemon.tiers.drive import HANGS_S
 
 SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
+NBYTES_AT, CODEC_AT = 8, 12
 PLACE_BYTES = 8  # the first two
 SETTLE_S = HANGS_S + 1
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
@@ -59,7 +60,7 @@ def frame_bytes(one: Landed) -> int:
 
 def frame_of(one: Landed) -> bytes:
     """Its frame, as the catalog has them."""
-    return FRAME.pack(one.segment, one.page, one.payload_bytes, RAW, one.header_pages, 0, 0)
+    return FRAME.pack(one.segment, one.page, one.payload_bytes, one.codec, one.header_pages, 0, 0)
 
 
 async def describe(cold: ColdTier, tenant: str, blocks: Sequence[Outgoing]) -> bool:
@@ -74,15 +75,20 @@ def begin(
     cold: ColdTier, tenant: str, blocks: Sequence[Outgoing], settle: Wrote
 ) -> tuple[int, asyncio.Future[bool]]:
     """Hand the leading blocks to the disk: how many, and, once `settle` was called, whether all of them
-    are on it."""
+    are on it. What they were encoded to is let go then."""
     done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    begun: list[Outgoing] = []
 
     def over(landed: list[Landed], failed: list[int]) -> None:
+        for block in begun:
+            block.let_go()
         settle(landed, failed)
         if not done.done():
             done.set_result(not failed)
 
-    return cold.write(tenant, blocks, over), done
+    count = cold.write(tenant, blocks, over)
+    begun += blocks[:count]
+    return count, done
 
 
 async def in_time(settled: asyncio.Future[bool]) -> bool:

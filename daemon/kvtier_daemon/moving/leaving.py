@@ -7,10 +7,14 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from kvtier.catalog import Catalog
 from kvtier.catalog.cold import Rescue
+from kvtier.codec import frame
 from kvtier.codec.frame import pages
+from kvtier.errors import FrameError
 from kvtier_daemon.moving.blocks import (
     BEGIN_S,
     BEGIN_TRIES,
@@ -29,7 +33,7 @@ from kvtier_daemon.moving.blocks import (
 )
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.moving.forgetting import Forgetting
-from kvtier_daemon.tiers.batch import Landed, Outgoing
+from kvtier_daemon.tiers.batch import Coded, Landed, Outgoing
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.shelf import Shelf
@@ -128,16 +132,22 @@ class Leaving:
         named = self._catalog.cold.described_in(
             ids[which.start : which.stop].tobytes(), segment.number
         )
-        reading, writing = [], {}
+        reading, writing, encoded = [], {}, {}
         for at in which:
             if block := named.get(ids[at]):
                 place = (extent, offset)
-                reading.append(incoming(ids[at], found.frames, found.digests, at, place))
+                one = incoming(ids[at], found.frames, found.digests, at, place)
+                reading.append(one)
                 writing[ids[at]] = outgoing(ids[at], block, place)
-                offset += pages(reading[-1].payload_bytes)
+                if codec := FRAME.unpack(frames[at])[3]:
+                    encoded[ids[at]] = codec
+                offset += pages(one.payload_bytes)
         if not reading:
             return True
-        if not await self._read_all(reading, writing):
+        if not (
+            await self._read_all(reading, writing)
+            and await self._as_they_are(reading, writing, encoded)
+        ):
             self._bounce = None  # the disk's until it gives it back
             return False
         before = dict(zip((ids[at] for at in which), frames[which.start : which.stop], strict=True))
@@ -182,6 +192,32 @@ class Leaving:
         self._cold.read(blocks, over)
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
+    async def _as_they_are(
+        self, blocks: Sequence[Incoming], wanted: dict[int, Outgoing], encoded: dict[int, int]
+    ) -> bool:
+        """Have the encoded ones written again as they are, by what their headers say; take those out whose
+        headers are damaged. False if the disk hangs."""
+        left = [block for block in blocks if block.id in encoded and block.id in wanted]
+        if not left:
+            return True
+        waiting = {block.id for block in left}
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def over(block: Incoming, code: int, text: bytes) -> None:
+            one = wanted.pop(block.id)
+            if not code and (header := _header_of(text, one, block)):
+                coded = Coded(
+                    header, encoded[block.id], block.payload_bytes, block.extent, block.offset, _kept
+                )  # fmt: skip
+                wanted[block.id] = replace(one, coded=coded)
+            waiting.discard(block.id)
+            if not waiting and not done.done():
+                done.set_result(None)
+
+        for block in left:
+            self._cold.read_header(block, partial(over, block))
+        return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
+
     def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
         nbytes = frame_bytes(one)
         self.again_bytes -= nbytes
@@ -197,3 +233,18 @@ class Leaving:
         if self._bounce is None or self._bounce[1] < nbytes:
             self._bounce = self._cold.room(nbytes)
         return self._bounce[0]
+
+
+def _header_of(text: bytes, block: Outgoing, read: Incoming) -> bytes:
+    """The header of this very frame, to be stamped anew; empty where it is another's, or damaged."""
+    try:
+        one = frame.decode(text)
+    except FrameError:
+        return b""
+    name = frame.Identity(block.space, block.group, block.shard, block.key)
+    same = one.identity == name and one.payload_digest == read.digest
+    return text if same and one.payload_bytes == read.payload_bytes else b""
+
+
+def _kept() -> None:
+    """The memory that is read to is kept for the next ones."""

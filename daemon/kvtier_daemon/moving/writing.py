@@ -9,11 +9,13 @@ import logging
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import chain
 
 from kvtier.catalog import Catalog
 from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion
 from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
+from kvtier.codec.choice import Choice
 from kvtier_daemon.moving.blocks import (
     BEGIN_S,
     BEGIN_TRIES,
@@ -56,12 +58,14 @@ class Writing:
         leaving: Leaving,
         counts: Counter[str],
         nbytes: Counter[str],
+        choice: Choice,
         *,
         through: bool,
         admission: str,
     ) -> None:
         self.counts = counts
         self.bytes = nbytes
+        self.choice = choice
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -146,7 +150,8 @@ class Writing:
         whether anything was written at all.
 
         A block that was handed to the disk is held until the disk has ended with it, whatever becomes of this
-        task: another block in its slot would be written under its name.
+        task: another block in its slot would be written under its name. Some are encoded while those before
+        them are written.
         """
         cold = self._catalog.cold
         blocks = [
@@ -158,24 +163,42 @@ class Writing:
             log.debug("cold: %d blocks are too large for a segment", len(unfit))
             cold.not_demoted(ids_of(unfit))
             blocks = [block for block in blocks if block not in unfit]
-        wrote = False
+        rest = deque(self._cold.coding.pieces(blocks, self.choice))
+        piece: list[Outgoing] = []
+        wrote, before = False, None
         try:
-            while blocks and await describe(self._cold, self._tenant, blocks):
-                settled = await self._begin_soon(blocks)
-                if settled is None:
-                    break
-                wrote = True
-                if not await in_time(settled):
-                    break
+            while rest and not piece:
+                piece = rest.popleft()
+                piece = await self._encode(piece)
+                while piece and await describe(self._cold, self._tenant, piece):
+                    settled = await self._begin_soon(piece)
+                    if settled is None:
+                        break
+                    wrote = True
+                    if before is not None and not await in_time(before):
+                        return ids_of([*piece, *chain.from_iterable(rest)]), wrote
+                    before = settled
+            if before is not None:
+                await in_time(before)
         finally:
-            cold.not_demoted(ids_of(blocks))
-        return ids_of(blocks), wrote
+            left = [*piece, *chain.from_iterable(rest)]
+            for block in left:
+                block.let_go()
+            cold.not_demoted(ids_of(left))
+        return ids_of(left), wrote
+
+    async def _encode(self, piece: list[Outgoing]) -> list[Outgoing]:
+        return await self._cold.coding.encode(
+            piece, self.choice, self._cold.bandwidths(self._tenant)
+        )
 
     def _leave_out_forgotten(self, blocks: list[Outgoing]) -> None:
         """What is forgotten by now is not written: a forget waits only for what is with the disk."""
         wanted = set(array("I", self._catalog.cold.dirty(ids_of(blocks))))
         gone = [block for block in blocks if block.id not in wanted]
         if gone:
+            for block in gone:
+                block.let_go()
             self._catalog.cold.not_demoted(ids_of(gone))
             blocks[:] = [block for block in blocks if block.id in wanted]
 

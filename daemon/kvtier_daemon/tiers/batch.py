@@ -6,13 +6,28 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvtier.codec.frame import RAW
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.log import Segment
 
 
 @dataclass(frozen=True, slots=True)
+class Coded:
+    """What a block is encoded to: where that lies, and a header that is still to be stamped and sealed.
+    `let_go` is called once it is written, or is not to be."""
+
+    header: bytes
+    codec: int
+    payload_bytes: int
+    extent: int
+    offset: int
+    let_go: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A block to be written: what it is, and the slot that has it. `digest` is empty where none is known."""
+    """A block to be written: what it is, and the slot that has it. `digest` is empty where none is known.
+    Where it has a `coded`, that is written."""
 
     id: int
     space: bytes
@@ -24,6 +39,12 @@ class Outgoing:
     digest: bytes
     extent: int
     offset: int
+    coded: Coded | None = None
+
+    def let_go(self) -> None:
+        """It is written, or is not to be."""
+        if self.coded is not None:
+            self.coded.let_go()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +57,7 @@ class Landed:
     header_pages: int
     payload_bytes: int
     digest: bytes
+    codec: int = RAW
 
 
 Wrote = Callable[[list[Landed], list[int]], None]

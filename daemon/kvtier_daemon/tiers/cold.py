@@ -24,10 +24,13 @@ from pathlib import Path
 
 import msgspec
 
+from kvtier.codec.base import ELEMENTS
 from kvtier.codec.frame import PAGE, pages
+from kvtier.codec.framing import NATIVE
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Outgoing, Wrote
+from kvtier_daemon.tiers.coding import Coding, threads_here
 from kvtier_daemon.tiers.drive import BENIGN, HANGS_S, Drive, Over, anonymous
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.reads import Reads
@@ -46,6 +49,16 @@ NOWHERE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the frame of a block is encoded, what it decodes to, and what that costs its link."""
+
+    codec: int
+    spec: KvSpec
+    block_bytes: int
+    load_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Incoming:
     """A block to be read into a slot."""
 
@@ -57,6 +70,12 @@ class Incoming:
     digest: bytes
     extent: int
     offset: int
+    coding: Decoding | None = None  # without one the payload is brought as it is
+
+    @property
+    def load_bytes(self) -> int:
+        """What it costs its link."""
+        return self.coding.load_bytes if self.coding is not None else self.payload_bytes
 
 
 Read = Callable[[Incoming, int], None]  # and an errno or 0
@@ -96,6 +115,11 @@ class ColdTier:
         self._doubted: dict[tuple[int, int], int] = {}
         self._turn = 0
         self.reads = Reads(loop, self, clock)
+        self._mappings: dict[int, Mapping] = {}
+        threads = threads_here()
+        self.coding = Coding(
+            loop, self._mappings.__getitem__, self.room, self._numbering.blank, threads
+        )
         self._looks_at = clock() + LOOK_S
         self._closing = False
         with contextlib.ExitStack() as undo:
@@ -112,7 +136,7 @@ class ColdTier:
                         text = f"tenant {tenant} would have {segments} segments of {segment_bytes} bytes"
                         raise TierError(f"cold: {directory}: {text}, and three are needed")
                 try:
-                    drive = Drive(loop, str(volume.directory), engine, clock)
+                    drive = Drive(loop, str(volume.directory), engine, clock, threads)
                 except (OSError, RuntimeError) as error:
                     text = f"cold: {volume.directory}: no worker can be had ({engine}): {error}"
                     raise TierError(text) from error
@@ -136,6 +160,7 @@ class ColdTier:
     def register(self, mapping: Mapping) -> int:
         """Make an extent known; its number in what is to be read and written."""
         (number,) = {drive.disk.register(mapping) for drive in self.drives}
+        self._mappings[number] = mapping
         return number
 
     def room(self, nbytes: int) -> tuple[int, int]:
@@ -201,6 +226,7 @@ class ColdTier:
         self.reads.tend()
         for drive in self.drives:
             drive.tend()
+            drive.measure(self.coding.rates)
         if self._clock() >= self._looks_at and not self._closing:
             self._looks_at = self._clock() + LOOK_S
             for volume, drive in zip(self._volumes, self.drives, strict=True):
@@ -322,10 +348,17 @@ class ColdTier:
         """Bring blocks into their slots; `done` is told of each, with EBADMSG where it is not what it should
         be."""
         ops: dict[Drive, bytearray] = {}
+        encoded: dict[Drive, bytearray] = {}
         for block in blocks:
             segment = self.segments[block.segment]
             shelf = self._numbering.shelves[block.segment]
             segment.reading += 1
+            if block.coding is not None:
+                over = self._read_one(shelf, segment, block, done)
+                encoded.setdefault(shelf.drive, bytearray()).extend(
+                    self._read_encoded(shelf.drive, segment, block, block.coding, urgent, over)
+                )
+                continue
             ops.setdefault(shelf.drive, bytearray()).extend(
                 shelf.drive.read_op(
                     segment.fd, (block.page + block.header_pages) * PAGE, block.payload_bytes,
@@ -335,6 +368,33 @@ class ColdTier:
             )  # fmt: skip
         for drive, theirs in ops.items():
             drive.read(theirs)
+        for drive, theirs in encoded.items():
+            drive.read_encoded(theirs)
+
+    def _read_encoded(
+        self, drive: Drive, segment: Segment, block: Incoming, how: Decoding, urgent: bool, over: Over
+    ) -> bytes:  # fmt: skip
+        """The operation that reads and decodes this; nothing where a thread beside the loop has to decode
+        it."""
+        at, header_bytes = block.page * PAGE, block.header_pages * PAGE
+        element = ELEMENTS.get(how.spec.dtype)
+        if how.codec in NATIVE and element is not None:
+            sizes = (header_bytes, block.payload_bytes, how.block_bytes)
+            return drive.encoded_op(
+                segment.fd, at, sizes, block.extent, block.offset, block.digest, element, urgent, over
+            )  # fmt: skip
+
+        def have_read(code: int, text: bytes | None) -> None:
+            if code:
+                over(code, None)
+                return
+            self.coding.decode(
+                how.codec, text or b"", header_bytes, block.digest, how.spec, block.extent, block.offset,
+                how.block_bytes, lambda code: over(code, None),
+            )  # fmt: skip
+
+        drive.read_text(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)
+        return b""
 
     def hold(self, segment: int, blocks: int) -> None:
         """This segment is not used again while so many of its blocks wait to be read."""
@@ -395,7 +455,7 @@ class ColdTier:
             shelf = shelves[self._turn % len(shelves)]
             known = all(self._is_described(shelf.volume, tenant, space) for space in spaces)
             if known and shelf.drive.writes.is_on and (count := shelf.write(blocks, done)):
-                nbytes = sum(block.spec.group_block_bytes(block.group) for block in blocks[:count])
+                nbytes = sum(map(_payload_bytes, blocks[:count]))
                 self.reads.planner.wrote(shelf.drive.link, nbytes)
                 return count
         return 0
@@ -404,6 +464,10 @@ class ColdTier:
         """Whether a write may go to one of the disks now: urgent reads are before it."""
         may = self.reads.planner.may_write
         return any(may(shelf.drive.link) for shelf in self.shelves[tenant])
+
+    def bandwidths(self, tenant: str) -> list[float]:
+        """How fast each disk of a tenant has been read lately; 0 where that is not known."""
+        return [shelf.drive.bandwidth.value for shelf in self.shelves[tenant]]
 
     def drive_of(self, segment: int) -> Drive:
         """The worker that reads this segment."""
@@ -492,6 +556,7 @@ class ColdTier:
             shelf.closing = True
             if shelf.log.open is not None and shelf.drive.writes.is_on:
                 shelf.seal()
+        self.coding.close()
         ended = await asyncio.gather(*(drive.close(timeout_s) for drive in self.drives))
         for drive, is_over in zip(self.drives, ended, strict=True):
             for shelf in self._all_shelves():
@@ -504,6 +569,12 @@ class ColdTier:
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]
+
+
+def _payload_bytes(block: Outgoing) -> int:
+    if block.coded is not None:
+        return block.coded.payload_bytes
+    return block.spec.group_block_bytes(block.group)
 
 
 def _description_bytes(space: bytes, spec: KvSpec) -> int:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, TypeVarTuple
 
+from kvtier.codec.base import ELEMENTS
+from kvtier.codec.choice import LATELY_S, Average, Rates
 from kvtier.codec.frame import PAGE
 from kvtier.planning import Link
 from kvtier_kernels import Disk, Mapping
@@ -30,12 +32,16 @@ Args = TypeVarTuple("Args")
 OPERATION = struct.Struct("<QiIQQIIQ")
 DIGEST_TAIL = struct.Struct("<16s")
 HEADER_TAIL = struct.Struct("<QQ")
+FRAME_TAIL = struct.Struct(
+    "<16sQII"
+)  # digest and bytes of the payload, bytes of the header, elements
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
 HANGS_S = 5.0  # without a completion, while there is something to complete
 FAULTS_TO_OFF = 5
 TURN_S = 0.001
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
+DTYPES = {number: dtype for dtype, number in ELEMENTS.items()}
 # They say nothing of the disk: too late, called off, not the bytes that were asked for.
 BENIGN = (errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA)
 
@@ -121,9 +127,12 @@ class Drive:
         name: str,
         engine: str,
         clock: Callable[[], float],
+        decoders: int = 1,
     ) -> None:
         self.reads, self.writes = Lane(f"reading {name}", clock), Lane(f"writing {name}", clock)
         self.link = Link(clock)
+        self.bandwidth = Average(LATELY_S)  # of the disk alone: bytes read, for seconds
+        self._moved: tuple[int, float, dict[tuple[int, int], tuple[int, float]]] = (0, 0.0, {})
         self.faults = 0
         self.short = ""  # why there are no more files
         self.elsewhere = ""  # where the directory is not what it was any more
@@ -134,7 +143,7 @@ class Drive:
         self._last_token = 0
         self._quiet = asyncio.Event()  # nothing is under way
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.disk = Disk(self._event_fd, engine)
+        self.disk = Disk(self._event_fd, engine, decoders=decoders)
         self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
         loop.add_reader(self._event_fd, self._completed)
         self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
@@ -160,6 +169,19 @@ class Drive:
         self.reads.tend()
         self.writes.tend()
 
+    def measure(self, rates: Rates) -> None:
+        """Take note of how fast it has been since this was last asked, and how fast frames of it were
+        decoded."""
+        before, self._moved = self._moved, self.disk.moved()
+        self.bandwidth.note(self._moved[0] - before[0], self._moved[1] - before[1])
+        for kind, (nbytes, seconds) in self._moved[2].items():
+            nbytes_before, seconds_before = before[2].get(kind, (0, 0.0))
+            if nbytes > nbytes_before:
+                codec, element = kind
+                rates.decoded(
+                    codec, DTYPES[element], nbytes - nbytes_before, seconds - seconds_before
+                )
+
     # --- operations --------------------------------------------------------------------------
 
     def read_op(
@@ -179,18 +201,38 @@ class Drive:
             token, fd, flags, at, nbytes, extent, READ_MS, offset
         ) + DIGEST_TAIL.pack(digest)
 
+    def encoded_op(
+        self, fd: int, at: int, sizes: tuple[int, int, int], extent: int, offset: int, digest: bytes,
+        element: int, urgent: bool, over: Over,
+    ) -> bytes:  # fmt: skip
+        """A frame for `read_encoded`; the sizes are of its header, its payload, and its block."""
+
+        def have_read(code: int, extra: bytes | None) -> None:
+            if not code:
+                self.reads.worked()
+            over(code, extra)
+
+        token = self._token(self.reads, have_read)
+        header_bytes, nbytes, block_bytes = sizes
+        return OPERATION.pack(
+            token, fd, URGENT if urgent else 0, at, block_bytes, extent, READ_MS, offset
+        ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element)
+
+    def read_encoded(self, ops: bytes | bytearray) -> None:
+        self.disk.read_frames(ops)
+
     def read(self, ops: bytes | bytearray) -> None:
         self.disk.read(ops)
 
-    def read_text(self, fd: int, at: int, nbytes: int, over: Over) -> None:
-        """Read bytes of this file, after all that is urgent."""
+    def read_text(self, fd: int, at: int, nbytes: int, over: Over, urgent: bool = False) -> None:
+        """Read bytes of this file, after all that is urgent if it isn't itself."""
 
         def have_read(code: int, text: bytes | None) -> None:
             if not code:
                 self.reads.worked()
             over(code, text)
 
-        self.disk.read_bytes(self._token(self.reads, have_read), fd, at, nbytes, False, READ_MS)
+        self.disk.read_bytes(self._token(self.reads, have_read), fd, at, nbytes, urgent, READ_MS)
 
     def frame_op(
         self, fd: int, at: int, nbytes: int, extent: int, offset: int, header: tuple[int, int],

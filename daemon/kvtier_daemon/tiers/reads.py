@@ -128,7 +128,7 @@ class Reads:
         for block in blocks:
             name, drive = (batch.tenant, block.id), self._cold.drive_of(block.segment)
             self._waiting[name] = block, batch.done
-            fresh.append((name, drive.link, block.payload_bytes))
+            fresh.append((name, drive.link, block.load_bytes))
             self._pump_soon(drive)
         is_all = len(blocks) + len(joined) < ADD_BLOCKS
         self.planner.add_more(request, fresh, joined, is_all)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvtier.codec.frame import PAGE, RAW, Identity, Template
+from kvtier.codec.frame import PAGE, RAW, Identity, Template, pages, stamp
 from kvtier.codec.raw import entries
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
@@ -80,6 +80,10 @@ class Numbering:
             self._templates[key] = kind
         return kind
 
+    def blank(self, block: Outgoing) -> bytearray:
+        """A header for this block that is nobody's yet."""
+        return self.template(block).blank(block.digest)
+
 
 class Shelf:
     """`leaving(shelf, segment)` is called when the oldest segment is to be used again: whoever is told brings
@@ -138,19 +142,22 @@ class Shelf:
         batch = Batch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
-            kind = self._numbering.template(block)
-            taken = segment.take(kind.total_bytes, (block.space, block.spec))
+            kind, coded = self._numbering.template(block), block.coded
+            nbytes = coded.payload_bytes if coded is not None else kind.payload_bytes
+            frame_bytes = kind.header_bytes + pages(nbytes)
+            taken = segment.take(frame_bytes, (block.space, block.spec))
             if taken is None:
                 full = True
                 break
             sequence = self._numbering.sequence
             self._numbering.sequence += 1
-            header = kind.header(
-                block.key, block.parent, segment.head.epoch, sequence, block.digest
-            )
+            header = bytearray(coded.header) if coded is not None else kind.blank(block.digest)
+            stamp(header, block.key, block.parent, segment.head.epoch, sequence)
+            place = (block.extent, block.offset)
+            if coded is not None:
+                place = (coded.extent, coded.offset)
             ops += self.drive.frame_op(
-                segment.fd, taken.page * PAGE, kind.payload_bytes, block.extent, block.offset,
-                (len(headers), len(header)),
+                segment.fd, taken.page * PAGE, nbytes, *place, (len(headers), len(header)),
                 self._wrote_one(batch, block, kind, taken, sequence),
             )  # fmt: skip
             headers += header
@@ -171,18 +178,19 @@ class Shelf:
                 batch.failed.append(block.id)
                 return
             header_pages = kind.header_bytes // PAGE
+            codec, nbytes = RAW, kind.payload_bytes
+            if block.coded is not None:
+                codec, nbytes = block.coded.codec, block.coded.payload_bytes
             listed = Listed(
                 Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
-                kind.total_bytes // PAGE, header_pages, RAW, kind.payload_bytes, kind.payload_bytes,
+                header_pages + pages(nbytes) // PAGE, header_pages, codec, nbytes, kind.raw_bytes,
                 sequence, digest,
             )  # fmt: skip
             batch.rows.append((taken.at, encode_row(listed, taken.space)))
+            number = batch.segment.number
             batch.landed.append(
-                Landed(
-                    block.id, batch.segment.number, taken.page, header_pages, kind.payload_bytes,
-                    digest,
-                )
-            )  # fmt: skip
+                Landed(block.id, number, taken.page, header_pages, nbytes, digest, codec)
+            )
 
         return over
 

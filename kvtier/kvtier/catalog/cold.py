@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import compress, islice
 
@@ -48,6 +48,7 @@ class Promotion:
     digests: bytes = b""
     joined: bytes = b""
     left_out: int = 0
+    sizes: Sequence[int] = ()  # of the blocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,14 +151,17 @@ class Cold:
             if (there or on_its_way) and not accept(Survey(store.frames(there)[0], on_its_way)):
                 return Promotion(left_out=asked)
         here = self._here(space, keys[: prefix * KEY_BYTES]) if moving else []
-        ids, joined = b"", b""
+        ids, joined, sizes = b"", b"", array("I")
         self._blocks.lease(here)
         try:
             for group, _, cold, promoting in wanted:
                 joined += promoting
                 if cold:
                     self._blocks.make_room(space.index, group, len(cold) // ID_BYTES)
-                    ids += store.promote(cold)[0]
+                    promoted = store.promote(cold)[0]
+                    ids += promoted
+                    size = space.spec.group_block_bytes(group)
+                    sizes += array("I", [size]) * (len(promoted) // ID_BYTES)
         finally:
             for held in reversed(here):
                 self._blocks.unlease(held)
@@ -165,7 +169,7 @@ class Cold:
         self.reading += taken
         frames, digests = store.frames(ids)
         left_out = asked - taken - len(joined) // ID_BYTES
-        return Promotion(ids, store.slots(ids), frames, digests, joined, left_out)
+        return Promotion(ids, store.slots(ids), frames, digests, joined, left_out, sizes)
 
     def _here(self, space: Space, keys: bytes) -> list[bytes]:
         """What of this prefix is READY, for each shard of each group."""

@@ -140,15 +140,14 @@ class Choice:
         ratios = self._known(space, spec).ratios
         ratios.setdefault(codec, Average(LATELY_BYTES)).note(raw_bytes, nbytes)
 
-    def load_bytes(self, space: bytes, spec: KvSpec, codec: int, nbytes: int, link: float) -> int:
-        """What reading a frame of so many bytes costs, in bytes of the link: more than it has where decoding
-        is slower than that."""
+    def slowness(self, space: bytes, spec: KvSpec, codec: int, link_bytes_s: float) -> float:
+        """How many times as long a frame takes to be decoded as to be read; at least 1, as both go on at the
+        same time."""
         rate = self.rates.decode_bytes_s(codec, spec.dtype)
         if codec == RAW or not rate:
-            return nbytes
+            return 1.0
         ratio = self._known(space, spec).ratios.get(codec)
-        block_bytes = nbytes * (ratio.value if ratio is not None else 1.0)
-        return max(nbytes, int(block_bytes * link / rate))
+        return max(1.0, (ratio.value if ratio is not None else 1.0) * link_bytes_s / rate)
 
     def report(self) -> list[dict[str, object]]:
         """Of each space: how its blocks are stored, and what is known of that."""

@@ -1,0 +1,271 @@
+"""Blocks encoded on their way to the disks, and frames of codecs that the disks' workers can't decode, in
+threads beside the loop; and what of that pays.
+
+What was encoded lies in memory of the tier's own until it is written. A worker that reads a `fix4` or `r32`
+frame decodes it by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar, TypeVarTuple
+
+from kvtier.codec import framing, raw
+from kvtier.codec.base import Codec
+from kvtier.codec.choice import Choice, Rates
+from kvtier.codec.frame import RAW, pages
+from kvtier.errors import FrameError
+from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.batch import Coded, Outgoing
+from kvtier_kernels import Mapping
+
+log = logging.getLogger(__name__)
+
+THREADS_MOST = 4
+PIECE_BYTES = 8 << 20  # of blocks, encoded while what was before them is written
+BLOCK_MOST = 32 << 20  # of a codec that the workers can't decode: a frame is read as one
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+
+def threads_here() -> int:
+    """How many threads encode, and how many decode for each disk: half of the processors, the others are
+    the engines'."""
+    return max(1, min(THREADS_MOST, len(os.sched_getaffinity(0)) // 2))
+
+
+@dataclass(slots=True, eq=False)
+class Area:
+    """Memory that encoded blocks lie in, until none of them is to be written any more."""
+
+    extent: int
+    nbytes: int
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a thread does with a block: encode it, by one codec or to see what each makes of it."""
+
+    block: Outgoing
+    codec: Codec
+    header: bytearray
+    source: memoryview
+    into: memoryview
+    offset: int
+    tries: tuple[Codec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What one codec made of a block, and in how many seconds; none for decoding where it was not tried."""
+
+    codec: int
+    nbytes: int
+    encode_s: float
+    decode_s: float | None = None
+
+
+class Coding:
+    """For all tenants. `room` makes memory known to the disks, `blank(block)` is a header for it."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        mapping_of: Callable[[int], Mapping],
+        room: Callable[[int], tuple[int, int]],
+        blank: Callable[[Outgoing], bytearray],
+        threads: int,
+    ) -> None:
+        self.rates = Rates(threads)
+        self._loop = loop
+        self._mapping_of = mapping_of
+        self._room = room
+        self._blank = blank
+        self._threads = ThreadPoolExecutor(threads, "kvtier-codec")
+        self._free: list[Area] = []
+
+    # --- writing -----------------------------------------------------------------------------
+
+    async def encode(
+        self, blocks: Sequence[Outgoing], choice: Choice, links: Sequence[float]
+    ) -> list[Outgoing]:
+        """The same blocks, those for which it pays with what they are encoded to. Whoever gets them lets go
+        of each (`Coded.let_go`) once it is written, or is not to be."""
+        codecs = [self._codec(block, choice, links) for block in blocks]
+        tried = self._tries(blocks, choice)
+        todo = [at for at, codec in enumerate(codecs) if codec.number != RAW or at in tried]
+        if not todo:
+            return list(blocks)
+        area = self._take(sum(pages(_size(blocks[at])) for at in todo))
+        jobs, offset = [], 0
+        for at in todo:
+            block, size = blocks[at], _size(blocks[at])
+            header = self._blank(block)
+            source = self._view(block.extent, block.offset, size)
+            into = self._view(area.extent, offset, size)
+            tries = choice.candidates(block.spec) if at in tried else ()
+            jobs.append(Job(block, codecs[at], header, source, into, offset, tries))
+            offset += pages(size)
+        try:
+            found = await self._beside(_encode_all, jobs)
+        except Exception:
+            self._give(area)
+            raise
+        over = list(blocks)
+        for at, job, (nbytes, took) in zip(todo, jobs, found, strict=True):
+            size = len(job.source)
+            for one in took:
+                self._note(job.block, choice, one, size)
+            if nbytes is not None and pages(nbytes) < pages(size):
+                area.users += 1
+                over[at] = replace(
+                    job.block,
+                    coded=Coded(
+                        bytes(job.header), job.codec.number, nbytes, area.extent, job.offset,
+                        lambda: self._let_go(area),
+                    ),
+                )  # fmt: skip
+        for block in {block.space: block for block in blocks}.values():
+            of_space = [at for at, one in enumerate(blocks) if one.space == block.space]
+            choice.wrote(
+                block.space, block.spec, len(of_space), sum(at in tried for at in of_space)
+            )
+        if not area.users:
+            self._give(area)
+        return over
+
+    def pieces(self, blocks: Sequence[Outgoing], choice: Choice) -> Iterator[list[Outgoing]]:
+        """The blocks, as many at a time as are to be encoded at once; all where none is to be."""
+        piece: list[Outgoing] = []
+        nbytes = 0
+        for block in blocks:
+            size = _size(block) if choice.encodes(block.space, block.spec) else 0
+            if piece and nbytes + size > PIECE_BYTES:
+                yield piece
+                piece, nbytes = [], 0
+            piece.append(block)
+            nbytes += size
+        if piece:
+            yield piece
+
+    def _codec(self, block: Outgoing, choice: Choice, links: Sequence[float]) -> Codec:
+        codec = choice.codec(block.space, block.spec, links)
+        if codec.number not in framing.NATIVE and _size(block) > BLOCK_MOST:
+            return raw.CODEC
+        return codec
+
+    def _tries(self, blocks: Sequence[Outgoing], choice: Choice) -> set[int]:
+        """Which of these to try with all codecs."""
+        left: dict[bytes, int] = {}
+        tried = set()
+        for at, block in enumerate(blocks):
+            if block.space not in left:
+                left[block.space] = choice.tries(block.space, block.spec)
+            if left[block.space] and _size(block) <= BLOCK_MOST:
+                left[block.space] -= 1
+                tried.add(at)
+        return tried
+
+    def _note(self, block: Outgoing, choice: Choice, took: Took, size: int) -> None:
+        choice.shrank(block.space, block.spec, took.codec, size, took.nbytes)
+        self.rates.encoded(took.codec, block.spec.dtype, size, took.encode_s)
+        if took.decode_s is not None:
+            self.rates.decoded(took.codec, block.spec.dtype, size, took.decode_s)
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def decode(
+        self, codec: int, text: bytes, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
+        offset: int, nbytes: int, done: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Write the block of this frame to its slot; `done` is told an errno or 0."""
+        into = self._view(extent, offset, nbytes)
+
+        def work() -> float:
+            began = time.perf_counter()
+            framing.decode(text, header_bytes, digest, spec.dtype, into)
+            return time.perf_counter() - began
+
+        def over(future: asyncio.Future[float]) -> None:
+            if future.cancelled():
+                done(errno.ECANCELED)
+            elif (error := future.exception()) is not None:
+                if not isinstance(error, FrameError):
+                    log.error("cold: a frame can't be decoded", exc_info=error)
+                done(errno.EBADMSG)
+            else:
+                self.rates.decoded(codec, spec.dtype, nbytes, future.result())
+                done(0)
+
+        self._beside(work).add_done_callback(over)
+
+    def close(self) -> None:
+        """Wait for what is being encoded or decoded, and end."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def _beside(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(self._threads, work, *args)
+
+    def _view(self, extent: int, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self._mapping_of(extent))[offset : offset + nbytes]
+
+    def _take(self, nbytes: int) -> Area:
+        for at, area in enumerate(self._free):
+            if area.nbytes >= nbytes:
+                return self._free.pop(at)
+        return Area(*self._room(nbytes))
+
+    def _let_go(self, area: Area) -> None:
+        area.users -= 1
+        if not area.users:
+            self._give(area)
+
+    def _give(self, area: Area) -> None:
+        self._free.append(area)
+
+
+def _size(block: Outgoing) -> int:
+    return block.spec.group_block_bytes(block.group)
+
+
+def _encode_all(jobs: Sequence[Job]) -> list[tuple[int | None, list[Took]]]:
+    """What each block is encoded to, the payload's bytes, or None where it stays raw; and what was
+    measured."""
+    return [_encode(job) for job in jobs]
+
+
+def _encode(job: Job) -> tuple[int | None, list[Took]]:
+    dtype, took = job.block.spec.dtype, []
+    for codec in job.tries:
+        if codec is not job.codec:
+            took.append(
+                _try(codec, dtype, bytearray(job.header), job.source, job.into, decodes=True)
+            )
+    if job.codec.number == RAW:
+        return None, took
+    one = _try(job.codec, dtype, job.header, job.source, job.into, decodes=bool(job.tries))
+    return one.nbytes, [*took, one]
+
+
+def _try(
+    codec: Codec, dtype: str, header: bytearray, source: memoryview, into: memoryview, decodes: bool
+) -> Took:
+    began = time.perf_counter()
+    nbytes = framing.encode(codec, dtype, header, source, into)
+    encoded = time.perf_counter()
+    if not decodes or nbytes >= len(source):
+        return Took(codec.number, nbytes, encoded - began)
+    scratch = bytearray(len(source))
+    again = time.perf_counter()
+    codec.decode(into[:nbytes], framing.entries_of(header), dtype, scratch)
+    return Took(codec.number, nbytes, encoded - began, time.perf_counter() - again)

@@ -1,0 +1,458 @@
+"""Encoded blocks in the cold tier: what was saved comes back, and takes the room that it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.codec_tests import kv
+from daemon.test_cold import SEGMENT, SIZE, Bench, run
+from kvtier import KvSpec
+from kvtier.catalog import Catalog, SessionId
+from kvtier.codec.base import FIX4, R32, ZSTD
+from kvtier.codec.frame import PAGE, RAW
+from kvtier.policy.base import make
+from kvtier_daemon.fsck import check
+from kvtier_daemon.mover import Mover
+from kvtier_daemon.moving.blocks import FRAME
+from kvtier_daemon.scrub import Scrub
+from kvtier_daemon.tiers.recovery import Recovered
+from kvtier_daemon.tiers.volume import Volume
+from kvtier_kernels import Store
+from specs import spec_of
+
+ONE = SessionId(1)
+SLOTS = 64
+NUMBERS = {"raw": RAW, "fix4": FIX4, "r32": R32, "zstd": ZSTD}
+SPECS = {
+    dtype: spec_of(f"encoded {dtype}", dtype=dtype, head_dim=128 // size)
+    for dtype, size in {
+        "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+    }.items()
+}  # fmt: skip
+BLOCK = SPECS["bfloat16"].block_bytes
+assert {spec.block_bytes for spec in SPECS.values()} == {BLOCK}
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def content(spec: KvSpec, number: int) -> bytes:
+    """Values as of K and V, of no other block."""
+    drawn = np.frombuffer(kv(spec.dtype, BLOCK), np.uint8)
+    return np.roll(drawn, 64 * number).tobytes()
+
+
+class Tenant:
+    """A catalog and a mover over a cold tier, as the daemon puts them together."""
+
+    def __init__(self, folder: Path, codec: str, through: bool = True) -> None:
+        self.bench = Bench([folder])
+        self.catalog = Catalog(Store(), make("lru"))
+        self.mover = Mover(
+            "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=through, codec=codec
+        )
+        self.bench.tier.shelves["t"][0]._leaving = self.mover.leave
+        self.spaces = {
+            dtype: self.catalog.open(dtype.ljust(32).encode(), spec, ONE)
+            for dtype, spec in SPECS.items()
+        }
+        self.ids: dict[tuple[str, int], bytes] = {}
+
+    async def start(self) -> None:
+        async def restored(_: str, one: Recovered, segment: int) -> None:
+            for identity, spec, rows in one.parts:
+                self.catalog.cold.restore(identity, spec, rows, segment)
+
+        self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // PAGE))
+        self.mover.extents.append(self.bench.extent)
+        await self.bench.tier.recover(restored)
+        self.running = asyncio.create_task(self.mover.run())
+
+    def save(self, dtype: str, first: int, count: int) -> None:
+        space = self.spaces[dtype]
+        keys = b"".join(map(key, range(first, first + count)))
+        granted = self.catalog.reserve(ONE, space, 0, 0, b"", keys)
+        for at, (_, _, offset, _) in enumerate(struct.iter_unpack("<IIQQ", granted.slots)):
+            self.bench.slot(offset // BLOCK)[:] = content(space.spec, first + at)
+        ids = self.catalog.commit(ONE, granted.lease, 0, count, b"")
+        for at in range(count):
+            self.ids[dtype, first + at] = ids[4 * at : 4 * at + 4]
+        self.mover.saved(ids)
+
+    async def on_disk(self, count: int) -> None:
+        await until(lambda: self.catalog.counts()["framed_blocks"] >= count)
+
+    def evict_all(self) -> None:
+        self.catalog.expire(1e9)
+        for space in [one for one in self.spaces.values() if one.index >= 0]:
+            self.catalog.blocks.make_room(space.index, 0, SLOTS)
+
+    def frames(self, ids: bytes) -> list[tuple[int, ...]]:
+        return list(FRAME.iter_unpack(self.catalog._store.frames(ids)[0]))
+
+    async def bring(self, dtype: str, number: int) -> bytes | None:
+        """The block, read from the disk; None if it is nowhere."""
+        space = self.spaces[dtype]
+        self.evict_all()
+        found = self.catalog.match(space, key(number), False, True)
+        if not found.coming:
+            return None
+        self.mover.promote(space, key(number), 1, request=(1, number))
+        await until(lambda: not self.catalog.cold.reading)
+        ids = self.catalog._store.present(space.index, 0, 0, key(number))
+        if not ids:
+            return None
+        (_, _, offset, _) = struct.unpack("<IIQQ", self.catalog._store.slots(ids))
+        return bytes(self.bench.slot(offset // BLOCK))
+
+    async def same(self, dtype: str, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            assert await self.bring(dtype, number) == content(SPECS[dtype], number), number
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        assert await self.bench.tier.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def seal(tenant: Tenant) -> None:
+    shelf = tenant.bench.tier.shelves["t"][0]
+    shelf.seal()
+    await until(lambda: shelf.log.open is not None and shelf.log.sealed)
+
+
+@pytest.mark.parametrize("dtype", SPECS)
+@pytest.mark.parametrize("codec", [*NUMBERS, "auto"])
+def test_what_was_saved_comes_back_and_after_a_restart_too(
+    tmp_path: Path, codec: str, dtype: str
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, codec)
+        await tenant.start()
+        for first in range(0, 48, 16):
+            tenant.save(dtype, first, 16)
+            await tenant.on_disk(first + 16)
+        codecs = {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))}
+        if codec != "auto" and dtype in ("bfloat16", "float32"):
+            assert codecs == {NUMBERS[codec]}
+        await tenant.same(dtype, 0, 48)
+        await tenant.close()
+        again = Tenant(tmp_path, "raw")
+        await again.start()
+        assert again.catalog.counts()["framed_blocks"] == 48
+        await again.same(dtype, 0, 48)
+        await again.close()
+
+    run(work())
+
+
+def test_odd_types_and_noise_stay_raw(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        tenant.save("int8", 0, 4)
+        await tenant.on_disk(4)
+        space = tenant.spaces["bfloat16"]
+        granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(9))
+        (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
+        noise = os.urandom(BLOCK)
+        tenant.bench.slot(offset // BLOCK)[:] = noise
+        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b""))
+        await tenant.on_disk(5)
+        ids = tenant.catalog._store.present(space.index, 0, 0, key(9))
+        assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()) + ids)} == {RAW}
+        assert await tenant.bring("bfloat16", 9) == noise
+        await tenant.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(("codec", "more"), [("fix4", 1.31), ("r32", 1.44)])
+def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
+    """A full tier holds so many times the blocks, and says how much of the disk they take. A page of each
+    is its header."""
+
+    async def held(codec: str) -> int:
+        folder = tmp_path / codec
+        folder.mkdir()
+        tenant = Tenant(folder, codec)
+        await tenant.start()
+        written = 0
+        while tenant.mover.counts["written"] < 1600:
+            tenant.save("bfloat16", written, 16)
+            written += 16
+            await until(lambda all_=written: tenant.mover.counts["written"] >= all_)  # type: ignore[misc]
+        counts = tenant.catalog.counts()
+        blocks: int = counts["framed_blocks"]
+        assert counts["framed_bytes"] <= SIZE
+        assert counts["framed_bytes"] > SIZE / 2, (
+            "beside it are an index, and segments that are free"
+        )
+        one = counts["framed_bytes"] / blocks
+        assert tenant.mover.bytes["written"] == pytest.approx(
+            one * tenant.mover.counts["written"], rel=0.02
+        )
+        await tenant.close()
+        return blocks
+
+    async def work() -> None:
+        assert await held(codec) >= more * await held("raw")
+
+    run(work())
+
+
+def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
+    """A life for each, all writing on in one file; each reads what the others have written."""
+
+    async def work() -> None:
+        folder, known = tmp_path, 0
+        segments = set()
+        for codec in ("raw", "fix4", "r32", "zstd"):
+            tenant = Tenant(folder, codec)
+            await tenant.start()
+            assert tenant.catalog.counts()["framed_blocks"] == known
+            tenant.save("bfloat16", known, 2)
+            known += 2
+            await tenant.on_disk(known)
+            await tenant.same("bfloat16", 0, known)
+            ids = tenant.ids["bfloat16", known - 1]
+            ((segment, *_, number, _, _, _),) = tenant.frames(ids)
+            assert number == NUMBERS[codec]
+            segments.add(tenant.bench.tier.segments[segment].path)
+            await tenant.close()
+        assert len(segments) == 1
+        volume = Volume(folder, SIZE)
+        report = check(volume)
+        assert report.is_clean and report.frames == 8
+        volume.close()
+
+    run(work())
+
+
+def spoil(tenant: Tenant, number: int, inside: int) -> None:
+    ((segment, page, *_, header_pages, _, _),) = tenant.frames(tenant.ids["bfloat16", number])
+    path = tenant.bench.tier.segments[segment].path
+    fd = os.open(path, os.O_RDWR)
+    at = (page + header_pages) * PAGE + inside
+    old = os.pread(fd, 1, at)
+    os.pwrite(fd, bytes([old[0] ^ 4]), at)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("inside", [-PAGE + 100, -PAGE + 300, 0, 20_000], ids=str)
+@pytest.mark.parametrize("codec", ["fix4", "r32", "zstd"])
+def test_damage_is_a_miss_and_no_other_block_is_touched(
+    tmp_path: Path, codec: str, inside: int
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, codec)
+        await tenant.start()
+        tenant.save("bfloat16", 0, 3)
+        await tenant.on_disk(3)
+        tenant.evict_all()
+        spoil(tenant, 1, inside)
+        assert await tenant.bring("bfloat16", 1) is None
+        assert tenant.mover.counts["spoilt"] == 1
+        await tenant.same("bfloat16", 0, 1)
+        await tenant.same("bfloat16", 2, 1)
+        assert await tenant.bring("bfloat16", 1) is None
+        await tenant.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("codec", ["r32", "zstd"])
+def test_what_was_wrongly_encoded_is_a_miss(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's own checksum is that of the block: a frame that decodes to something else is damaged."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, codec)
+        await tenant.start()
+        space = tenant.spaces["bfloat16"]
+        granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
+        (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
+        tenant.bench.slot(offset // BLOCK)[:] = content(space.spec, 0)
+        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
+        await tenant.on_disk(1)
+        assert await tenant.bring("bfloat16", 0) is None
+        assert tenant.mover.counts["spoilt"] == 1
+        await tenant.close()
+
+    run(work())
+
+
+def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        tenant.save("bfloat16", 0, 4)
+        await tenant.on_disk(4)
+        await seal(tenant)
+        tenant.evict_all()
+        scrub = Scrub(tenant.bench.tier, {"t": tenant.catalog}, lambda *_: None, 1 << 30)
+        await scrub.round()
+        assert (scrub.counts["frames"], scrub.counts["damaged"]) == (4, 0)
+        spoil(tenant, 2, 30_000)
+        await scrub.round()
+        assert scrub.counts["damaged"] == 1
+        assert await tenant.bring("bfloat16", 2) is None
+        await tenant.same("bfloat16", 3, 1)
+        assert not tenant.bench.tier.drives[0].disk.moved()[2].get((RAW, 0))
+        await tenant.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("codec", ["fix4", "r32", "zstd"])
+def test_what_is_brought_away_stays_as_it_is(tmp_path: Path, codec: str) -> None:
+    """By a life that would encode otherwise: its payload and the digests are the same, and nothing was
+    decoded for it."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, codec)
+        await tenant.start()
+        tenant.save("bfloat16", 0, 4)
+        await tenant.on_disk(4)
+        await seal(tenant)
+        for number in (1, 2):
+            tenant.catalog.load(
+                ONE, tenant.spaces["bfloat16"], key(number), 1.0, [], 0.0, True, False
+            )
+        tenant.evict_all()
+        ids = [tenant.ids["bfloat16", number] for number in (1, 2)]
+        before = [(tenant.frames(one)[0], tenant.catalog._store.frames(one)[1]) for one in ids]
+        tenant.mover.choice._asked = "raw"
+        spoil(tenant, 2, -PAGE + 100)
+        tenant.mover._leaving.again_bytes = 1 << 30
+        shelf = tenant.bench.tier.shelves["t"][0]
+        first = shelf.log.leave()
+        assert first is not None
+        tenant.mover.leave(shelf, first)
+        await until(lambda: first not in shelf.log.others)
+        assert tenant.mover.counts["written_again"] == 1, "one header is damaged"
+        ((frame, digest),) = [(tenant.frames(ids[0])[0], tenant.catalog._store.frames(ids[0])[1])]
+        assert frame[:2] != before[0][0][:2] and frame[2:5] == before[0][0][2:5]
+        assert digest == before[0][1] and frame[3] == NUMBERS[codec]
+        assert not tenant.bench.tier.drives[0].disk.moved()[2]
+        await tenant.same("bfloat16", 1, 1)
+        assert await tenant.bring("bfloat16", 2) is None
+        await tenant.close()
+        again = Tenant(tmp_path, "raw")
+        await again.start()
+        await again.same("bfloat16", 1, 1)
+        await again.close()
+
+    run(work())
+
+
+def test_what_was_forgotten_while_it_was_encoded_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        coding = tenant.bench.tier.coding
+        encode, was_encoded = coding.encode, asyncio.Event()
+
+        async def slow(*args: object) -> object:
+            found = await encode(*args)  # type: ignore[arg-type]
+            was_encoded.set()
+            await asyncio.sleep(0.1)
+            return found
+
+        monkeypatch.setattr(coding, "encode", slow)
+        tenant.save("bfloat16", 0, 4)
+        await was_encoded.wait()
+        tenant.catalog.forget(tenant.spaces["bfloat16"], key(1))
+        await tenant.on_disk(3)
+        await asyncio.sleep(0.1)
+        assert tenant.mover.counts["written"] == 3
+        assert [area.users for area in coding._free] == [0], "its memory is free again"
+        await tenant.close()
+
+    run(work())
+
+
+def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        for first in range(0, 480, 16):
+            tenant.save("bfloat16", first, 16)
+            await until(lambda first=first: tenant.mover.counts["written"] >= first + 16)  # type: ignore[misc]
+        assert len(tenant.bench.tier.coding._free) <= 4
+        assert all(area.users == 0 for area in tenant.bench.tier.coding._free)
+        await tenant.close()
+
+    run(work())
+
+
+def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
+    """On a disk that is slow beside the decoders, floating point is encoded and noise is not."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "auto")
+        tier = tenant.bench.tier
+        tier.bandwidths = lambda _: [1e6]  # type: ignore[method-assign]
+        await tenant.start()
+        for first in range(0, 48, 16):
+            tenant.save("bfloat16", first, 16)
+            await tenant.on_disk(first + 16)
+        codecs = Counter(one[3] for one in tenant.frames(b"".join(tenant.ids.values())))
+        assert codecs[RAW] <= 16, "what came before anything was known"
+        assert codecs[R32] >= 32, codecs
+        (report,) = [one for one in tenant.mover.choice.report() if one["dtype"] == "bfloat16"]
+        ratios = report["ratios"]
+        assert isinstance(ratios, dict)
+        assert report["codec"] == "r32" and ratios["r32"] > ratios["fix4"] > 1.3
+        tier.bandwidths = lambda _: [1e15]  # type: ignore[method-assign]
+        tenant.save("bfloat16", 100, 1)
+        await tenant.on_disk(49)
+        assert tenant.frames(tenant.ids["bfloat16", 100])[0][3] == RAW
+        await tenant.same("bfloat16", 0, 48)
+        await tenant.close()
+
+    run(work())
+
+
+def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        for first in range(0, 64, 16):
+            tenant.save("bfloat16", first, 16)
+            await tenant.on_disk(first + 16)
+        frames = tenant.frames(b"".join(tenant.ids.values()))
+        first_segment = [one for one in frames if one[0] == frames[0][0]]
+        end = 1
+        for _, page, nbytes, _, header_pages, _, _ in first_segment:
+            assert page == end, "one after the other"
+            end = page + header_pages + -(-nbytes // PAGE)
+        assert SEGMENT - end * PAGE < BLOCK + 3 * PAGE
+        assert len(first_segment) > SEGMENT // (BLOCK + PAGE)
+        ids = array("I")
+        ids.frombytes(tenant.catalog.cold.in_segment(frames[0][0]))
+        assert len(ids) == len(first_segment)
+        await tenant.close()
+
+    run(work())
