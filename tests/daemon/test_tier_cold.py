@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from conformance.tier_tests import Identity, TierTests
+from conformance.tier_tests import Identity, Tier, TierTests, name
+from faults.oracle import HIGH
 from kvtier import Group, KvSpec
 from kvtier.catalog import Catalog, LeaseId, SessionId, Space
 from kvtier.catalog.cold import IDENTITY, Promotion
@@ -39,7 +41,7 @@ class Cold:
     block_bytes = BLOCK
     capacity_bytes = SEGMENTS * PER_SEGMENT * BLOCK
 
-    def __init__(self, folder: Path, engine: str) -> None:
+    def __init__(self, folder: Path, engine: str, codec: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._catalog = Catalog(Store(), make("lru"))
         self._table = bytearray(8 * SLOTS * BLOCK // 4096)
@@ -48,14 +50,14 @@ class Cold:
         os.ftruncate(fd, SLOTS * BLOCK)
         self._memory = Mapping(fd, SLOTS * BLOCK, True)
         os.close(fd)
-        self._loop.run_until_complete(self._open(folder, engine))
+        self._loop.run_until_complete(self._open(folder, engine, codec))
 
-    async def _open(self, folder: Path, engine: str) -> None:
+    async def _open(self, folder: Path, engine: str, codec: str) -> None:
         self._tier = ColdTier(
             self._loop, [folder], 36 * MIB, SEGMENT, SHARES,
             lambda shelf, segment: self.mover.leave(shelf, segment), engine,
         )  # fmt: skip
-        self.mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True)
+        self.mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True, codec=codec)
         self.mover.extents.append(self._tier.register(self._memory))
         self._catalog.add_extent(SLOTS * BLOCK, self._table)
 
@@ -170,9 +172,10 @@ class Cold:
 
 class ColdTierTests(TierTests):
     engine = ""
+    codec = "raw"
 
     def make_tier(self, folder: Path) -> Cold:
-        return Cold(folder, self.engine)
+        return Cold(folder, self.engine, self.codec)
 
 
 class TestColdTierOfIoUring(ColdTierTests):
@@ -181,3 +184,31 @@ class TestColdTierOfIoUring(ColdTierTests):
 
 class TestColdTierOfThreads(ColdTierTests):
     engine = "threads"
+
+
+class EncodedTests(ColdTierTests):
+    engine = "auto"
+
+    def data(self, tier: Tier, number: int) -> bytes:
+        """Small numbers in bf16."""
+        low = random.Random(f"data {number}").randbytes(tier.block_bytes // 2)
+        words = bytearray(tier.block_bytes)
+        words[::2], words[1::2] = low, low.translate(HIGH)
+        return bytes(words)
+
+    def test_it_is_encoded(self, tier: Tier) -> None:
+        for number in range(8):
+            assert tier.put(Identity(key=name(number)), self.data(tier, number))
+        assert tier.used_bytes() < 8 * 0.9 * BLOCK
+
+
+class TestColdTierOfFix4(EncodedTests):
+    codec = "fix4"
+
+
+class TestColdTierOfR32(EncodedTests):
+    codec = "r32"
+
+
+class TestColdTierOfZstd(EncodedTests):
+    codec = "zstd"
