@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.codec.choice import Choice
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
 from kvtier_daemon.tiers.batch import Landed, Outgoing
-from kvtier_daemon.tiers.cold import ColdTier, Incoming
+from kvtier_daemon.tiers.cold import ColdTier, Decoding, Incoming
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import decode_entries
@@ -38,14 +39,16 @@ class Bench:
     """A cold tier with some memory to write from and read to, and nothing that decides."""
 
     def __init__(
-        self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0
-    ) -> None:
+        self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0,
+        codec: str = "raw",
+    ) -> None:  # fmt: skip
         self.loop = asyncio.get_running_loop()
         self.on_disk: dict[int, Landed] = {}
         self.lost: list[int] = []
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         self.tier = ColdTier(self.loop, folders, size, SEGMENT, {"t": share}, self.leave, engine)
+        self.choice = Choice(self.tier.coding.rates, codec)  # of every other block
         fd = os.memfd_create("arena")
         os.ftruncate(fd, 64 * BLOCK)
         self.memory = Mapping(fd, 64 * BLOCK, True)
@@ -81,6 +84,10 @@ class Bench:
                 for place, number in enumerate(some)
             ]  # fmt: skip
 
+            if self.choice.encodes(SPACE, SPEC):
+                coded = await self.tier.coding.encode(going[1::2], self.choice, [1e9])
+                going[1::2] = coded
+
             def wrote(landed: list[Landed], bad: list[int], done: asyncio.Event = waiting) -> None:
                 self.on_disk.update({one.id: one for one in landed})
                 failed.extend(bad)
@@ -92,6 +99,8 @@ class Bench:
                 await asyncio.wait_for(waiting.wait(), 20)
             else:
                 await asyncio.sleep(0.005)
+            for block in going:
+                block.let_go()
         return failed
 
     async def read(self, number: int) -> bytes | int:
@@ -107,7 +116,7 @@ class Bench:
             [
                 Incoming(
                     number, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest,
-                    self.extent, 0,
+                    self.extent, 0, Decoding(one.codec, SPEC, BLOCK, 0) if one.codec else None,
                 )
             ],
             over,
@@ -126,6 +135,7 @@ class Bench:
                     row.header_pages,
                     row.payload_bytes,
                     row.payload_digest,
+                    row.codec,
                 )
 
         await self.tier.recover(restored)

@@ -18,6 +18,7 @@ from specs import pattern, spec_of
 
 SPEC = spec_of("cold e2e")
 CHAIN = 32  # blocks: 2 MiB
+Content = Callable[[bytes, int], bytes]  # of a block with this key and so many bytes
 
 
 def cold_daemon(
@@ -38,10 +39,10 @@ def tokens(chain: int) -> list[int]:
     return [chain * 1_000_000 + n for n in range(16 * CHAIN)]
 
 
-def save(client: Client, chain: int, spec: KvSpec = SPEC) -> None:
+def save(client: Client, chain: int, spec: KvSpec = SPEC, of: Content = pattern) -> None:
     space = client.open(spec)
     keys = space.keys(tokens(chain))
-    space.save(keys, [pattern(key, spec.block_bytes) for key in keys], checksum=False)
+    space.save(keys, [of(key, spec.block_bytes) for key in keys], checksum=False)
 
 
 def test_who_asks_how_far_it_is_is_counted_once(

@@ -45,7 +45,7 @@ class Telling(Bench):
         self, folder: Path, engine: str, share: float, tell: Connection | None = None
     ) -> None:
         self.tell = tell
-        super().__init__([folder], SIZE, engine, share)
+        super().__init__([folder], SIZE, engine, share, "r32")
 
     def leave(self, shelf: Shelf, segment: Segment) -> None:
         gone = [n for n, one in self.on_disk.items() if one.segment == segment.number]

@@ -23,7 +23,7 @@ sys.path[:0] = sys.argv[3].split(":")
 from daemon.test_cold import Bench, run
 
 async def work():
-    bench = Bench([Path(sys.argv[1])])
+    bench = Bench([Path(sys.argv[1])], codec="r32")
     await bench.recover()
     number = int(sys.argv[2])
     print("ready", flush=True)

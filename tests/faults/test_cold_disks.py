@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from daemons import SERVE, Daemon, start_daemon
-from e2e.test_cold_tier import CHAIN, SPEC, save, settled, tokens
+from e2e.test_cold_tier import CHAIN, SPEC, Content, save, settled, tokens
 from faults.disks import HANGS, Flaky, Mounted, Shim, command, flaky, mounted, needs
 from faults.injected import everything, points, run_one
+from faults.oracle import content
 from kvtier import Refused
 from kvtier_daemon.tiers.drive import FAULTS_TO_OFF
 from specs import pattern
@@ -47,13 +48,21 @@ SAMPLE = 10  # of the points at which a call can go wrong, for each engine
 STILL_S = 0.4  # nothing is written for so long: no more will be
 
 
+def numbers(key: bytes, nbytes: int) -> bytes:
+    """What an encoded block holds."""
+    return content(key, 1, nbytes)
+
+
 class Served:
     """A daemon with a cold tier, and a client whose every block is compared."""
 
     def __init__(
-        self, folder: Path, disk: Path, engine: str, env: Mapping[str, str] | None, **haste: float
-    ) -> None:
+        self, folder: Path, disk: Path, engine: str, env: Mapping[str, str] | None, codec: str,
+        **haste: float,
+    ) -> None:  # fmt: skip
         self._folder, self._disk, self._engine, self._env = folder, disk, engine, env
+        self._codec = codec
+        self._content: Content = numbers if codec != "raw" else pattern
         self._haste = HASTE | haste
         folder.mkdir()
         self.daemon = self._started()
@@ -64,6 +73,7 @@ class Served:
             f'[warm]\nsize = "{WARM * 2 + 1}MiB"\npolicy = "lru"\n'
             f'[cold]\ndirectories = ["{self._disk}"]\n'
             f'size = "80MiB"\nsegment = "1MiB"\nwrite = "through"\nengine = "{self._engine}"\n'
+            f'codec = "{self._codec}"\n'
         )
         words = (sys.executable, "-c", HASTY, ":".join(sys.path), json.dumps(self._haste), "serve")
         return start_daemon(self._folder, config=config, command=words, env=self._env)
@@ -97,7 +107,7 @@ class Served:
         """Save each, and wait until it is on disk, or does not get there."""
         for chain in chains:
             before = self.cold["states"]["written"]
-            save(self.client, chain)
+            save(self.client, chain, of=self._content)
             deadline = time.monotonic() + STILL_S
             while (now := self.cold["states"]["written"]) < before + CHAIN:
                 if time.monotonic() > deadline:
@@ -115,7 +125,7 @@ class Served:
             time.sleep(0.002)
         with space.load(keys) as blocks:
             for key, block in zip(keys, blocks, strict=False):
-                assert bytes(block or b"") == pattern(key, SPEC.block_bytes), "other bytes"
+                assert bytes(block or b"") == self._content(key, SPEC.block_bytes), "other bytes"
             return len(blocks)
 
     def forget(self, chain: int) -> int:
@@ -183,9 +193,14 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     running: list[Served] = []
 
     def start(
-        disk: Path, engine: str = "auto", env: Mapping[str, str] | None = None, **haste: float
+        disk: Path,
+        engine: str = "auto",
+        env: Mapping[str, str] | None = None,
+        codec: str = "raw",
+        **haste: float,
     ) -> Served:
-        running.append(Served(tmp_path / f"daemon-{len(running)}", disk, engine, env, **haste))
+        folder = tmp_path / f"daemon-{len(running)}"
+        running.append(Served(folder, disk, engine, env, codec, **haste))
         return running[-1]
 
     yield start
@@ -202,8 +217,11 @@ def segments(disk: Path) -> list[Path]:
 # --- no room, no writing ----------------------------------------------------------------------
 
 
-def test_a_full_disk_is_said_and_room_is_used_again(ext4: Mounted, serve: Serve) -> None:
-    one = serve(ext4.path)
+@pytest.mark.parametrize("codec", ["raw", "r32"])
+def test_a_full_disk_is_said_and_room_is_used_again(
+    ext4: Mounted, serve: Serve, codec: str
+) -> None:
+    one = serve(ext4.path, codec=codec)
     one.save(0, 1, 2, 3)
     ext4.fill()
     chains = count(10)
@@ -298,8 +316,11 @@ def fails_to_read(one: Served, failing: Callable[[], AbstractContextManager[None
     assert one.end() == 0
 
 
-def test_reads_that_fail_are_misses_and_taken_up_again(shim: Shim, serve: Serve) -> None:
-    one = serve(shim.path, "threads", shim.env)
+@pytest.mark.parametrize("codec", ["raw", "r32", "zstd"])
+def test_reads_that_fail_are_misses_and_taken_up_again(
+    shim: Shim, serve: Serve, codec: str
+) -> None:
+    one = serve(shim.path, "threads", shim.env, codec)
     fails_to_read(one, lambda: shim.failing(errno.EIO, "read"))
     assert shim.struck("read") >= FAULTS_TO_OFF
 
@@ -372,8 +393,9 @@ def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> No
     assert one.end() == 0
 
 
-def test_reads_that_hang_are_misses(shim: Shim, serve: Serve) -> None:
-    one = serve(shim.path, "threads", shim.env)
+@pytest.mark.parametrize("codec", ["raw", "r32"])
+def test_reads_that_hang_are_misses(shim: Shim, serve: Serve, codec: str) -> None:
+    one = serve(shim.path, "threads", shim.env, codec)
     one.save(0, 1, 2, 3, 4, 5)
     hangs(one, shim.failing(HANGS, "read"), 5)
     assert shim.struck("read")
