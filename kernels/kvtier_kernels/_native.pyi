@@ -217,8 +217,8 @@ def seal_frame(header: bytearray, payload: Buffer) -> bytes:
 def encode_frame(codec: int, element: int, header: _Memory, block: _Memory, into: _Memory) -> int:
     """Encodes a block by its header that is still to be sealed, as `encode_parts` does, and fills in what
     that changes: codec, lengths, entries, and the block's digest if there is none. Lossless codecs only.
-    Returns the payload's bytes; where no part shrinks they are the block's, and the header is as before. ValueError where the
-    header is none of this block."""
+    Returns the payload's bytes; where no part shrinks they are the block's, and the header is as before.
+    ValueError where the header is none of this block."""
 
 def decode_frame(
     element: int, header: _Memory, payload: _Memory, digest: bytes, into: _Memory

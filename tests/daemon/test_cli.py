@@ -405,6 +405,14 @@ def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
     ]
     nothing = cold_lines(bytes={}, not_read={}, day_bytes=0, day_limit_bytes=0, scrub={})
     assert nothing[1:] == ["   in 24 hours   0 B, no limit", " cold scrub      off"]
+    spaces = [
+        {"codec": "raw", "ratios": {"r32": 1.01}},
+        {"codec": "r32", "ratios": {"r32": 1.5, "fix4": 1.3}},
+        {"codec": "r32", "ratios": {"r32": 1.44}},
+    ]
+    assert cold_lines(coding={"spaces": spaces})[3] == (
+        " cold codecs     r32 in 2 spaces, 1.44 to 1.50 smaller, raw in 1 space"
+    )
     new = COLD["scrub"] | {"last_round_s": None, "frames": 1, "damaged": 0}
     assert cold_lines(scrub=new)[-1] == " cold scrub      16 MiB/s, 1 frame, 0 damaged, first round"
 

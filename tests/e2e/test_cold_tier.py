@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from daemons import Daemon
-from kvtier import Client, KvSpec, Match
+from faults.oracle import content
+from kvtier import Client, Group, KvSpec, Match
+from kvtier.codec.frame import PAGE
 from kvtier_daemon.index import Index
 from specs import pattern, spec_of
 
@@ -26,12 +28,11 @@ def cold_daemon(
     disk: Path,
     write: str = "back",
     policy: str = "auto",
+    more: str = "",
     **options: Any,
 ) -> Daemon:
     warm = f'[warm]\nsize = "16MiB"\npolicy = "{policy}"\n'
-    cold = (
-        f'[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "{write}"\n'
-    )
+    cold = f'[cold]\ndirectories = ["{disk}"]\nsize = "96MiB"\nsegment = "1MiB"\nwrite = "{write}"\n{more}'
     return daemon_of(config=warm + cold, **options)
 
 
@@ -74,9 +75,9 @@ def settled(daemon: Daemon) -> None:
         time.sleep(0.15)
 
 
-def brought(client: Client, chain: int, seconds: float = 10.0) -> Match:
+def brought(client: Client, chain: int, seconds: float = 10.0, spec: KvSpec = SPEC) -> Match:
     """The match of a chain, once nothing of it is coming any more."""
-    space = client.open(SPEC)
+    space = client.open(spec)
     keys = space.keys(tokens(chain))
     deadline = time.monotonic() + seconds
     while (found := space.match(keys)).coming and time.monotonic() < deadline:
@@ -84,15 +85,15 @@ def brought(client: Client, chain: int, seconds: float = 10.0) -> Match:
     return found
 
 
-def whole(client: Client, chain: int) -> int:
+def whole(client: Client, chain: int, spec: KvSpec = SPEC, of: Content = pattern) -> int:
     """How many leading blocks of a chain come back; each is compared."""
-    ready = brought(client, chain).ready
-    space = client.open(SPEC)
+    ready = brought(client, chain, spec=spec).ready
+    space = client.open(spec)
     keys = space.keys(tokens(chain))
     with space.load(keys, deadline_ms=5000) as blocks:
         assert len(blocks) >= ready
         for key, block in zip(keys, blocks, strict=False):
-            assert bytes(block or b"") == pattern(key, SPEC.block_bytes)
+            assert bytes(block or b"") == of(key, spec.block_bytes)
         return len(blocks)
 
 
@@ -241,6 +242,80 @@ def test_what_was_wanted_is_brought_away_while_much_more_is_written(
         daemon.wait_for(lambda stats: not stats["tiers"]["cold"]["writing"])
         assert daemon.stats()["evicted_blocks"]["lost"] > 4 * CHAIN, "the segments did not leave"
         assert [whole(client, chain) for chain in range(4)] == [CHAIN] * 4
+
+
+def numbers(key: bytes, nbytes: int) -> bytes:
+    """A block that codecs make less of, whatever its type."""
+    return content(key, 1, nbytes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_each_codec_reads_what_the_others_have_stored_before_a_restart(
+    daemon_of: Callable[..., Daemon], disk: Path, tmp_path: Path, dtype: str
+) -> None:
+    spec = spec_of(f"codecs {dtype}", dtype=dtype)
+    opaque = KvSpec.groups(
+        [Group(layers=4, opaque_bytes=spec.block_bytes)], model=f"opaque {dtype}", dtype=dtype,
+        block_tokens=16, weights="rev:1",
+    )  # fmt: skip
+    chains = 0
+    for codec in ("zstd", "r32", "raw", "fix4", "auto"):
+        daemon = cold_daemon(
+            daemon_of, disk, "through", more=f'codec = "{codec}"\n', folder=tmp_path / "daemon"
+        )
+        with daemon.connect() as client:
+            daemon.wait_for(
+                lambda stats: stats["tiers"]["cold"]["blocks"] >= 2 * chains * CHAIN  # noqa: B023
+            )
+            for chain in range(chains):
+                assert whole(client, chain, spec, numbers) == CHAIN, (codec, chain)
+                assert whole(client, chain, opaque, numbers) == CHAIN, (codec, chain)
+            for each in (spec, opaque):
+                save(client, chains, each, numbers)
+                settled(daemon)
+            spaces = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
+            fits = codec in ("raw", "zstd") or dtype != "int8"
+            for space in spaces:
+                assert space["asked"] == codec and space["dtype"] == dtype
+                assert codec == "auto" or space["codec"] == (codec if fits else "raw")
+            chains += 1
+        assert daemon.stop() == 0
+
+
+def test_a_model_has_its_own_codec_and_disks_say_what_they_hold(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(
+        daemon_of, disk, "through", more='codec = "raw"\ncodecs = ["small*=r32"]\n'
+    )
+    small, large = spec_of("small-1"), spec_of("large-1")
+    with daemon.connect() as client:
+        save(client, 0, large, numbers)
+        settled(daemon)
+        raw = daemon.stats()["tiers"]["cold"]["used_bytes"]
+        assert raw == CHAIN * (large.block_bytes + PAGE)
+        save(client, 0, small, numbers)
+        settled(daemon)
+        cold = daemon.stats()["tiers"]["cold"]
+        assert (
+            raw < cold["used_bytes"] < 1.8 * raw and cold["bytes"]["written"] == cold["used_bytes"]
+        )
+        found = {one["model"]: one["codec"] for one in cold["coding"]["spaces"]}
+        assert found == {"small-1": "r32", "large-1": "raw"}
+        for chain in range(1, 12):
+            save(client, chain, large, numbers)
+            settled(daemon)
+        assert whole(client, 0, small, numbers) == CHAIN
+        assert whole(client, 0, large, numbers) == CHAIN
+
+        def small_one(stats: dict[str, Any]) -> dict[str, Any]:
+            spaces = stats["tiers"]["cold"]["coding"]["spaces"]
+            return next(one for one in spaces if one["model"] == "small-1")
+
+        # By the disk's worker, and told a moment later.
+        stats = daemon.wait_for(lambda stats: small_one(stats)["decode_bytes_s"]["r32"] > 0)
+        assert small_one(stats)["ratios"]["r32"] > 1.3
+        assert small_one(stats)["encode_bytes_s"]["r32"] > 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -214,6 +214,7 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
         "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
+        "cold codecs": _codecs(cold.get("coding", {}).get("spaces", ())),
         "cold loads": [f"{why} {n:,}" for why, n in _falling(cold.get("loads", {}))],
         "cold not written": [f"{why} {n:,}" for why, n in _falling(cold.get("unwritten", {}))],
         "cold not read": [f"{why} {n:,}" for why, n in _falling(cold.get("not_read", {}))],
@@ -225,6 +226,18 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
         else ["off"],
         "cold faults": _faults(cold),
     }
+
+
+def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how many spaces are stored by which codec, and what it makes of them."""
+    ratios: dict[str, list[float]] = {}
+    for space in spaces:
+        ratios.setdefault(space["codec"], []).append(space["ratios"].get(space["codec"], 1.0))
+    return [
+        f"{name} in {_count(len(found), 'space')}"
+        + (f", {min(found):.2f} to {max(found):.2f} smaller" if name != "raw" else "")
+        for name, found in sorted(ratios.items())
+    ]
 
 
 def _faults(cold: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from kvtier.codec.known import BY_NAME, BY_NUMBER, CODECS
 from kvtier.layout import KvSpec
 
 AUTO = "auto"
-CHOICES = (AUTO, *(codec.name for codec in CODECS))
+CHOICES = (AUTO, *(codec.name for codec in CODECS if not codec.lossy))
 GUESS_BYTES_S = 2e9  # of a link, until something was read
 LATELY_S = 1.0  # of work: what was before counts for half
 LATELY_BYTES = 1 << 28
