@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -28,6 +28,7 @@ from typing import Any
 
 import disks
 import harness
+import kv
 import traces
 from disks import (
     BLOCK,
@@ -111,13 +112,13 @@ class ColdDaemon(Daemon):
 
     def __init__(
         self, folder: Path, warm_bytes: int, cold_bytes: int, write: str = "back", engine: str = "auto",
-        segment_bytes: int = 0,
+        segment_bytes: int = 0, codec: str = "raw",
     ) -> None:  # fmt: skip
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
         segment = f"segment = {segment_bytes}\n" if segment_bytes else ""
         cold = f'directories = ["{self.cold}"]\nsize = {cold_bytes}\n{segment}'
-        more = f'[cold]\n{cold}write = "{write}"\nengine = "{engine}"\n'
+        more = f'[cold]\n{cold}write = "{write}"\nengine = "{engine}"\ncodec = "{codec}"\n'
         super().__init__(folder, str(warm_bytes), more)
         self.client = Client.connect(self.socket, populate=False)
 
@@ -176,10 +177,14 @@ def brought(space: Space, keys: Keys, patience_s: float, sleep_s: float = 0.0) -
 
 
 class Promotions(Arm):
-    """A chain that is on disk alone: from its match until all of it is ready, through the daemon."""
+    """A chain that is on disk alone: from its match until all of it is ready, through the daemon. Of its
+    blocks such a share comes from the disk."""
 
-    def __init__(self, daemon: ColdDaemon, space: Space, chains: list[Keys]) -> None:
+    def __init__(
+        self, daemon: ColdDaemon, space: Space, chains: list[Keys], share: float = 1.0
+    ) -> None:
         super().__init__()
+        self._share = share
         self._daemon, self._space = daemon, space
         self._chains = itertools.cycle(chains)
         self._last_s = 0.0
@@ -202,7 +207,7 @@ class Promotions(Arm):
         self.etas.append(eta_s / self._last_s)
         assert found.ready == len(keys), found
         read = disks.disk_bytes(self._daemon.process.pid)[0] - read
-        assert read >= len(keys) * BLOCK, f"{read} bytes came from the disk"
+        assert read >= self._share * len(keys) * BLOCK, f"{read} bytes came from the disk"
 
 
 class Singles(Arm):
@@ -302,6 +307,51 @@ def reads(folder: Path, size: Size) -> list[Row]:
             disks.in_turn([one, alone], size.pairs, 0.2)
             rows.append(alone_row(label, one, alone))
             assert disks.cached_bytes(daemon.files()) == 0
+    return rows
+
+
+def codecs(folder: Path, size: Size) -> list[Row]:
+    """The same chains of K and V stored by each codec: bytes of blocks a second, beside fio reading as many
+    from a file, and beside those stored raw."""
+    rows = []
+    blocks = size.chain // 2
+    nbytes = blocks * BLOCK
+    some = kv.bf16(kv.synthetic(min(nbytes, 64 * MIB) // 2)).tobytes()
+    sources = memoryview(some * (nbytes // len(some)))
+    names = ("raw", "fix4", "r32", "auto")
+    with ExitStack() as stack:
+        arms, cold = [], {}
+        for codec in names:
+            daemon = stack.enter_context(
+                ColdDaemon(
+                    folder / codec, 2 * nbytes + 16 * MIB, 64 * size.segment_mib * MIB, "through", codec=codec
+                )
+            )  # fmt: skip
+            daemon.wait_for_arena()
+            space = daemon.client.open(spec_of(BLOCK))
+            chains = [fresh_keys(space, blocks) for _ in range(8)]
+            for keys in chains:
+                daemon.save(space, keys, sources)
+            for keys in chains[:4]:  # what was saved last is in memory
+                assert brought(space, keys, 20.0, TICK_S)[1] == len(keys)
+            arms.append(Promotions(daemon, space, chains[4:] + chains[:4], 0.6))
+            assert disks.cached_bytes(daemon.files()) == 0
+            cold[codec] = daemon.client.stats()["tiers"]["cold"]
+        time.sleep(1.0)  # memory is registered by a thread
+        place = Place(folder, nbytes)
+        fio = Fio([place.read_file], nbytes, BLOCK, 8)
+        disks.in_turn([*arms, fio], size.pairs)
+        for codec, arm in zip(names, arms, strict=True):
+            name = f"daemon, cold to warm, stored {codec}"
+            whole = cold[codec]["blocks"] * BLOCK
+            ratio = whole / cold[codec]["used_bytes"]
+            (one,) = cold[codec]["coding"]["spaces"]
+            rows.append(disks.speed_row(name, arm, fio, nbytes, None))
+            rows[-1].more.update({"smaller": ratio, "chosen": one["codec"]})
+            if codec != "raw":
+                rows.append(disks.speed_row(name, arm, arms[0], nbytes, None, "raw"))
+            rows.append(disks.cpu_row(name, arm, nbytes, None, eta_share=median(arm.etas)))
+        place.read_file.unlink()
     return rows
 
 
@@ -680,6 +730,7 @@ def main() -> int:
     parts: dict[str, Callable[[Path], list[Row]]] = {
         "worker": lambda folder: worker_rows(folder, size),
         "reads": lambda folder: reads(folder, size),
+        "codecs": lambda folder: codecs(folder, size),
         "drains": lambda folder: drains(folder, size),
         "scan": lambda folder: scan(folder, size),
         "loop": lambda folder: busy_loop(folder, size),

@@ -1,6 +1,7 @@
 // What disk workers share: queues by urgency, syncs after their writes, deadlines, completions.
 #include "disk.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@ namespace {
 
 // EAGAIN or EINTR this often in a row is an error like any other.
 constexpr int kRetriesMost = 100;
+constexpr uint64_t kLargePage = uint64_t{2} << 20;
 // Reads, the urgent ones aside, that may begin while a write waits.
 constexpr size_t kReadsInARow = 16;
 // How late an operation may be ended in the queue, so that many deadlines cost one look.
@@ -35,9 +37,14 @@ Pages::Pages(uint64_t nbytes) {
 }
 
 Pages Pages::unset(uint64_t nbytes) {
+    // The kernel takes hold of a large page as quickly as of a small one.
+    const uint64_t page = nbytes < kLargePage / 2 ? kPage : kLargePage;
+    const uint64_t size = (nbytes + page - 1) / page * page;
     Pages pages;
-    pages.data_.reset(static_cast<uint8_t*>(std::aligned_alloc(kPage, whole_pages(nbytes))));
-    if (pages.data_ != nullptr) pages.size_ = whole_pages(nbytes);
+    pages.data_.reset(static_cast<uint8_t*>(std::aligned_alloc(page, size)));
+    if (pages.data_ == nullptr) return pages;
+    if (page == kLargePage) madvise(pages.data_.get(), size, MADV_HUGEPAGE);
+    pages.size_ = size;
     return pages;
 }
 
@@ -273,7 +280,7 @@ Operation* DiskQueue::begin() {
         }
         in_kernel_.splice(in_kernel_.end(), *list, at);
         if (at->reads()) {
-            read_begins();
+            if (at->urgent) read_begins();
         } else {
             writes_in_kernel_++;
         }
@@ -335,7 +342,7 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
     const bool was_empty = done_.empty();
     for (Operation* operation : over) {
         if (operation->reads()) {
-            read_ends(*operation);
+            if (operation->urgent) read_ends(*operation);
         } else {
             writes_in_kernel_--;
         }

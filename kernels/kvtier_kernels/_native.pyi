@@ -96,7 +96,7 @@ class Disk:
         EBADMSG where anything of it is not what was written, and then the slot holds anything."""
 
     def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
-        """Since the start: bytes read, and seconds in which the kernel had a read; and by codec and type of
+        """Since the start: bytes of urgent reads, and seconds in which the kernel had one; and by codec and type of
         elements what was decoded: the blocks' bytes, and seconds of all decoders together."""
 
     def write(self, ops: Buffer, headers: Buffer = b"") -> None:

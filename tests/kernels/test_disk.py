@@ -872,7 +872,7 @@ def test_encoded_frames_are_decoded_into_their_slots(bench, decoders):
     fd = disk.file(b"".join(text for *_, text in made))
     disk.memory[:] = b"\xee" * len(disk.memory)
     ops = b"".join(
-        frame_op(disk, number, fd, number * 2 * SLOT, number, one, flags=URGENT * (number % 3 == 0))
+        frame_op(disk, number, fd, number * 2 * SLOT, number, one, flags=URGENT)
         for number, one in enumerate(made)
     )
     disk.disk.read_frames(ops)
@@ -887,6 +887,15 @@ def test_encoded_frames_are_decoded_into_their_slots(bench, decoders):
         (1, 0): 16 * SLOT,
         (2, 0): 16 * SLOT,
     }
+
+
+def test_what_is_not_urgent_says_nothing_of_the_disk(bench):
+    disk, made = bench(), encoded(1)
+    fd = disk.file(made[3])
+    disk.disk.read_frames(frame_op(disk, 1, fd, 0, 0, made))
+    disk.disk.read_bytes(2, fd, 0, 100)
+    assert disk.wait(1, 2) == [0, 0]
+    assert disk.disk.moved()[:2] == (0, 0.0)
 
 
 def test_a_damaged_frame_is_told_and_touches_no_other_slot(bench):

@@ -24,7 +24,7 @@ from kvtier.codec.frame import RAW, pages
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Coded, Outgoing
-from kvtier_kernels import Mapping
+from kvtier_kernels import Mapping, xxh3_128
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +265,10 @@ def _try(
     encoded = time.perf_counter()
     if not decodes or nbytes >= len(source):
         return Took(codec.number, nbytes, encoded - began)
-    scratch = bytearray(len(source))
+    scratch = bytearray(source)
     again = time.perf_counter()
     codec.decode(into[:nbytes], framing.entries_of(header), dtype, scratch)
+    # As a read does, before and after.
+    xxh3_128(into[:nbytes])
+    xxh3_128(scratch)
     return Took(codec.number, nbytes, encoded - began, time.perf_counter() - again)
