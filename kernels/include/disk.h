@@ -190,8 +190,8 @@ class DiskQueue {
     // Forgets that a write to this descriptor failed. False while something of it is under way.
     bool forget(int fd);
 
-    // What was read by urgent reads, in how much time with any in the kernel; what was decoded, by codec and
-    // element, in how much time of all threads together.
+    // What was read by urgent reads, in how much time with any in the kernel; what was decoded, by
+    // codec and element, in how much time of all threads together.
     struct Decoded {
         uint64_t block_bytes = 0;
         int64_t nanoseconds = 0;
