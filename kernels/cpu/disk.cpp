@@ -17,6 +17,8 @@ namespace {
 
 // EAGAIN or EINTR this often in a row is an error like any other.
 constexpr int kRetriesMost = 100;
+// Of memory for encoded frames, beside one that is larger by itself.
+constexpr uint64_t kStagedMost = uint64_t{128} << 20;
 constexpr uint64_t kLargePage = uint64_t{2} << 20;
 // Reads, the urgent ones aside, that may begin while a write waits.
 constexpr size_t kReadsInARow = 16;
@@ -56,6 +58,7 @@ Pages PagesAgain::take(uint64_t nbytes) {
             std::swap(pages, free_.back());
             Pages taken = std::move(free_.back());
             free_.pop_back();
+            bytes_ -= taken.size();
             return taken;
         }
     }
@@ -65,15 +68,9 @@ Pages PagesAgain::take(uint64_t nbytes) {
 void PagesAgain::give(Pages pages) {
     if (pages.data() == nullptr) return;
     const std::lock_guard lock(mutex_);
-    if (free_.size() < most_) {
-        free_.push_back(std::move(pages));
-        return;
-    }
-    // Where blocks are of different sizes the larger ones are of use to all.
-    const auto smallest =
-        std::min_element(free_.begin(), free_.end(),
-                         [](const Pages& a, const Pages& b) { return a.size() < b.size(); });
-    if (smallest != free_.end() && smallest->size() < pages.size()) std::swap(*smallest, pages);
+    if (pages.size() > most_ - bytes_) return;
+    bytes_ += pages.size();
+    free_.push_back(std::move(pages));
 }
 
 bool Operation::begin(PagesAgain& again) {
@@ -147,7 +144,7 @@ DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders)
       spare_(depth < 2 ? 0 : std::max<size_t>(1, depth / 8)),
       writes_most_(std::max<size_t>(1, depth / 2)),
       decoders_(decoders),
-      again_(2 * depth + decoders) {}
+      again_(kStagedMost) {}
 
 DiskQueue::~DiskQueue() { close(notify_fd_); }
 
@@ -256,10 +253,10 @@ void DiskQueue::thread_ends() {
 
 // Urgent reads have the whole depth; a part of it is kept free for them. Of the rest, reads come
 // first, but for one write after so many of them: its memory is needed, too. Nothing is read while
-// as much again waits to be decoded.
+// as much again waits to be decoded, or takes too much memory until it is.
 DiskQueue::Operations* DiskQueue::next() {
     if (in_kernel_.size() >= depth_) return nullptr;
-    const bool reads = read_.size() < depth_;
+    const bool reads = read_.size() < depth_ && staged_bytes_ < kStagedMost;
     if (!urgent_.empty() && reads) return &urgent_;
     if (in_kernel_.size() >= depth_ - spare_) return nullptr;
     Operations* writes = !syncs_.empty() ? &syncs_ : !writes_.empty() ? &writes_ : nullptr;
@@ -279,6 +276,7 @@ Operation* DiskQueue::begin() {
             continue;
         }
         in_kernel_.splice(in_kernel_.end(), *list, at);
+        if (at->encoded) staged_bytes_ += at->total;
         if (at->reads()) {
             if (at->urgent) read_begins();
         } else {
@@ -315,6 +313,7 @@ void DiskQueue::end(Operations& list, Operations::iterator at, int error) {
         }
         if (file.writes == 0 && file.syncs.empty() && file.failed == 0) files_.erase(found);
     }
+    if (at->encoded && (&list == &in_kernel_ || &list == &decoding_)) staged_bytes_ -= at->total;
     Completion& over = done_.emplace_back();
     over.token = at->token;
     over.error = error;
@@ -400,6 +399,7 @@ void DiskQueue::run_decoder() {
         }
         const bool was_empty = done_.empty();
         end(decoding_, at, at->error);
+        if (next() != nullptr) wake(1);
         notify(was_empty);
     }
 }

@@ -87,17 +87,19 @@ class Pages {
     uint64_t size_ = 0;
 };
 
-// Pages that were used before, as new ones cost a fault each. For any thread.
+// Pages that were used before, as new ones cost a fault each; so many bytes at most. For any
+// thread.
 class PagesAgain {
  public:
-    explicit PagesAgain(size_t most) : most_(most) {}
+    explicit PagesAgain(uint64_t most) : most_(most) {}
     Pages take(uint64_t nbytes);
     void give(Pages pages);
 
  private:
-    const size_t most_;
+    const uint64_t most_;
     std::mutex mutex_;
     std::vector<Pages> free_;
+    uint64_t bytes_ = 0;
 };
 
 enum class Kind : uint8_t { kRead, kReadBytes, kWrite, kSync };
@@ -260,6 +262,7 @@ class DiskQueue {
     PagesAgain again_;
     Moved moved_;
     size_t reads_in_kernel_ = 0;
+    uint64_t staged_bytes_ = 0;  // of encoded frames, from the kernel until they are decoded
     Clock::time_point reading_since_{};
     size_t writes_in_kernel_ = 0;
     size_t reads_in_a_row_ = 0;

@@ -963,3 +963,23 @@ def test_a_disk_that_is_stopped_decodes_what_it_has_read(bench):
         assert error in (0, errno.ECANCELED)
         if not error:
             assert disk.memory[token * SLOT : (token + 1) * SLOT] == made[0]
+
+
+def test_frames_that_have_no_memory_together_all_come(tmp_path):
+    """Each takes 12 MiB until it is decoded: they wait for those before them."""
+    disk = Bench(tmp_path, "threads", depth=8)
+    nbytes = 64 * SLOT
+    block = encoded(5)[0]
+    parts = nbytes // len(block)
+    pieces = tuple(Entry(n, 0, RAW, n * SLOT, SLOT, SLOT) for n in range(parts))
+    header = Template(b"s" * 32, 0, 0, RAW, pieces).blank(b"")
+    into = bytearray(nbytes)
+    size = framing.encode(BY_NAME["fix4"], "bfloat16", header, block * parts, into)
+    stamp(header, b"k" * 32, b"", 1, 1)
+    payload = bytes(into[:size])
+    fd = disk.file((seal(bytes(header), payload) + payload).ljust(2 * nbytes, b"\0"))
+    made = (block * parts, len(header), size, seal(bytes(header), payload) + payload)
+    disk.disk.read_frames(b"".join(frame_op(disk, n, fd, 0, 0, made) for n in range(24)))
+    assert disk.wait(*range(24)) == [0] * 24
+    assert disk.memory == block * parts
+    disk.close()

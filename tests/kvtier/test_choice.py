@@ -85,13 +85,13 @@ def test_a_disk_that_turns_out_faster_than_the_decoder_is_left_raw() -> None:
 
 def test_the_rates_that_count_are_the_latest() -> None:
     choice = choice_of({R32: 1.5}, {R32: 5 * GB})
-    assert choice.codec(SPACE, SPEC, [2 * GB]).name == "r32"
+    assert choice.codec(SPACE, SPEC, [4 * GB]).name == "r32"
     for _ in range(100):
         choice.rates.decoded(R32, SPEC.dtype, int(0.1 * GB), 0.1)  # the processors are busy
-    assert choice.codec(SPACE, SPEC, [2 * GB]).name == "raw"
+    assert choice.codec(SPACE, SPEC, [4 * GB]).name == "raw"
     for _ in range(100):
         choice.rates.decoded(R32, SPEC.dtype, int(0.5 * GB), 0.1)
-    assert choice.codec(SPACE, SPEC, [2 * GB]).name == "r32"
+    assert choice.codec(SPACE, SPEC, [4 * GB]).name == "r32"
 
 
 def test_several_disks_count_alike() -> None:
