@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 READING_BLOCKS = 8192  # asked for and not there yet; one request may have half of what is left
 READING_BYTES = 1 << 30
 LEAST_BLOCKS = 64  # or so many
+MOST = (1 << 32) - 1
 
 
 class Mover:
@@ -218,7 +219,7 @@ class Mover:
             at = NBYTES_AT // words.itemsize
             for number, codec in enumerate(frames[CODEC_AT :: FRAME.size]):
                 if factor := slow.get((words[number * step], codec)):
-                    words[number * step + at] = int(words[number * step + at] * factor)
+                    words[number * step + at] = min(int(words[number * step + at] * factor), MOST)
         return words.tobytes()
 
     def _slowness(self, space: Space, codec: int, link_bytes_s: float) -> float:

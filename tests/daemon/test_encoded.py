@@ -458,3 +458,27 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
         await tenant.close()
 
     run(work())
+
+
+def test_a_load_is_weighed_by_what_its_frames_take_to_read_and_decode(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        tenant.save("bfloat16", 0, 4)
+        await tenant.on_disk(4)
+        tenant.evict_all()
+        space, rates = tenant.spaces["bfloat16"], tenant.bench.tier.coding.rates
+        frames = tenant.catalog._store.frames(b"".join(tenant.ids.values()))[0]
+        rates.decoded(R32, "bfloat16", 1 << 50, 1.0)
+        assert tenant.mover._load_bytes(space, frames) == frames, "their own bytes"
+        assert sum(one[2] for one in FRAME.iter_unpack(frames)) < 0.75 * 4 * BLOCK
+        rates.decoded(R32, "bfloat16", 1, 4e9)  # a second for all of them
+        keys = b"".join(map(key, range(4)))
+        asked = tenant.mover.promote(space, keys, 4, request=(1, 1), recompute_s=0.3)
+        assert asked[0] == 0 and asked[2] == "slower", "decoding takes long"
+        assert tenant.mover.promote(space, keys, 4, request=(1, 2))[0] == 4
+        await until(lambda: not tenant.catalog.cold.reading)
+        assert tenant.mover._waiting_bytes == 0
+        await tenant.close()
+
+    run(work())
