@@ -40,20 +40,25 @@ class Bench:
 
     def __init__(
         self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0,
-        codec: str = "raw",
+        codec: str = "raw", tenants: tuple[str, ...] = ("t",),
     ) -> None:  # fmt: skip
         self.loop = asyncio.get_running_loop()
         self.on_disk: dict[int, Landed] = {}
         self.lost: list[int] = []
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
-        self.tier = ColdTier(self.loop, folders, size, SEGMENT, {"t": share}, self.leave, engine)
+        shares = dict.fromkeys(tenants, share / len(tenants))
+        self.tier = ColdTier(self.loop, folders, size, SEGMENT, shares, self.leave, engine)
         self.choice = Choice(self.tier.coding.rates, codec)  # of every other block
+        self.memory, self.extent = self.arena()
+
+    def arena(self) -> tuple[Mapping, int]:
+        """Memory for 64 blocks, and its number."""
         fd = os.memfd_create("arena")
         os.ftruncate(fd, 64 * BLOCK)
-        self.memory = Mapping(fd, 64 * BLOCK, True)
+        memory = Mapping(fd, 64 * BLOCK, True)
         os.close(fd)
-        self.extent = self.tier.register(self.memory)
+        return memory, self.tier.register(memory)
 
     def leave(self, shelf: Shelf, segment: Segment) -> None:
         for number in [n for n, one in self.on_disk.items() if one.segment == segment.number]:
@@ -61,12 +66,12 @@ class Bench:
             self.lost.append(number)
         self.loop.call_soon(self.tier.left, shelf, segment)
 
-    def slot(self, place: int) -> memoryview:
+    def slot(self, place: int, memory: Mapping | None = None) -> memoryview:
         slots = b"".join(
             (0).to_bytes(4, "little") + bytes(4) + (place * BLOCK).to_bytes(8, "little") + bytes(8)
             for _ in range(1)
         )
-        return views([self.memory], slots, BLOCK, True)[0]
+        return views([memory or self.memory], slots, BLOCK, True)[0]
 
     async def write(self, numbers: range) -> list[int]:
         """Write blocks 64 at a time; those that failed."""

@@ -128,6 +128,7 @@ class Hung:
 class TwoDisks(Tenant):
     def __init__(self, folders: list[Path]) -> None:
         self.bench = Bench(folders, 2 * SIZE)
+        self.memory, self.extent = self.bench.memory, self.bench.extent
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
         for shelf in self.bench.tier.shelves["t"]:

@@ -26,13 +26,17 @@ ONE = SessionId(1)
 
 
 class Tenant:
-    """A catalog and a mover over a cold tier, as the daemon puts them together."""
+    """A catalog and a mover over a cold tier, as the daemon puts them together. A tenant that is not
+    `t` has memory of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.bench = Bench([folder])
+    def __init__(self, folder: Path, name: str = "t", bench: Bench | None = None) -> None:
+        self.bench = bench or Bench([folder])
+        self.memory, self.extent = self.bench.memory, self.bench.extent
+        if name != "t":
+            self.memory, self.extent = self.bench.arena()
         self.catalog = Catalog(Store(), make("lru"))
-        self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
-        self.bench.tier.shelves["t"][0]._leaving = self.mover.leave
+        self.mover = Mover(name, self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
+        self.bench.tier.shelves[name][0]._leaving = self.mover.leave
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running: asyncio.Task[None] | None = None
 
@@ -42,19 +46,32 @@ class Tenant:
                 self.catalog.cold.restore(identity, spec, rows, segment)
 
         self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
-        self.mover.extents.append(self.bench.extent)
-        await self.bench.tier.recover(restored)
+        self.mover.extents.append(self.extent)
+        if not self.bench.tier.recovered.is_set():
+            await self.bench.tier.recover(restored)
         self.running = asyncio.create_task(self.mover.run())
 
     def save(self, number: int) -> None:
         granted = self.catalog.reserve(ONE, self.space, 0, 0, b"", key(number))
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
-        self.bench.slot(offset // BLOCK)[:] = pattern(key(number), BLOCK)
+        self.bench.slot(offset // BLOCK, self.memory)[:] = pattern(key(number), BLOCK)
         self.mover.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
 
     async def on_disk(self, count: int) -> None:
         while self.mover.counts["written"] < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+    async def on_disk_alone(self, count: int) -> None:
+        """So many blocks that only the disk has."""
+        await self.start()
+        for number in range(count):
+            self.save(number)
+        await self.on_disk(count)
+        granted = self.catalog.reserve(
+            ONE, self.space, 0, 0, b"", b"".join(key(1000 + at) for at in range(SLOTS))
+        )
+        self.catalog.abort(ONE, granted.lease)
+        assert self.catalog.match(self.space, b"".join(map(key, range(count)))).ready == 0
 
     async def sealed(self, count: int) -> tuple[Shelf, Segment]:
         """The first segment, with so many blocks, and full."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from daemon import test_forget
-from daemon.test_cold import BLOCK, run
+from daemon.test_cold import BLOCK, Bench, run
 from daemon.test_forget import ONE, SLOTS, Tenant
 from kvtier.catalog import Found
 from kvtier.planning import PATIENCE_S, beaten, links
@@ -33,8 +33,8 @@ def keys(count: int) -> bytes:
 class Held(Tenant):
     """One whose disk gets its reads only when it is told to."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, bench: Bench | None = None) -> None:
+        super().__init__(folder, bench=bench)
         self.read: list[Incoming] = []
         self.held: list[tuple[Sequence[Incoming], Read]] = []
         self.reads = self.bench.tier.reads
@@ -50,18 +50,6 @@ class Held(Tenant):
                 self.to_disk(blocks, done)
             self.held.clear()
             await asyncio.sleep(0.001)
-
-    async def on_disk_alone(self, count: int) -> None:
-        """So many blocks that only the disk has."""
-        await self.start()
-        for number in range(count):
-            self.save(number)
-        await self.on_disk(count)
-        granted = self.catalog.reserve(
-            ONE, self.space, 0, 0, b"", b"".join(key(1000 + at) for at in range(SLOTS))
-        )
-        self.catalog.abort(ONE, granted.lease)
-        assert self.catalog.match(self.space, keys(count)).ready == 0
 
     async def turn(self) -> None:
         await asyncio.sleep(0)
@@ -269,6 +257,40 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
 
     for turns in (0, 2, 5, 30):
         run(many(turns))
+
+
+def test_who_goes_takes_nothing_from_another_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both wait for more than is added, or given back, at a time."""
+    monkeypatch.setattr(reads, "ADD_BLOCKS", 3)
+    monkeypatch.setattr(reads, "GIVE_BACK_BLOCKS", 4)
+    monkeypatch.setattr(reads, "READ_BLOCKS", 0)  # nothing begins
+
+    async def both() -> None:
+        bench = Bench([tmp_path], tenants=("t", "u"))
+        goes, stays = Held(tmp_path, bench), Tenant(tmp_path, "u", bench)
+        two: list[Tenant] = [goes, stays]
+        for tenant in two:
+            await tenant.on_disk_alone(24)
+        for session, tenant in enumerate(two):
+            assert tenant.mover.promote(tenant.space, keys(24), 24, request=(session, 1))[0] == 24
+        goes.mover.session_over(0)
+        while sum(tenant.mover.counts["late"] for tenant in two) < 24:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (goes.mover.counts["late"], stays.mover.counts["late"]) == (24, 0)
+        assert stays.catalog.cold.reading == 24
+        monkeypatch.setattr(reads, "READ_BLOCKS", 32)
+        goes.reads._pump_soon(bench.tier.drives[0])
+        while stays.catalog.cold.reading:
+            await goes.let_go()
+            await asyncio.sleep(0)
+        assert stays.catalog.match(stays.space, keys(24)).ready == 24
+        assert stays.running is not None
+        stays.running.cancel()
+        await goes.end()
+
+    run(both())
 
 
 def test_writes_wait_while_somebody_waits_for_reads(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from kvtier.catalog.cold import FRAME_BYTES
@@ -193,7 +193,7 @@ class Reads:
         left = deque(one for one in self._batches if self.planner.is_waiting(one[0]))
         for request, batch in self._batches if len(left) < len(self._batches) else ():
             if not self.planner.is_waiting(request):
-                self._give_back((block, batch.done) for block in batch.blocks)
+                self._give_back(zip(batch.blocks, repeat(batch.done)))
         self._batches = left
 
     def _called_back(self, names: list[Hashable]) -> None:
