@@ -315,7 +315,12 @@ class Session:
         self.parked = 0
         self._server.sessions.discard(self)
         if self.tenant is not None and self.tenant.mover is not None:
-            self.tenant.mover.session_over(self.id)
+            try:
+                self.tenant.mover.session_over(self.id)
+            except Exception:
+                # Its leases end all the same.
+                self._server.failures["internal"] += 1
+                log.exception("client %r: its reads could not be given back", self.name)
         gone = self._farewell or self.peer.gone
         if self.tenant is not None and self.tenant.catalog.end_session(self.id, gone):
             self._server.ghosts.add(self)

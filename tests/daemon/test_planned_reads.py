@@ -293,6 +293,45 @@ def test_who_goes_takes_nothing_from_another_tenant(
     run(both())
 
 
+@pytest.mark.parametrize("how", ["cancelled", "off"])
+def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(reads, "GIVE_BACK_BLOCKS", 4)
+    monkeypatch.setattr(reads, "READ_BLOCKS", 0)  # nothing begins
+
+    async def bugs() -> None:
+        tenant = Held(tmp_path)
+        await tenant.on_disk_alone(24)
+        plain, told, failures = tenant.mover._have_read, list[int](), list[str]()
+
+        def have_read(block: Incoming, code: int) -> None:
+            told.append(block.id)
+            if len(told) in (1, 6, 7):
+                raise RuntimeError("planted")
+            plain(block, code)
+
+        monkeypatch.setattr(tenant.mover, "_have_read", have_read)
+        tenant.bench.loop.set_exception_handler(lambda _, said: failures.append(said["message"]))
+        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
+        if how == "off":
+            tenant.bench.tier.drives[0].reads.give_up("the test says so")
+            monkeypatch.setattr(reads, "READ_BLOCKS", 32)
+            tenant.reads._pump_soon(tenant.bench.tier.drives[0])
+        else:
+            tenant.mover.cancel((1, 1))
+        for _ in range(40):
+            await asyncio.sleep(0)
+        assert len(set(told)) == len(told) == 24
+        assert [text.split()[1] for text in failures] == ["1", "2"]
+        assert tenant.mover.counts["late"] == tenant.catalog.cold.reading + 18 == 21
+        assert tenant.reads._waiting == {}
+        monkeypatch.setattr(tenant.catalog.cold, "reading", 0)
+        await tenant.end()
+
+    run(bugs())
+
+
 def test_writes_wait_while_somebody_waits_for_reads(tmp_path: Path) -> None:
     async def wait() -> None:
         tenant = Held(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,35 @@ def test_a_bug_of_ours_ends_one_session_and_is_logged(
 
     asyncio.run(run())
     assert "planted" in caplog.text, "with where it happened"
+
+
+def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.setblocking(False)
+        mover: Any = SimpleNamespace(session_over=bug)
+        tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
+        recorder = Recorder(tmp_path, loop.time)
+        server = Server(loop, listener, lambda uid: tenant, 1, lambda tenant: {}, 8, recorder)
+        await loop.run_in_executor(None, talk, str(tmp_path / "s"), 0)
+        async with asyncio.timeout(10):
+            while server.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (tenant.catalog.spaces, server.ghosts) == (0, set())
+        assert server.failures["internal"] == 1
+        server.close("done")
+        listener.close()
+
+    asyncio.run(run())
+    assert "planted" in caplog.text
 
 
 def talk(path: str, matches: int) -> wire.Reply:
