@@ -96,7 +96,7 @@ class Saving(Mapping[Key, memoryview]):
         is entered for it each time, no more than PIECE_BYTES are copied at once, or one block of these."""
         ids, within = self.placed(block_ids, pieces.block_bytes)
         checksum = checksum and len(ids) == len(self)
-        most = len(ids) if turn is None else max(1, PIECE_BYTES // pieces.block_bytes)
+        most = max(1, len(ids)) if turn is None else max(1, PIECE_BYTES // pieces.block_bytes)
         sums = []
         for first in range(0, len(ids), most):
             slots = within[first * wire.SLOT_BYTES : (first + most) * wire.SLOT_BYTES]

@@ -84,6 +84,14 @@ def test_a_copy_takes_its_turn_for_each_piece(
         lease.release()
 
 
+def test_where_no_slot_is_granted_nothing_is_copied(shared_daemon: Daemon) -> None:
+    _, pieces = paged(5)
+    with shared_daemon.connect() as client:
+        space = client.open(SPEC)
+        saved(space, pieces, [3, 1, 7], 181).release()
+        saved(space, pieces, [3, 1, 7], 181).release()
+
+
 def test_as_many_pages_as_slots_and_parts_say(shared_daemon: Daemon) -> None:
     _, pieces = paged(6)
     with shared_daemon.connect() as client:
