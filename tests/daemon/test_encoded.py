@@ -17,6 +17,7 @@ from conformance.codec_tests import kv
 from daemon.test_cold import SEGMENT, SIZE, Bench, run
 from kvtier import KvSpec
 from kvtier.catalog import Catalog, SessionId
+from kvtier.codec import framing
 from kvtier.codec.base import FIX4, R32, ZSTD
 from kvtier.codec.frame import PAGE, RAW
 from kvtier.policy.base import make
@@ -296,6 +297,29 @@ def test_what_was_wrongly_encoded_is_a_miss(
         await tenant.on_disk(1)
         assert await tenant.bring("bfloat16", 0) is None
         assert tenant.mover.counts["spoilt"] == 1
+        await tenant.close()
+
+    run(work())
+
+
+def test_a_frame_is_not_damaged_where_there_is_no_memory_to_decode_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> None:
+        raise MemoryError
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "zstd")
+        await tenant.start()
+        tenant.save("bfloat16", 0, 1)
+        await tenant.on_disk(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(framing, "decode", short)
+            for _ in range(6):
+                assert await tenant.bring("bfloat16", 0) is None
+        assert tenant.catalog.cold.failed == {"ENOTRECOVERABLE": 6}
+        assert (tenant.mover.counts["spoilt"], tenant.bench.tier.faults) == (0, 0)
+        await tenant.same("bfloat16", 0, 1)
         await tenant.close()
 
     run(work())

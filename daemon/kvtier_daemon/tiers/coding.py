@@ -197,13 +197,15 @@ class Coding:
         def over(future: asyncio.Future[float]) -> None:
             if future.cancelled():
                 done(errno.ECANCELED)
-            elif (error := future.exception()) is not None:
-                if not isinstance(error, FrameError):
-                    log.error("cold: a frame can't be decoded", exc_info=error)
-                done(errno.EBADMSG)
-            else:
+            elif (error := future.exception()) is None:
                 self.rates.decoded(codec, spec.dtype, nbytes, future.result())
                 done(0)
+            elif isinstance(error, FrameError):
+                done(errno.EBADMSG)
+            else:
+                # No memory, or a bug of ours: of the frame that says nothing, and it is kept.
+                log.error("cold: a frame can't be decoded", exc_info=error)
+                done(errno.ENOTRECOVERABLE)
 
         self._beside(work).add_done_callback(over)
 
