@@ -134,7 +134,7 @@ class App:
         if self.cold is not None:
             self._remember(self.cold)
             if not await self.cold.close():
-                log.critical("a disk hangs: what it was doing can't be waited for")
+                log.critical("a disk hangs, or a codec: what it was doing can't be waited for")
                 release_socket(self._listener)
                 logging.shutdown()
                 os._exit(EXIT_HUNG)

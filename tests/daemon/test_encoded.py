@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -343,6 +345,59 @@ def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
         await tenant.same("bfloat16", 3, 1)
         assert not tenant.bench.tier.drives[0].disk.moved()[2].get((RAW, 0))
         await tenant.close()
+
+    run(work())
+
+
+async def reading(tenant: Tenant, count: int) -> None:
+    """So many blocks are with the disk, and nothing else goes on."""
+    await tenant.start()
+    tenant.save("bfloat16", 0, count)
+    await tenant.on_disk(count)
+    tenant.evict_all()
+    tenant.running.cancel()
+    await asyncio.gather(tenant.running, return_exceptions=True)
+    keys = b"".join(map(key, range(count)))
+    tenant.mover.promote(tenant.spaces["bfloat16"], keys, count, request=(1, 1))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert tenant.catalog.cold.reading == count
+
+
+def test_what_is_read_last_is_decoded_before_the_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "zstd")
+        await reading(tenant, 8)
+        drive = tenant.bench.tier.drives[0]
+        assert await tenant.bench.tier.close()
+        assert (tenant.catalog.cold.reading, drive.reads.given_up) == (0, False)
+        assert not any(segment.reading for segment in tenant.bench.tier.segments)
+
+    run(work())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_loop_goes_on_while_the_last_ones_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """And it waits for so long only."""
+    let, decode, waited = threading.Event(), framing.decode, list[bool]()
+
+    def slow(*args: Any) -> None:
+        waited.append(let.wait(5))
+        decode(*args)
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "zstd")
+        monkeypatch.setattr(framing, "decode", slow)
+        await reading(tenant, 1)
+        if ends:
+            tenant.bench.loop.call_later(0.05, let.set)
+        assert await tenant.bench.tier.close(20 if ends else 0.05) == ends
+        let.set()
+        await until(lambda: waited)
+        assert waited == [True]
+        await until(lambda: not tenant.catalog.cold.reading)
 
     run(work())
 

@@ -13,9 +13,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.codec import framing, raw
 from kvtier.codec.base import Codec
@@ -90,6 +90,7 @@ class Coding:
         self._room = room
         self._blank = blank
         self._threads = ThreadPoolExecutor(threads, "kvtier-codec")
+        self._jobs: set[Future[Any]] = set()
         self._free: list[Area] = []
 
     # --- writing -----------------------------------------------------------------------------
@@ -209,14 +210,22 @@ class Coding:
 
         self._beside(work).add_done_callback(over)
 
-    def close(self) -> None:
-        """Wait for what is being encoded or decoded, and end."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+    async def close(self, timeout_s: float) -> bool:
+        """Call off what has not begun, wait for what has, and end. False if something goes on, and may
+        write to a slot."""
+        jobs = [asyncio.wrap_future(job) for job in list(self._jobs)]
+        going = asyncio.gather(*jobs, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        done, _ = await asyncio.wait([going], timeout=timeout_s)
+        return bool(done)
 
     # --- memory ------------------------------------------------------------------------------
 
     def _beside(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
-        return self._loop.run_in_executor(self._threads, work, *args)
+        job = self._threads.submit(work, *args)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return asyncio.wrap_future(job)
 
     def _view(self, extent: int, offset: int, nbytes: int) -> memoryview:
         return memoryview(self._mapping_of(extent))[offset : offset + nbytes]

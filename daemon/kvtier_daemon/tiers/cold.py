@@ -550,14 +550,16 @@ class ColdTier:
 
     async def close(self, timeout_s: float = 10.0) -> bool:
         """Write footers, so that a start finds everything at once, and let the files go. False if a disk
-        hangs: something is in the kernel that has a file, and perhaps memory, of ours."""
+        hangs, or a codec: something is under way that has a file, and perhaps memory, of ours."""
         self._closing = True
         for shelf in self._all_shelves():
             shelf.closing = True
             if shelf.log.open is not None and shelf.drive.writes.is_on:
                 shelf.seal()
-        self.coding.close()
+        until = self._clock() + timeout_s
         ended = await asyncio.gather(*(drive.close(timeout_s) for drive in self.drives))
+        # What was read last may be decoded still.
+        decoded = await self.coding.close(max(0.0, until - self._clock()))
         for drive, is_over in zip(self.drives, ended, strict=True):
             for shelf in self._all_shelves():
                 if is_over and shelf.drive is drive:
@@ -565,7 +567,7 @@ class ColdTier:
         for volume in self._volumes:
             self._loop.remove_reader(volume.index.event_fd)
         closed = [volume.close() for volume in self._volumes]
-        return all(ended) and all(closed)
+        return all(ended) and decoded and all(closed)
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]

@@ -240,7 +240,7 @@ class Reads:
         """Hand over what there is room for, some at a time."""
         self._pumping.discard(drive)
         names = self.planner.take(drive.link, READ_BLOCKS)
-        if names and not drive.reads.is_on:
+        if names and not (drive.reads.is_on and self._cold.is_on):
             for name in names:
                 self.planner.over(name, False)
             self._called_back(names)
