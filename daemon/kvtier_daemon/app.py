@@ -9,9 +9,10 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import msgspec
 
@@ -37,6 +38,7 @@ from kvtier_daemon.tiers.warm import WarmTier
 from kvtier_kernels import Mapping, Store
 
 log = logging.getLogger(__name__)
+Args = TypeVarTuple("Args")
 
 TEND_S = 0.1
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
@@ -82,7 +84,9 @@ class App:
         )
         self.cold: ColdTier | None = None
         self._scrub: Scrub | None = None
-        self._failed: set[str] = set()  # what could not be looked after
+        self._failed: set[tuple[type, str, int]] = (
+            set()
+        )  # what went wrong in looking after, and where
         self._unmapped = False  # an extent that the cold tier can't use, so none after it
         self._notifier = Notifier.from_environment()
         self._listener = listener
@@ -236,35 +240,28 @@ class App:
         assert self._server is not None
         while True:
             await asyncio.sleep(TEND_S)
-            self._try("leases", self._expire)
-            if self.cold is not None and not self._try("the cold tier", self._tend_cold):
+            now = self._server.clock()
+            for name, tenant in self.tenants.items():
+                self._try(f"leases of {name}", tenant.catalog.expire, now)
+                if tenant.mover is not None:
+                    self._try(f"blocks of {name}", tenant.mover.tend)
+            if self.cold is not None and not self._try("the cold tier", self.cold.tend):
                 self.cold.give_up("it could not be looked after; the daemon's log says how")
             self._try("clients", self._server.tend)
 
-    def _expire(self) -> None:
-        assert self._server is not None
-        now = self._server.clock()
-        for tenant in self.tenants.values():
-            tenant.catalog.expire(now)
-
-    def _tend_cold(self) -> None:
-        assert self.cold is not None
-        for tenant in self.tenants.values():
-            assert tenant.mover is not None
-            tenant.mover.tend()
-        self.cold.tend()
-
-    def _try(self, what: str, step: Callable[[], None]) -> bool:
-        """Do this; whether it went well. A bug of ours here is no end of the daemon: it is counted, and told
-        the first time."""
+    def _try(self, what: str, step: Callable[[*Args], object], *args: *Args) -> bool:
+        """Do this; whether it went well. A bug of ours here is no end of the daemon, nor of what comes after:
+        it is counted, and told the first time."""
         try:
-            step()
-        except Exception:
+            step(*args)
+        except Exception as error:
             assert self._server is not None
             self._server.failures["internal"] += 1
-            if what not in self._failed:
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            place = type(error), frame.f_code.co_filename, line
+            if place not in self._failed:
                 log.exception("%s could not be looked after; this is told once", what)
-            self._failed.add(what)
+            self._failed.add(place)
             return False
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kvtier_daemon import app as app_module
 from kvtier_daemon.app import App
 from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.config import load
+from kvtier_daemon.mover import Mover
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.server import Server
 from kvtier_daemon.tiers.reads import Reads
@@ -25,13 +27,13 @@ def planted(*_: Any) -> None:
     raise RuntimeError("planted")
 
 
-def served(folder: Path, work: Callable[[App], Awaitable[None]]) -> None:
+def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "") -> None:
     """A daemon in this process, for as long as that works."""
     (folder / "disk").mkdir()
     file = folder / "kvtier.toml"
     file.write_text(
         f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\n'
-        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n'
+        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n{more}'
     )
     config = load(file, environ={}).config
     listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
@@ -72,6 +74,44 @@ def test_what_is_looked_after_now_and_then_may_fail(
     served(tmp_path, work)
     assert caplog.text.count("this is told once") == 1
     assert "planted" in caplog.text, "with where it happened"
+
+
+@pytest.mark.parametrize("owner, name", [(Catalog, "expire"), (Mover, "tend")])
+def test_what_fails_of_one_tenant_is_done_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    owner: type, name: str,
+) -> None:  # fmt: skip
+    """Another failure of the same kind of work is told as well."""
+    monkeypatch.setattr(app_module, "TEND_S", 0.01)
+    calls = Counter[str]()
+
+    async def work(app: App) -> None:
+        assert app._server is not None and app.cold is not None
+
+        def fails(self: Any, *_: Any) -> None:
+            tenant = app.tenants["first"]
+            if self in (tenant.catalog, tenant.mover):
+                calls["first"] += 1
+                if calls["first"] > 3:
+                    raise ValueError("another")
+                planted()
+            calls["second"] += 1
+
+        monkeypatch.setattr(owner, name, fails)
+        async with asyncio.timeout(10):
+            while calls["first"] < 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert calls["second"] >= 5
+        assert not app.cold.given_up
+        monkeypatch.undo()
+
+    tenants = "".join(
+        f'[tenants.{name}]\nuids = [{uid}]\nquota = "50%"\n'
+        for name, uid in (("first", 0), ("second", 65534))
+    )
+    served(tmp_path, work, tenants)
+    assert caplog.text.count("this is told once") == 2
+    assert "planted" in caplog.text and "another" in caplog.text
 
 
 def test_what_the_loop_calls_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
