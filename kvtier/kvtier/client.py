@@ -127,7 +127,7 @@ class Client:
 
     @property
     def awaits(self) -> bool:
-        """Something that was begun is still to be answered: `poll` will have it."""
+        """Something that was begun is still to be answered, or to be sent: `poll` sees to it."""
         return self.link.awaits
 
     def poll(self) -> dict[int, Answer]:

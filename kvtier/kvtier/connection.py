@@ -88,6 +88,11 @@ class Connection:
         self.push()
         return message.id
 
+    @property
+    def backlog_bytes(self) -> int:
+        """What `begin` left."""
+        return len(self._backlog)
+
     def push(self) -> None:
         """Send what `begin` left, as far as the socket takes it now."""
         try:

@@ -122,8 +122,8 @@ class Link:
 
     @property
     def awaits(self) -> bool:
-        """Something that `tell` sent is still to be answered."""
-        return bool(self._told)
+        """Something that `tell` sent is still to be answered, or waits to be sent."""
+        return bool(self._told or self._deferred or self.connection.backlog_bytes)
 
     def begin_writing(self) -> None:
         """Until `end_writing` somebody here may touch slots of the arena."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from fake_engine import BLOCK, FakeEngine
 from kvtier.client import Reader, Saving
 from kvtier_vllm import ear, scheduler, worker
 from kvtier_vllm.ear import Ear
-from kvtier_vllm.messages import Copied, PagesTold, Report, Seat
+from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Seat
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -114,11 +115,34 @@ def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
     assert len(polls) == before + 1
 
 
+def test_what_the_socket_did_not_take_goes_with_a_later_step(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing that was asked is still to be answered."""
+    monkeypatch.setattr(scheduler, "LISTEN_S", 1e9)
+    daemon = daemon_of()
+    engine = engine_of(daemon)
+    engine.serve(PROMPT)
+    session = engine.scheduler._session()
+    assert session is not None
+    connection = session.client.link.connection
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for number in range(1 << 20):
+            session.space.cancel(1000 + number)
+            if connection._backlog:
+                break
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    assert connection._backlog
+    engine.until(lambda: not connection._backlog)
+
+
 def test_a_report_brings_what_there_is_to_tell_and_nothing_else() -> None:
     """Each rank sends one in every step, and of most there is nothing to tell."""
     full = Report(
         7, {0: Seat(b"run", b"space", 2)}, Counter({1: 1}), Counter({2: 1}), {0: PagesTold("x")}, {3},
-        {4: True}, Counter({"saved": 1}), [Copied(1, 0, 0.5, 1.0, 9, True)],
+        {4: Hole(True, Counter({"drop:lost": 2}))}, Counter({"saved": 1}), [Copied(1, 0, 0.5, 1.0, 9, True)],
         [Copied(2, 0, 0.5, 1.0, 9, True)], 9, 0.5,
     )  # fmt: skip
     for report in (full, Report(8)):
