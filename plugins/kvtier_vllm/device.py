@@ -74,6 +74,10 @@ class DeviceSide:
         """Have these extents registered."""
         self._copier.pins.of(reader.mappings)
 
+    def let_go(self, reader: Reader) -> None:
+        """Have these extents registered no more, as soon as no copy uses them."""
+        self._copier.pins.forget(reader.mappings)
+
     def gather(
         self, saving: Saving, group: int, block_ids: Sequence[int], after: Event | None
     ) -> None:

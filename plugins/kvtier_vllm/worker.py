@@ -185,7 +185,7 @@ class WorkerSide:
     def _let_go(self, run: bytes) -> None:
         """Have what nobody reads any more unmapped. Much memory takes seconds, so no step does it."""
         if run in self._readers:
-            self._to_save.put(partial(_drop, [self._readers.pop(run)]))
+            self._to_save.put(partial(self._drop, [self._readers.pop(run)]))
 
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Carry out those that this step needs; the others go to their thread."""
@@ -377,6 +377,12 @@ class WorkerSide:
             task()
             del task  # waiting for the next one must not keep what it had
 
+    def _drop(self, readers: list[Reader]) -> None:
+        """Unmap them, here, or where the device has them, when it has let them go."""
+        if self._device is not None:
+            self._device.let_go(readers[0])
+        readers.clear()
+
     def _look(self) -> None:
         """Ask for nothing: extents that were added come before the answer."""
         session = self._line.session if self._line is not None else None
@@ -447,11 +453,6 @@ class WorkerSide:
         # A daemon that says no is there.
         if session.client.link.connection.broken and self._line is not None:
             self._line.lost(session, str(error))
-
-
-def _drop(readers: list[Reader]) -> None:
-    """Unmap them, here."""
-    readers.clear()
 
 
 def _pieces(group: Sequence[Any], arrays: Sequence[Any]) -> Pieces:

@@ -290,7 +290,7 @@ def test_no_caller_of_the_pins_unregisters_anything(
         rig.copier.pins.of([make_mapping(PAGE)])
     rig.fake.hold(False)
     rig.lane.finish()
-    soon(lambda: rig.fake.live()["registered"] == KEPT_ARENAS)
+    soon(lambda: len(threads) == 3 and rig.fake.live()["registered"] == KEPT_ARENAS)
     assert threads == ["kvtier-pin"] * 3
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from device_engine import DeviceEngine
 from fake_cuda import FakeCuda, soon
 from fake_engine import BLOCK, FakeRequest, layout_of, spec_for
 from kvtier.client import Lease
-from kvtier_kernels.cuda import blocks
+from kvtier_kernels.cuda import Pins, blocks
 from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Pages
 from kvtier_vllm.messages import Load, Read, Save, Write
@@ -42,8 +44,9 @@ def engine_of(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(blocks, "compile_kernel", lambda text, architecture: b"host\0")
     engines: list[DeviceEngine] = []
 
-    def make(daemon: Daemon, *args: Any, **options: Any) -> DeviceEngine:
-        engines.append(DeviceEngine(fake_cuda, daemon.socket, *args, **options))
+    def make(daemon: Daemon | str, *args: Any, **options: Any) -> DeviceEngine:
+        socket = daemon if isinstance(daemon, str) else daemon.socket
+        engines.append(DeviceEngine(fake_cuda, socket, *args, **options))
         return engines[-1]
 
     yield make
@@ -276,13 +279,20 @@ def test_a_daemon_that_comes_back_is_registered_anew(
     engine.serve(PROMPT)
     before = fake_cuda.live()["registered"]
     assert before
+    gone = weakref.ref(pins_of(engine)._arenas[0])
     daemon.process.kill()
     daemon.process.wait()
     assert engine.serve(PROMPT).cached == 0
     daemon_of(folder=folder, warm="16MiB")
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
-    soon(lambda: fake_cuda.live()["registered"] > before)
+    soon(lambda: gone() is None and fake_cuda.live()["registered"] == before)
     engine.settle()
+
+
+def pins_of(engine: DeviceEngine) -> Pins:
+    device = engine.workers[0]._device
+    assert device is not None
+    return device._copier.pins
 
 
 def test_extents_are_registered_before_anything_is_copied(
@@ -315,3 +325,25 @@ def test_where_pages_can_t_be_kept_it_says_why() -> None:
     assert open_device(pages, [tensor("cpu")], Options(), 1, True) is None
     with pytest.raises(Unsupported, match="zeroes"):
         open_device(pages, [tensor("cuda:0")], Options(), 1, True)
+
+
+def test_arenas_of_runs_that_are_long_over_are_let_go(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
+) -> None:
+    folder = tmp_path / "again"
+    engine = engine_of(str(folder / "kvtier.sock"))
+    pins = pins_of(engine)
+
+    def arenas() -> int:
+        maps = Path("/proc/self/maps").read_text()
+        return len({line.split()[4] for line in maps.splitlines() if "memfd:" in line})
+
+    before = arenas()
+    for _ in range(2):
+        daemon = daemon_of(folder=folder, warm="16MiB")
+        engine.until(lambda: engine.serve(PROMPT).cached > 0)
+        assert arenas() > before and len(pins._arenas) == 1
+        daemon.process.kill()
+        daemon.process.wait()
+        engine.until(lambda: arenas() == before)
+        assert pins._arenas == []

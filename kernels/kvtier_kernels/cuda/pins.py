@@ -79,6 +79,15 @@ class Pins:
             arena.asked = max(arena.asked, len(extents))
         return arena
 
+    def forget(self, extents: Extents) -> None:
+        """Nobody begins a copy of these any more: they go with the last one that uses them."""
+        with self._lock:
+            for at in range(len(self._arenas)):
+                if self._arenas[at].extents is extents:
+                    self._arenas[at].old = True
+                    self._todo.put([self._arenas.pop(at)])
+                    return
+
     def drop(self, users: list[Pinned]) -> None:
         """A copy uses these no more, and the list is not the caller's any more. What nobody else has goes,
         and not in the caller's thread."""
