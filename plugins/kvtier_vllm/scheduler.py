@@ -90,6 +90,7 @@ class SchedulerSide:
         self._tickets: dict[int, tuple[str, float]] = {}  # whose, "" if nobody's any more, and when
         self._tickets_of: Session | None = None
         self._to_ask: dict[str, Prompt] = {}
+        self._to_pin: dict[str, Prompt] = {}  # not all of whose keys are named yet
         self._served: set[str] = set()  # by the last step
         self._within_step_s = 0.0  # what the loads of the next one are expected to take
         self._ear = Ear(clock)
@@ -379,12 +380,16 @@ class SchedulerSide:
         self._line.lost(session, str(why))
 
     def _ask_again(self) -> None:
-        """Send what `matched` has found to be asked: it sends nothing itself."""
+        """Send what `matched` has found to be asked: it sends nothing itself. Then go on with long
+        prompts that are to be pinned."""
         asked, self._to_ask = self._to_ask, {}
         session = self._session()
         for prompt in asked.values():
             if session is not None:
                 self._ask(prompt, session)
+        pins, self._to_pin = self._to_pin, {}
+        for prompt in pins.values():
+            self._pin(prompt)
 
     def _hear(self, prompt: Prompt, session: Session) -> None:
         """Listen for the answer, for a moment, so that the step that is to come has it."""
@@ -534,12 +539,18 @@ class SchedulerSide:
         return (hit.warm, hit.cold) if hit is not None else (0, 0)
 
     def _pin(self, prompt: Prompt) -> None:
-        """Have what is here of a prompt stay, if its request wants that."""
+        """Have what is here of a prompt stay, if its request wants that: once all of it has keys."""
         session = self._session()
-        if prompt.pin_s and not prompt.pinned and session is not None:
-            prompt.pinned = True
-            blocks = prompt.request.num_prompt_tokens // self._layout.block_tokens
-            self._begin_pin(Pin(session, self._keys(prompt, session)[:blocks], prompt.pin_s))
+        if not prompt.pin_s or prompt.pinned or session is None:
+            return
+        named = len(prompt.request.block_hashes) * self._layout.hash_tokens
+        blocks = min(prompt.request.num_prompt_tokens, named) // self._layout.block_tokens
+        keys = self._keys(prompt, session)
+        if len(keys) < blocks:
+            self._to_pin[prompt.request.request_id] = prompt
+            return
+        prompt.pinned = True
+        self._begin_pin(Pin(session, keys[:blocks], prompt.pin_s))
 
     def _begin_pin(self, pin: Pin) -> None:
         if self._session() is pin.session and len(pin.keys):
@@ -703,6 +714,7 @@ class SchedulerSide:
     def new_generation(self) -> None:
         """Nothing that was saved so far is found from now on, by this engine."""
         self._generation = os.urandom(GENERATION_BYTES)
+        self._to_pin.clear()
         if self._events is not None:
             self._events.forget()
         for prompt in self._prompts.values():
@@ -716,6 +728,7 @@ class SchedulerSide:
         """What is held: for tests, that nothing is left behind."""
         return {
             "prompts": len(self._prompts), "leases": len(self._leases),
-            "tickets": len(self._tickets), "hits": len(self._hits), "pins": len(self._pins),
+            "tickets": len(self._tickets), "hits": len(self._hits),
+            "pins": len(self._pins) + len(self._to_pin),
             **self._saves.in_flight,
         }  # fmt: skip

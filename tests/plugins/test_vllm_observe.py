@@ -361,6 +361,26 @@ def test_a_pinned_prompt_stays(warm: Daemon, engine_of: EngineOf, before: bool) 
     engine.settle()
 
 
+def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
+    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its request is over by then."""
+    engine = engine_of(warm)
+    engine.serve(PROMPT)
+    monkeypatch.setattr("kvtier_vllm.scheduler.LIMIT_HASHES", 3)
+    pinned: list[int] = []
+    plain = engine.scheduler._begin_pin
+    monkeypatch.setattr(
+        engine.scheduler, "_begin_pin", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
+    )
+    wishes = {"load": False, "save": False, "pin": 600}
+    engine.finish(engine.run(engine.add(PROMPT, kv_transfer_params={"kvtier": wishes})))
+    assert not pinned
+    engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
+    assert pinned == [8]
+    engine.settle()
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_pin_ends(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
     engine = engine_of(warm)
