@@ -65,6 +65,7 @@ class FakeRequest:
     steps_asked: int = 0
     sources: tuple[int, int] = (0, 0)  # of what was loaded, from memory and from disk
     pages: list[list[int]] = field(default_factory=list)
+    prompt_tokens: int = 0  # where the others are its answer
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +77,7 @@ class FakeRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.tokens)
+        return self.prompt_tokens or len(self.tokens)
 
     @property
     def block_hashes(self) -> list[bytes]:

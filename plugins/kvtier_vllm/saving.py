@@ -83,8 +83,7 @@ class Saves:
         request, block = prompt.request, self._layout.block_tokens
         before = request.num_computed_tokens
         assert prompt.saved is not None
-        limit = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
-        end = min(before + tokens, limit) // block
+        end = min(before + tokens, self._limit(prompt)) // block
         if end <= prompt.saved or prompt.tries >= TRIES:
             return None
         keys = keys_of()
@@ -102,6 +101,12 @@ class Saves:
         ]
         first, prompt.saved = prompt.saved, end
         return self._begun(number(), prompt, first, writes) if writes else None
+
+    def _limit(self, prompt: Prompt) -> int:
+        """How many leading tokens of a request are to be saved."""
+        request = prompt.request
+        tokens: int = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
+        return tokens
 
     def _begun(self, number: int, prompt: Prompt, first: int, writes: list[Write]) -> Save:
         assert prompt.saved is not None
@@ -161,9 +166,12 @@ class Saves:
     def finished(self, prompt: Prompt) -> None:
         """The request is over: count what of it was not saved."""
         prompt.over = True
-        if not prompt.may_save or prompt.saved is None or not self._options.save_decode:
+        if not prompt.may_save or prompt.saved is None:
             return
-        whole = prompt.request.num_computed_tokens // self._layout.block_tokens
+        whole = (
+            min(prompt.request.num_computed_tokens, self._limit(prompt))
+            // self._layout.block_tokens
+        )
         first = max(prompt.saved, prompt.dropped)
         if whole > first:
             why = "no_time" if prompt.session is not None else "no_daemon"

@@ -591,6 +591,22 @@ def test_what_follows_a_hole_that_stays_is_not_saved(
     assert engine.scheduler.counts["drop:after_hole"] == 2
 
 
+def test_a_hole_that_is_not_made_up_for_is_counted_where_answers_are_not_kept(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """The prompt's blocks, and not those of what was answered."""
+    engine = engine_of(cold_daemon, save_decode=False)
+    engine.serve(range(1000, 1000 + BLOCK))
+    before = Counter(drops(engine))
+    request = engine.add(PROMPT)
+    drop_saves(engine, lambda: engine.run(request))
+    request.prompt_tokens = len(request.tokens)
+    request.tokens += range(2000, 2000 + 3 * BLOCK)
+    request.num_computed_tokens = len(request.tokens)
+    engine.finish(request)
+    assert Counter(drops(engine)) - before == Counter({"drop:no_time": 8})
+
+
 def test_a_daemon_without_room_is_not_asked_again(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf
 ) -> None:
