@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.catalog import Catalog, SessionId, Space
+import pytest
+
+from kvtier.catalog import Catalog, SessionId, Space, departures
 from kvtier.catalog.departures import LIMIT_LOOKUPS, Lookups
 from kvtier.layout import KvSpec, space_id
 from kvtier.policy.base import make
@@ -95,6 +97,16 @@ def test_the_nearest_descriptions_come_first() -> None:
     differs = [set(one["differs"]) for one in told["near"]]
     assert [len(one) for one in differs] == sorted(len(one) for one in differs)
     assert differs[0] == {"dtype"}
+
+
+def test_spaces_that_hold_nothing_hide_none_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "LOOK_SPACES", 2)
+    tenant = Tenant()
+    tenant.save("a")
+    for number in range(3):
+        tenant.space = tenant.open(spec(weights=f"rev:{number + 2}"))
+    told = tenant.catalog.explain(key("a"), tenant.space)
+    assert [set(one["differs"]) for one in told["near"]] == [{"weights"}]
 
 
 def test_the_last_lookups_are_known_by_their_numbers() -> None:

@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -103,8 +104,9 @@ class Lookups:
 
 def near(space: Space, others: Sequence[Space]) -> list[dict[str, Any]]:
     """The spaces that hold something and are described most like this one: which fields differ, and how. Of
-    many spaces the last ones are looked at."""
-    looked_at = [one for one in others[-LOOK_SPACES:] if one is not space and one.index >= 0]
+    many such spaces the last ones are looked at."""
+    held = (one for one in reversed(others) if one is not space and one.index >= 0)
+    looked_at = list(islice(held, LOOK_SPACES))[::-1]
     few = heapq.nsmallest(FEW_SPACES, looked_at, key=lambda other: _unlike(space.spec, other.spec))
     mine = _fields(space.spec)
     found: list[dict[str, Any]] = []
