@@ -170,10 +170,11 @@ class ColdDaemon(Daemon):
     def __init__(self, folder: Path, warm_bytes: int) -> None:
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
-        more = (
-            f'[cold]\ndirectories = ["{self.cold}"]\nsize = "16GiB"\nwrite = "through"\nscrub = 0\n'
-        )
-        super().__init__(folder, str(warm_bytes), more)
+        # As it is, so that what is read is what fio reads.
+        how = 'write = "through"\nscrub = 0\ncodec = "raw"\n'
+        more = f'[cold]\ndirectories = ["{self.cold}"]\nsize = "16GiB"\n{how}'
+        # Of prompts in turn, the last one is in memory and nothing of the others.
+        super().__init__(folder, str(warm_bytes), more, policy="lru")
         self.wait_for_arena()
 
     def stats(self) -> dict[str, Any]:

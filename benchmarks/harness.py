@@ -186,12 +186,12 @@ def environment() -> dict[str, Any]:
 class Daemon:
     """A `kvtier serve` of its own for a benchmark."""
 
-    def __init__(self, folder: Path, warm: str, more: str = "") -> None:
+    def __init__(self, folder: Path, warm: str, more: str = "", policy: str = "auto") -> None:
         self.socket = str(folder / "kvtier.sock")
         config = folder / "kvtier.toml"
         config.write_text(
             f'socket = "{self.socket}"\nstate = "{folder / "state"}"\nlog_level = "warning"\n'
-            f'{more}\n[warm]\nsize = "{warm}"\n'
+            f'{more}\n[warm]\nsize = "{warm}"\npolicy = "{policy}"\n'
         )
         self.started = time.perf_counter()
         self.process = subprocess.Popen(

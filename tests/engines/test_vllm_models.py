@@ -63,6 +63,17 @@ CASES = {
 }
 
 
+def wait_until_saved(daemon: Daemon, tokens: int) -> None:
+    """So many are, and nothing more is on its way: groups and ranks are saved one after the other, and each
+    counts its tokens."""
+
+    def over(stats: dict[str, Any]) -> bool:
+        writing = stats["tiers"]["warm"]["states"]["writing"]
+        return bool(stats["saved_tokens"] >= tokens and not writing)
+
+    daemon.wait_for(over, 30.0)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[long] if case.slow else []) for name, case in CASES.items()],
@@ -75,7 +86,7 @@ def test_a_prompt_is_loaded_as_it_was_saved(
     before = shared_daemon.stats()["saved_tokens"]
     (first,) = engine.generate([case.tokens], 40)
     cached = case.blocks * case.block
-    shared_daemon.wait_for(lambda stats: stats["saved_tokens"] >= before + cached + case.block)
+    wait_until_saved(shared_daemon, before + cached + case.block)
     engine.reset()
     engine.forget_records()
     (again,) = engine.generate([case.tokens], 40)
@@ -103,7 +114,7 @@ def test_an_adapter_s_blocks_are_of_its_content(
     first = [engine.generate([prompt(1)], 40, **more)[0] for more in asked]
     assert [answer["cached"] for answer in first] == [0, 0, 0]
     assert len({tuple(answer["tokens"]) for answer in first}) == 3
-    shared_daemon.wait_for(lambda stats: stats["saved_tokens"] >= before + 3 * 11 * BLOCK)
+    wait_until_saved(shared_daemon, before + 3 * 11 * BLOCK)
     engine.reset()
     engine.forget_records()
     for more, right in zip(asked, first, strict=True):
@@ -147,7 +158,7 @@ def test_engines_that_run_at_once_share_their_blocks(
     for engine, seed in zip(engines, (1, 2), strict=True):
         engine.begin([prompt(seed)], 40)
     first = [engine.answer()[0] for engine in engines]
-    daemon.wait_for(lambda stats: stats["saved_tokens"] >= 2 * 11 * BLOCK)
+    wait_until_saved(daemon, 2 * 11 * BLOCK)
     for engine in engines:
         engine.reset()
     one.forget_records()
