@@ -15,6 +15,7 @@ from typing import Any
 from kvtier import Client, Unavailable
 
 START_S = 20.0
+STOP_S = 15.0
 SERVE = (sys.executable, "-m", "kvtier_daemon.cli", "serve")
 
 
@@ -74,7 +75,12 @@ class Daemon:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-        return self.process.wait(10)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"not gone after {STOP_S} s: {self.log.read_text()[-3000:]}"
+            ) from None
 
 
 def start_daemon(

@@ -252,3 +252,17 @@ def test_what_one_tenant_has_too_much_goes_before_another_has_more(
     monkeypatch.setattr(Volume, "make", making)
     run(work())
     assert beside and max(beside) < most
+
+
+def test_a_full_disk_takes_no_name_of_its_user_and_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    volume = Volume(tmp_path, SIZE)
+    assert "kvtier.lock can't be written: No space left on device" in caplog.text
+    with pytest.raises(TierError, match="used by another daemon"):
+        Volume(tmp_path, SIZE)
+    assert volume.close()

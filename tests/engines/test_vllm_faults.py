@@ -244,6 +244,7 @@ class Traffic:
                     check_same(answer, self._right[which])
             except BaseException as error:  # noqa: BLE001  # the test tells of it
                 self.failures.append(error)
+                return
 
     def end(self) -> None:
         self._ending.set()
@@ -280,10 +281,13 @@ def hits(engine: Served) -> int:
     return sum(n for name, n in counts.items() if name.startswith("hit_tokens:")) // BLOCK
 
 
-def test_no_request_fails_whatever_happens_to_the_daemon(engine: Served, daemons: Daemons) -> None:
+def test_no_request_fails_whatever_happens_to_the_daemon(
+    engine: Served, daemons: Daemons, request: pytest.FixtureRequest
+) -> None:
     right = engine.compute(PROMPTS, TOKENS)
     records, chance = Records(engine.engine.records), random.Random(SEED)
     traffic = Traffic(engine, right)
+    request.addfinalizer(traffic.end)
     kinds = [kind for kind in KINDS if kind is not out_of_disk or daemons.disk is not None]
     happened: Counter[str] = Counter()
     away_s = []

@@ -158,6 +158,13 @@ class Flaky:
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
+        # What the front still has in memory would be read without the server.
+        front = os.open(self._folder / "front" / "nbd", os.O_RDWR)
+        try:
+            os.fsync(front)
+            os.posix_fadvise(front, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(front)
         self._server.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -169,7 +176,7 @@ class Flaky:
 def flaky(folder: Path, nbytes: int) -> Iterator[Flaky]:
     """Errors are those of nbdkit's error filter; nbdfuse and a loop device make it a block device."""
     needs("nbdkit", "nbdfuse", "losetup", "mkfs.ext4", "umount")
-    image, socket, front = folder / "image", folder / "nbd.sock", folder / "nbd"
+    image, socket, front = folder / "image", folder / "nbd.sock", folder / "front"
     front.mkdir()
     with image.open("wb") as file:
         file.truncate(nbytes)

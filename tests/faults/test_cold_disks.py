@@ -45,7 +45,7 @@ LONG = bool(os.environ.get("KVTIER_FAULTS"))
 WRITES = ("write", "sync", "allocate")
 LOOKS = 200
 SAMPLE = 10  # of the points at which a call can go wrong, for each engine
-STILL_S = 0.4  # nothing is written for so long: no more will be
+STILL_S = 3.0  # nothing is written for so long: no more will be
 
 
 def numbers(key: bytes, nbytes: int) -> bytes:

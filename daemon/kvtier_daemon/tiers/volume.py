@@ -213,11 +213,11 @@ def _locked(directory: Path) -> tuple[int, int]:
         except OSError as error:
             text = f"cold: {directory / LOCK} can't be locked: {error.strerror}"
             raise TierError(text) from error
+        text = f"{os.getpid()}\n".encode()
         try:
-            os.truncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
-            text = f"cold: {directory / LOCK} can't be written: {error.strerror}"
-            raise TierError(text) from error
+            os.pwrite(fd, text, 0)
+            os.truncate(fd, len(text))
+        except OSError as error:  # it is for others to read: a full disk is no reason not to start
+            log.warning("cold: %s can't be written: %s", directory / LOCK, error.strerror)
         undo.pop_all()
     return fd, folder
