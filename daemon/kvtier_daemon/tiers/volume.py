@@ -213,10 +213,10 @@ def _locked(directory: Path) -> tuple[int, int]:
         except OSError as error:
             text = f"cold: {directory / LOCK} can't be locked: {error.strerror}"
             raise TierError(text) from error
-        text = f"{os.getpid()}\n".encode()
+        name = f"{os.getpid()}\n".encode()
         try:
-            os.pwrite(fd, text, 0)
-            os.truncate(fd, len(text))
+            os.pwrite(fd, name, 0)
+            os.truncate(fd, len(name))
         except OSError as error:  # it is for others to read: a full disk is no reason not to start
             log.warning("cold: %s can't be written: %s", directory / LOCK, error.strerror)
         undo.pop_all()
