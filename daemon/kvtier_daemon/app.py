@@ -321,6 +321,7 @@ class App:
             "leaving": cold.leaving,
             "coding": {
                 "link_bytes_s": [round(link) for link in cold.bandwidths(tenants[0].name)],
+                "failures": cold.coding.failures,
                 "spaces": [one for mover in movers for one in mover.choice.report()],
             },
             "engine": cold.engine,

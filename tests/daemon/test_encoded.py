@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 import threading
@@ -10,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -22,11 +23,13 @@ from kvtier.catalog import Catalog, SessionId
 from kvtier.codec import framing
 from kvtier.codec.base import FIX4, R32, ZSTD
 from kvtier.codec.frame import PAGE, RAW
+from kvtier.errors import TierError
 from kvtier.policy.base import make
 from kvtier_daemon.fsck import check
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving.blocks import FRAME
 from kvtier_daemon.scrub import Scrub
+from kvtier_daemon.tiers import cold
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Store
@@ -484,6 +487,60 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         assert len(free) == len(tenant.bench.tier._mappings) - 1
         assert all(area.users == 0 for area in free)
         await tenant.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("fails", ["memory", "a codec", "noting"])
+def test_what_can_not_be_encoded_is_written_as_it_is(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one is encoded again."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        tier = tenant.bench.tier
+        await tenant.start()
+        with monkeypatch.context() as patched:
+            if fails == "memory":
+                patched.setattr(cold, "anonymous", refuse)
+            elif fails == "a codec":
+                patched.setattr(framing, "encode", refuse)
+            else:
+                patched.setattr(tier.coding.rates, "encoded", refuse)
+            tenant.save("bfloat16", 0, 4)
+            await tenant.on_disk(4)
+        assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {RAW}
+        assert tier.coding.failures >= 1 and tier.takes
+        assert not any(area.users for area in tier.coding._free)
+        assert len(tier.coding._free) == len(tier._mappings) - 1, "no memory is lost"
+        tenant.save("bfloat16", 4, 4)
+        await tenant.on_disk(8)
+        assert {one[3] for one in tenant.frames(tenant.ids["bfloat16", 4])} == {R32}
+        await tenant.same("bfloat16", 0, 8)
+        await tenant.close()
+
+    run(work())
+
+
+def test_no_thread_is_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "zstd")
+        await tenant.start()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        tenant.save("bfloat16", 0, 4)
+        await tenant.on_disk(4)
+        assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {ZSTD}
+        await tenant.same("bfloat16", 0, 4)
+        await tenant.close()
+        with pytest.raises(TierError, match="no threads can be had: can't start new thread"):
+            Bench([tmp_path])
 
     run(work())
 

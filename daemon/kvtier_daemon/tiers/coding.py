@@ -11,6 +11,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 THREADS_MOST = 4
 PIECE_BYTES = 8 << 20  # of blocks, encoded while what was before them is written
 BLOCK_MOST = 32 << 20  # of a codec that the workers can't decode: a frame is read as one
+TELL_S = 10.0
+START_S = 10.0
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -89,59 +92,73 @@ class Coding:
         self._mapping_of = mapping_of
         self._room = room
         self._blank = blank
-        self._threads = ThreadPoolExecutor(threads, "kvtier-codec")
+        self._threads = _started(threads, "kvtier-codec")
         self._jobs: set[Future[Any]] = set()
         self._free: list[Area] = []
+        self.failures = 0  # to encode; the blocks were written as they are
+        self._tells_at = 0.0
 
     # --- writing -----------------------------------------------------------------------------
 
     async def encode(
         self, blocks: Sequence[Outgoing], choice: Choice, links: Sequence[float]
     ) -> list[Outgoing]:
-        """The same blocks, those for which it pays with what they are encoded to. Whoever gets them lets go
-        of each (`Coded.let_go`) once it is written, or is not to be."""
+        """The same blocks, those for which it pays, and for which it can be done, with what they are encoded
+        to. Whoever gets them lets go of each (`Coded.let_go`) once it is written, or is not to be."""
         codecs = [self._codec(block, choice, links) for block in blocks]
         tried = self._tries(blocks, choice)
         todo = [at for at, codec in enumerate(codecs) if codec.number != RAW or at in tried]
         if not todo:
             return list(blocks)
-        area = self._take(sum(pages(_size(blocks[at])) for at in todo))
-        jobs, offset = [], 0
-        for at in todo:
-            block, size = blocks[at], _size(blocks[at])
-            header = self._blank(block)
-            source = self._view(block.extent, block.offset, size)
-            into = self._view(area.extent, offset, size)
-            tries = choice.candidates(block.spec) if at in tried else ()
-            jobs.append(Job(block, codecs[at], header, source, into, offset, tries))
-            offset += pages(size)
         try:
+            return await self._encoded(blocks, codecs, tried, todo, choice)
+        except Exception:
+            self.failures += 1
+            if self._loop.time() >= self._tells_at:
+                self._tells_at = self._loop.time() + TELL_S
+                log.exception("cold: blocks can't be encoded, and are written as they are")
+            return list(blocks)
+
+    async def _encoded(
+        self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
+        todo: Sequence[int], choice: Choice,
+    ) -> list[Outgoing]:  # fmt: skip
+        area = self._take(sum(pages(_size(blocks[at])) for at in todo))
+        try:
+            jobs, offset = [], 0
+            for at in todo:
+                block, size = blocks[at], _size(blocks[at])
+                header = self._blank(block)
+                source = self._view(block.extent, block.offset, size)
+                into = self._view(area.extent, offset, size)
+                tries = choice.candidates(block.spec) if at in tried else ()
+                jobs.append(Job(block, codecs[at], header, source, into, offset, tries))
+                offset += pages(size)
             found = await self._beside(_encode_all, jobs)
+            over = list(blocks)
+            for at, job, (nbytes, took) in zip(todo, jobs, found, strict=True):
+                for one in took:
+                    self._note(job.block, choice, one, len(job.source))
+                if nbytes is not None and pages(nbytes) < pages(len(job.source)):
+                    over[at] = replace(job.block, coded=self._coded(job, nbytes, area))
+            for block in {block.space: block for block in blocks}.values():
+                of_space = [at for at, one in enumerate(blocks) if one.space == block.space]
+                choice.wrote(
+                    block.space, block.spec, len(of_space), sum(at in tried for at in of_space)
+                )
         except Exception:
             self._give(area)
             raise
-        over = list(blocks)
-        for at, job, (nbytes, took) in zip(todo, jobs, found, strict=True):
-            size = len(job.source)
-            for one in took:
-                self._note(job.block, choice, one, size)
-            if nbytes is not None and pages(nbytes) < pages(size):
-                area.users += 1
-                over[at] = replace(
-                    job.block,
-                    coded=Coded(
-                        bytes(job.header), job.codec.number, nbytes, area.extent, job.offset,
-                        lambda: self._let_go(area),
-                    ),
-                )  # fmt: skip
-        for block in {block.space: block for block in blocks}.values():
-            of_space = [at for at, one in enumerate(blocks) if one.space == block.space]
-            choice.wrote(
-                block.space, block.spec, len(of_space), sum(at in tried for at in of_space)
-            )
+        area.users = sum(block.coded is not None for block in over)
         if not area.users:
             self._give(area)
         return over
+
+    def _coded(self, job: Job, nbytes: int, area: Area) -> Coded:
+        return Coded(
+            bytes(job.header), job.codec.number, nbytes, area.extent, job.offset,
+            lambda: self._let_go(area),
+        )  # fmt: skip
 
     def pieces(self, blocks: Sequence[Outgoing], choice: Choice) -> Iterator[list[Outgoing]]:
         """The blocks, as many at a time as are to be encoded at once; all where none is to be."""
@@ -243,6 +260,20 @@ class Coding:
 
     def _give(self, area: Area) -> None:
         self._free.append(area)
+
+
+def _started(threads: int, name: str) -> ThreadPoolExecutor:
+    """An executor that has its threads: one that can't be had later fails nothing. Raises RuntimeError."""
+    pool, all_here = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(all_here.wait)
+        all_here.wait(START_S)
+    except RuntimeError:  # no thread, or, as BrokenBarrierError, not in time
+        all_here.abort()
+        pool.shutdown(wait=False)
+        raise
+    return pool
 
 
 def _size(block: Outgoing) -> int:

@@ -117,12 +117,16 @@ class ColdTier:
         self.reads = Reads(loop, self, clock)
         self._mappings: dict[int, Mapping] = {}
         threads = threads_here()
-        self.coding = Coding(
-            loop, self._mappings.__getitem__, self.room, self._numbering.blank, threads
-        )
+        try:
+            self.coding = Coding(
+                loop, self._mappings.__getitem__, self.room, self._numbering.blank, threads
+            )
+        except RuntimeError as error:
+            raise TierError(f"cold: no threads can be had: {error}") from error
         self._looks_at = clock() + LOOK_S
         self._closing = False
         with contextlib.ExitStack() as undo:
+            undo.callback(self.coding.close)
             for directory in directories:
                 volume = Volume(directory, size_bytes // len(directories))
                 undo.callback(volume.close)
