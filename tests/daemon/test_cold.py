@@ -89,7 +89,7 @@ class Bench:
                 for place, number in enumerate(some)
             ]  # fmt: skip
 
-            if self.choice.encodes(SPACE, SPEC):
+            if self.choice.encodes(SPACE, SPEC, BLOCK):
                 coded = await self.tier.coding.encode(going[1::2], self.choice, [1e9])
                 going[1::2] = coded
 

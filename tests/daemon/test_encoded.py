@@ -22,6 +22,7 @@ from kvtier import KvSpec
 from kvtier.catalog import Catalog, SessionId
 from kvtier.codec import framing
 from kvtier.codec.base import FIX4, R32, ZSTD
+from kvtier.codec.choice import BLOCK_MOST, FIRST_TRIES, Choice
 from kvtier.codec.frame import PAGE, RAW
 from kvtier.errors import TierError
 from kvtier.policy.base import make
@@ -30,6 +31,7 @@ from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving.blocks import FRAME
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.tiers import cold
+from kvtier_daemon.tiers.batch import Outgoing
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Store
@@ -491,6 +493,38 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tried"), [("bfloat16", FIRST_TRIES), ("int8", 0)], ids=["native", "zstd"]
+)
+def test_auto_tries_large_blocks_with_what_the_workers_decode(
+    tmp_path: Path, dtype: str, tried: int
+) -> None:
+    """With others not at all: then they are handed on as they are, and all of them at once."""
+    head_dim = BLOCK_MOST if dtype == "int8" else BLOCK_MOST // 2
+    spec = spec_of("large", dtype=dtype, layers=1, kv_heads=1, block_tokens=1, head_dim=head_dim)
+    assert spec.block_bytes > BLOCK_MOST
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        coding, choice = bench.tier.coding, Choice(bench.tier.coding.rates)
+        extent, _ = bench.tier.room(spec.block_bytes)
+        some = [
+            Outgoing(n, b"l" * 32, spec, 0, 0, key(n), b"", b"", extent, 0)
+            for n in range(FIRST_TRIES + 1)
+        ]
+        pieces = list(coding.pieces(some, choice))
+        assert len(pieces) == (len(some) if tried else 1)
+        for piece in pieces:
+            for block in await coding.encode(piece, choice, [1e9]):
+                block.let_go()
+        (report,) = choice.report()
+        assert bool(report["ratios"]) == bool(tried)
+        assert choice.tries(b"l" * 32, spec, spec.block_bytes) == 0
+        assert await bench.tier.close()
+
+    run(work())
+
+
 @pytest.mark.parametrize("fails", ["memory", "a codec", "noting"])
 def test_what_can_not_be_encoded_is_written_as_it_is(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
@@ -533,14 +567,17 @@ def test_no_thread_is_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async def work() -> None:
         tenant = Tenant(tmp_path, "zstd")
         await tenant.start()
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        tenant.save("bfloat16", 0, 4)
-        await tenant.on_disk(4)
-        assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {ZSTD}
-        await tenant.same("bfloat16", 0, 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            tenant.save("bfloat16", 0, 4)
+            await tenant.on_disk(4)
+            assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {ZSTD}
+            await tenant.same("bfloat16", 0, 4)
         await tenant.close()
-        with pytest.raises(TierError, match="no threads can be had: can't start new thread"):
-            Bench([tmp_path])
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(TierError, match="no threads can be had: can't start new thread"):
+                Bench([tmp_path])
 
     run(work())
 

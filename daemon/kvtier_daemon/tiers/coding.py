@@ -13,12 +13,13 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
-from kvtier.codec import framing, raw
+from kvtier.codec import framing
 from kvtier.codec.base import Codec
 from kvtier.codec.choice import Choice, Rates
 from kvtier.codec.frame import RAW, pages
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 THREADS_MOST = 4
 PIECE_BYTES = 8 << 20  # of blocks, encoded while what was before them is written
-BLOCK_MOST = 32 << 20  # of a codec that the workers can't decode: a frame is read as one
 TELL_S = 10.0
 START_S = 10.0
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Coding:
     ) -> list[Outgoing]:
         """The same blocks, those for which it pays, and for which it can be done, with what they are encoded
         to. Whoever gets them lets go of each (`Coded.let_go`) once it is written, or is not to be."""
-        codecs = [self._codec(block, choice, links) for block in blocks]
+        codecs = [choice.codec(block.space, block.spec, _size(block), links) for block in blocks]
         tried = self._tries(blocks, choice)
         todo = [at for at, codec in enumerate(codecs) if codec.number != RAW or at in tried]
         if not todo:
@@ -131,7 +131,7 @@ class Coding:
                 header = self._blank(block)
                 source = self._view(block.extent, block.offset, size)
                 into = self._view(area.extent, offset, size)
-                tries = choice.candidates(block.spec) if at in tried else ()
+                tries = choice.candidates(block.spec, size) if at in tried else ()
                 jobs.append(Job(block, codecs[at], header, source, into, offset, tries))
                 offset += pages(size)
             found = await self._beside(_encode_all, jobs)
@@ -165,7 +165,9 @@ class Coding:
         piece: list[Outgoing] = []
         nbytes = 0
         for block in blocks:
-            size = _size(block) if choice.encodes(block.space, block.spec) else 0
+            size = _size(block)
+            if not choice.encodes(block.space, block.spec, size):
+                size = 0
             if piece and nbytes + size > PIECE_BYTES:
                 yield piece
                 piece, nbytes = [], 0
@@ -174,21 +176,13 @@ class Coding:
         if piece:
             yield piece
 
-    def _codec(self, block: Outgoing, choice: Choice, links: Sequence[float]) -> Codec:
-        codec = choice.codec(block.space, block.spec, links)
-        if codec.number not in framing.NATIVE and _size(block) > BLOCK_MOST:
-            return raw.CODEC
-        return codec
-
     def _tries(self, blocks: Sequence[Outgoing], choice: Choice) -> set[int]:
         """Which of these to try with all codecs."""
-        left: dict[bytes, int] = {}
+        used: Counter[bytes] = Counter()
         tried = set()
         for at, block in enumerate(blocks):
-            if block.space not in left:
-                left[block.space] = choice.tries(block.space, block.spec)
-            if left[block.space] and _size(block) <= BLOCK_MOST:
-                left[block.space] -= 1
+            if used[block.space] < choice.tries(block.space, block.spec, _size(block)):
+                used[block.space] += 1
                 tried.add(at)
         return tried
 

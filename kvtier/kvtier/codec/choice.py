@@ -26,6 +26,7 @@ LATELY_BYTES = 1 << 28
 GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
 FIRST_TRIES = 4  # blocks of a new space
 TRY_EVERY = 256  # blocks
+BLOCK_MOST = 32 << 20  # of a codec that the disks' workers can't decode: its frame is read as one
 LIMIT_SPACES = 256  # the first ones are learnt anew
 
 
@@ -101,31 +102,34 @@ class Choice:
         self._by_model = by_model
         self._spaces: dict[bytes, Known] = {}
 
-    def codec(self, space: bytes, spec: KvSpec, links: Iterable[float]) -> Codec:
-        """By which codec a block of this space is to be stored now; `links` are the bandwidths of those that
-        it may be read from."""
+    def codec(self, space: bytes, spec: KvSpec, nbytes: int, links: Iterable[float]) -> Codec:
+        """By which codec a block of so many bytes of this space is to be stored now; `links` are the
+        bandwidths of those that it may be read from."""
         known = self._known(space, spec)
         if known.asked == AUTO:
             known.chosen = self._best(known, [one or GUESS_BYTES_S for one in links])
-        return BY_NUMBER[known.chosen]
+        return BY_NUMBER[known.chosen if _takes(known.chosen, nbytes) else RAW]
 
-    def encodes(self, space: bytes, spec: KvSpec) -> bool:
-        """Whether there is work with its blocks before they are written, as far as is known."""
-        return self._known(space, spec).chosen != RAW or self.tries(space, spec) > 0
+    def encodes(self, space: bytes, spec: KvSpec, nbytes: int) -> bool:
+        """Whether there is work with such blocks before they are written, as far as is known."""
+        chosen = self._known(space, spec).chosen
+        return (chosen != RAW and _takes(chosen, nbytes)) or self.tries(space, spec, nbytes) > 0
 
-    def tries(self, space: bytes, spec: KvSpec) -> int:
-        """How many of the blocks that are written next are to be tried with all codecs; `wrote` counts."""
+    def tries(self, space: bytes, spec: KvSpec, nbytes: int) -> int:
+        """How many of the blocks of so many bytes that are written next are to be tried with all codecs;
+        `wrote` counts."""
         known = self._known(space, spec)
-        if known.asked != AUTO:
+        if known.asked != AUTO or not self.candidates(spec, nbytes):
             return 0
         if known.tried < FIRST_TRIES:
             return FIRST_TRIES - known.tried
         return 1 if known.blocks >= TRY_EVERY else 0
 
-    def candidates(self, spec: KvSpec) -> tuple[Codec, ...]:
-        """The lossless codecs that can make anything of this space's elements."""
+    def candidates(self, spec: KvSpec, nbytes: int = 0) -> tuple[Codec, ...]:
+        """The lossless codecs that can make anything of this space's elements, in a block of so many
+        bytes."""
         numbers = (FIX4, R32) if spec.dtype in ELEMENTS else (ZSTD,)
-        return tuple(BY_NUMBER[number] for number in numbers)
+        return tuple(BY_NUMBER[number] for number in numbers if _takes(number, nbytes))
 
     # --- what was measured -------------------------------------------------------------------
 
@@ -204,6 +208,10 @@ class Choice:
     @staticmethod
     def _named(values: Mapping[int, float], digits: int) -> dict[str, float]:
         return {BY_NUMBER[number].name: round(value, digits) for number, value in values.items()}
+
+
+def _takes(codec: int, nbytes: int) -> bool:
+    return codec in NATIVE or nbytes <= BLOCK_MOST
 
 
 def _mean(values: Iterable[float]) -> float:
