@@ -61,6 +61,34 @@ int64_t nanoseconds(clockid_t clock) {
     return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
+// What was read of a file for somebody to decode, in the worker's memory, which counts until the
+// last view of it goes.
+class Text {
+ public:
+    Text(std::shared_ptr<DiskQueue> queue, Completion&& read)
+        : queue_(std::move(queue)), read_(std::move(read)), owner_(getpid()) {}
+    Text(const Text&) = delete;
+    Text& operator=(const Text&) = delete;
+    ~Text() {
+        // A forked child has a mutex that nobody may ever unlock.
+        if (getpid() == owner_) queue_->unstage(std::move(read_.own), read_.staged);
+    }
+
+    static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+        const Completion& read = nb::inst_ptr<Text>(nb::handle(self))->read_;
+        return PyBuffer_FillInfo(view, self, read.own.data() + read.skip,
+                                 static_cast<Py_ssize_t>(read.nbytes), 1, flags);
+    }
+
+ private:
+    const std::shared_ptr<DiskQueue> queue_;
+    Completion read_;
+    const pid_t owner_;
+};
+
+PyType_Slot text_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&Text::get_buffer)},
+                            {0, nullptr}};
+
 // Moves blocks for as long as it lives. A forked child has the object but not the threads.
 class Disk {
  public:
@@ -146,7 +174,7 @@ class Disk {
                 throw nb::value_error((name + ": no encoded frame has such lengths").c_str());
             }
             to.urgent = (from.flags & kUrgent) != 0;
-            to.encoded = true;
+            to.encoded = to.staged = true;
             to.element = codec::element_of(frame.element);
             to.block = to.payload;
             to.block_bytes = from.nbytes;
@@ -208,7 +236,7 @@ class Disk {
     }
 
     void read_bytes(uint64_t token, int fd, uint64_t offset, uint64_t nbytes, bool urgent,
-                    uint32_t deadline_ms) {
+                    uint32_t deadline_ms, bool staged) {
         if (nbytes < 1 || nbytes > kBytesMost) throw nb::value_error("nbytes: 1 byte to 64 MiB");
         if (offset > kOffsetMost) throw nb::value_error("offset: beyond every file");
         std::list<Operation> batch;
@@ -223,17 +251,21 @@ class Disk {
         to.nbytes = nbytes;
         to.needed = to.skip + nbytes;
         to.total = whole_pages(to.needed);
-        to.own = Pages(to.total);
-        to.payload = to.own.data();
+        to.staged = staged;
         submit(std::move(batch));
     }
 
     nb::list done() {
-        const std::vector<Completion> over = queue().done();
+        std::vector<Completion> over = queue().done();
         nb::list list;
-        for (const Completion& one : over) {
+        for (Completion& one : over) {
             nb::object extra = nb::none();
-            if (one.error == 0 && one.kind == Kind::kReadBytes) {
+            if (one.staged != 0) {
+                const nb::object text =
+                    nb::cast(new Text(queue_, std::move(one)), nb::rv_policy::take_ownership);
+                extra = nb::steal(PyMemoryView_FromObject(text.ptr()));
+                if (!extra.is_valid()) nb::raise_python_error();
+            } else if (one.error == 0 && one.kind == Kind::kReadBytes) {
                 extra = nb::bytes(one.own.data() + one.skip, one.nbytes);
             } else if (one.error == 0 && one.kind == Kind::kWrite && one.with_digest) {
                 extra = nb::bytes(one.digest.data(), one.digest.size());
@@ -448,6 +480,7 @@ class Disk {
 
 void bind_disk(nb::module_& m) {
     using kvtier::Disk;
+    nb::class_<kvtier::Text>(m, "Text", nb::type_slots(kvtier::text_slots), nb::is_final());
     nb::class_<Disk>(m, "Disk", nb::is_final())
         .def(nb::init<int, const std::string&, size_t, size_t, size_t>(), nb::arg("notify_fd"),
              nb::arg("engine") = "auto", nb::arg("depth") = 8, nb::arg("threads") = 1,
@@ -459,7 +492,8 @@ void bind_disk(nb::module_& m) {
         .def("write", &Disk::write, nb::arg("ops"), nb::arg("headers") = nb::bytes("", 0))
         .def("sync", &Disk::sync, nb::arg("token"), nb::arg("fd"), nb::arg("deadline_ms") = 0)
         .def("read_bytes", &Disk::read_bytes, nb::arg("token"), nb::arg("fd"), nb::arg("offset"),
-             nb::arg("nbytes"), nb::arg("urgent") = false, nb::arg("deadline_ms") = 0)
+             nb::arg("nbytes"), nb::arg("urgent") = false, nb::arg("deadline_ms") = 0,
+             nb::arg("staged") = false)
         .def("done", &Disk::done)
         .def("forget", &Disk::forget, nb::arg("fd"))
         .def("stop", &Disk::stop, nb::arg("timeout_s") = 5.0)

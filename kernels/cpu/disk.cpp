@@ -74,8 +74,8 @@ void PagesAgain::give(Pages pages) {
 }
 
 bool Operation::begin(PagesAgain& again) {
-    if (encoded) {
-        own = again.take(total);
+    if (encoded || kind == Kind::kReadBytes) {
+        own = staged ? again.take(total) : Pages::unset(total);
         payload = own.data();
         if (payload == nullptr) error = ENOMEM;
         return error == 0;
@@ -201,6 +201,13 @@ std::vector<Completion> DiskQueue::done() {
     return std::exchange(done_, {});
 }
 
+void DiskQueue::unstage(Pages pages, uint64_t nbytes) {
+    again_.give(std::move(pages));
+    const std::lock_guard lock(mutex_);
+    staged_bytes_ -= nbytes;
+    if (next() != nullptr) wake(1);
+}
+
 bool DiskQueue::forget(int fd) {
     const std::lock_guard lock(mutex_);
     const auto found = files_.find(fd);
@@ -276,7 +283,7 @@ Operation* DiskQueue::begin() {
             continue;
         }
         in_kernel_.splice(in_kernel_.end(), *list, at);
-        if (at->encoded) staged_bytes_ += at->total;
+        if (at->staged) staged_bytes_ += at->total;
         if (at->reads()) {
             if (at->urgent) read_begins();
         } else {
@@ -313,8 +320,14 @@ void DiskQueue::end(Operations& list, Operations::iterator at, int error) {
         }
         if (file.writes == 0 && file.syncs.empty() && file.failed == 0) files_.erase(found);
     }
-    if (at->encoded && (&list == &in_kernel_ || &list == &decoding_)) staged_bytes_ -= at->total;
     Completion& over = done_.emplace_back();
+    if (at->staged && (&list == &in_kernel_ || &list == &decoding_)) {
+        if (at->kind == Kind::kReadBytes && error == 0) {
+            over.staged = at->total;
+        } else {
+            staged_bytes_ -= at->total;
+        }
+    }
     over.token = at->token;
     over.error = error;
     over.kind = at->kind;

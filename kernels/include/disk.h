@@ -113,6 +113,7 @@ struct Operation {
     bool with_digest = false;
     bool seal = false;
     bool encoded = false;  // a read of a frame, to be decoded into its slot
+    bool staged = false;   // what it reads takes memory of ours until it was decoded
     codec::Element element = codec::Element{};
     uint32_t extent = 0;
     uint64_t file_offset = 0;    // as the kernel sees it: a multiple of a page
@@ -166,6 +167,7 @@ struct Completion {
     Digest digest;
     Pages own;
     uint64_t skip, nbytes;
+    uint64_t staged;  // bytes that count until `unstage`
 };
 
 // What all threads share. Workers take operations from here and bring them back; whoever submits or
@@ -189,6 +191,8 @@ class DiskQueue {
     // Queues all, or none once stopped: then false.
     bool submit(std::list<Operation>&& batch);
     std::vector<Completion> done();
+    // Memory of a completion that was staged, to be used again.
+    void unstage(Pages pages, uint64_t nbytes);
     // Forgets that a write to this descriptor failed. False while something of it is under way.
     bool forget(int fd);
 
@@ -262,7 +266,7 @@ class DiskQueue {
     PagesAgain again_;
     Moved moved_;
     size_t reads_in_kernel_ = 0;
-    uint64_t staged_bytes_ = 0;  // of encoded frames, from the kernel until they are decoded
+    uint64_t staged_bytes_ = 0;  // from the kernel until they are decoded
     Clock::time_point reading_since_{};
     size_t writes_in_kernel_ = 0;
     size_t reads_in_a_row_ = 0;

@@ -1,7 +1,7 @@
 """The native module, typed; what each part does is said here."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, TypedDict, final
+from typing import Any, Protocol, TypeAlias, TypedDict, final
 
 from typing_extensions import Buffer
 
@@ -116,11 +116,14 @@ class Disk:
         nbytes: int,
         urgent: bool = False,
         deadline_ms: int = 0,
+        staged: bool = False,
     ) -> None:
-        """Queues a read of at most 64 MiB, aligned or not, that `done` has the bytes of."""
+        """Queues a read of at most 64 MiB, aligned or not, that `done` has the bytes of. If `staged`, it has
+        a view of the worker's own memory, read-only: what is in use of that counts with what waits to be
+        decoded, of which there is 128 MiB at most before another read begins."""
 
-    def done(self) -> list[tuple[int, int, bytes | None]]:
-        """What is over since the last call: token, errno or 0, and the bytes or the digest."""
+    def done(self) -> list[tuple[int, int, Any]]:
+        """What is over since the last call: token, errno or 0, and the bytes, the view or the digest."""
 
     def forget(self, fd: int) -> None:
         """Forgets that writes to `fd` failed: for a descriptor that is closed without a sync. ValueError

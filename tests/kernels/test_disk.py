@@ -378,6 +378,48 @@ def test_bytes_are_read_from_anywhere(bench):
             one.disk.read_bytes(102, fd, *wrong)
 
 
+def test_what_is_read_to_be_decoded_lies_in_the_workers_memory(bench):
+    """And is not copied: so much of it at a time, until the views of it go."""
+    one = bench()
+    fd = one.file(direct=False)
+    os.ftruncate(fd, 64 * MIB)
+    os.pwrite(fd, b"some bytes", PAGE + 5)
+    one.disk.read_bytes(1, fd, PAGE + 5, 10, staged=True)
+    one.disk.read_bytes(2, fd, 64 * MIB - 1, 2, staged=True)
+    assert one.wait(1, 2) == [0, errno.ENODATA]
+    view = one.extra(1)
+    assert isinstance(view, memoryview) and view.readonly and view == b"some bytes"
+    one.results.clear()
+    for token in (3, 4, 5):
+        one.disk.read_bytes(token, fd, 0, 64 * MIB, staged=True)
+    assert one.wait(3, 4) == [0, 0]
+    assert one.disk.queued == (0, 1, 0) and one.disk.in_flight == 0
+    part = one.results.pop(3)[1][PAGE : PAGE + 20]
+    assert one.disk.queued == (0, 1, 0), "a part of it is in use"
+    del part
+    assert one.wait(5) == [0] and one.disk.queued == (0, 0, 0)
+    one.results.pop(4)
+    one.disk.read_bytes(6, 9999, 0, 64 * MIB, staged=True)
+    one.disk.read_bytes(7, fd, 0, 64 * MIB, staged=True)
+    assert one.wait(6, 7) == [errno.EBADF, 0], "what failed has no memory"
+    assert view == b"some bytes", "nobody else has used its memory"
+
+
+def test_a_view_outlives_its_disk(bench):
+    one = bench()
+    fd = one.file(b"some bytes".ljust(PAGE))
+    one.disk.read_bytes(1, fd, 0, 10, staged=True)
+    assert one.wait(1) == [0]
+    view = one.extra(1)
+    one.results.clear()
+    assert one.disk.stop(30) == 0
+    del one.disk
+    gc.collect()
+    assert view == b"some bytes"
+    del view
+    one.disk = kernels.Disk(one.bell, "threads")  # for the fixture to stop
+
+
 def test_a_bad_descriptor_is_ebadf(bench):
     one = bench()
     one.disk.read(one.op(1, 9999, 0, PAGE, 0) + one.op(2, -1, 0, PAGE, 1))

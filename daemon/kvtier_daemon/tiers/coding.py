@@ -195,7 +195,7 @@ class Coding:
     # --- reading -----------------------------------------------------------------------------
 
     def decode(
-        self, codec: int, text: bytes, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
+        self, codec: int, text: memoryview, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
         offset: int, nbytes: int, done: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Write the block of this frame to its slot; `done` is told an errno or 0."""

@@ -388,16 +388,16 @@ class ColdTier:
                 segment.fd, at, sizes, block.extent, block.offset, block.digest, element, urgent, over
             )  # fmt: skip
 
-        def have_read(code: int, text: bytes | None) -> None:
-            if code:
+        def have_read(code: int, text: memoryview | None) -> None:
+            if code or text is None:
                 over(code, None)
                 return
             self.coding.decode(
-                how.codec, text or b"", header_bytes, block.digest, how.spec, block.extent, block.offset,
+                how.codec, text, header_bytes, block.digest, how.spec, block.extent, block.offset,
                 how.block_bytes, lambda code: over(code, None),
             )  # fmt: skip
 
-        drive.read_text(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)
+        drive.read_staged(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)
         return b""
 
     def hold(self, segment: int, blocks: int) -> None:

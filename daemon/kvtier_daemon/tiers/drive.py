@@ -48,6 +48,7 @@ BENIGN = (
 )  # fmt: skip
 
 Over = Callable[[int, bytes | None], None]  # an errno or 0, and the bytes or the digest
+Seen = Callable[[int, memoryview | None], None]  # the same, of bytes in the worker's memory
 
 
 class Lane:
@@ -235,6 +236,18 @@ class Drive:
             over(code, text)
 
         self.disk.read_bytes(self._token(self.reads, have_read), fd, at, nbytes, urgent, READ_MS)
+
+    def read_staged(self, fd: int, at: int, nbytes: int, over: Seen, urgent: bool) -> None:
+        """Read bytes that a codec is to decode. Their memory is the worker's, who reads no more frames
+        while much of it is in use: no view of it is to be kept."""
+
+        def have_read(code: int, text: Any) -> None:
+            if not code:
+                self.reads.worked()
+            over(code, text)
+
+        token = self._token(self.reads, have_read)
+        self.disk.read_bytes(token, fd, at, nbytes, urgent, READ_MS, staged=True)
 
     def frame_op(
         self, fd: int, at: int, nbytes: int, extent: int, offset: int, header: tuple[int, int],
