@@ -9,7 +9,7 @@ import struct
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -346,9 +346,9 @@ def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
         spoil(tenant, 2, 30_000)
         await scrub.round()
         assert scrub.counts["damaged"] == 1
+        assert not tenant.bench.tier.drives[0].disk.moved()[2]
         assert await tenant.bring("bfloat16", 2) is None
         await tenant.same("bfloat16", 3, 1)
-        assert not tenant.bench.tier.drives[0].disk.moved()[2].get((RAW, 0))
         await tenant.close()
 
     run(work())
@@ -408,7 +408,9 @@ def test_the_loop_goes_on_while_the_last_ones_are_decoded(
 
 
 @pytest.mark.parametrize("codec", ["fix4", "r32", "zstd"])
-def test_what_is_brought_away_stays_as_it_is(tmp_path: Path, codec: str) -> None:
+def test_what_is_brought_away_stays_as_it_is(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a life that would encode otherwise: its payload and the digests are the same, and nothing was
     decoded for it."""
 
@@ -426,6 +428,10 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path, codec: str) -> None
         ids = [tenant.ids["bfloat16", number] for number in (1, 2)]
         before = [(tenant.frames(one)[0], tenant.catalog._store.frames(one)[1]) for one in ids]
         tenant.mover.choice._asked = "raw"
+        tenant.mover.choice._spaces.clear()  # where it is known what was asked for
+        coding, done = tenant.bench.tier.coding, []
+        for name in ("encode", "decode"):
+            monkeypatch.setattr(coding, name, lambda *_, name=name: done.append(name))
         spoil(tenant, 2, -PAGE + 100)
         tenant.mover._leaving.again_bytes = 1 << 30
         shelf = tenant.bench.tier.shelves["t"][0]
@@ -437,7 +443,8 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path, codec: str) -> None
         ((frame, digest),) = [(tenant.frames(ids[0])[0], tenant.catalog._store.frames(ids[0])[1])]
         assert frame[:2] != before[0][0][:2] and frame[2:5] == before[0][0][2:5]
         assert digest == before[0][1] and frame[3] == NUMBERS[codec]
-        assert not tenant.bench.tier.drives[0].disk.moved()[2]
+        assert not tenant.bench.tier.drives[0].disk.moved()[2] and not done
+        monkeypatch.undo()
         await tenant.same("bfloat16", 1, 1)
         assert await tenant.bring("bfloat16", 2) is None
         await tenant.close()
@@ -488,6 +495,47 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         free = tenant.bench.tier.coding._free
         assert len(free) == len(tenant.bench.tier._mappings) - 1
         assert all(area.users == 0 for area in free)
+        await tenant.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("lacks", ["a segment", "a description"])
+def test_nothing_is_encoded_before_it_has_a_place(
+    tmp_path: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "auto")
+        tier = tenant.bench.tier
+        await tenant.start()
+        shelf, (asked, encoded) = tier.shelves["t"][0], ([], [])
+        await until(lambda: shelf.log.open is not None)
+        encode, open_segment = tier.coding.encode, shelf.log.open
+
+        async def counted(blocks: Sequence[Outgoing], *more: Any) -> list[Outgoing]:
+            encoded.extend(blocks)
+            return await encode(blocks, *more)
+
+        async def refuse(*_: object) -> bool:
+            asked.append(1)
+            return False
+
+        monkeypatch.setattr(tier.coding, "encode", counted)
+        with monkeypatch.context() as patched:
+            if lacks == "a segment":
+                shelf.log.open = None
+                patched.setattr(shelf, "prepare", lambda: asked.append(1))
+            else:
+                patched.setattr(tier, "describe", refuse)
+            tenant.save("bfloat16", 0, 16)
+            await until(lambda: len(asked) >= 3)
+            assert not encoded and not tenant.mover.choice.report()[0]["ratios"]
+            shelf.log.open = open_segment
+        await tenant.on_disk(16)
+        assert sorted(block.id for block in encoded) == sorted(
+            int.from_bytes(one, "little") for one in tenant.ids.values()
+        ), "each once"
+        await tenant.same("bfloat16", 0, 4)
         await tenant.close()
 
     run(work())

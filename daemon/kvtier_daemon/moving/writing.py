@@ -151,7 +151,7 @@ class Writing:
 
         A block that was handed to the disk is held until the disk has ended with it, whatever becomes of this
         task: another block in its slot would be written under its name. Some are encoded while those before
-        them are written.
+        them are written, but none before there is a place.
         """
         cold = self._catalog.cold
         blocks = [
@@ -169,6 +169,9 @@ class Writing:
         try:
             while rest and not piece:
                 piece = rest.popleft()
+                known = await describe(self._cold, self._tenant, piece)
+                if not known or not await self._has_place_soon():
+                    break
                 piece = await self._encode(piece)
                 while piece and await describe(self._cold, self._tenant, piece):
                     settled = await self._begin_soon(piece)
@@ -223,11 +226,7 @@ class Writing:
         for tries in range(BEGIN_TRIES):
             if tries:
                 await asyncio.sleep(BEGIN_S)
-            try:
-                async with asyncio.timeout(BRING_AWAY_S):
-                    await self._leaving.over.wait()
-            except TimeoutError:
-                self._leaving.over.set()  # a disk that hangs holds up no other
+            await self._brought_away()
             self._leave_out_forgotten(blocks)
             count, settled = (
                 begin(self._cold, self._tenant, blocks, self._settle) if blocks else (0, None)
@@ -236,3 +235,20 @@ class Writing:
             if count or not blocks:
                 return settled
         return None
+
+    async def _has_place_soon(self) -> bool:
+        """Whether there is a place for anything, in the time that the next segment takes to be begun."""
+        for tries in range(BEGIN_TRIES):
+            if tries:
+                await asyncio.sleep(BEGIN_S)
+            await self._brought_away()
+            if self._cold.has_place(self._tenant):
+                return True
+        return False
+
+    async def _brought_away(self) -> None:
+        try:
+            async with asyncio.timeout(BRING_AWAY_S):
+                await self._leaving.over.wait()
+        except TimeoutError:
+            self._leaving.over.set()  # a disk that hangs holds up no other

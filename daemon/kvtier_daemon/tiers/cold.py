@@ -464,6 +464,12 @@ class ColdTier:
                 return count
         return 0
 
+    def has_place(self, tenant: str) -> bool:
+        """Whether one of the disks has a place for something now."""
+        return not self._closing and any(
+            shelf.drive.writes.is_on and shelf.has_place() for shelf in self.shelves[tenant]
+        )
+
     def may_write(self, tenant: str) -> bool:
         """Whether a write may go to one of the disks now: urgent reads are before it."""
         may = self.reads.planner.may_write

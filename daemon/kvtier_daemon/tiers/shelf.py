@@ -131,13 +131,17 @@ class Shelf:
         footer = footer_bytes(described_bytes(space_bytes((block.space, block.spec))), 1)
         return FIRST_FRAME + kind.total_bytes + footer <= self._segment_bytes
 
+    def has_place(self) -> bool:
+        """Whether there is an open segment that may be written to; sees to it that there is one to come."""
+        if self.log.open is None:
+            self.prepare()
+            return False
+        return len(self.going) < GOING_MOST
+
     def write(self, blocks: Sequence[Outgoing], done: Wrote) -> int:
         """Write the leading blocks, as many as have a place now; how many."""
         segment = self.log.open
-        if segment is None or segment.head is None:
-            self.prepare()
-            return 0
-        if len(self.going) >= GOING_MOST:
+        if not self.has_place() or segment is None or segment.head is None:
             return 0
         batch = Batch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
