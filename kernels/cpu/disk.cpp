@@ -170,13 +170,14 @@ bool DiskQueue::submit(Operations&& batch) {
         const auto at = batch.begin();
         at->self = at;
         first = std::min(first, at->deadline);
+        at->sequence = ++sequence_;
         if (at->reads()) {
-            Operations& list = at->urgent ? urgent_ : reads_;
+            Operations& list = at->staged ? (at->urgent ? urgent_staged_ : staged_)
+                                          : (at->urgent ? urgent_ : reads_);
             list.splice(list.end(), batch, at);
             continue;
         }
         File& file = files_[at->fd];
-        at->sequence = ++sequence_;
         if (at->kind == Kind::kWrite) {
             file.writes++;
             writes_.splice(writes_.end(), batch, at);
@@ -219,7 +220,8 @@ bool DiskQueue::forget(int fd) {
 
 DiskQueue::Lengths DiskQueue::lengths() {
     const std::lock_guard lock(mutex_);
-    Lengths all = {urgent_.size(), reads_.size(), writes_.size() + syncs_.size() + waiting_.size(),
+    Lengths all = {urgent_.size() + urgent_staged_.size(), reads_.size() + staged_.size(),
+                   writes_.size() + syncs_.size() + waiting_.size(),
                    in_kernel_.size() + read_.size() + decoding_.size(), 0};
     const auto now = Clock::now();
     for (const Operation& operation : in_kernel_) all.overdue += operation.deadline <= now;
@@ -230,7 +232,8 @@ size_t DiskQueue::stop(double timeout_s) {
     std::unique_lock lock(mutex_);
     stopping_ = true;
     const bool was_empty = done_.empty();
-    for (Operations* list : {&urgent_, &reads_, &writes_, &syncs_, &waiting_}) {
+    for (Operations* list :
+         {&urgent_, &urgent_staged_, &reads_, &staged_, &writes_, &syncs_, &waiting_}) {
         while (!list->empty()) end(*list, list->begin(), ECANCELED);
     }
     notify(was_empty);
@@ -259,18 +262,25 @@ void DiskQueue::thread_ends() {
 }
 
 // Urgent reads have the whole depth; a part of it is kept free for them. Of the rest, reads come
-// first, but for one write after so many of them: its memory is needed, too. Nothing is read while
-// as much again waits to be decoded, or takes too much memory until it is.
+// first, but for one write after so many of them: its memory is needed, too.
 DiskQueue::Operations* DiskQueue::next() {
     if (in_kernel_.size() >= depth_) return nullptr;
-    const bool reads = read_.size() < depth_ && staged_bytes_ < kStagedMost;
-    if (!urgent_.empty() && reads) return &urgent_;
+    if (Operations* const urgent = earlier(urgent_, urgent_staged_)) return urgent;
     if (in_kernel_.size() >= depth_ - spare_) return nullptr;
     Operations* writes = !syncs_.empty() ? &syncs_ : !writes_.empty() ? &writes_ : nullptr;
     if (writes_in_kernel_ >= writes_most_) writes = nullptr;
-    if (!reads_.empty() && reads && (writes == nullptr || reads_in_a_row_ < kReadsInARow))
-        return &reads_;
+    Operations* const reads = earlier(reads_, staged_);
+    if (reads != nullptr && (writes == nullptr || reads_in_a_row_ < kReadsInARow)) return reads;
     return writes;
+}
+
+// Nothing is read to memory of ours while as much again waits to be decoded, or takes too much of
+// it until it is; what needs none goes on.
+DiskQueue::Operations* DiskQueue::earlier(Operations& reads, Operations& staged) {
+    const bool may = read_.size() < depth_ && staged_bytes_ < kStagedMost;
+    if (staged.empty() || !may) return reads.empty() ? nullptr : &reads;
+    if (reads.empty() || staged.front().sequence < reads.front().sequence) return &staged;
+    return &reads;
 }
 
 Operation* DiskQueue::begin() {
@@ -290,7 +300,7 @@ Operation* DiskQueue::begin() {
             writes_in_kernel_++;
         }
         const bool passed_over = at->reads() && !(writes_.empty() && syncs_.empty());
-        if (list != &urgent_) reads_in_a_row_ = passed_over ? reads_in_a_row_ + 1 : 0;
+        if (!at->urgent) reads_in_a_row_ = passed_over ? reads_in_a_row_ + 1 : 0;
         return &*at;
     }
     return nullptr;
@@ -488,7 +498,8 @@ void DiskQueue::run_clock() {
         alarm_ = Clock::time_point::max();
         const bool was_empty = done_.empty();
         // Writes first: a sync that waits for one of them may become ready, or be overdue itself.
-        for (Operations* list : {&urgent_, &reads_, &writes_, &waiting_, &syncs_}) {
+        for (Operations* list :
+             {&urgent_, &urgent_staged_, &reads_, &staged_, &writes_, &waiting_, &syncs_}) {
             end_overdue(*list, now);
         }
         notify(was_empty);

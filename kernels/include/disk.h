@@ -130,7 +130,7 @@ struct Operation {
     Digest digest{};
     Clock::time_point deadline = Clock::time_point::max();
 
-    uint64_t sequence = 0;  // of writes and syncs, in the order of submission
+    uint64_t sequence = 0;  // in the order of submission
     uint64_t waiting = 0;   // writes that a sync still waits for
     int failed = 0;         // the errno of one of those
 
@@ -245,6 +245,7 @@ class DiskQueue {
 
     // All with the mutex held.
     Operations* next();
+    Operations* earlier(Operations& reads, Operations& staged);
     Operation* begin();
     void end(Operations& list, Operations::iterator at, int error);
     void forget_sync(File& file, Operation& sync, bool reported);
@@ -259,7 +260,8 @@ class DiskQueue {
     std::mutex mutex_;
     std::condition_variable pool_, clock_, ended_, decoder_;
     Operations urgent_, reads_, writes_, syncs_,
-        waiting_;  // waiting_: syncs whose writes are not over
+        waiting_;                        // waiting_: syncs whose writes are not over
+    Operations urgent_staged_, staged_;  // reads that take memory of ours
     Operations in_kernel_;
     Operations read_, decoding_;  // encoded frames that are in memory
     const size_t decoders_;

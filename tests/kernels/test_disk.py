@@ -405,6 +405,30 @@ def test_what_is_read_to_be_decoded_lies_in_the_workers_memory(bench):
     assert view == b"some bytes", "nobody else has used its memory"
 
 
+def test_what_needs_no_memory_goes_past_what_waits_for_some(bench):
+    one = bench()
+    fd = one.file(b"x" * SLOT, direct=False)
+    os.ftruncate(fd, 64 * MIB)
+    for token in (1, 2):
+        one.disk.read_bytes(token, fd, 0, 64 * MIB, staged=True)
+    assert one.wait(1, 2) == [0, 0]
+    made = encoded(1)
+    other = one.file(made[3])
+    one.disk.read_bytes(3, fd, 0, 10, urgent=True, staged=True)
+    one.disk.read_frames(
+        frame_op(one, 4, other, 0, 0, made, flags=URGENT) + frame_op(one, 5, other, 0, 1, made)
+    )
+    one.disk.read(one.op(6, fd, 0, SLOT, 2, URGENT) + one.op(7, fd, 0, SLOT, 3))
+    one.disk.read_bytes(8, fd, 0, 10)
+    assert one.wait(6, 7, 8) == [0, 0, 0]
+    assert one.disk.queued == (2, 1, 0), "they take memory until they are decoded"
+    one.disk.read_bytes(9, fd, 0, 10, staged=True, deadline_ms=5)
+    assert one.wait(9) == [errno.ETIMEDOUT]
+    one.results.pop(1)
+    assert one.wait(3, 4, 5) == [0, 0, 0]
+    one.results.pop(2)
+
+
 def test_a_view_outlives_its_disk(bench):
     one = bench()
     fd = one.file(b"some bytes".ljust(PAGE))
