@@ -85,7 +85,7 @@ class Mover:
         )
         self._writing = Writing(
             tenant, catalog, cold, self.extents, quota_bytes, self._budget, self._leaving, self.counts,
-            self.bytes, self.choice, through=through, admission=admission,
+            self.bytes, self.choice, clock, through=through, admission=admission,
         )  # fmt: skip
         self._waiting_bytes = 0  # asked for and not there yet
 
@@ -121,7 +121,7 @@ class Mover:
     def tend(self) -> None:
         """What has to be looked at now and then."""
         self.bury()
-        self._writing.gate()
+        self._writing.tend()
 
     async def run(self) -> None:
         """Write what is to be written, for as long as the daemon lives."""

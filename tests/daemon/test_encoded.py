@@ -32,6 +32,7 @@ from kvtier_daemon.moving.blocks import FRAME
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.tiers import cold
 from kvtier_daemon.tiers.batch import Outgoing
+from kvtier_daemon.tiers.coding import threads_here
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Store
@@ -653,6 +654,27 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
         await tenant.on_disk(49)
         assert tenant.frames(tenant.ids["bfloat16", 100])[0][3] == RAW
         await tenant.same("bfloat16", 0, 48)
+        await tenant.close()
+
+    run(work())
+
+
+def test_what_is_saved_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "auto")
+        await tenant.start()
+        writing, now = tenant.mover._writing, [100.0]
+        monkeypatch.setattr(writing, "_clock", lambda: now[0])
+        monkeypatch.setattr(writing, "_tended_at", 100.0)
+        tenant.save("bfloat16", 0, 16)
+        await tenant.on_disk(16)
+        now[0] += 2.0
+        tenant.mover.tend()
+        assert tenant.mover.choice.saved_bytes_s == 8 * BLOCK / min(2, threads_here())
+        for _ in range(100):
+            now[0] += 1.0
+            tenant.mover.tend()
+        assert 0 <= tenant.mover.choice.saved_bytes_s < BLOCK / 10, "what was before counts less"
         await tenant.close()
 
     run(work())

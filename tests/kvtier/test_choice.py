@@ -13,7 +13,6 @@ from kvtier.codec.choice import (
     BLOCK_MOST,
     FIRST_TRIES,
     GAIN,
-    GUESS_BYTES_S,
     LIMIT_SPACES,
     TRY_EVERY,
     Choice,
@@ -82,7 +81,23 @@ def test_a_disk_that_turns_out_faster_than_the_decoder_is_left_raw() -> None:
     assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "fix4", "5/4 is less than 1.33"
     assert choice.codec(SPACE, SPEC, MIB, [20 * GB]).name == "raw"
     assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).name == "r32"
-    assert choice.codec(SPACE, SPEC, MIB, [0.0]).name == "r32", f"{GUESS_BYTES_S} is the guess"
+
+
+def test_nothing_is_encoded_for_a_disk_that_nothing_is_known_of() -> None:
+    choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
+    assert choice.codec(SPACE, SPEC, MIB, [0.0, 0.0]).name == "raw"
+    assert choice.codec(SPACE, SPEC, MIB, [0.0, 1 * GB]).name == "r32", "the other is as fast"
+
+
+def test_a_codec_that_does_not_keep_up_with_saves_is_not_taken() -> None:
+    choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
+    choice.rates.encoded(R32, SPEC.dtype, int(GB), 1.0)
+    choice.rates.encoded(FIX4, SPEC.dtype, int(3 * GB), 1.0)
+    for saved, taken in (
+        (0.9, "r32"), (1.0, "r32"), (1.1, "fix4"), (1.0, "fix4"), (3.1, "raw"), (0.9, "r32"),
+    ):  # fmt: skip
+        choice.saved_bytes_s = saved * GB
+        assert choice.codec(SPACE, SPEC, MIB, [1 * GB]).name == taken, saved
 
 
 def test_the_rates_that_count_are_the_latest() -> None:

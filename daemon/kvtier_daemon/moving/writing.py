@@ -8,14 +8,14 @@ import contextlib
 import logging
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from kvtier.catalog import Catalog
 from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion
 from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
-from kvtier.codec.choice import Choice
+from kvtier.codec.choice import Average, Choice
 from kvtier_daemon.moving.blocks import (
     BEGIN_S,
     BEGIN_TRIES,
@@ -32,6 +32,7 @@ from kvtier_daemon.moving.blocks import (
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.moving.leaving import Leaving
 from kvtier_daemon.tiers.batch import Landed, Outgoing
+from kvtier_daemon.tiers.coding import threads_here
 from kvtier_daemon.tiers.cold import ColdTier
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ WRITES_AT_ONCE = 2
 CLEAN_SHARE = 1 / 4  # of the warm tier: the coldest blocks that are kept clean
 PAUSE_S = 0.05
 LIMIT_SAVED = 4096  # commits that wait to be written through
+SAVES_S = 10.0  # what was saved before counts for half
+SIZES_BLOCKS = 1024
 BRING_AWAY_S = 3.0  # that writes wait for what goes before them
 
 
@@ -59,6 +62,7 @@ class Writing:
         counts: Counter[str],
         nbytes: Counter[str],
         choice: Choice,
+        clock: Callable[[], float],
         *,
         through: bool,
         admission: str,
@@ -80,6 +84,11 @@ class Writing:
         catalog.blocks.keeps_back = LATE
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._wake = asyncio.Event()
+        self._clock = clock
+        self._tended_at = clock()
+        self._saved_blocks = 0  # since then
+        self._saves = Average(SAVES_S)  # blocks for seconds
+        self._sizes = Average(SIZES_BLOCKS)  # bytes for blocks
 
     def wake(self) -> None:
         """Others are the coldest now."""
@@ -87,10 +96,20 @@ class Writing:
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed."""
+        self._saved_blocks += len(ids) // ID_BYTES
         if self._through and self._cold.takes and len(self._saved) < LIMIT_SAVED:
             # Those beyond the limit are written when they come near to being evicted.
             self._saved.append(ids)
         self._wake.set()
+
+    def tend(self) -> None:
+        """Take note of how much is saved, and of what may be written."""
+        now = self._clock()
+        self._saves.note(self._saved_blocks, now - self._tended_at)
+        self._tended_at, self._saved_blocks = now, 0
+        at_once = min(WRITES_AT_ONCE, threads_here())
+        self.choice.saved_bytes_s = self._saves.value * self._sizes.value / at_once
+        self.gate()
 
     async def run(self) -> None:
         """Write what is to be written, for as long as the daemon lives."""
@@ -158,6 +177,9 @@ class Writing:
             outgoing(number, block, place_of(self._extents, block.slot))
             for number, block in zip(array("I", plan.ids), plan.blocks, strict=True)
         ]
+        self._sizes.note(
+            sum(block.spec.group_block_bytes(block.group) for block in blocks), len(blocks)
+        )
         unfit = [block for block in blocks if not self._cold.fits(self._tenant, block)]
         if unfit:
             log.debug("cold: %d blocks are too large for a segment", len(unfit))

@@ -2,8 +2,8 @@
 
 A frame is read and decoded at the same time, so a codec pays where its blocks get smaller (r > 1) and it
 decodes faster than the link brings them (C > B); then loads take 1 / min(r, C/B) of the time. What was
-measured lately counts: bandwidth of each link, rates of each codec on each type, and what each makes of a
-space's data, of which some blocks are tried now and then with all of them.
+measured lately counts, and nothing is encoded before it was: bandwidth of each link, rates of each codec on
+each type, and what each makes of a space's data, of which some blocks are tried now and then with all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kvtier.layout import KvSpec
 
 AUTO = "auto"
 CHOICES = (AUTO, *(codec.name for codec in CODECS if not codec.lossy))
-GUESS_BYTES_S = 2e9  # of a link, until something was read
 LATELY_S = 1.0  # of work: what was before counts for half
 LATELY_BYTES = 1 << 28
 GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
@@ -98,6 +97,7 @@ class Choice:
         self, rates: Rates, asked: str = AUTO, by_model: Sequence[tuple[str, str]] = ()
     ) -> None:
         self.rates = rates
+        self.saved_bytes_s = 0.0  # that each thread would have to encode
         self._asked = asked
         self._by_model = by_model
         self._spaces: dict[bytes, Known] = {}
@@ -107,7 +107,7 @@ class Choice:
         bandwidths of those that it may be read from."""
         known = self._known(space, spec)
         if known.asked == AUTO:
-            known.chosen = self._best(known, [one or GUESS_BYTES_S for one in links])
+            known.chosen = self._best(known, [one for one in links if one])
         return BY_NUMBER[known.chosen if _takes(known.chosen, nbytes) else RAW]
 
     def encodes(self, space: bytes, spec: KvSpec, nbytes: int) -> bool:
@@ -190,8 +190,12 @@ class Choice:
 
     def _best(self, known: Known, links: Sequence[float]) -> int:
         """The codec with which loads take least, what is chosen now unless another is better by a bit."""
+        if not links:
+            return RAW
         times = {RAW: _mean(1 / link for link in links)}
         for codec in self.candidates(known.spec):
+            if not self._keeps_up(codec.number, known):
+                continue
             ratio = known.ratios.get(codec.number)
             rate = self.rates.decode_bytes_s(codec.number, known.spec.dtype)
             if ratio is not None and ratio.value > 1 and rate:
@@ -201,6 +205,11 @@ class Choice:
         best = min(times, key=lambda number: times[number])
         now = times.get(known.chosen)
         return best if now is None or times[best] * GAIN < now else known.chosen
+
+    def _keeps_up(self, codec: int, known: Known) -> bool:
+        """Whether it encodes as fast as blocks are saved; those that wait for it are evicted unwritten."""
+        rate = self.rates.encode_bytes_s(codec, known.spec.dtype)
+        return not rate or rate >= self.saved_bytes_s * (1 if codec == known.chosen else GAIN)
 
     def _rates(self, known: Known, rate: Callable[[int, str], float]) -> dict[str, float]:
         return self._named({one: rate(one, known.spec.dtype) for one in known.ratios}, 0)
