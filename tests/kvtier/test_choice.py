@@ -111,6 +111,29 @@ def test_the_rates_that_count_are_the_latest() -> None:
     assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
 
 
+def test_a_busy_spell_is_forgotten_though_little_is_tried_after_it() -> None:
+    now, one = [0.0], 1 << 20
+    choice = Choice(Rates(1, lambda: now[0]))
+    choice.shrank(SPACE, SPEC, R32, 3 * one, 2 * one)
+    choice.rates.decoded(R32, SPEC.dtype, int(5 * GB), 1.0)
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
+    for _ in range(50):
+        now[0] += 0.1
+        choice.rates.decoded(R32, SPEC.dtype, int(0.1 * GB), 0.1)
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "raw"
+    tries = 0
+    while choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "raw":
+        tries += 1
+        now[0] += 6.0
+        choice.rates.decoded(R32, SPEC.dtype, one, one / (5 * GB))
+    assert 5 <= tries <= 30, "nor is one try enough"
+    for _ in range(3):
+        now[0] += 600.0
+        choice.rates.decoded(R32, SPEC.dtype, one, one / (4.5 * GB))
+    choice.rates.decoded(R32, SPEC.dtype, one, one / (2 * GB))
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32", "one slow block"
+
+
 def test_several_disks_count_alike() -> None:
     choice = choice_of({R32: 1.5}, {R32: 3 * GB})
     assert choice.codec(SPACE, SPEC, MIB, [1 * GB, 1.2 * GB]).name == "r32"

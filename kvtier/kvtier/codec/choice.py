@@ -1,13 +1,14 @@
-"""Which codec pays on the way to a disk, by what was measured. No I/O; its clock is whoever calls it.
+"""Which codec pays on the way to a disk, by what was measured. No I/O.
 
 A frame is read and decoded at the same time, so a codec pays where its blocks get smaller (r > 1) and it
 decodes faster than the link brings them (C > B); then loads take 1 / min(r, C/B) of the time. What was
 measured lately counts, and nothing is encoded before it was: bandwidth of each link, rates of each codec on
-each type, and what each makes of a space's data, of which some blocks are tried now and then with all of them.
+each type, and what each makes of a space's data, of which some blocks are tried with all now and then.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,6 +22,10 @@ from kvtier.layout import KvSpec
 AUTO = "auto"
 CHOICES = (AUTO, *(codec.name for codec in CODECS if not codec.lossy))
 LATELY_S = 1.0  # of work: what was before counts for half
+FADES_S = (
+    5.0  # of the clock, after which it counts for half, too: few blocks may be tried from then on
+)
+FADED_S = 0.002
 LATELY_BYTES = 1 << 28
 GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
 FIRST_TRIES = 4  # blocks of a new space
@@ -44,6 +49,12 @@ class Average:
         self.top += top
         self.bottom += bottom
 
+    def fade(self, factor: float, least: float) -> None:
+        """Let it count less, but for so much as `least`."""
+        if self.bottom > least:
+            factor = max(factor, least / self.bottom)
+            self.top, self.bottom = self.top * factor, self.bottom * factor
+
     @property
     def value(self) -> float:
         """0 where nothing is known."""
@@ -65,18 +76,29 @@ class Known:
 class Rates:
     """How fast each codec encodes and decodes each type here. `threads` is how many decode for a link."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads = threads
+        self._clock = clock
+        self._faded_at = clock()
         self._encoding: dict[tuple[int, str], Average] = {}  # by codec and type: bytes for seconds
         self._decoding: dict[tuple[int, str], Average] = {}
 
     def encoded(self, codec: int, dtype: str, raw_bytes: int, seconds: float) -> None:
         """How long a thread took to encode so many bytes of blocks."""
+        self._fade()
         self._encoding.setdefault((codec, dtype), Average(LATELY_S)).note(raw_bytes, seconds)
 
     def decoded(self, codec: int, dtype: str, raw_bytes: int, seconds: float) -> None:
         """How long a thread took to decode so many bytes of blocks."""
+        self._fade()
         self._decoding.setdefault((codec, dtype), Average(LATELY_S)).note(raw_bytes, seconds)
+
+    def _fade(self) -> None:
+        now = self._clock()
+        factor = 0.5 ** ((now - self._faded_at) / FADES_S)
+        self._faded_at = now
+        for one in (*self._encoding.values(), *self._decoding.values()):
+            one.fade(factor, FADED_S)
 
     def decode_bytes_s(self, codec: int, dtype: str) -> float:
         """How fast blocks are decoded, by all threads; 0 where that is not known."""
