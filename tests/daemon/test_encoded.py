@@ -659,6 +659,24 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
     run(work())
 
 
+def test_what_is_wanted_does_not_wait_for_what_is_encoded(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "zstd")
+        await tenant.start()
+        tenant.save("bfloat16", 0, 1)
+        await tenant.on_disk(1)
+        encoders, goes_on = tenant.bench.tier.coding._encoders, threading.Event()
+        try:
+            for _ in range(2 * threads_here()):
+                encoders.submit(goes_on.wait)
+            await tenant.same("bfloat16", 0, 1)
+        finally:
+            goes_on.set()
+        await tenant.close()
+
+    run(work())
+
+
 def test_what_is_saved_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")

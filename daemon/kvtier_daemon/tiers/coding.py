@@ -92,7 +92,8 @@ class Coding:
         self._mapping_of = mapping_of
         self._room = room
         self._blank = blank
-        self._threads = _started(threads, "kvtier-codec")
+        self._encoders = _started(threads, "kvtier-encode")
+        self._decoders = _started(threads, "kvtier-decode")
         self._jobs: set[Future[Any]] = set()
         self._free: list[Area] = []
         self.failures = 0  # to encode; the blocks were written as they are
@@ -134,7 +135,7 @@ class Coding:
                 tries = choice.candidates(block.spec, size) if at in tried else ()
                 jobs.append(Job(block, codecs[at], header, source, into, offset, tries))
                 offset += pages(size)
-            found = await self._beside(_encode_all, jobs)
+            found = await self._beside(self._encoders, _encode_all, jobs)
             over = list(blocks)
             for at, job, (nbytes, took) in zip(todo, jobs, found, strict=True):
                 for one in took:
@@ -219,21 +220,28 @@ class Coding:
                 log.error("cold: a frame can't be decoded", exc_info=error)
                 done(errno.ENOTRECOVERABLE)
 
-        self._beside(work).add_done_callback(over)
+        self._beside(self._decoders, work).add_done_callback(over)
 
     async def close(self, timeout_s: float) -> bool:
         """Call off what has not begun, wait for what has, and end. False if something goes on, and may
         write to a slot."""
         jobs = [asyncio.wrap_future(job) for job in list(self._jobs)]
         going = asyncio.gather(*jobs, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.stop()
         done, _ = await asyncio.wait([going], timeout=timeout_s)
         return bool(done)
 
+    def stop(self) -> None:
+        """Call off what has not begun, and wait for nothing."""
+        for pool in (self._encoders, self._decoders):
+            pool.shutdown(wait=False, cancel_futures=True)
+
     # --- memory ------------------------------------------------------------------------------
 
-    def _beside(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
-        job = self._threads.submit(work, *args)
+    def _beside(
+        self, pool: ThreadPoolExecutor, work: Callable[[*Args], T], *args: *Args
+    ) -> asyncio.Future[T]:
+        job = pool.submit(work, *args)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return asyncio.wrap_future(job)

@@ -126,7 +126,7 @@ class ColdTier:
         self._looks_at = clock() + LOOK_S
         self._closing = False
         with contextlib.ExitStack() as undo:
-            undo.callback(self.coding.close)
+            undo.callback(self.coding.stop)
             for directory in directories:
                 volume = Volume(directory, size_bytes // len(directories))
                 undo.callback(volume.close)
