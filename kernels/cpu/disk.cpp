@@ -25,6 +25,9 @@ constexpr size_t kReadsInARow = 16;
 // How late an operation may be ended in the queue, so that many deadlines cost one look.
 constexpr std::chrono::milliseconds kClockStep{1};
 
+// What is read in so much time is looked at as one.
+constexpr std::chrono::milliseconds kWindow{100};
+
 int64_t since(Clock::time_point then) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - then).count();
 }
@@ -294,11 +297,8 @@ Operation* DiskQueue::begin() {
         }
         in_kernel_.splice(in_kernel_.end(), *list, at);
         if (at->staged) staged_bytes_ += at->total;
-        if (at->reads()) {
-            if (at->urgent) read_begins();
-        } else {
-            writes_in_kernel_++;
-        }
+        if (at->measured()) read_begins();
+        if (!at->reads()) writes_in_kernel_++;
         const bool passed_over = at->reads() && !(writes_.empty() && syncs_.empty());
         if (!at->urgent) reads_in_a_row_ = passed_over ? reads_in_a_row_ + 1 : 0;
         return &*at;
@@ -363,11 +363,8 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
     const std::lock_guard lock(mutex_);
     const bool was_empty = done_.empty();
     for (Operation* operation : over) {
-        if (operation->reads()) {
-            if (operation->urgent) read_ends(*operation);
-        } else {
-            writes_in_kernel_--;
-        }
+        if (operation->measured()) read_ends(*operation);
+        if (!operation->reads()) writes_in_kernel_--;
         if (operation->encoded && operation->error == 0) {
             read_.splice(read_.end(), in_kernel_, operation->self);
             decoder_.notify_one();
@@ -379,20 +376,38 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
     notify(was_empty);
 }
 
-void DiskQueue::read_begins() {
-    if (reads_in_kernel_++ == 0) reading_since_ = Clock::now();
+void DiskQueue::reads_go_on(Clock::time_point now) {
+    const std::chrono::nanoseconds went = now - window_.last;
+    window_.each_ns += static_cast<int64_t>(reads_in_kernel_) * went.count();
+    window_.last = now;
 }
 
+void DiskQueue::read_begins() {
+    const auto now = Clock::now();
+    if (reads_in_kernel_ == 0) window_ = {now, now};
+    reads_go_on(now);
+    reads_in_kernel_++;
+}
+
+// One read at a time says little of a disk: the kernel has few where others wait for decoders, and
+// then the disk would seem as slow as those.
 void DiskQueue::read_ends(const Operation& operation) {
-    if (operation.error == 0) moved_.read_bytes += operation.total;
-    if (--reads_in_kernel_ == 0) moved_.reading_ns += since(reading_since_);
+    const auto now = Clock::now();
+    reads_go_on(now);
+    if (operation.error == 0) window_.bytes += operation.total;
+    if (--reads_in_kernel_ != 0 && now - window_.since < kWindow) return;
+    const std::chrono::nanoseconds took = now - window_.since;
+    const auto quarters = static_cast<int64_t>(std::min<size_t>(10, 3 * depth_));  // 2.5 at a time
+    if (4 * window_.each_ns >= quarters * took.count()) {
+        moved_.read_bytes += window_.bytes;
+        moved_.reading_ns += took.count();
+    }
+    window_ = {now, now};
 }
 
 DiskQueue::Moved DiskQueue::moved() {
     const std::lock_guard lock(mutex_);
-    Moved all = moved_;
-    if (reads_in_kernel_ != 0) all.reading_ns += since(reading_since_);
-    return all;
+    return moved_;
 }
 
 void DiskQueue::run_decoder() {

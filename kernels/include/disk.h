@@ -142,6 +142,8 @@ struct Operation {
 
     std::list<Operation>::iterator self;  // in the list that has it
 
+    // Of a block, as those say what the disk gives.
+    bool measured() const { return kind == Kind::kRead || (kind == Kind::kReadBytes && staged); }
     bool reads() const { return kind == Kind::kRead || kind == Kind::kReadBytes; }
 
     // Where the next call begins: what was moved of a part of a page is moved again.
@@ -196,8 +198,8 @@ class DiskQueue {
     // Forgets that a write to this descriptor failed. False while something of it is under way.
     bool forget(int fd);
 
-    // What was read by urgent reads, in how much time with any in the kernel; what was decoded, by
-    // codec and element, in how much time of all threads together.
+    // What was read of blocks while the kernel had several at a time, and in how much time; what
+    // was decoded, by codec and element, in how much time of all threads together.
     struct Decoded {
         uint64_t block_bytes = 0;
         int64_t nanoseconds = 0;
@@ -252,6 +254,7 @@ class DiskQueue {
     void end_overdue(Operations& list, Clock::time_point now);
     void wake(size_t count);
     void notify(bool was_empty);
+    void reads_go_on(Clock::time_point now);
     void read_begins();
     void read_ends(const Operation& operation);
 
@@ -269,7 +272,12 @@ class DiskQueue {
     Moved moved_;
     size_t reads_in_kernel_ = 0;
     uint64_t staged_bytes_ = 0;  // from the kernel until they are decoded
-    Clock::time_point reading_since_{};
+    struct Window {
+        Clock::time_point since{}, last{};
+        uint64_t bytes = 0;
+        int64_t each_ns = 0;  // of all reads, added up
+    };
+    Window window_;
     size_t writes_in_kernel_ = 0;
     size_t reads_in_a_row_ = 0;
     std::unordered_map<int, File> files_;

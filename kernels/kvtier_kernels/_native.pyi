@@ -96,8 +96,9 @@ class Disk:
         EBADMSG where anything of it is not what was written, and then the slot holds anything."""
 
     def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
-        """Since the start: bytes of urgent reads, and seconds in which the kernel had one; and by codec and
-        type of elements what was decoded: the blocks' bytes, and seconds of all decoders together."""
+        """Since the start: bytes of blocks and frames that were read while the kernel had 2.5 of them on
+        average, over 0.1 s, and in how many seconds; and by codec and type of elements what was decoded:
+        the blocks' bytes, and seconds of all decoders together."""
 
     def write(self, ops: Buffer, headers: Buffer = b"") -> None:
         """Queues writes, as `read` does: the header, copied here and filled up with zeros to whole pages,

@@ -946,22 +946,39 @@ def test_encoded_frames_are_decoded_into_their_slots(bench, decoders):
     for number, (block, *_) in enumerate(made):
         assert disk.memory[number * SLOT : (number + 1) * SLOT] == block
     assert set(disk.memory[32 * SLOT :]) == {0xEE}, "no slot but theirs"
-    nbytes, seconds, decoded = disk.disk.moved()
-    assert nbytes == sum(header + -(-size // PAGE) * PAGE for _, header, size, _ in made)
-    assert seconds > 0
+    _, _, decoded = disk.disk.moved()
     assert {kind: one[0] for kind, one in decoded.items()} == {
         (1, 0): 16 * SLOT,
         (2, 0): 16 * SLOT,
     }
 
 
-def test_what_is_not_urgent_says_nothing_of_the_disk(bench):
-    disk, made = bench(), encoded(1)
-    fd = disk.file(made[3])
-    disk.disk.read_frames(frame_op(disk, 1, fd, 0, 0, made))
-    disk.disk.read_bytes(2, fd, 0, 100)
-    assert disk.wait(1, 2) == [0, 0]
-    assert disk.disk.moved()[:2] == (0, 0.0)
+@pytest.mark.parametrize("flags", [0, URGENT])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_disk_is_measured_by_several_reads_at_a_time(bench, count, flags):
+    """Fewer are what is left where others wait for decoders."""
+    one = bench()
+    plug = Plug(one)
+    fd = one.file(b"x" * SLOT)
+    ops = [
+        reference.OPERATION.pack(n, fd, flags, 0, PAGE, plug.extent, 0, n * PAGE, b"")
+        for n in range(count)
+    ]
+    one.disk.read(b"".join(ops))
+    until = time.monotonic() + 60
+    while one.disk.in_flight < count and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.2)
+    plug.pull()
+    assert one.wait(*range(count)) == [0] * count
+    nbytes, seconds, _ = one.disk.moved()
+    if count == 2:
+        assert (nbytes, seconds) == (0, 0.0)
+    else:
+        assert nbytes >= PAGE and seconds >= 0.2
+    one.disk.read_bytes(9, fd, 0, 100, urgent=True)
+    assert one.wait(9) == [0]
+    assert one.disk.moved()[:2] == (nbytes, seconds), "no block"
 
 
 def test_a_damaged_frame_is_told_and_touches_no_other_slot(bench):
