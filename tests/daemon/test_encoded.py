@@ -496,6 +496,9 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         free = tenant.bench.tier.coding._free
         assert len(free) == len(tenant.bench.tier._mappings) - 1
         assert all(area.users == 0 for area in free)
+        disk = tenant.bench.tier.drives[0].disk
+        if disk.engine == "io_uring":
+            assert disk.registered_bytes == SLOTS * BLOCK, "pinned is the arena alone"
         await tenant.close()
 
     run(work())

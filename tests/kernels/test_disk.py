@@ -405,6 +405,30 @@ def test_what_is_read_to_be_decoded_lies_in_the_workers_memory(bench):
     assert view == b"some bytes", "nobody else has used its memory"
 
 
+def test_stop_waits_for_what_is_decoded(bench):
+    """Whatever the kernel has given is decoded or ended, once, and none of it after that."""
+    one = bench()
+    made = [encoded(number) for number in range(32)]
+    fd = one.file(b"".join(text for *_, text in made))
+    ops = [
+        frame_op(one, number, fd, number * 2 * SLOT, number, made[number]) for number in range(32)
+    ]
+    one.disk.read_frames(b"".join(ops))
+    assert one.wait(0) == [0]
+    assert one.disk.stop(30) == 0
+    after = bytes(one.memory)
+    for token, error, _ in one.disk.done():
+        assert token not in one.results
+        one.results[token] = (error, None, len(one.results))
+    assert sorted(one.results) == list(range(32))
+    for number, (error, *_) in one.results.items():
+        assert error in (0, errno.ECANCELED)
+        if not error:
+            assert one.memory[number * SLOT : (number + 1) * SLOT] == made[number][0]
+    time.sleep(0.05)
+    assert bytes(one.memory) == after
+
+
 def test_what_needs_no_memory_goes_past_what_waits_for_some(bench):
     one = bench()
     fd = one.file(b"x" * SLOT, direct=False)

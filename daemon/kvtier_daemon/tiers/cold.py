@@ -161,9 +161,10 @@ class ColdTier:
     def segments(self) -> list[Segment]:
         return self._numbering.segments
 
-    def register(self, mapping: Mapping) -> int:
-        """Make an extent known; its number in what is to be read and written."""
-        (number,) = {drive.disk.register(mapping) for drive in self.drives}
+    def register(self, mapping: Mapping, fixed: bool = True) -> int:
+        """Make an extent known; its number in what is to be read and written. A `fixed` one is the kernel's,
+        too, for good."""
+        (number,) = {drive.disk.register(mapping, fixed) for drive in self.drives}
         self._mappings[number] = mapping
         return number
 
@@ -171,7 +172,7 @@ class ColdTier:
         """Memory that is no slot, for so many bytes at least: its number, and how many it has. Nothing of it
         is ever given back, so who needs more gets twice as much."""
         nbytes = max(ROOM_LEAST, 1 << (pages(nbytes) - 1).bit_length())
-        return self.register(anonymous(nbytes)), nbytes
+        return self.register(anonymous(nbytes), fixed=False), nbytes
 
     @property
     def engine(self) -> str:
