@@ -32,7 +32,8 @@ def frames(draw: st.DrawFn) -> Frame:
     return Frame(
         one, draw(st.one_of(st.just(b""), KEYS)), draw(st.integers(0, 65535)), at,
         sum(entry.raw_bytes for entry in entries), draw(st.integers(0, 2**64 - 1)),
-        draw(st.integers(0, 2**64 - 1)), draw(DIGESTS), draw(DIGESTS), tuple(entries),
+        draw(st.integers(0, 2**64 - 1)), draw(DIGESTS), draw(DIGESTS), tuple(entries), profile=draw(DIGESTS),
+        lossy_generation=draw(st.integers(0, 255)),
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@
      ├───────────────┬───────────────┴───┴───┴───────┼───────────────┤
  160 │ ... raw digest│         payload digest        │   nonce ...   │
      ├───────┬───────┴───────────────────────┬───────┴───────────────┤
- 192 │ nonce │              tag              │       zeros ...       │
-     ├───────┴───────────────────────┬───────┴───────────────────────┤
- 224 │           ... zeros           │             digest            │
+ 192 │ nonce │              tag              │g│     zeros ...       │
+     ├───────┴───────────────────────┬───────┴─┴─────────────────────┤
+ 224 │            profile            │             digest            │
      ├───┬─┬─┬───────┬───────┬───────┼───────────────────────────────┤
  256 │lay│p│c│ offset│ bytes │  raw  │             digest            │
      └───┴─┴─┴───────┴───────┴───────┴───────────────────────────────┘  and so on, an entry after the other
@@ -25,6 +25,8 @@ what is left of its last page means nothing. The digest at 240 is the XXH3-128 o
 field zero, so identity, epoch, lengths and the entries' digests are all under it. Each entry's digest is that
 of its piece of the payload, the payload digest that of the whole, the raw digest that of the block as it lay
 in memory. `raw` frames have equal raw and payload digests. Nonce and tag are for encryption: zero without.
+The profile is the name of the one that decoding needs; zero where it needs none. `g` is how many times what
+lay in memory has been through a lossy codec: 1 if this frame's is one, as none is used twice.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ MAGIC = b"KVTf"
 VERSION = 1
 HAS_PARENT = 1
 FLAGS = HAS_PARENT
-HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16s28x16s")
+HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16sB11x16s16s")
 ENTRY = struct.Struct("<HBBIII16s")
 RAW = 0
 FLAGS_AT, FLAGS_FIELD = 12, struct.Struct("<I")
@@ -104,6 +106,8 @@ class Frame:
     entries: tuple[Entry, ...]
     nonce: bytes = bytes(NONCE_BYTES)
     tag: bytes = ZERO_DIGEST
+    profile: bytes = ZERO_DIGEST  # its name
+    lossy_generation: int = 0
 
     @property
     def header_bytes(self) -> int:
@@ -121,7 +125,8 @@ class Frame:
         header = HEADER.pack(
             MAGIC, VERSION, self.codec, size, HAS_PARENT if self.parent else 0, self.payload_bytes,
             self.raw_bytes, self.epoch, self.sequence, one.space, one.key, self.parent, one.group, one.shard,
-            len(self.entries), self.raw_digest, self.payload_digest, self.nonce, self.tag, ZERO_DIGEST,
+            len(self.entries), self.raw_digest, self.payload_digest, self.nonce, self.tag,
+            self.lossy_generation, self.profile, ZERO_DIGEST,
         )  # fmt: skip
         body = b"".join(
             ENTRY.pack(e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest)
@@ -162,13 +167,20 @@ class Template:
     """Headers of one kind of frame: all is the same in them but identity, place in time and digests."""
 
     def __init__(
-        self, space: bytes, group: int, shard: int, codec: int, entries: tuple[Entry, ...]
+        self,
+        space: bytes,
+        group: int,
+        shard: int,
+        codec: int,
+        entries: tuple[Entry, ...],
+        profile: bytes = ZERO_DIGEST,
+        lossy_generation: int = 0,
     ) -> None:
         size = sum(entry.nbytes for entry in entries)
         raw_bytes = sum(entry.raw_bytes for entry in entries)
         nothing = Frame(
             Identity(space, group, shard, bytes(32)), b"", codec, size, raw_bytes, 0, 0, ZERO_DIGEST,
-            ZERO_DIGEST, entries,
+            ZERO_DIGEST, entries, profile=profile, lossy_generation=lossy_generation,
         )  # fmt: skip
         self.payload_bytes = size
         self.raw_bytes = raw_bytes
@@ -227,7 +239,7 @@ def decode(text: bytes, epoch: int | None = None) -> Frame:
         raise FrameError("the header's digest is not that of its bytes")
     (
         _, _, codec, _, flags, payload_bytes, raw_bytes, found_epoch, sequence, space, key, parent, group,
-        shard, count, raw_digest, payload_digest, nonce, tag, _,
+        shard, count, raw_digest, payload_digest, nonce, tag, lossy_generation, profile, _,
     ) = HEADER.unpack_from(text)  # fmt: skip
     if epoch is not None and found_epoch != epoch:
         raise FrameError("a frame of another epoch: the segment was used again")
@@ -241,7 +253,8 @@ def decode(text: bytes, epoch: int | None = None) -> Frame:
     )
     frame = Frame(
         Identity(space, group, shard, key), parent if flags & HAS_PARENT else b"", codec, payload_bytes,
-        raw_bytes, found_epoch, sequence, raw_digest, payload_digest, entries, nonce, tag,
+        raw_bytes, found_epoch, sequence, raw_digest, payload_digest, entries, nonce, tag, profile,
+        lossy_generation,
     )  # fmt: skip
     check_entries(entries, payload_bytes, raw_bytes)
     return frame
