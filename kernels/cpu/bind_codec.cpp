@@ -5,11 +5,14 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "codec/calibration.h"
 #include "codec/codec.h"
 #include "codec/numbers.h"
 #include "python_bytes.h"
@@ -79,6 +82,113 @@ size_t decode_parts(uint32_t element, nb::handle payload, const std::vector<Plac
     return decode(is, parts);
 }
 
+using Turns = std::pair<nb::bytes, bool>;  // 8 bytes a pair, interleaved
+// heads, dim, exact dims, rope or -1, means, anchors, exponents, table
+using Said = std::tuple<size_t, size_t, size_t, int, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
+// The part that it is of those known, or -1; codec, offset, bytes, raw bytes.
+using CalibratedPlace = std::tuple<int64_t, uint32_t, size_t, size_t, size_t>;
+
+// One level of one codec, for the parts of a block.
+class Calibration {
+ public:
+    Calibration(uint32_t codec, uint32_t level, size_t group, const std::vector<Turns>& ropes,
+                const std::vector<Said>& parts) {
+        codec_ = static_cast<Codec>(codec);
+        if (codec > 8 || !calibrated(codec_)) throw nb::value_error("codec: 7 or 8");
+        std::vector<std::shared_ptr<const Rope>> known;
+        for (const auto& [text, interleaved] : ropes) {
+            if (text.size() % 8 != 0) throw nb::value_error("rope: turns of 8 bytes");
+            std::vector<uint64_t> turns(text.size() / 8);
+            std::memcpy(turns.data(), text.data(), 8 * turns.size());
+            known.push_back(std::make_shared<const Rope>(std::move(turns), interleaved));
+        }
+        parts_.reserve(parts.size());
+        for (const auto& [heads, dim, exact, rope, means, anchors, exponents, table] : parts) {
+            if (rope < -1 || rope >= static_cast<int>(known.size())) {
+                throw nb::value_error("part: no such rope");
+            }
+            if (means.size() % 4 != 0) throw nb::value_error("part: means of 4 bytes");
+            std::vector<float> numbers(means.size() / 4);
+            std::memcpy(numbers.data(), means.data(), 4 * numbers.size());
+            const auto bytes = [](const nb::bytes& text) {
+                return reinterpret_cast<const uint8_t*>(text.c_str());
+            };
+            parts_.emplace_back(
+                codec_, level, group,
+                Channels::Said{heads, dim, exact,
+                               rope < 0 ? nullptr : known[static_cast<size_t>(rope)],
+                               numbers.data(), numbers.size(), bytes(anchors), bytes(exponents),
+                               bytes(table), anchors.size(), exponents.size(), table.size()});
+        }
+    }
+
+    // None where nothing is known of the part.
+    const Channels* part(int64_t number) const {
+        if (number == -1) return nullptr;
+        if (number < 0 || static_cast<uint64_t>(number) >= parts_.size()) {
+            throw nb::value_error("part: none of those known");
+        }
+        return &parts_[static_cast<size_t>(number)];
+    }
+    Codec codec() const { return codec_; }
+
+ private:
+    Codec codec_;
+    std::vector<Channels> parts_;
+};
+
+std::vector<Number> encode_calibrated_parts(const Calibration& by, uint32_t element,
+                                            nb::handle block,
+                                            const std::vector<std::pair<int64_t, size_t>>& sizes,
+                                            bool heads_first, uint32_t position, nb::handle into) {
+    const Element is = element_of(element);
+    Held from, to;
+    from.take(block, Access::kRead, Shape::kContiguous, "block");
+    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+    std::vector<Encoded> parts;
+    parts.reserve(sizes.size());
+    size_t at = 0;
+    for (const auto& [number, size] : sizes) {
+        if (size > from.size() - at) throw nb::value_error("sizes: more than the block has");
+        parts.push_back(
+            {from.data() + at, size, Codec::kRaw, 0, {}, by.part(number), heads_first, position});
+        at += size;
+    }
+    if (to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
+    {
+        const Unlocked unlocked;
+        encode(by.codec(), is, parts, to.data());
+    }
+    std::vector<Number> found;
+    found.reserve(parts.size());
+    for (const Encoded& part : parts)
+        found.emplace_back(static_cast<uint32_t>(part.codec), part.bytes);
+    return found;
+}
+
+size_t decode_calibrated_parts(const Calibration& by, uint32_t element, nb::handle payload,
+                               const std::vector<CalibratedPlace>& places, bool heads_first,
+                               nb::handle into) {
+    const Element is = element_of(element);
+    Held from, to;
+    from.take(payload, Access::kRead, Shape::kContiguous, "payload");
+    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+    std::vector<Decoded> parts;
+    parts.reserve(places.size());
+    size_t at = 0;
+    for (const auto& [number, codec, offset, bytes, raw_bytes] : places) {
+        if (offset > from.size() || bytes > from.size() - offset) return parts.size();
+        if (raw_bytes > to.size() - at) throw nb::value_error("into: smaller than the parts");
+        const bool ours = codec == 0 || codec == static_cast<uint32_t>(by.codec());
+        if (!ours) throw nb::value_error("codec: raw, or that of the calibration");
+        parts.push_back({from.data() + offset, bytes, static_cast<Codec>(codec), to.data() + at,
+                         raw_bytes, by.part(number), heads_first});
+        at += raw_bytes;
+    }
+    const Unlocked unlocked;
+    return decode(is, parts);
+}
+
 template <size_t kWidth>
 void planes_of(const uint8_t* in, size_t count, uint8_t* out, bool back) {
     constexpr unsigned kBits = 8 * kWidth;
@@ -122,6 +232,14 @@ void bind_codec(nb::module_& m) {
     m.def("encode_parts", encode_parts, "codec"_a, "element"_a, "block"_a, "sizes"_a, "into"_a,
           "grids"_a = std::vector<Lie>());
     m.def("decode_parts", decode_parts, "element"_a, "payload"_a, "places"_a, "into"_a);
+    nb::class_<Calibration>(m, "Calibration")
+        .def(nb::init<uint32_t, uint32_t, size_t, const std::vector<Turns>&,
+                      const std::vector<Said>&>(),
+             "codec"_a, "level"_a, "group_tokens"_a, "ropes"_a, "parts"_a);
+    m.def("encode_calibrated", encode_calibrated_parts, "by"_a, "element"_a, "block"_a, "sizes"_a,
+          "heads_first"_a, "position"_a, "into"_a);
+    m.def("decode_calibrated", decode_calibrated_parts, "by"_a, "element"_a, "payload"_a,
+          "places"_a, "heads_first"_a, "into"_a);
     m.def(
         "split_planes",
         [](size_t width, nb::handle src, nb::handle dst) { planes(width, src, dst, false); },

@@ -67,7 +67,7 @@ size_t join_plain(const uint8_t* codes, const uint8_t* rest, const uint8_t* esca
 void encode_plain(Encoder* const* streams, size_t count, size_t rows) {
     for (size_t s = 0; s < count; s++) {
         Encoder& stream = *streams[s];
-        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+        for (size_t row = 0; row < rows; row++) {
             stream.codes -= kLanes;
             for (size_t lane = kLanes; lane-- > 0;) {
                 const uint8_t code = stream.codes[lane];
@@ -88,7 +88,7 @@ void encode_plain(Encoder* const* streams, size_t count, size_t rows) {
 void decode_plain(Decoder* const* streams, size_t count, size_t rows) {
     for (size_t s = 0; s < count; s++) {
         Decoder& stream = *streams[s];
-        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+        for (size_t row = 0; row < rows; row++) {
             for (size_t lane = 0; lane < kLanes; lane++) {
                 uint32_t& state = stream.state[lane];
                 const uint32_t slot = stream.table->slot[state & (kScale - 1)];
@@ -128,20 +128,6 @@ constexpr Kernels plain() {
     return kernels;
 }
 constexpr Kernels kPlain = plain();
-
-const Kernels& kernels() {
-#if KVTIER_X86
-    switch (codec_choice().level()) {
-        case Level::kVbmi:
-            return kKernelsVbmi;
-        case Level::kAvx2:
-            return kKernelsAvx2;
-        default:
-            break;
-    }
-#endif
-    return kPlain;
-}
 
 // --- what does not depend on the processor -------------------------------------------------------
 
@@ -256,20 +242,6 @@ size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_
     return used + more;
 }
 
-size_t keep_raw(Encoded& part, uint8_t* out) {
-    std::memcpy(out, part.raw, part.raw_bytes);
-    part.codec = Codec::kRaw;
-    part.bytes = part.raw_bytes;
-    return part.bytes;
-}
-
-// Where the bytes lie that are needed so many parts later: asked for while this part is encoded.
-// Its counted rows lie apart, so each of them would be waited for.
-const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t later) {
-    const bool alike = i + later < parts.size() && parts[i + later].raw_bytes >= parts[i].raw_bytes;
-    return parts[alike ? i + later : i].raw;
-}
-
 // --- fix4 ----------------------------------------------------------------------------------------
 
 // The encoded size, or kNoRoom where that would not be less than the part's.
@@ -315,11 +287,6 @@ bool decode_fix4(Element is, const Decoded& part, bool past) {
 
 // --- r32 -----------------------------------------------------------------------------------------
 
-// The most words of a stream: no symbol takes more than 8 bits, and a state that took a word is at
-// least 2^23, so that it takes none with the next symbol, whatever the words are.
-constexpr size_t words_most(size_t rows) { return rows * kRow / 2 + kLanes; }
-constexpr size_t kStreamWords = words_most(kStreamRows);
-
 // A stream on its way in, beside another, and what belongs to it.
 struct Lane {
     Encoder stream;
@@ -336,31 +303,6 @@ struct Lane {
 
     const uint16_t* words_end() const { return words + kWordSlack + kStreamWords; }
 };
-
-void make_table(const Frequencies& frequencies, EncodeTable& table) {
-    std::memset(&table, 0, sizeof table);
-    uint32_t start = 0;
-    for (size_t i = 0; i < frequencies.symbols; i++) {
-        const Symbol symbol = symbol_of(frequencies.of[i], start);
-        table.reciprocal[i] = symbol.reciprocal;
-        table.packed[i] = symbol.frequency | symbol.bias << 9 | symbol.shift << 20;
-        start += frequencies.of[i];
-    }
-}
-
-// Moves all streams to their ends: side by side for as long as each has rows, then what is left of
-// each.
-template <typename Stream, typename Advance>
-void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
-    size_t done = 0;
-    if (count == 4 || count == 2) {
-        done = *std::min_element(rows, rows + count);
-        by(streams, count, done);
-    }
-    for (size_t i = 0; i < count; i++) {
-        if (rows[i] != done) by(streams + i, 1, rows[i] - done);
-    }
-}
 
 // Writes the parts of a batch one after the other, as their streams come in.
 class R32Writer {
@@ -387,7 +329,7 @@ class R32Writer {
             lane.first = first;
             lane.rows = std::min(kStreamRows, shape.rows - first);
             lane.frequencies = frequencies;
-            make_table(frequencies, lane.table);
+            make_table(frequencies.of, frequencies.symbols, lane.table);
             if (waiting_ == kInTogether) flush();
         }
     }
@@ -416,7 +358,7 @@ class R32Writer {
         for (size_t i = 0; i < waiting_; i++) {
             split(lanes_[i]);
             streams[i] = &lanes_[i].stream;
-            rows[i] = lanes_[i].rows;
+            rows[i] = lanes_[i].rows * (kRow / kLanes);
         }
         advance(by_.encode, streams, rows, waiting_);
         for (size_t i = 0; i < waiting_; i++) place(lanes_[i]);
@@ -562,7 +504,7 @@ class R32Reader {
         size_t rows[kSideBySide] = {};
         for (size_t i = 0; i < waiting_; i++) {
             streams[i] = &lanes_[i].stream;
-            rows[i] = lanes_[i].rows;
+            rows[i] = lanes_[i].rows * (kRow / kLanes);
         }
         advance(by_.decode, streams, rows, waiting_);
         for (size_t i = 0; i < waiting_; i++) {
@@ -604,7 +546,7 @@ class R32Reader {
         for (const uint32_t state : lane.stream.state) {
             if (state < kStateLeast || state >= kStateEnd) return false;
         }
-        if (words > words_most(lane.rows)) return false;
+        if (words > words_most(lane.rows * kRow)) return false;
         std::memcpy(lane.text, at + kStatesBytes, 2 * words);
         lane.words = 2 * words;
         lane.stream.table = &lane.table;
@@ -639,6 +581,7 @@ class R32Reader {
 
 size_t decode(Element element, std::span<const Decoded> parts, bool past) {
     R32Reader reader(element, past);
+    CalibratedReader steps(element, past);
     for (size_t i = 0; i < parts.size(); i++) {
         const Decoded& part = parts[i];
         switch (part.codec) {
@@ -657,14 +600,44 @@ size_t decode(Element element, std::span<const Decoded> parts, bool past) {
             case Codec::kQ2:
                 if (!decode_quantized(element, part, past)) return i;
                 break;
+            case Codec::kEcsq:
+            case Codec::kCachegen:
+                if (!steps.add(part, i)) return steps.failed();
+                break;
             default:
                 return i;
         }
     }
-    return reader.flush() ? parts.size() : reader.failed();
+    if (!reader.flush()) return reader.failed();
+    return steps.flush() ? parts.size() : steps.failed();
 }
 
 }  // namespace
+
+const Kernels& kernels() {
+#if KVTIER_X86
+    switch (codec_choice().level()) {
+        case Level::kVbmi:
+            return kKernelsVbmi;
+        case Level::kAvx2:
+            return kKernelsAvx2;
+        default:
+            break;
+    }
+#endif
+    return kPlain;
+}
+
+void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) {
+    std::memset(&table, 0, sizeof table);
+    uint32_t start = 0;
+    for (size_t i = 0; i < symbols; i++) {
+        const Symbol symbol = symbol_of(frequencies[i], start);
+        table.reciprocal[i] = symbol.reciprocal;
+        table.packed[i] = symbol.frequency | symbol.bias << 9 | symbol.shift << 20;
+        start += frequencies[i];
+    }
+}
 
 size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out) {
     size_t total = 0;
@@ -676,6 +649,8 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
         for (size_t i = 0; i < parts.size(); i++)
             writer.add(parts[i], ahead(parts, i, kInTogether));
         at = writer.finish();
+    } else if (calibrated(codec)) {
+        at = encode_calibrated(codec, element, parts, past, out);
     } else {
         for (size_t i = 0; i < parts.size(); i++) {
             Encoded& part = parts[i];

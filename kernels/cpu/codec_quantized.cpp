@@ -322,7 +322,7 @@ KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels
 }
 #endif
 
-const LevelKernels& kernels() {
+const LevelKernels& level() {
 #if KVTIER_X86
     switch (codec_choice().level()) {
         case Level::kVbmi:
@@ -430,7 +430,7 @@ class Packer {
 
  private:
     void put(size_t units) {
-        const LevelKernels& by = kernels();
+        const LevelKernels& by = level();
         const uint8_t* from = kept_.packed.data();
         if (bits_ == 8) {
             from = kept_.codes.data();
@@ -469,7 +469,7 @@ class Unpacker {
         std::memmove(codes, codes + taken_, held_);
         taken_ = count;
         if (held_ < count) {
-            const LevelKernels& by = kernels();
+            const LevelKernels& by = level();
             const size_t units = (count - held_ + kUnit - 1) / kUnit;
             (bits_ == 4 ? by.unpack4 : by.unpack2)(in_, units, codes + held_);
             in_ += units * kUnit * bits_ / 8;
@@ -543,7 +543,7 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past,
     Scratch& kept = scratch(plan);
     uint8_t* params = out + kQuantizedHeader;
     Packer packer(plan, past, kept, params + plan.params);
-    const TypeKernels& by = kernels().types[plan.type];
+    const TypeKernels& by = level().types[plan.type];
     const Grid& grid = plan.grid;
     const uint8_t* in = part.raw;
     for (size_t row = 0; row < plan.rows;) {
@@ -596,7 +596,7 @@ bool decode_quantized(Element is, const Decoded& part, bool past) {
     Scratch& kept = scratch(plan);
     const uint8_t* params = from + kQuantizedHeader;
     Unpacker unpacker(plan, kept, params + plan.params);
-    const TypeKernels& by = kernels().types[plan.type];
+    const TypeKernels& by = level().types[plan.type];
     uint8_t* out = part.raw;
     for (size_t row = 0; row < plan.rows;) {
         const size_t span = plan.span(row);

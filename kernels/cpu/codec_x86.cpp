@@ -369,7 +369,7 @@ KVTIER_VBMI void encode512(Encoder* const* streams, size_t rows) {
         codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
         next[s] = streams[s]->next;
     }
-    for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+    for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
             codes[s] -= kLanes;
@@ -426,7 +426,7 @@ KVTIER_VBMI void decode512(Decoder* const* streams, size_t rows) {
         codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
         next[s] = streams[s]->next;
     }
-    for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+    for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
             const __mmask16 hungry_low = give_out(low[s], *tables[s], codes[s]);
@@ -815,7 +815,7 @@ KVTIER_AVX2 void encode256(Encoder* const* streams, size_t count, size_t rows) {
         for (size_t part = 0; part < 4; part++) state[part] = half(stream.state + 8 * part);
         const uint8_t* codes = stream.codes;
         uint16_t* words = stream.words;
-        for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+        for (size_t row = 0; row < rows; row++) {
             codes -= kLanes;
             _Pragma("GCC unroll 4") for (size_t part = 4; part-- > 0;) {
                 state[part] = take_in8(state[part], codes + 8 * part, *stream.table, words);
@@ -905,7 +905,7 @@ KVTIER_AVX2 void decode256(Decoder* const* streams, size_t rows) {
         codes[s] = streams[s]->codes, words[s] = streams[s]->words, tables[s] = streams[s]->table;
         next[s] = streams[s]->next;
     }
-    for (size_t row = 0; row < rows * (kRow / kLanes); row++) {
+    for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
             give_out256(state[s], *tables[s], codes[s], words[s]);

@@ -251,6 +251,46 @@ def decode_parts(
     the GIL. Returns how many there are, or the number of one that is damaged; then what lies in `into`
     means nothing. Never reads outside of the payload or writes outside of `into`."""
 
+@final
+class Calibration:
+    """One level of ecsq (7) or cachegen (8) for some parts. A rope is its turns, 8 bytes a pair of channels,
+    and whether pairs are neighbours; a part is its heads, their channels, how many of those are exact, its
+    rope or -1, means (float32), anchors' exponents, exponents and table. ValueError where they don't fit
+    together."""
+
+    def __init__(
+        self,
+        codec: int,
+        level: int,
+        group_tokens: int,
+        ropes: Sequence[tuple[bytes, bool]],
+        parts: Sequence[tuple[int, int, int, int, bytes, bytes, bytes, bytes]],
+    ) -> None: ...
+
+def encode_calibrated(
+    by: Calibration,
+    element: int,
+    block: _Memory,
+    sizes: Sequence[tuple[int, int]],
+    heads_first: bool,
+    position: int,
+    into: _Memory,
+) -> list[tuple[int, int]]:
+    """As `encode_parts`, of parts given by their number in the calibration, or -1, and their bytes;
+    `position` is that of the first token. With `heads_first` each head's tokens follow one another, else each
+    token's heads. A part that is not made up so is kept raw, and so is one without a number."""
+
+def decode_calibrated(
+    by: Calibration,
+    element: int,
+    payload: _Memory,
+    places: Sequence[tuple[int, int, int, int, int]],
+    heads_first: bool,
+    into: _Memory,
+) -> int:
+    """As `decode_parts`, of parts given by their number in the calibration, or -1, codec, offset, bytes and
+    raw bytes."""
+
 def split_planes(width: int, src: _Memory, dst: _Memory) -> None:
     """Rotates elements of 1, 2 or 4 bytes left by a bit and puts bytes of like weight together, without the
     GIL, the lowest first."""

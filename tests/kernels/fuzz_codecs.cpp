@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "codec/calibration.h"
 #include "codec/codec.h"
 
 using namespace kvtier;
@@ -29,10 +30,15 @@ class Fuzz {
     void round(size_t times) {
         const auto& levels = codec_choice().levels();
         codec_choice().choose(levels[below(levels.size())]);
-        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32, Codec::kQ8, Codec::kQ4, Codec::kQ2};
-        const Codec codec = kCodecs[below(5)];
+        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32,  Codec::kQ8,      Codec::kQ4,
+                                     Codec::kQ2,   Codec::kEcsq, Codec::kCachegen};
+        // The two that have most ways of their own as often as all others.
+        const Codec codec = kCodecs[below(2) == 0 ? 5 + below(2) : below(5)];
         const auto element = static_cast<Element>(below(kElements));
-        const size_t heads = 1 + below(3), head = 1 + below(90), rows = 1 + below(60);
+        const size_t heads = 1 + below(3), head = 1 + below(90);
+        // Now and then so many that they go past the caches.
+        const bool large = below(400) == 0;
+        const size_t rows = large ? (size_t{1} << 20) / heads / head + 1 : 1 + below(60);
         const Grid grid = {static_cast<uint32_t>(rows), static_cast<uint32_t>(heads * head),
                            static_cast<uint32_t>(head), below(2) == 0};
         const size_t width = element == Element::kFp32 ? 4 : element <= Element::kFp16 ? 2 : 1;
@@ -40,7 +46,10 @@ class Fuzz {
         const size_t many = codec == Codec::kR32 && below(20) == 0 ? 40000 : 0;
         const Exactly raw((rows * heads * head + many) * width + (odd ? below(4) : 0));
         fill(raw, width);
-        std::vector<Encoded> parts = {{raw.at.get(), raw.size, Codec::kRaw, 0, grid}};
+        channels_ = calibrated(codec) ? &known(codec, heads, head) : nullptr;
+        heads_first_ = below(2) == 0;
+        std::vector<Encoded> parts = {{raw.at.get(), raw.size, Codec::kRaw, 0, grid, channels_,
+                                       heads_first_, static_cast<uint32_t>(chance_())}};
         Exactly room(raw.size);
         const size_t nbytes = encode(codec, element, parts, room.at.get());
         if (!decodes(element, parts[0].codec, room.at.get(), nbytes, raw)) fail("is not decoded");
@@ -48,6 +57,7 @@ class Fuzz {
             std::memcmp(back_.data(), raw.at.get(), raw.size) != 0) {
             fail("comes back as something else");
         }
+        if (large) times = 2;
         for (size_t i = 0; i < times; i++) {
             std::vector<uint8_t> text(room.at.get(), room.at.get() + nbytes);
             damage(text);
@@ -69,6 +79,30 @@ class Fuzz {
         std::abort();
     }
 
+    // What a profile might say of such a part.
+    const Channels& known(Codec codec, size_t heads, size_t head) {
+        const size_t exact = below(4) == 0 ? below(head) : 0, coded = head - exact;
+        std::shared_ptr<const Rope> rope;
+        if (coded > 1 && below(3) != 0) {
+            std::vector<uint64_t> turns(1 + below(coded / 2));
+            for (uint64_t& turn : turns) turn = chance_();
+            rope = std::make_shared<const Rope>(std::move(turns), below(2) == 0);
+        }
+        const std::vector<float> means(heads * coded, 0.25F);
+        std::vector<uint8_t> exponents(heads * coded), anchors(heads * coded);
+        for (uint8_t& exponent : exponents) exponent = static_cast<uint8_t>(100 + below(60));
+        for (uint8_t& exponent : anchors) exponent = static_cast<uint8_t>(90 + below(40));
+        const size_t symbols = 4 + 2 * below(15);
+        std::vector<uint8_t> table(symbols, 1);
+        for (size_t left = kScale - symbols; left != 0; left--) table[below(symbols)]++;
+        made_ = std::make_unique<Channels>(
+            codec, below(3), 1 + below(20),
+            Channels::Said{heads, head, exact, rope, means.data(), means.size(), anchors.data(),
+                           exponents.data(), table.data(), anchors.size(), exponents.size(),
+                           symbols});
+        return *made_;
+    }
+
     // Near to normal, with exponents that repeat; now and then anything at all.
     void fill(const Exactly& raw, size_t width) {
         const bool wild = below(12) == 0;
@@ -82,7 +116,8 @@ class Fuzz {
     bool decodes(Element element, Codec codec, const uint8_t* text, size_t nbytes,
                  const Exactly& raw) {
         const Exactly back(raw.size);
-        const Decoded part = {text, nbytes, codec, back.at.get(), raw.size};
+        const Decoded part = {text,     nbytes,    codec,       back.at.get(),
+                              raw.size, channels_, heads_first_};
         const bool sound = decode(element, {&part, 1}) == 1;
         back_.assign(back.at.get(), back.at.get() + raw.size);
         return sound;
@@ -130,6 +165,9 @@ class Fuzz {
 
     std::mt19937_64 chance_;
     std::vector<uint8_t> back_;
+    std::unique_ptr<Channels> made_;
+    const Channels* channels_ = nullptr;
+    bool heads_first_ = false;
 };
 
 }  // namespace

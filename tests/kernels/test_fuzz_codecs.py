@@ -14,6 +14,7 @@ SOURCES = (
     "codec",
     "codec_x86",
     "codec_quantized",
+    "codec_calibrated",
     "copy",
     "copy_x86",
     "cpu",

@@ -11,7 +11,19 @@
 namespace kvtier::codec {
 
 // As frames number them; 3 is none of ours.
-enum class Codec : uint8_t { kRaw = 0, kFix4 = 1, kR32 = 2, kQ8 = 4, kQ4 = 5, kQ2 = 6 };
+enum class Codec : uint8_t {
+    kRaw = 0,
+    kFix4 = 1,
+    kR32 = 2,
+    kQ8 = 4,
+    kQ4 = 5,
+    kQ2 = 6,
+    kEcsq = 7,
+    kCachegen = 8
+};
+// Whether a codec wants to be told of a part's channels.
+constexpr bool calibrated(Codec codec) { return codec >= Codec::kEcsq; }
+struct Channels;  // calibration.h
 
 // How a part's elements lie, for codecs that look at channels: matrices of so many rows, a token
 // each. Without rows it is not known.
@@ -28,6 +40,10 @@ struct Encoded {
     Codec codec;   // filled in
     size_t bytes;  // filled in
     Grid grid = {};
+    // For codecs that are calibrated; without channels a part is raw.
+    const Channels* channels = nullptr;
+    bool heads_first = false;  // each head's tokens follow one another; else each token's heads
+    uint32_t position = 0;     // of the first token
 };
 struct Decoded {
     const uint8_t* from;
@@ -35,6 +51,8 @@ struct Decoded {
     Codec codec;
     uint8_t* raw;
     size_t raw_bytes;
+    const Channels* channels = nullptr;
+    bool heads_first = false;
 };
 
 // The most that a part of so many bytes takes: what does not shrink is kept as it is.
@@ -108,12 +126,16 @@ inline constexpr size_t kNoRoom = ~size_t{0};
 
 struct Kernels {
     RowKernels rows[kElements];
-    // One, two or four streams by so many rows.
+    // One, two or four streams by so many rows of lanes.
     void (*encode)(Encoder* const* streams, size_t count, size_t rows);
     void (*decode)(Decoder* const* streams, size_t count, size_t rows);
     // From frequencies that sum to 256.
     void (*table)(const uint8_t* frequencies, DecodeTable& table);
 };
+
+// Those of the level that is chosen.
+const Kernels& kernels();
+void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table);
 
 #if KVTIER_X86
 extern const Kernels kKernelsAvx2, kKernelsVbmi;

@@ -1,9 +1,12 @@
 // What the codecs' files share: how numbers and whole pieces are written.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <span>
 
 #include "codec/codec.h"
 #include "copy.h"
@@ -28,9 +31,69 @@ inline void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool past) {
     std::memcpy(to, from, nbytes);
 }
 
+inline size_t keep_raw(Encoded& part, uint8_t* out) {
+    std::memcpy(out, part.raw, part.raw_bytes);
+    part.codec = Codec::kRaw;
+    part.bytes = part.raw_bytes;
+    return part.bytes;
+}
+
+// Where the bytes lie that are needed so many parts later: asked for while this part is encoded.
+// Where rows of it are counted those lie apart, so each of them would be waited for.
+inline const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t later) {
+    const bool alike = i + later < parts.size() && parts[i + later].raw_bytes >= parts[i].raw_bytes;
+    return parts[alike ? i + later : i].raw;
+}
+
+// The most words of a stream: no symbol takes more than 8 bits, and a state that took a word is at
+// least 2^23, so that it takes none with the next symbol, whatever the words are.
+constexpr size_t words_most(size_t symbols) { return symbols / 2 + kLanes; }
+inline constexpr size_t kStreamWords = words_most(kStreamRows * kRow);
+
+// Moves all streams to their ends: side by side for as long as each has rows, then what is left of
+// each.
+template <typename Stream, typename Advance>
+void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
+    size_t done = 0;
+    if (count == 4 || count == 2) {
+        done = *std::min_element(rows, rows + count);
+        by(streams, count, done);
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i] != done) by(streams + i, 1, rows[i] - done);
+    }
+}
+
 // The encoded size, or kNoRoom where that would not be less than the part's, or not be possible.
 size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past, uint8_t* out);
 // False if the part is damaged.
 bool decode_quantized(Element is, const Decoded& part, bool past);
+
+// Writes the parts one after the other; returns where they end.
+uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool past,
+                           uint8_t* out);
+
+// Reads parts of the calibrated codecs, whose streams come out side by side. Keeps the list's parts
+// until they are flushed.
+class CalibratedReader {
+ public:
+    CalibratedReader(Element is, bool past) : is_(is), past_(past) {}
+
+    // False if this part, or one before it, is damaged: `failed` says which.
+    bool add(const Decoded& part, size_t number);
+    bool flush();
+    size_t failed() const { return failed_; }
+
+ private:
+    struct Kept;
+
+    bool fail(size_t number);
+
+    Element is_;
+    bool past_;
+    Kept* kept_ = nullptr;
+    size_t waiting_ = 0;
+    size_t failed_ = 0;
+};
 
 }  // namespace kvtier::codec
