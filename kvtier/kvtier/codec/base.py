@@ -13,7 +13,7 @@ from kvtier_kernels import decode_parts, encode_parts
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FIX4, R32, ZSTD, Q8, Q4, Q2 = 1, 2, 3, 4, 5, 6
+FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN = 1, 2, 3, 4, 5, 6, 7, 8
 # As the kernels number them; other types have no exponent to encode.
 ELEMENTS = {
     "bfloat16": 0,
@@ -50,11 +50,13 @@ class Codec(Protocol):
         dtype: str,
         into: Buffer,
         grids: Sequence[Grid] = (),
+        position: int = 0,
     ) -> tuple[Entry, ...]:
         """Writes the parts, which make up the block in their order (`raw.entries`), one after the other to
         the front of `into`, which has room for the bound. Returns their entries, the last of which says where
         the payload ends; their digests are still to come. A part that does not shrink is raw. Grids, if
-        there are any, are one for each part."""
+        there are any, are one for each part; `position` is the first token's, where that is known: of a
+        wrong one K costs more bits."""
 
     def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
         """Writes what these entries hold, one, some or all, one after the other to the front of `into`.
@@ -81,6 +83,7 @@ class Native:
         dtype: str,
         into: Buffer,
         grids: Sequence[Grid] = (),
+        position: int = 0,
     ) -> tuple[Entry, ...]:
         number = self.number if dtype in ELEMENTS else RAW
         sizes = [part.raw_bytes for part in parts]

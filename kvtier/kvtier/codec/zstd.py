@@ -46,6 +46,7 @@ class Zstd:
         dtype: str,
         into: Buffer,
         grids: Sequence[Grid] = (),
+        position: int = 0,
     ) -> tuple[Entry, ...]:
         compressor = zstandard.ZstdCompressor(level=LEVEL)
         whole, target = memoryview(block).cast("B"), memoryview(into).cast("B")
