@@ -1,10 +1,11 @@
 """The codecs beside memcpy and zstd in one run: bits an element, errors, and GB/s of raw bytes on one core.
 
 `--model PATH` measures on the K and V of a Llama-like checkpoint, made by a forward pass; without it on
-normal values with deviations of their own for each channel. A part is 256 tokens of 128 channels. Timed are
-the kernels, as native workers call them, a block at a time, and another block's copy beside each; checked is
-the codec. Times are the thread's own, which another process on its core does not lengthen; memcpy's buffers
-are those of the codec, larger than the caches.
+normal values with deviations of their own for each channel. ecsq and cachegen go by `--profile FILE`, made of
+that model by `kvtier calibrate`, or by one made here of the deviations alone. A part is 256 tokens of 128
+channels. Timed are the kernels, as native workers call them, a block at a time, and another block's copy
+beside each; checked is the codec. Times are the thread's own, which another process on its core does not
+lengthen; memcpy's buffers are those of the codec, larger than the caches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import zstandard
@@ -24,7 +26,10 @@ import harness
 import kvtier_kernels as kernels
 from harness import Arm, Row
 from kv import Floats, Llama, bf16, exponent_bits, synthetic, wide
+from kvtier.codec import cachegen, ecsq
+from kvtier.codec import profile as profiles
 from kvtier.codec.base import ELEMENTS, Codec
+from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.frame import Entry
 from kvtier.codec.grid import Grid
 from kvtier.codec.known import BY_NAME
@@ -33,7 +38,11 @@ from kvtier.layout import DTYPE_BYTES
 MIB = 1 << 20
 TOKENS, CHANNELS, HEAD = 256, 128, 64
 PART = TOKENS * CHANNELS
-LAYERS = 24  # what is moved at once: 3 MiB of bf16
+LAYERS = (
+    24  # what is moved at once: 3 MiB of bf16; of a model, as many times all layers as they hold
+)
+RUN = 4  # blocks of a sequence
+THETA = 10_000.0
 # Of memcpy (encode, decode) and of zstd-1, for bf16 with the widest instructions; AVX2's decode of zstd-1's.
 OF_MEMCPY = {
     "fix4": (0.85, 0.85),
@@ -44,37 +53,99 @@ OF_MEMCPY = {
 }
 OF_ZSTD = {("r32", "avx512vbmi"): (4.0, 3.5), ("r32", "avx2"): (None, 1.6)}
 RATIO = {"fix4": 1.33, "r32": 1.48, "q8": 1.95, "q4": 3.6}
+# GB/s, and how much smaller a model's own profile makes it (its errors are bench_quality's).
+RATES = {"ecsq": (2.5, 4.5), "cachegen": (1.5, 3.0)}
+SMALLER = {
+    "ecsq-hi": 4.4, "ecsq-mid": 5.5, "ecsq-lo": 6.8, "cachegen-hi": 3.8, "cachegen-mid": 4.5,
+}  # fmt: skip
+CALIBRATED = [
+    *(f"ecsq-{level}" for level in profiles.ECSQ_LEVELS),
+    *(f"cachegen-{level}" for level in profiles.CACHEGEN_LEVELS),
+]
 # Relative errors of K and V, as the small model's were measured.
 ERROR = {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5)}
 
 
-def real(path: Path, text: Path | None, blocks: int) -> Floats:
-    """K and V of so many blocks of consecutive tokens, layer by layer in each."""
+def real(path: Path, text: Path | None, sequences: int) -> Floats:
+    """K and V of consecutive tokens, block by block: of as many sequences as fill what is moved at once the
+    first 256 tokens, all layers of each; then the next 256."""
     model = Llama(path)
     source = text or next(iter(sorted(path.glob("*.txt"))))
     letters = source.read_text()
-    found = []
-    for number in range(-(-blocks // 4)):
-        tokens = model.tokens(letters[number * 40_000 :], 4 * TOKENS)
-        assert len(tokens) == 4 * TOKENS, f"{source} is too short for {blocks} blocks"
-        parts = [part for layer in model.kv(tokens) for part in layer]
-        for first in range(0, 4 * TOKENS, TOKENS):
-            found += [part[first : first + TOKENS].reshape(-1) for part in parts]
+    layers, found = model.config["num_hidden_layers"], []
+    at_once = max(1, LAYERS // layers)
+    for group in range(-(-sequences // at_once)):
+        read = []
+        for number in range(group * at_once, (group + 1) * at_once):
+            tokens = model.tokens(letters[number * 40_000 :], RUN * TOKENS)
+            assert len(tokens) == RUN * TOKENS, f"{source} is too short for {sequences} sequences"
+            read.append([part for layer in model.kv(tokens) for part in layer])
+        for first in range(0, RUN * TOKENS, TOKENS):
+            found += [part[first : first + TOKENS].reshape(-1) for parts in read for part in parts]
     return np.concatenate(found)
 
 
-def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, bytes]]:
-    """Name, type and bytes of what is encoded: some MiB, repeated."""
+def fitted(values: Floats) -> profiles.Profile:
+    """A profile of one layer for values like these: shares of each channel's deviation as steps, for K of
+    each pair's that RoPE turns, and tables as normal values have them."""
+    kinds = values.reshape(-1, 2, TOKENS, CHANNELS)
+    parts = []
+    for kind in (0, 1):
+        rows = kinds[:, kind].reshape(-1, CHANNELS)
+        mean, deviation = rows.mean(0) * kind, rows.std(0)
+        if kind == 0:
+            pairs = np.mean(deviation.reshape(-1, 2, HEAD // 2) ** 2, axis=1, keepdims=True) ** 0.5
+            deviation = np.repeat(pairs, 2, axis=1).reshape(-1)
+        levels = {
+            codec: tuple(
+                profiles.Level(_exponents(deviation * np.float32(share)), _table(spread / share))
+                for share in shares
+            )
+            for codec, spread, shares in (
+                ("ecsq", 1.0, (0.25, 0.45, 0.7)), ("cachegen", 2**0.5, (0.35, 0.6, 0.95)),
+            )
+        }  # fmt: skip
+        parts.append(
+            profiles.Part(
+                CHANNELS // HEAD, HEAD, 0, -kind, mean.astype("<f4").tobytes(), levels["ecsq"],
+                _exponents(deviation / 32), levels["cachegen"],
+            )
+        )  # fmt: skip
+    angles = THETA ** (-np.arange(HEAD // 2) / (HEAD // 2))
+    turns = np.rint(angles / (2 * np.pi) * 2.0**64).astype("<u8").tobytes()
+    rope = profiles.Rope(turns, False, THETA, "default")
+    one = profiles.Profile("drawn", "", "bfloat16", len(values), 10, (rope,), (tuple(parts),))
+    profiles.check(one)
+    return one
+
+
+def _exponents(steps: Floats) -> bytes:
+    return np.clip(np.rint(160 + 8 * np.log2(steps)), 0, 255).astype(np.uint8).tobytes()
+
+
+def _table(deviation: float) -> bytes:
+    """Of normal numbers of steps."""
+    reach = min(15, max(1, int(4 * deviation)))
+    density = np.exp(-0.5 * (np.arange(-reach, reach + 1) / deviation) ** 2)
+    shares = np.maximum(1, np.floor(density / density.sum() * 250)).astype(int)
+    shares[reach] += 255 - shares.sum()
+    return bytes([*shares.tolist(), 1])
+
+
+def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, bytes, profiles.Profile]]:
+    """Name, type and bytes of what is encoded, some MiB, repeated; and what is known of it."""
     name, values = "drawn", synthetic(LAYERS * 2 * PART * 4)
     if arguments.model:
-        name, values = "real", real(arguments.model, arguments.text, 32)
+        name, values = "real", real(arguments.model, arguments.text, 8)
+    said: Path | None = arguments.profile
+    profile = profiles.decode(said.read_bytes()) if said else fitted(values)
     print(f"{name}: {exponent_bits(bf16(values)):.2f} bits of exponent in all")
-    yield name, "bfloat16", bf16(values).tobytes()
-    yield name, "float16", values.astype(np.float16).tobytes()
-    yield name, "float32", values.tobytes()
+    yield name, "bfloat16", bf16(values).tobytes(), profile
+    yield name, "float16", values.astype(np.float16).tobytes(), profile
+    yield name, "float32", values.tobytes(), profile
     half = values.astype(np.float16).view(np.uint16)
-    yield name, "float8_e5m2", (half + 0x80 >> 8).astype(np.uint8).tobytes()
-    yield name, "float8_e4m3fn", e4m3(values)
+    yield name, "float8_e5m2", (half + 0x80 >> 8).astype(np.uint8).tobytes(), profile
+    yield name, "float8_e4m3fn", e4m3(values), profile
 
 
 def e4m3(values: Floats) -> bytes:
@@ -108,9 +179,10 @@ def on_pages(nbytes: int) -> memoryview:
 class Work:
     """Blocks of one input, to be encoded and decoded by one codec."""
 
-    def __init__(self, dtype: str, data: bytes, mib: int) -> None:
+    def __init__(self, dtype: str, data: bytes, mib: int, layers: int) -> None:
         self.dtype = dtype
-        self.block_bytes = LAYERS * 2 * PART * DTYPE_BYTES[dtype]
+        self.layers = max(1, LAYERS // layers) * layers
+        self.block_bytes = self.layers * 2 * PART * DTYPE_BYTES[dtype]
         whole = len(data) // self.block_bytes * self.block_bytes
         times = max(1, mib * MIB // whole)
         self.raw = on_pages(whole * times)
@@ -119,10 +191,13 @@ class Work:
         self.packed = on_pages(len(self.raw))
         self.places = range(0, len(self.raw), self.block_bytes)
         self.parts = entries(self.block_bytes, dtype)
-        self.grids = [Grid(TOKENS, CHANNELS, HEAD, by_token) for by_token in (False, True)] * LAYERS
+        self.grids = [
+            Grid(TOKENS, CHANNELS, HEAD, by_token) for by_token in (False, True)
+        ] * self.layers
         self.errors: tuple[float, ...] = ()
         self.found: list[tuple[Entry, ...]] = []
         self.lists: list[list[tuple[int, int, int, int]]] = []
+        self.known: list[list[tuple[int, int, int, int, int]]] = []
 
     def block(self, of: memoryview, at: int) -> memoryview:
         return of[at : at + self.block_bytes]
@@ -135,29 +210,50 @@ class Work:
     def encode(self, codec: Codec, number: int) -> None:
         at = self.places[number]
         block, into = self.block(self.raw, at), self.block(self.packed, at)
-        if codec.name in OF_MEMCPY:
+        if isinstance(codec, Calibrated):
+            numbered = [(codec.number_of(part), part.raw_bytes) for part in self.parts]
+            position = self.position(number)
+            kernels.encode_calibrated(
+                codec.calibration, ELEMENTS[self.dtype], block, numbered, False, position, into
+            )
+        elif codec.name in OF_MEMCPY:
             sizes = [part.raw_bytes for part in self.parts]
             lies = [(one.rows, one.channels, one.head, one.by_token) for one in self.grids]
             kernels.encode_parts(codec.number, ELEMENTS[self.dtype], block, sizes, into, lies)
         else:
             codec.encode(block, self.parts, self.dtype, into, self.grids)
 
+    def position(self, number: int) -> int:
+        return number % RUN * TOKENS
+
     def decode(self, codec: Codec, number: int) -> None:
         at = self.places[number]
         packed, into = self.block(self.packed, at), self.block(self.out, at)
-        if codec.name in OF_MEMCPY:
-            found = self.lists[number]
-            assert kernels.decode_parts(ELEMENTS[self.dtype], packed, found, into) == len(found)
+        if isinstance(codec, Calibrated):
+            known = self.known[number]
+            found = kernels.decode_calibrated(
+                codec.calibration, ELEMENTS[self.dtype], packed, known, False, into
+            )
+            assert found == len(known)
+        elif codec.name in OF_MEMCPY:
+            places = self.lists[number]
+            assert kernels.decode_parts(ELEMENTS[self.dtype], packed, places, into) == len(places)
         else:
             codec.decode(packed, self.found[number], self.dtype, into)
 
     def encode_entries(self, codec: Codec) -> None:
         self.found = [
             codec.encode(
-                self.block(self.raw, at), self.parts, self.dtype, self.block(self.packed, at), self.grids
+                self.block(self.raw, at), self.parts, self.dtype, self.block(self.packed, at), self.grids,
+                self.position(number),
             )
-            for at in self.places
+            for number, at in enumerate(self.places)
         ]  # fmt: skip
+        if isinstance(codec, Calibrated):
+            self.known = [
+                [(codec.number_of(one), one.codec, one.offset, one.nbytes, one.raw_bytes) for one in found]
+                for found in self.found
+            ]  # fmt: skip
         self.lists = [
             [(one.codec, one.offset, one.nbytes, one.raw_bytes) for one in found]
             for found in self.found
@@ -174,7 +270,7 @@ class Work:
         self.decode_entries(codec)
         if codec.lossy and self.dtype in ("bfloat16", "float16", "float32"):
             self.errors = self._errors()
-            bars = ERROR[codec.name]
+            bars = ERROR.get(codec.name, (0.7, 0.7))
             assert all(found <= bar for found, bar in zip(self.errors, bars, strict=True)), (
                 self.errors
             )
@@ -259,6 +355,11 @@ def ways(
             one,
             copy,
         )
+        rates = RATES.get(codec.name.partition("-")[0])
+        if rates and bf16 and level == best:
+            speed = len(work.raw) / 1e9 / median(one.seconds)
+            name_of_row = f"{name} {codec.name} {level} {way}"
+            yield harness.at_least(name_of_row, speed, "GB/s", rates[way == "decode"])
         if of_zstd or level == best:
             found, one, theirs = ratios(run, other, blocks, max(3, rounds // 3))
             yield harness.ratio_row(
@@ -271,21 +372,27 @@ def ways(
             )
 
 
+def calibrated(name: str, profile: profiles.Profile, layers: list[int]) -> Codec:
+    codec, _, level = name.partition("-")
+    make = {"ecsq": ecsq.codec, "cachegen": cachegen.codec}[codec]
+    return make(profile, level, layers=layers)
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     levels = kernels.implementations("codec")
-    for source, dtype, data in inputs(arguments):
-        work = Work(dtype, data, arguments.mib)
+    for source, dtype, data, profile in inputs(arguments):
+        work = Work(dtype, data, arguments.mib, len(profile.layers))
+        layers = [number % len(profile.layers) for number in range(work.layers)]
         plain, name = Plain(work), f"{source} {dtype}"
         plain.encode_all()
         bits = 8 * DTYPE_BYTES[dtype]
         ratio = len(work.raw) / sum(map(len, plain.texts))
         yield Row(f"{name} zstd-1 ratio", ratio, "x", more={"bits/element": bits / ratio})
-        for codec in BY_NAME.values():
-            if codec.name not in arguments.codecs:
-                continue
+        for asked in arguments.codecs:
+            codec = BY_NAME.get(asked) or calibrated(asked, profile, layers)
             if codec.lossy and dtype.startswith("float8"):
                 continue
-            native = codec.name in OF_MEMCPY
+            native = codec.name in OF_MEMCPY or isinstance(codec, Calibrated)
             for level in levels if native else levels[:1]:
                 kernels.force("codec", level)
                 ratio = work.check(codec)
@@ -294,6 +401,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                     if codec.lossy:
                         more |= dict(zip(("error of K", "error of V"), work.errors, strict=True))
                     bar = RATIO.get(codec.name) if dtype == "bfloat16" else None
+                    if arguments.profile and dtype == "bfloat16":
+                        bar = SMALLER.get(codec.name, bar)
                     row = harness.at_least(
                         f"{name} {codec.name} ratio", ratio, "x", bar or 0, **more
                     )
@@ -307,9 +416,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a Llama-like checkpoint in bf16")
     parser.add_argument("--text", type=Path, help="what it reads; else a text file beside it")
+    parser.add_argument("--profile", type=Path, help="of the model, by `kvtier calibrate`")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=harness.ROUNDS)
-    parser.add_argument("--codecs", nargs="+", default=list(BY_NAME)[1:])
+    parser.add_argument("--codecs", nargs="+", default=[*BY_NAME, *CALIBRATED][1:])
     parser.add_argument("--out")
     arguments = parser.parse_args()
     probes = [harness.noise()]
