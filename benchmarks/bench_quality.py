@@ -26,10 +26,13 @@ import harness
 from draw_quality import drawn
 from harness import Row
 from kv import bf16, wide
+from kvtier.codec import cachegen, ecsq, q2, q4, q8
 from kvtier.codec import profile as files
+from kvtier.codec.base import Codec
+from kvtier.codec.frame import RAW, Entry
+from kvtier.codec.grid import Grid
 from kvtier_daemon.calibration.measuring import SEQUENCE, TRIALS, Trial, calibrate
 from kvtier_daemon.calibration.model import Cached, Model, chunks
-from kvtier_kernels.reference import lossy
 
 Floats = npt.NDArray[np.float32]
 K, V = 0, 1
@@ -129,50 +132,21 @@ class Released:
 # --- as we do it -------------------------------------------------------------------------------------
 
 
-class Calibrated:
-    """One level of ecsq or cachegen: real bytes, by the twins."""
+@dataclass
+class Ours:
+    """One of the product's codecs, each part a block: real bytes."""
 
-    def __init__(self, profile: files.Profile, codec: files.Name, level: str) -> None:
-        self.codec: files.Name = codec
-        self.level, self.profile = level, profile
-        self.number = files.ECSQ_LEVELS.index(level)
+    codec: Codec
 
     def __call__(self, x: Floats, layer: int, part: int, position: int) -> tuple[float, Floats]:
-        one = self.profile.layers[layer][part]
-        level = self.profile.level(self.codec, layer, part, self.level)
-        shape = lossy.Shape(one.heads, one.dim, one.exact_dims)
-        steps, table = _quantizer(level.exponents), list(level.table)
+        tokens, heads, dim = x.shape
         data = bf16(np.ascontiguousarray(x)).tobytes()
-        if self.codec == "ecsq":
-            rope = None
-            if one.rope >= 0:
-                said = self.profile.ropes[one.rope]
-                rope = lossy.Rope(np.frombuffer(said.turns, "<u8"), said.interleaved)
-            fixed = (
-                shape,
-                self.number,
-                np.frombuffer(one.means, "<f4"),
-                steps,
-                table,
-                rope,
-                lossy.BF16,
-            )
-            text = lossy.encode_ecsq(*fixed, position, data)
-            back = lossy.decode_ecsq(*fixed, text, len(data)) if text else data
-        else:
-            anchors, group = _quantizer(one.anchors), self.profile.group_tokens
-            how = shape, self.number, group, anchors, steps, table, lossy.BF16
-            text = lossy.encode_cachegen(*how, data)
-            back = lossy.decode_cachegen(*how, text, len(data)) if text else data
-        if text is None or len(text) >= len(data):
-            return len(data), x
-        return len(text), lossy.widened(lossy.BF16, back).reshape(x.shape)
-
-
-def _quantizer(exponents: bytes) -> lossy.Quantizer:
-    return lossy.Quantizer(
-        np.array(files.steps(exponents), "f4"), np.array(files.inverses(exponents), "f4")
-    )
+        back, text = bytearray(len(data)), bytearray(self.codec.bound(len(data)))
+        one = Entry(layer, part, RAW, 0, len(data), len(data))
+        grid = Grid(tokens, heads * dim, dim, part == V)
+        [entry] = self.codec.encode(data, [one], "bfloat16", text, [grid], position)
+        self.codec.decode(text, [entry], "bfloat16", back)
+        return entry.nbytes, wide(np.frombuffer(back, "<u2")).reshape(x.shape)
 
 
 # --- what it does ------------------------------------------------------------------------------------
@@ -219,9 +193,9 @@ class Found:
 
 def ways(profile: files.Profile) -> Iterator[tuple[str, Way]]:
     yield "raw", raw
-    yield "q8", Grouped(8, 256, 64)
-    yield "q4", Grouped(4, 256, 64)
-    yield "q2", Grouped(2, 256, 64)
+    yield "q8", Ours(q8.CODEC)
+    yield "q4", Ours(q4.CODEC)
+    yield "q2", Ours(q2.CODEC)
     yield "KIVI-4, groups of 32", Grouped(4, 32, 32)
     yield "KIVI-2, groups of 32", Grouped(2, 32, 32)
     yield "fp8 unscaled", Fp8(False)
@@ -229,9 +203,9 @@ def ways(profile: files.Profile) -> Iterator[tuple[str, Way]]:
     yield "CacheGen's code, 32 bins", Released(32)
     yield RELEASED, Released(16)
     for level in files.CACHEGEN_LEVELS:
-        yield f"cachegen-{level}", Calibrated(profile, "cachegen", level)
+        yield f"cachegen-{level}", Ours(cachegen.codec(profile, level))
     for level in files.ECSQ_LEVELS:
-        yield f"ecsq-{level}", Calibrated(profile, "ecsq", level)
+        yield f"ecsq-{level}", Ours(ecsq.codec(profile, level))
 
 
 def judged(name: str, found: Found, apart: float, change: float) -> list[Row]:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_quality as bench
 from draw_quality import drawn
+from kvtier.codec import ecsq, q2, q4, q8
 from kvtier.codec import profile as files
 from kvtier_daemon.calibration import measuring
 from profiles import profile_of
@@ -38,6 +39,9 @@ def values_of(seed: int = 0) -> bench.Floats:
         (bench.Grouped(8, 256, 64), (8 + 16 / 256, 8 + 16 / 64)),
         (bench.Grouped(4, 256, 64), (4 + 32 / 256, 4 + 32 / 64)),
         (bench.Grouped(2, 32, 32), (3, 3)),
+        (bench.Ours(q8.CODEC), (8 + 16 / 256 + 128 / N, 8 + 16 / 64 + 128 / N)),
+        (bench.Ours(q4.CODEC), (4 + 32 / 256 + 128 / N, 4 + 32 / 64 + 128 / N)),
+        (bench.Ours(q2.CODEC), (2 + 32 / 256 + 128 / N, 2 + 32 / 64 + 128 / N)),
         (bench.Fp8(False), (8, 8)),
         (bench.Fp8(True), (8 + 32 / N, 8 + 32 / N)),
     ],
@@ -87,9 +91,8 @@ def test_a_part_that_does_not_shrink_counts_as_raw() -> None:
     profile = profile_of(heads=2, dim=6)
     level = files.Level(bytes([160] * 12), bytes([64] * 4))
     part = msgspec.structs.replace(profile.layers[0][0], ecsq=(level,) * 3)
-    way = bench.Calibrated(
-        msgspec.structs.replace(profile, layers=((part,), *profile.layers[1:])), "ecsq", "hi"
-    )
+    profile = msgspec.structs.replace(profile, layers=((part,), *profile.layers[1:]))
+    way = bench.Ours(ecsq.codec(profile, "hi"))
     x = np.random.default_rng(0).standard_normal((600, 2, 6)).astype(np.float32)
     nbytes, back = way(bench.rounded(x), 0, 0, 0)
     assert nbytes < x.size and (back != x).any()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.codec import cachegen, ecsq
 from kvtier.codec import profile as files
 from kvtier.errors import ConfigError
 from kvtier_daemon.cli import main
@@ -206,9 +207,9 @@ def test_a_calibration_is_the_same_every_time_and_says_what_is_lost(
 def _check_what_was_said(
     path: Path, profile: files.Profile, levels: dict[str, Any], text: str
 ) -> None:
-    """The twins' real bytes lose what the report says."""
+    """The codecs' real bytes lose what the report says."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from bench_quality import Calibrated, Found
+    from bench_quality import Found, Ours
 
     model = Model(path, "cpu")
     ids = chunks(model.tokens(text), measuring.SEQUENCE, 5000 // measuring.SEQUENCE)
@@ -216,7 +217,8 @@ def _check_what_was_said(
     trial = measuring.Trial(model, ids[tried])
     for name, level in levels.items():
         codec, _, at = name.partition("-")
-        found = Found(Calibrated(profile, codec, at), 64)  # type: ignore[arg-type]
+        make = {"ecsq": ecsq.codec, "cachegen": cachegen.codec}[codec]
+        found = Found(Ours(make(profile, at)), 64)
         apart, change = trial.run(found.replace)
         assert abs(apart / level["divergence"] - 1) < 0.05
         assert abs(change - level["perplexity_change"]) < 2e-3
