@@ -48,6 +48,7 @@ HEADLINES = {
         " blocks found again after a kill",
     },
 }
+PICTURES = {"quality": "../benchmarks/results/quality.svg", "policy": "hit-rates.svg"}
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "value")
 SIZES = {1.0: "1%", 2.0: "2%", 5.0: "5%", 10.0: "10%", 20.0: "20%"}
 
@@ -97,6 +98,8 @@ def everything(found: dict[str, dict[str, Any]]) -> str:
             *(f"| {row['name']} | {measured(row)} | {row['bar']} |" for row in result["rows"]),
             "",
         ]
+        if name in PICTURES:
+            lines += [f"![{name}]({PICTURES[name]})", ""]
     return "\n".join(lines)
 
 
