@@ -152,7 +152,7 @@ def test_a_daemon_writes_no_more_than_its_days_share(
 
 def test_a_second_chance_is_for_a_quarter_of_what_is_written(tmp_path: Path) -> None:
     """Every block is wanted, so every one deserves it."""
-    tier = Cold(tmp_path, "threads")
+    tier = Cold(tmp_path, "threads", "raw")
     data = bytes(tier.block_bytes)
     for number in range(5 * tier.capacity_bytes // tier.block_bytes // 4):
         for part in range(4):  # all that a match asks for

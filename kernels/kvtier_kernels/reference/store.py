@@ -67,6 +67,11 @@ class Frame:
     flags: int
     spare: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes on disk."""
+        return (self.header_pages + -(-self.payload_bytes // PAGE)) * PAGE
+
     def pack(self) -> bytes:
         return FRAME.pack(
             self.segment, self.page, self.payload_bytes,
@@ -940,7 +945,7 @@ class Store:
             "blocks": blocks,
             "bytes": sizes,
             "framed_blocks": len(framed),
-            "framed_bytes": sum(frame.payload_bytes for frame in framed),
+            "framed_bytes": sum(frame.nbytes for frame in framed),
             "nodes": len(self._index),
             "ghosts": self._ghosts(),
             "capacity_bytes": capacity,
