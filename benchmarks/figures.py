@@ -47,6 +47,13 @@ HEADLINES = {
         "restart with 1,000,448 blocks on disk, killed: all found after, beyond fio's scan": "a million"
         " blocks found again after a kill",
     },
+    "ttft": {
+        "189M, tail of 128: warm hit, sync, ratio": "vLLM: a first token after a hit in memory, beside a hit"
+        " in the engine's own cache",
+        "asking with 64 requests waiting, p99": "vLLM: the scheduler asks for a hit, p99",
+        "32 requests at once on one cold prefix of 2048 tokens: TTFT p99 beside recompute's": "vLLM: 32 at"
+        " once on one prefix on disk, p99 of the first token beside recomputing it",
+    },
 }
 PICTURES = {"quality": "../benchmarks/results/quality.svg", "policy": "hit-rates.svg"}
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "value")
