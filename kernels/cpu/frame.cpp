@@ -196,7 +196,7 @@ void bind_frame(nb::module_& m) {
             }
             size_t found = 0;
             {
-                const nb::gil_scoped_release unlocked;
+                const Unlocked unlocked;
                 found = encode_frame(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
                                      to.data());
             }
@@ -215,7 +215,7 @@ void bind_frame(nb::module_& m) {
             const codec::Element is = codec::element_of(element);
             if (digest.size() != kDigestBytes) throw nb::value_error("digest: 16 bytes");
             const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());
-            const nb::gil_scoped_release unlocked;
+            const Unlocked unlocked;
             return decode_frame(is, text.data(), text.size(), bytes.data(), bytes.size(), expected,
                                 to.data(), to.size());
         },
