@@ -27,34 +27,36 @@ using Number = std::pair<uint32_t, size_t>;                  // codec, encoded b
 using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 using Place = std::tuple<uint32_t, size_t, size_t, size_t>;  // codec, offset, bytes, raw bytes
 
-std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle block,
-                                 const std::vector<size_t>& sizes, nb::handle into,
-                                 const std::vector<Lie>& grids) {
-    const Codec by = codec_of(codec);
-    const Element is = element_of(element);
+// What is read, and what is written to.
+struct Ends {
     Held from, to;
-    from.take(block, Access::kRead, Shape::kContiguous, "block");
-    to.take(into, Access::kWrite, Shape::kContiguous, "into");
-    std::vector<Encoded> parts;
-    parts.reserve(sizes.size());
-    if (!grids.empty() && grids.size() != sizes.size()) {
-        throw nb::value_error("grids: not one for each part");
+
+    Ends(nb::handle source, const char* name, nb::handle into) {
+        from.take(source, Access::kRead, Shape::kContiguous, name);
+        to.take(into, Access::kWrite, Shape::kContiguous, "into");
     }
+};
+
+// Encodes what lies one after the other in a block: `bytes_of` says how long each is, `fill` what
+// is known of it besides.
+template <typename Said, typename BytesOf, typename Fill>
+std::vector<Number> encode_all(Codec by, Element is, const Ends& ends,
+                               const std::vector<Said>& said, BytesOf bytes_of, Fill fill) {
+    std::vector<Encoded> parts;
+    parts.reserve(said.size());
     size_t at = 0;
-    for (const size_t size : sizes) {
-        if (size > from.size() - at) throw nb::value_error("sizes: more than the block has");
-        Encoded part = {from.data() + at, size, Codec::kRaw, 0};
-        if (!grids.empty()) {
-            const auto& [rows, channels, head, by_token] = grids[parts.size()];
-            part.grid = {rows, channels, head, by_token};
-        }
+    for (const Said& one : said) {
+        const size_t size = bytes_of(one);
+        if (size > ends.from.size() - at) throw nb::value_error("sizes: more than the block has");
+        Encoded part = {ends.from.data() + at, size, Codec::kRaw, 0};
+        fill(part, one, parts.size());
         parts.push_back(part);
         at += size;
     }
-    if (to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
+    if (ends.to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
     {
         const Unlocked unlocked;
-        encode(by, is, parts, to.data());
+        encode(by, is, parts, ends.to.data());
     }
     std::vector<Number> found;
     found.reserve(parts.size());
@@ -63,23 +65,53 @@ std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle bl
     return found;
 }
 
-size_t decode_parts(uint32_t element, nb::handle payload, const std::vector<Place>& places,
-                    nb::handle into) {
-    const Element is = element_of(element);
-    Held from, to;
-    from.take(payload, Access::kRead, Shape::kContiguous, "payload");
-    to.take(into, Access::kWrite, Shape::kContiguous, "into");
+// Decodes what lies at places that end as a Place does; `fill` says what is known of each besides.
+template <typename At, typename Fill>
+size_t decode_all(Element is, const Ends& ends, const std::vector<At>& places, Fill fill) {
+    constexpr size_t kFirst = std::tuple_size_v<At> - std::tuple_size_v<Place>;
     std::vector<Decoded> parts;
     parts.reserve(places.size());
     size_t at = 0;
-    for (const auto& [codec, offset, bytes, raw_bytes] : places) {
-        if (offset > from.size() || bytes > from.size() - offset) return parts.size();
-        if (raw_bytes > to.size() - at) throw nb::value_error("into: smaller than the parts");
-        parts.push_back({from.data() + offset, bytes, codec_of(codec), to.data() + at, raw_bytes});
+    for (const At& place : places) {
+        const size_t offset = std::get<kFirst + 1>(place), bytes = std::get<kFirst + 2>(place);
+        const size_t raw_bytes = std::get<kFirst + 3>(place);
+        if (offset > ends.from.size() || bytes > ends.from.size() - offset) return parts.size();
+        if (raw_bytes > ends.to.size() - at) throw nb::value_error("into: smaller than the parts");
+        Decoded part = {ends.from.data() + offset, bytes, Codec::kRaw, ends.to.data() + at,
+                        raw_bytes};
+        fill(part, place);
+        parts.push_back(part);
         at += raw_bytes;
     }
     const Unlocked unlocked;
     return decode(is, parts);
+}
+
+std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle block,
+                                 const std::vector<size_t>& sizes, nb::handle into,
+                                 const std::vector<Lie>& grids) {
+    const Codec by = codec_of(codec);
+    const Element is = element_of(element);
+    const Ends ends(block, "block", into);
+    if (!grids.empty() && grids.size() != sizes.size()) {
+        throw nb::value_error("grids: not one for each part");
+    }
+    return encode_all(
+        by, is, ends, sizes, [](size_t size) { return size; },
+        [&](Encoded& part, size_t, size_t i) {
+            if (grids.empty()) return;
+            const auto& [rows, channels, head, by_token] = grids[i];
+            part.grid = {rows, channels, head, by_token};
+        });
+}
+
+size_t decode_parts(uint32_t element, nb::handle payload, const std::vector<Place>& places,
+                    nb::handle into) {
+    const Element is = element_of(element);
+    const Ends ends(payload, "payload", into);
+    return decode_all(is, ends, places, [](Decoded& part, const Place& place) {
+        part.codec = codec_of(std::get<0>(place));
+    });
 }
 
 using Turns = std::pair<nb::bytes, bool>;  // 8 bytes a pair, interleaved
@@ -142,51 +174,29 @@ std::vector<Number> encode_calibrated_parts(const Calibration& by, uint32_t elem
                                             const std::vector<std::pair<int64_t, size_t>>& sizes,
                                             bool heads_first, uint32_t position, nb::handle into) {
     const Element is = element_of(element);
-    Held from, to;
-    from.take(block, Access::kRead, Shape::kContiguous, "block");
-    to.take(into, Access::kWrite, Shape::kContiguous, "into");
-    std::vector<Encoded> parts;
-    parts.reserve(sizes.size());
-    size_t at = 0;
-    for (const auto& [number, size] : sizes) {
-        if (size > from.size() - at) throw nb::value_error("sizes: more than the block has");
-        parts.push_back(
-            {from.data() + at, size, Codec::kRaw, 0, {}, by.part(number), heads_first, position});
-        at += size;
-    }
-    if (to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
-    {
-        const Unlocked unlocked;
-        encode(by.codec(), is, parts, to.data());
-    }
-    std::vector<Number> found;
-    found.reserve(parts.size());
-    for (const Encoded& part : parts)
-        found.emplace_back(static_cast<uint32_t>(part.codec), part.bytes);
-    return found;
+    const Ends ends(block, "block", into);
+    return encode_all(
+        by.codec(), is, ends, sizes, [](const auto& one) { return one.second; },
+        [&](Encoded& part, const auto& one, size_t) {
+            part.channels = by.part(one.first);
+            part.heads_first = heads_first;
+            part.position = position;
+        });
 }
 
 size_t decode_calibrated_parts(const Calibration& by, uint32_t element, nb::handle payload,
                                const std::vector<CalibratedPlace>& places, bool heads_first,
                                nb::handle into) {
     const Element is = element_of(element);
-    Held from, to;
-    from.take(payload, Access::kRead, Shape::kContiguous, "payload");
-    to.take(into, Access::kWrite, Shape::kContiguous, "into");
-    std::vector<Decoded> parts;
-    parts.reserve(places.size());
-    size_t at = 0;
-    for (const auto& [number, codec, offset, bytes, raw_bytes] : places) {
-        if (offset > from.size() || bytes > from.size() - offset) return parts.size();
-        if (raw_bytes > to.size() - at) throw nb::value_error("into: smaller than the parts");
+    const Ends ends(payload, "payload", into);
+    return decode_all(is, ends, places, [&](Decoded& part, const CalibratedPlace& place) {
+        const uint32_t codec = std::get<1>(place);
         const bool ours = codec == 0 || codec == static_cast<uint32_t>(by.codec());
         if (!ours) throw nb::value_error("codec: raw, or that of the calibration");
-        parts.push_back({from.data() + offset, bytes, static_cast<Codec>(codec), to.data() + at,
-                         raw_bytes, by.part(number), heads_first});
-        at += raw_bytes;
-    }
-    const Unlocked unlocked;
-    return decode(is, parts);
+        part.codec = static_cast<Codec>(codec);
+        part.channels = by.part(std::get<0>(place));
+        part.heads_first = heads_first;
+    });
 }
 
 template <size_t kWidth>

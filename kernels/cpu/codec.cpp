@@ -616,16 +616,10 @@ size_t decode(Element element, std::span<const Decoded> parts, bool past) {
 
 const Kernels& kernels() {
 #if KVTIER_X86
-    switch (codec_choice().level()) {
-        case Level::kVbmi:
-            return kKernelsVbmi;
-        case Level::kAvx2:
-            return kKernelsAvx2;
-        default:
-            break;
-    }
-#endif
+    return of_level(kPlain, kKernelsAvx2, kKernelsVbmi);
+#else
     return kPlain;
+#endif
 }
 
 void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) {

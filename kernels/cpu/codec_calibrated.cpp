@@ -487,16 +487,10 @@ KVTIER_LEVEL(Whole)
 
 const LevelKernels& level() {
 #if KVTIER_X86
-    switch (codec_choice().level()) {
-        case Level::kVbmi:
-            return kWhole;
-        case Level::kAvx2:
-            return kHalf;
-        default:
-            break;
-    }
-#endif
+    return of_level(kPlain, kHalf, kWhole);
+#else
     return kPlain;
+#endif
 }
 
 // --- angles --------------------------------------------------------------------------------------

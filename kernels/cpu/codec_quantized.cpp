@@ -324,16 +324,10 @@ KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels
 
 const LevelKernels& level() {
 #if KVTIER_X86
-    switch (codec_choice().level()) {
-        case Level::kVbmi:
-            return kWhole;
-        case Level::kAvx2:
-            return kHalf;
-        default:
-            break;
-    }
-#endif
+    return of_level(kPlain, kHalf, kWhole);
+#else
     return kPlain;
+#endif
 }
 
 // --- what does not depend on the processor -------------------------------------------------------

@@ -139,6 +139,19 @@ void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table);
 
 #if KVTIER_X86
 extern const Kernels kKernelsAvx2, kKernelsVbmi;
+
+// That of the level that is chosen.
+template <typename Set>
+const Set& of_level(const Set& plain, const Set& avx2, const Set& vbmi) {
+    switch (codec_choice().level()) {
+        case Level::kVbmi:
+            return vbmi;
+        case Level::kAvx2:
+            return avx2;
+        default:
+            return plain;
+    }
+}
 #endif
 
 }  // namespace kvtier::codec
