@@ -65,13 +65,13 @@ class Codec(Protocol):
 
 
 class Native:
-    """A codec of the kernels."""
+    """A codec of the kernels. What comes back from a lossy one is of the same type, and the same on every
+    processor."""
 
-    lossy = False
-
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, name: str, number: int, *, lossy: bool = False) -> None:
         self.name = name
         self.number = number
+        self.lossy = lossy
 
     def bound(self, nbytes: int) -> int:
         return nbytes
@@ -97,12 +97,6 @@ class Native:
         sound = decode_parts(ELEMENTS.get(dtype, 0), payload, places, into)
         if sound != len(entries):
             raise damaged(entries[sound], self.name)
-
-
-class Quantized(Native):
-    """One of them that is lossy. What comes back is of the same type, and the same on every processor."""
-
-    lossy = True
 
 
 def placed(parts: Sequence[Entry], found: Iterable[tuple[int, int]]) -> tuple[Entry, ...]:

@@ -15,16 +15,15 @@ from fnmatch import fnmatchcase
 
 from kvtier.codec.base import ELEMENTS, FIX4, R32, ZSTD, Codec
 from kvtier.codec.frame import RAW
-from kvtier.codec.framing import NATIVE
+from kvtier.codec.framing import NATIVE, suits
 from kvtier.codec.known import BY_NAME, BY_NUMBER, CODECS
 from kvtier.layout import KvSpec
 
 AUTO = "auto"
 CHOICES = (AUTO, *(codec.name for codec in CODECS if not codec.lossy))
 LATELY_S = 1.0  # of work: what was before counts for half
-FADES_S = (
-    5.0  # of the clock, after which it counts for half, too: few blocks may be tried from then on
-)
+# Of the clock, after which it counts for half, too: few blocks may be tried from then on.
+FADES_S = 5.0
 FADED_S = 0.002
 LATELY_BYTES = 1 << 28
 GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
@@ -205,9 +204,8 @@ class Choice:
                 del self._spaces[next(iter(self._spaces))]
             known = self._spaces[space] = Known(spec, asked)
             if asked != AUTO:
-                number = BY_NAME[asked].number
-                fits = number not in NATIVE or spec.dtype in ELEMENTS
-                known.chosen = number if fits else RAW
+                codec = BY_NAME[asked]
+                known.chosen = codec.number if suits(codec, spec.dtype) else RAW
         return known
 
     def _best(self, known: Known, links: Sequence[float]) -> int:

@@ -6,4 +6,4 @@ groups: 256 tokens, and a head of up to 64 channels. bf16 gets 3.7 times smaller
 
 from kvtier.codec import base
 
-CODEC: base.Codec = base.Quantized("q4", base.Q4)
+CODEC: base.Codec = base.Native("q4", base.Q4, lossy=True)

@@ -6,4 +6,4 @@ its part.
 
 from kvtier.codec import base
 
-CODEC: base.Codec = base.Quantized("q8", base.Q8)
+CODEC: base.Codec = base.Native("q8", base.Q8, lossy=True)
