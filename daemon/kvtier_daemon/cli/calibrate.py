@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier_daemon.cli.flags import Json
 from kvtier_daemon.cli.progress import progress
 
 
@@ -29,7 +30,7 @@ def calibrate(
     weights: Annotated[
         str, typer.Option(metavar="NAME", help="As spaces name the weights; else not said.")
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure a model for the lossy codecs, and write its profile.
 

@@ -20,6 +20,7 @@ def _from_here(text: str) -> Path:
     return path.absolute()
 
 
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 PrefillRate = Annotated[
     float,
     typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier_daemon.cli.flags import Json
+
 EXIT_DAMAGED = 1
 SHOWN = 20
 
@@ -16,7 +18,7 @@ def fsck(
     repair: Annotated[
         bool, typer.Option("--repair", help="Take what is damaged out of the footers.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Check cold directories that no daemon is using. Exits with 1 if something is damaged and stays so."""
     from kvtier_daemon.fsck import check

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.cli.flags import Json, Socket
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -26,7 +26,7 @@ def record(
     size: Annotated[
         str, typer.Option(metavar="SIZE", help="At most; the trace ends there.")
     ] = "64MiB",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Json = False,
     socket: Socket = None,
 ) -> None:
     """Record what is looked up, as a trace for kvtier sim.

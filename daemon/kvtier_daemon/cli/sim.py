@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import PrefillGrowth, PrefillRate
+from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate
 from kvtier_daemon.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def sim(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the hit rates, as SVG.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Replay a trace of requests against tiers of other sizes.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import PrefillGrowth, PrefillRate
+from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate
 
 if TYPE_CHECKING:
     from kvtier_daemon.sizing import Cache
@@ -53,7 +53,7 @@ def size(
     latency_ms: Annotated[
         float, typer.Option(min=0, metavar="MS", help="Before the first byte of a load.")
     ] = 1.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Tell how much KV cache a model needs, and what loads save.
 
