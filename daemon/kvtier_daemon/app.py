@@ -84,9 +84,8 @@ class App:
         )
         self.cold: ColdTier | None = None
         self._scrub: Scrub | None = None
-        self._failed: set[tuple[type, str, int]] = (
-            set()
-        )  # what went wrong in looking after, and where
+        # What went wrong in looking after, and where.
+        self._failed: set[tuple[type, str, int]] = set()
         self._unmapped = False  # an extent that the cold tier can't use, so none after it
         self._notifier = Notifier.from_environment()
         self._listener = listener

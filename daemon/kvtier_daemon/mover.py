@@ -70,9 +70,8 @@ class Mover:
         self.extents: list[int] = []
         self.counts: Counter[str] = Counter(written=0, read=0, written_again=0, spoilt=0, late=0)
         self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
-        self.verdicts: Counter[str] = Counter(
-            dict.fromkeys(WHY, 0)
-        )  # on requests: load, or compute
+        # On requests: load, or compute.
+        self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
         self.beaten = Beaten()
         self.choice = Choice(cold.coding.rates, codec, codecs)
         self._tenant = tenant

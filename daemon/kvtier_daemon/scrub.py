@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import struct
 import time
 from array import array
 from collections import Counter
@@ -23,6 +22,7 @@ from kvtier.catalog.cold import Framed
 from kvtier.codec import frame
 from kvtier.codec.frame import PAGE, pages
 from kvtier.errors import FrameError
+from kvtier_daemon.moving.blocks import DAMAGED, FRAME
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
 from kvtier_daemon.tiers.drive import Drive
 from kvtier_daemon.tiers.log import Segment, Stage
@@ -31,11 +31,9 @@ from kvtier_daemon.tiers.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
-FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
 PAUSE_S = 0.05
 IDLE_S = 1.0
 AT_ONCE = 32  # blocks that the catalog is asked about
-SPOILT = (errno.EBADMSG, errno.ENODATA)
 TRIES = 2
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -137,7 +135,7 @@ class Scrub:
             self.counts["bytes"] += _nbytes(one)
             if not code:
                 self.counts["frames"] += 1
-                return payload in SPOILT or not _names(header, head.epoch, one)
+                return payload in DAMAGED or not _names(header, head.epoch, one)
         return code == errno.EIO and drive.reads.good > good
 
     async def _read(self, one: Framed) -> tuple[int, bytes, int]:
@@ -163,7 +161,7 @@ class Scrub:
         (head_code, text), code = await header, await payload
         if head_code == errno.ENODATA:
             return 0, b"", errno.ENODATA
-        return head_code or (0 if code in SPOILT else code), text, code
+        return head_code or (0 if code in DAMAGED else code), text, code
 
     def _tell(self, tenant: str, one: Framed, segment: Segment) -> None:
         ids = array("I", [one.id]).tobytes()

@@ -41,6 +41,24 @@ class Outgoing:
     offset: int
     coded: Coded | None = None
 
+    @property
+    def block_bytes(self) -> int:
+        return self.spec.group_block_bytes(self.group)
+
+    @property
+    def codec(self) -> int:
+        return self.coded.codec if self.coded is not None else RAW
+
+    @property
+    def payload_bytes(self) -> int:
+        """What is written, but for the header; that lies in `place`."""
+        return self.coded.payload_bytes if self.coded is not None else self.block_bytes
+
+    @property
+    def place(self) -> tuple[int, int]:
+        lies = self.coded if self.coded is not None else self
+        return lies.extent, lies.offset
+
     def let_go(self) -> None:
         """It is written, or is not to be."""
         if self.coded is not None:

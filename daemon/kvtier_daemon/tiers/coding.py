@@ -106,7 +106,12 @@ class Coding:
     ) -> list[Outgoing]:
         """The same blocks, those for which it pays, and for which it can be done, with what they are encoded
         to. Whoever gets them lets go of each (`Coded.let_go`) once it is written, or is not to be."""
-        codecs = [choice.codec(block.space, block.spec, _size(block), links) for block in blocks]
+        kinds = {(block.space, block.group): block for block in blocks}
+        chosen = {
+            kind: choice.codec(block.space, block.spec, block.block_bytes, links)
+            for kind, block in kinds.items()
+        }
+        codecs = [chosen[block.space, block.group] for block in blocks]
         tried = self._tries(blocks, choice)
         todo = [at for at, codec in enumerate(codecs) if codec.number != RAW or at in tried]
         if not todo:
@@ -124,11 +129,11 @@ class Coding:
         self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
         todo: Sequence[int], choice: Choice,
     ) -> list[Outgoing]:  # fmt: skip
-        area = self._take(sum(pages(_size(blocks[at])) for at in todo))
+        area = self._take(sum(pages(blocks[at].block_bytes) for at in todo))
         try:
             jobs, offset = [], 0
             for at in todo:
-                block, size = blocks[at], _size(blocks[at])
+                block, size = blocks[at], blocks[at].block_bytes
                 header = self._blank(block)
                 source = self._view(block.extent, block.offset, size)
                 into = self._view(area.extent, offset, size)
@@ -166,7 +171,7 @@ class Coding:
         piece: list[Outgoing] = []
         nbytes = 0
         for block in blocks:
-            size = _size(block)
+            size = block.block_bytes
             if not choice.encodes(block.space, block.spec, size):
                 size = 0
             if piece and nbytes + size > PIECE_BYTES:
@@ -182,7 +187,7 @@ class Coding:
         used: Counter[bytes] = Counter()
         tried = set()
         for at, block in enumerate(blocks):
-            if used[block.space] < choice.tries(block.space, block.spec, _size(block)):
+            if used[block.space] < choice.tries(block.space, block.spec, block.block_bytes):
                 used[block.space] += 1
                 tried.add(at)
         return tried
@@ -276,10 +281,6 @@ def _started(threads: int, name: str) -> ThreadPoolExecutor:
         pool.shutdown(wait=False)
         raise
     return pool
-
-
-def _size(block: Outgoing) -> int:
-    return block.spec.group_block_bytes(block.group)
 
 
 def _encode_all(jobs: Sequence[Job]) -> list[tuple[int | None, list[Took]]]:

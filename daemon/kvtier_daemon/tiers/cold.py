@@ -460,7 +460,7 @@ class ColdTier:
             shelf = shelves[self._turn % len(shelves)]
             known = all(self._is_described(shelf.volume, tenant, space) for space in spaces)
             if known and shelf.drive.writes.is_on and (count := shelf.write(blocks, done)):
-                nbytes = sum(map(_payload_bytes, blocks[:count]))
+                nbytes = sum(block.payload_bytes for block in blocks[:count])
                 self.reads.planner.wrote(shelf.drive.link, nbytes)
                 return count
         return 0
@@ -582,12 +582,6 @@ class ColdTier:
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]
-
-
-def _payload_bytes(block: Outgoing) -> int:
-    if block.coded is not None:
-        return block.coded.payload_bytes
-    return block.spec.group_block_bytes(block.group)
 
 
 def _description_bytes(space: bytes, spec: KvSpec) -> int:

@@ -32,9 +32,8 @@ Args = TypeVarTuple("Args")
 OPERATION = struct.Struct("<QiIQQIIQ")
 DIGEST_TAIL = struct.Struct("<16s")
 HEADER_TAIL = struct.Struct("<QQ")
-FRAME_TAIL = struct.Struct(
-    "<16sQII"
-)  # digest and bytes of the payload, bytes of the header, elements
+# Digest and bytes of the payload, bytes of the header, elements.
+FRAME_TAIL = struct.Struct("<16sQII")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
 HANGS_S = 5.0  # without a completion, while there is something to complete
@@ -192,14 +191,8 @@ class Drive:
         over: Over,
     ) -> bytes:  # fmt: skip
         """A read for `read`."""
-
-        def have_read(code: int, extra: bytes | None) -> None:
-            if not code:
-                self.reads.worked()
-            over(code, extra)
-
         flags = DIGEST | URGENT if urgent else DIGEST
-        token = self._token(self.reads, have_read)
+        token = self._read_token(over)
         return OPERATION.pack(
             token, fd, flags, at, nbytes, extent, READ_MS, offset
         ) + DIGEST_TAIL.pack(digest)
@@ -209,13 +202,7 @@ class Drive:
         element: int, urgent: bool, over: Over,
     ) -> bytes:  # fmt: skip
         """A frame for `read_encoded`; the sizes are of its header, its payload, and its block."""
-
-        def have_read(code: int, extra: bytes | None) -> None:
-            if not code:
-                self.reads.worked()
-            over(code, extra)
-
-        token = self._token(self.reads, have_read)
+        token = self._read_token(over)
         header_bytes, nbytes, block_bytes = sizes
         return OPERATION.pack(
             token, fd, URGENT if urgent else 0, at, block_bytes, extent, READ_MS, offset
@@ -229,24 +216,12 @@ class Drive:
 
     def read_text(self, fd: int, at: int, nbytes: int, over: Over, urgent: bool = False) -> None:
         """Read bytes of this file, after all that is urgent if it isn't itself."""
-
-        def have_read(code: int, text: bytes | None) -> None:
-            if not code:
-                self.reads.worked()
-            over(code, text)
-
-        self.disk.read_bytes(self._token(self.reads, have_read), fd, at, nbytes, urgent, READ_MS)
+        self.disk.read_bytes(self._read_token(over), fd, at, nbytes, urgent, READ_MS)
 
     def read_staged(self, fd: int, at: int, nbytes: int, over: Seen, urgent: bool) -> None:
         """Read bytes that a codec is to decode. Their memory is the worker's, who reads no more frames
         while much of it is in use: no view of it is to be kept."""
-
-        def have_read(code: int, text: Any) -> None:
-            if not code:
-                self.reads.worked()
-            over(code, text)
-
-        token = self._token(self.reads, have_read)
+        token = self._read_token(over)
         self.disk.read_bytes(token, fd, at, nbytes, urgent, READ_MS, staged=True)
 
     def frame_op(
@@ -296,6 +271,14 @@ class Drive:
         job.add_done_callback(self._jobs.discard)
         job.add_done_callback(over)
         return asyncio.wrap_future(job)
+
+    def _read_token(self, over: Callable[[int, Any], None]) -> int:
+        def have_read(code: int, extra: Any) -> None:
+            if not code:
+                self.reads.worked()
+            over(code, extra)
+
+        return self._token(self.reads, have_read)
 
     def _token(self, lane: Lane, over: Over) -> int:
         self._last_token += 1

@@ -146,8 +146,7 @@ class Shelf:
         batch = Batch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
-            kind, coded = self._numbering.template(block), block.coded
-            nbytes = coded.payload_bytes if coded is not None else kind.payload_bytes
+            kind, coded, nbytes = self._numbering.template(block), block.coded, block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
             taken = segment.take(frame_bytes, (block.space, block.spec))
             if taken is None:
@@ -157,11 +156,8 @@ class Shelf:
             self._numbering.sequence += 1
             header = bytearray(coded.header) if coded is not None else kind.blank(block.digest)
             stamp(header, block.key, block.parent, segment.head.epoch, sequence)
-            place = (block.extent, block.offset)
-            if coded is not None:
-                place = (coded.extent, coded.offset)
             ops += self.drive.frame_op(
-                segment.fd, taken.page * PAGE, nbytes, *place, (len(headers), len(header)),
+                segment.fd, taken.page * PAGE, nbytes, *block.place, (len(headers), len(header)),
                 self._wrote_one(batch, block, kind, taken, sequence),
             )  # fmt: skip
             headers += header
@@ -181,19 +177,16 @@ class Shelf:
             if code or digest is None:
                 batch.failed.append(block.id)
                 return
-            header_pages = kind.header_bytes // PAGE
-            codec, nbytes = RAW, kind.payload_bytes
-            if block.coded is not None:
-                codec, nbytes = block.coded.codec, block.coded.payload_bytes
+            header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
             listed = Listed(
                 Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
-                header_pages + pages(nbytes) // PAGE, header_pages, codec, nbytes, kind.raw_bytes,
+                header_pages + pages(nbytes) // PAGE, header_pages, block.codec, nbytes, kind.raw_bytes,
                 sequence, digest,
             )  # fmt: skip
             batch.rows.append((taken.at, encode_row(listed, taken.space)))
             number = batch.segment.number
             batch.landed.append(
-                Landed(block.id, number, taken.page, header_pages, nbytes, digest, codec)
+                Landed(block.id, number, taken.page, header_pages, nbytes, digest, block.codec)
             )
 
         return over
