@@ -40,6 +40,8 @@ class Asked:
     loaded: bool  # or matched alone
     there: int = 0  # blocks that it was told of
     coming: int = 0  # of those
+    owed: int = 0  # of those, counted as hits, and what becomes of them is not known
+    block_tokens: int = 0
 
 
 class Answers:
@@ -56,6 +58,8 @@ class Answers:
         ] = {}  # the requests that wait for more than their leases have
         # By the clients' numbers for who asks; of those who have none, 0, it is the last one.
         self._asked: OrderedDict[int, Asked] = OrderedDict()
+        self.waiting = 0  # lookups that are owed something, and how much
+        self.owed_tokens = 0
 
     def to(self, tenant: Tenant | None, request: wire.Request) -> wire.Reply | None:
         """The answer; None where it comes later. Raises Refused or SpecError."""
@@ -115,11 +119,22 @@ class Answers:
             if (not asked.loaded) if loads else asked.coming:
                 asked.loaded |= loads
                 return False
-        self._asked.pop(request.request, None)
+        self._forget_asked(request.request)
         if len(self._asked) >= LIMIT_ASKED:
-            self._asked.popitem(last=False)
+            self._forget_asked(next(iter(self._asked)))
         self._asked[request.request] = Asked(_lookup(request), loads)
         return True
+
+    def _forget_asked(self, request: int) -> None:
+        asked = self._asked.pop(request, None)
+        if asked is not None:
+            self._owe(asked, 0)
+
+    def _owe(self, asked: Asked, blocks: int) -> None:
+        """Of what was counted as a hit, so much has yet to come."""
+        self.waiting += (blocks > 0) - (asked.owed > 0)
+        self.owed_tokens += (blocks - asked.owed) * asked.block_tokens
+        asked.owed = blocks
 
     def _bring(
         self,
@@ -166,9 +181,14 @@ class Answers:
         asked = self._asked[request.request]
         if new:
             asked.there = found.ready + found.coming if tenant.brings else found.ready
-            asked.coming = asked.there - found.ready
-        lost = max(0, min(asked.there - found.ready - coming, asked.coming))
+            asked.block_tokens = space.spec.block_tokens
+        # What was ready when it was counted, and is on disk by now, is no hit of the disk's to be lost.
+        owed = asked.there - found.ready if new else asked.owed
+        lost = max(0, min(asked.there - found.ready - coming, owed))
         tenant.catalog.count_lost(space, lost, why if why in COMPUTE else "not_read")
+        self._owe(asked, min(owed - lost, coming))
+        came = owed - lost - asked.owed
+        tenant.catalog.count_came(space, came, max(0, found.ready - came))
         if new:
             self._note_lookup(tenant, space, request.keys, found, coming, why)
         asked.there, asked.coming = found.ready + coming, coming
@@ -250,7 +270,7 @@ class Answers:
         return wire.Counted(request.id, tenant.catalog.unpin(space, request.keys))
 
     def _cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
-        self._asked.pop(request.request, None)
+        self._forget_asked(request.request)
         if tenant.mover is not None:
             tenant.mover.cancel((self._session.id, request.request))
         return wire.Done(request.id)

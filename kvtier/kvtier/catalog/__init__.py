@@ -23,6 +23,7 @@ from kvtier.catalog.writing import Granted, Writing
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
+from kvtier.planning import COMPUTE
 from kvtier.policy.base import Policy
 from kvtier.wire import GRANTED, IN_PROGRESS, OUTCOMES, SLOT_BYTES, Part
 from kvtier_kernels import Store
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from kvtier_kernels._native import Counts
 
 LIMIT_LEASE_S = 3600.0
+WHY_MISSED = (
+    "absent",
+    "incomplete",  # some part of the block is not here
+    "in_progress",  # being saved
+    "cold",  # on disk, and not to be brought
+    "promoting",  # on its way, and not to be waited for
+    "not_read",  # was on its way, and did not come
+    *sorted(COMPUTE),  # on disk, and computing is sooner
+)
 WHERE = ("in_memory", "coming", "on_disk", "in_progress", "incomplete")
 
 __all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space", "Watch"]
@@ -70,6 +80,7 @@ class Catalog:
         self.saved_tokens = 0
         self.saved_bytes = 0
         self.loaded_bytes = 0
+        self.avoided_s = 0.0  # of computing, by what was found, where a client said what that takes
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
 
     # --- spaces and room ---------------------------------------------------------------------
@@ -331,6 +342,7 @@ class Catalog:
         self.lookup_tokens += blocks * tokens
         self.hit_tokens["warm"] += ready * tokens
         self.hit_tokens["cold"] += brought * tokens
+        self.count_came(space, ready)
         found = ready + brought
         if self.blocks.admission.is_on:
             self.blocks.admission.found(keys[: found * KEY_BYTES])
@@ -346,6 +358,11 @@ class Catalog:
         tokens = blocks * space.spec.block_tokens
         self.hit_tokens["cold"] -= tokens
         self.miss_tokens[why] += tokens
+
+    def count_came(self, space: Space, blocks: int, before: int = 0) -> None:
+        """So many blocks, after others, need not be computed."""
+        if blocks and space.prefill is not None:
+            self.avoided_s += space.recompute_s(blocks, before)
 
     def _why_missing(self, space: Space, keys: bytes, at: int) -> str:
         """Why the prefix ends at block `at`: the worst state that this block has in any part."""
