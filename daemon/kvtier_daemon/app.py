@@ -24,6 +24,10 @@ from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.config import Cold, Config, Loaded, tenant_of
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.notify import Notifier
+from kvtier_daemon.observing import web
+from kvtier_daemon.observing.history import EVERY_S, History
+from kvtier_daemon.observing.lag import Lag
+from kvtier_daemon.observing.series import WARM_STATES
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.secrets import load_secrets
@@ -57,8 +61,9 @@ def run(loaded: Loaded) -> None:
     secrets = load_secrets(config.state, config.tenants)
     listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
     try:
+        port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
-            runner.run(App(config, secrets, listener).serve())
+            runner.run(App(config, secrets, listener, port).serve())
     finally:
         release_socket(listener)
 
@@ -66,9 +71,16 @@ def run(loaded: Loaded) -> None:
 class App:
     """The running daemon: its tenants, its warm tier, its server."""
 
-    def __init__(self, config: Config, secrets: dict[str, bytes], listener: socket.socket) -> None:
+    def __init__(
+        self,
+        config: Config,
+        secrets: dict[str, bytes],
+        listener: socket.socket,
+        port: socket.socket | None = None,
+    ) -> None:
         self.config = config
         self._started_at = time.monotonic()
+        self._began_s = round(time.time(), 3)
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
         self.tenants = {
             name: Tenant(
@@ -89,7 +101,11 @@ class App:
         self._unmapped = False  # an extent that the cold tier can't use, so none after it
         self._notifier = Notifier.from_environment()
         self._listener = listener
+        self._port = port
         self._server: Server | None = None
+        self._lag: Lag | None = None
+        self._history = History(lambda: self.figures(None))
+        self._stopping = False
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -107,9 +123,11 @@ class App:
             self.config.max_clients,
             recorder,
         )
+        self._lag = Lag(loop)
         if self.config.cold is not None:
             self.cold = self._open_cold(loop, self.config.cold)
         loop.add_reader(self.warm.start(), self._extents_ready)
+        looked_at = await self._show(loop)
         # What start-up made stays for good: a collection need not walk it again.
         gc.collect()
         gc.freeze()
@@ -128,9 +146,12 @@ class App:
             ]
             if self.cold is not None:
                 running.append(tasks.create_task(self._run_cold(self.cold), name="cold"))
+            if looked_at is not None:
+                running.append(tasks.create_task(self._keep_history(), name="history"))
             await stopped.wait()
             for task in running:
                 task.cancel()
+        self._stopping = True
         self._notifier.stopping()
         log.info("going down")
         self._server.close("it was asked to stop")
@@ -141,8 +162,38 @@ class App:
                 release_socket(self._listener)
                 logging.shutdown()
                 os._exit(EXIT_HUNG)
+        if looked_at is not None:
+            looked_at.close()
+        self._lag.stop()
         loop.remove_reader(self.warm.event_fd)
         self.warm.close()
+
+    async def _show(self, loop: asyncio.AbstractEventLoop) -> web.Web | None:
+        """Answer those who look, if that is configured."""
+        if self._port is None:
+            return None
+        assert self.config.http is not None
+        pages = web.Pages(lambda: self.figures(None), self._history.report, self.config.http.hosts)
+        shown = web.Web(loop, pages, self._count_failure)
+        await shown.listen(self._port)
+        log.info("http://%s shows how it is", self._shown_at())
+        return shown
+
+    async def _keep_history(self) -> None:
+        while True:
+            self._try("the history", self._history.note)
+            await asyncio.sleep(EVERY_S)
+
+    def _shown_at(self) -> str:
+        """Where, or nothing."""
+        if self._port is None:
+            return ""
+        host, port, *_ = self._port.getsockname()
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _count_failure(self) -> None:
+        assert self._server is not None
+        self._server.failures["internal"] += 1
 
     def _open_cold(self, loop: asyncio.AbstractEventLoop, cold: Cold) -> ColdTier:
         warm = self.config.warm.size_bytes
@@ -334,14 +385,26 @@ class App:
     # --- saying how it is --------------------------------------------------------------------
 
     def stats(self, tenant: Tenant | None) -> Report:
-        """What `kvtier status --json` prints: of one tenant, or of all."""
-        assert self._server is not None
+        """What `kvtier status --json` prints, packed."""
+        body = self.figures(tenant)
+        return {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in body.items()}
+
+    def figures(self, tenant: Tenant | None) -> dict[str, Any]:
+        """How it is: of one tenant, or of all."""
+        assert self._server is not None and self._lag is not None
         tenants = list(self.tenants.values()) if tenant is None else [tenant]
         sessions = Counter(
             session.tenant.name
             for session in self._server.sessions
             if session.tenant and session.in_use
         )
+        waiting: Counter[str] = Counter()
+        coming: Counter[str] = Counter()
+        for session in self._server.sessions:
+            if session.tenant:
+                lookups, tokens = session.owed
+                waiting[session.tenant.name] += lookups
+                coming[session.tenant.name] += tokens
         counts = [each.catalog.counts() for each in tenants]
         catalogs = [each.catalog for each in tenants]
         capacity = sum(each.quota_bytes for each in tenants)
@@ -350,6 +413,8 @@ class App:
             "version": kvtier.__version__,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_at, 3),
+            "started_at_s": self._began_s,
+            "stopping": self._stopping,
             "tiers": {
                 "warm": {
                     "capacity_bytes": capacity,
@@ -361,12 +426,19 @@ class App:
                         state: sum(count["blocks"][state] for count in counts)
                         for state in ("writing", "ready", "doomed", "quarantined")
                     },
+                    "state_bytes": {
+                        state: sum(count["bytes"][state] for count in counts)
+                        for state in WARM_STATES
+                    },
                     "failure": self.warm.failure,
                 }
             },
             "lookup_tokens": sum(catalog.lookup_tokens for catalog in catalogs),
             "hit_tokens": self._hits(catalogs),
             "miss_tokens": _sum(catalog.miss_tokens for catalog in catalogs),
+            "coming_tokens": sum(coming[each.name] for each in tenants),
+            "waiting_lookups": sum(waiting[each.name] for each in tenants),
+            "recompute_avoided_s": sum(catalog.avoided_s for catalog in catalogs),
             "saved_tokens": sum(catalog.saved_tokens for catalog in catalogs),
             "refused_tokens": _sum(catalog.refused_tokens for catalog in catalogs),
             "evicted_blocks": _sum(catalog.evicted_blocks for catalog in catalogs),
@@ -379,6 +451,7 @@ class App:
             "catalog_bytes": sum(catalog.memory_bytes() for catalog in catalogs),
             "sessions": sum(sessions[each.name] for each in tenants),
             "failures": dict(self._server.failures) if tenant is None else {},
+            "loop": self._lag.report(),
             "tenants": {
                 each.name: {
                     "capacity_bytes": each.quota_bytes,
@@ -388,13 +461,23 @@ class App:
                     "sessions": sessions[each.name],
                     "leases": each.catalog.leases,
                     "pinned_bytes": each.catalog.pinned_bytes,
+                    "lookup_tokens": each.catalog.lookup_tokens,
+                    "hit_tokens": each.catalog.hit_tokens.total(),
+                    "coming_tokens": coming[each.name],
                 }
                 for each, count in zip(tenants, counts, strict=True)
             },
         }
         if self.cold is not None:
             body["tiers"]["cold"] = self._cold_stats(self.cold, tenants)
-        return {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in body.items()}
+        if tenant is None:
+            body |= {
+                "connections": len(self._server.sessions),
+                "latencies": self._server.latencies.report(),
+                "cpu_s": round(time.process_time(), 3),
+                "http": self._shown_at(),
+            }
+        return body
 
 
 def _share(tenants: Iterable[Tenant], warm_bytes: int) -> float:

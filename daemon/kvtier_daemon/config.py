@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -53,6 +54,14 @@ class Cold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     scrub_bytes: Annotated[int, values.RATE] = msgspec.field(name="scrub", default=16 * MIB)
 
 
+class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who only looks may ask over HTTP. There are no passwords: who reaches it, sees it."""
+
+    listen: Annotated[tuple[str, int], values.ADDRESS]
+    allow_remote: Annotated[bool, values.SWITCH] = False
+    hosts: Annotated[tuple[str, ...], values.HOSTS] = ()
+
+
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who may see the same blocks, and what they own of the arena; `uids` holds "*" or numbers."""
 
@@ -72,6 +81,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     history_bytes: Annotated[int, values.SIZE] = msgspec.field(name="history", default=MIB)
     warm: Warm
     cold: Cold | None
+    http: Http | None = None
     tenants: dict[str, Tenant]
 
 
@@ -199,6 +209,7 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> Loaded:
     extent_bytes = _settled_extent(parsed, size_bytes, quotas)
     tenants = {name: Tenant(uids=uids, quota_bytes=quotas[name]) for name, uids, _ in shares}
     cold = _settled_cold(parsed, min(quotas.values()) / size_bytes, place)
+    http = _settled_http(parsed, place)
 
     warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
     top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
@@ -210,12 +221,14 @@ def _settle(parsed: _Parsed, place: str, problems: Problems) -> Loaded:
         **top,
         warm=Warm(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
         cold=cold,
+        http=http,
         tenants=tenants,
     )
     named = {name: f"tenants.{name}." for name in tenants}
     every = [key for key in dotted_keys() if "NAME" not in key]
-    if cold is None:
-        every = [key for key in every if not key.startswith("cold.")]
+    for section, there in (("cold.", cold), ("http.", http)):
+        if there is None:
+            every = [key for key in every if not key.startswith(section)]
     every += [prefix + key for prefix in named.values() for key in ("uids", "quota")]
     return Loaded(config, {key: origins.get(key, "default") for key in every})
 
@@ -300,6 +313,24 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> Cold | Non
     return Cold(
         directories=directories, size_bytes=size, segment_bytes=segment, **amounts, **values_said
     )  # fmt: skip
+
+
+def _settled_http(parsed: _Parsed, place: str) -> Http | None:
+    """Return who may look, if anybody; beyond this machine only where that is said."""
+    said = {path[1]: pair for path, pair in parsed.items() if path[:-1] == ("http",)}
+    if not said:
+        return None
+    if "listen" not in said:
+        example = 'write listen = "127.0.0.1:9410" under [http]'
+        raise ConfigError(f"{place}http.listen: is not set; {example}")
+    http = Http(**{key: value for key, (value, _) in said.items()})
+    if not ip_address(http.listen[0]).is_loopback and not http.allow_remote:
+        what = (
+            f"{http.listen[0]} is not of this machine alone, and whoever reaches it sees the figures of all"
+            f" tenants; write 127.0.0.1:{http.listen[1]}, or allow_remote = true beside it if that is meant"
+        )
+        raise unfit(("http", "listen"), said["listen"][1].origin, what)
+    return http
 
 
 def _settled_extent(parsed: _Parsed, size_bytes: int, quotas: Mapping[str, int]) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtier.units import MIB, format_bytes
 from kvtier_daemon.config import Config, Loaded, Warm
+from kvtier_daemon.observing.web import LIMIT_CONNECTIONS
 from kvtier_daemon.problems import Problems
 from kvtier_daemon.values import PAGE_BYTES
 
@@ -195,7 +196,7 @@ def open_files(
 ) -> Finding:
     """Find whether enough files may be open; raises the soft limit to the hard one where needed."""
     need = extents(config) * FDS_PER_EXTENT + config.max_clients * FDS_PER_CLIENT + FDS_RESERVED
-    need += segments(config)
+    need += segments(config) + (LIMIT_CONNECTIONS if config.http else 0)
     soft, hard = _raised(resource.RLIMIT_NOFILE, need, getrlimit, setrlimit)
     value = (
         f"{need} wanted for {extents(config)} extents"

@@ -18,6 +18,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.catalog import SessionId
+from kvtier_daemon.observing.spans import Latencies
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.session import Session
@@ -63,6 +64,7 @@ class Server:
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
+        self.latencies = Latencies()
         self._listener = listener
         self._tenant_of = tenant_of
         self._max_clients = max_clients

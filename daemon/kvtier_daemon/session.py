@@ -20,6 +20,7 @@ from kvtier import wire
 from kvtier.catalog import SessionId
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier_daemon.answers import ANSWERS, WITHOUT_TENANT, Answers
+from kvtier_daemon.observing.spans import Spans
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.warm import Extent
@@ -69,6 +70,7 @@ class Session:
         self._parked_at = 0  # of the bytes that were sent
         self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._answers = Answers(self, server)
+        self._spans = Spans(server.latencies, server.clock)
         server.loop.add_reader(sock.fileno(), self._readable)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
@@ -151,6 +153,7 @@ class Session:
         except SpecError as error:
             self.fail(request.id, "bad_spec", str(error))
             return
+        self._spans.answered(request, reply)
         if request.id and reply is not None:
             self.send(reply)
 
@@ -279,6 +282,11 @@ class Session:
     def in_use(self) -> bool:
         """Whether this is an engine's: somebody who only asks how things are has no space open."""
         return bool(self._answers.spaces)
+
+    @property
+    def owed(self) -> tuple[int, int]:
+        """How many of its lookups wait for blocks on disk, and for how many tokens."""
+        return self._answers.waiting, self._answers.owed_tokens
 
     @property
     def waits_for_its_client(self) -> bool:

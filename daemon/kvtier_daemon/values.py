@@ -9,6 +9,7 @@ import pwd
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 EVERYONE: Final = "*"
 
 _CLIENTS_MAX = 65_536
+_PORT_MAX = 65_535
 _ID_MAX = (1 << 32) - 2  # the last one is (uid_t)-1, "no change"
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -160,6 +162,26 @@ def _paths(value: object) -> tuple[Path, ...]:
     return paths
 
 
+def _address(value: object) -> tuple[str, int]:
+    """Return an address and a port. Names are refused: what they stand for may change."""
+    found = re.fullmatch(r"\[([0-9a-fA-F:.]+)\]:([0-9]{1,5})|([0-9.]+):([0-9]{1,5})", _text(value))
+    if found is None:
+        raise ValueError
+    host, port = (part for part in found.groups() if part)
+    return str(ip_address(host)), _number(port, 0, _PORT_MAX)
+
+
+def _hosts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):  # from the environment
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    for item in value:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", _text(item)):
+            raise ValueError(f'"{item}" is no name of a host')
+    return tuple(value)
+
+
 def _share(value: object) -> str | int:
     if not isinstance(value, str | int) or isinstance(value, bool):
         raise ValueError
@@ -202,3 +224,5 @@ LEVEL: Final = Key(_one_of(LOG_LEVELS), f"one of {', '.join(LOG_LEVELS)}")
 POLICY: Final = Key(_one_of(POLICIES), f"a policy that is there: {', '.join(POLICIES)}")
 SWITCH: Final = Key(_switch, "true or false")
 CLIENTS: Final = Key(_clients, f"a number from 1 to {_CLIENTS_MAX}")
+ADDRESS: Final = Key(_address, "an address and a port such as 127.0.0.1:9410 or [::1]:9410")
+HOSTS: Final = Key(_hosts, 'a list of names such as ["gpu7.example"]')

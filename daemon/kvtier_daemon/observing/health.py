@@ -1,0 +1,60 @@
+"""Whether the daemon does what it is for, in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier.units import format_bytes
+from kvtier_daemon.observing.lag import RECENT_S
+
+STALL_S: Final = 2.0  # an engine's plugin has given it up by then
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`ok`: whether clients are better off with it than without. What is `degraded` serves all the same."""
+
+    ok: bool
+    text: str
+
+
+def health(figures: Mapping[str, Any]) -> Health:
+    """What is wrong, the worst first; `figures` is what `kvtier status --json` prints."""
+    if wrong := "; ".join(_failures(figures)):
+        return Health(False, f"failed: {_line(wrong)}")
+    if wrong := "; ".join(_losses(figures)):
+        return Health(True, f"degraded: {_line(wrong)}")
+    return Health(True, "ok")
+
+
+def _failures(figures: Mapping[str, Any]) -> Iterator[str]:
+    if figures["stopping"]:
+        yield "it is going down"
+    late = figures["loop"]["most_s"][str(RECENT_S)]
+    if late >= STALL_S:
+        yield f"its loop stood still for {late:.1f} s in the last {RECENT_S} s; its log may say why"
+    warm = figures["tiers"]["warm"]
+    if not warm["allocated_bytes"]:
+        yield f"there is no warm tier: {warm['failure'] or 'its first extent is being made'}"
+
+
+def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
+    warm, cold = figures["tiers"]["warm"], figures["tiers"].get("cold")
+    if warm["failure"]:
+        have, wanted = format_bytes(warm["allocated_bytes"]), format_bytes(warm["capacity_bytes"])
+        yield f"the warm tier has {have} of {wanted}: {warm['failure']}"
+    if cold is None:
+        return
+    failure = cold["failure"] or "its disks take or give nothing"
+    if cold["given_up"]:
+        yield f"the cold tier is off until a restart: {failure}"
+    elif not cold["on"]:
+        yield f"the cold tier is off, and is tried again: {failure}"
+    elif cold["failure"]:
+        yield f"the cold tier: {failure}"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

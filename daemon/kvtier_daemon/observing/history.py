@@ -1,0 +1,45 @@
+"""The last minutes, for who opens the page now: what a few counters were, every two seconds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from kvtier.catalog import WHY_MISSED
+from kvtier_daemon.observing.series import ROUTES, hits, lookups, routes
+
+EVERY_S: Final = 2.0
+KEPT: Final = 450  # a quarter of an hour
+
+Point = tuple[float, int, int, int, tuple[int, ...], tuple[int, ...]]
+
+
+class History:
+    """Of one daemon. Times are its uptime."""
+
+    def __init__(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        self._figures = figures
+        self._points: deque[Point] = deque(maxlen=KEPT)
+
+    def note(self) -> None:
+        """Note how it is now."""
+        figures = self._figures()
+        found, misses, moved = hits(figures), figures["miss_tokens"], routes(figures)
+        self._points.append(
+            (
+                figures["uptime_s"], lookups(figures), found["warm"], found["cold"],
+                tuple(misses.get(reason, 0) for reason in WHY_MISSED),
+                tuple(moved[route] for route in ROUTES),
+            )
+        )  # fmt: skip
+
+    def report(self, after_s: float) -> dict[str, Any]:
+        """What was noted since. A point has its time, tokens looked up, found in warm and in cold, missed by
+        `reasons`, and bytes by `routes`: counters, not rates."""
+        return {
+            "every_s": EVERY_S,
+            "reasons": WHY_MISSED,
+            "routes": ROUTES,
+            "points": [point for point in self._points if point[0] > after_s],
+        }

@@ -1,0 +1,105 @@
+"""How long clients take: what they load, what they save, what they wait for. Measured where requests are
+answered; a request is one look into a table more, and blocks are not counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvtier import wire
+from kvtier.wire import SLOT_BYTES
+from kvtier_daemon.observing.histogram import Histogram
+
+LIMIT_BEGUN: Final = 8192  # of a session, which may have half as many leases
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Of all clients."""
+
+    load: Histogram = field(default_factory=Histogram)
+    save: Histogram = field(default_factory=Histogram)
+    wait: Histogram = field(default_factory=Histogram)
+
+    def report(self) -> dict[str, Any]:
+        return {"load": self.load.report(), "save": self.save.report(), "wait": self.wait.report()}
+
+
+@dataclass(slots=True)
+class _Save:
+    at: float
+    blocks: int  # not committed yet
+
+
+class Spans:
+    """Of one session. What never ends is forgotten when there is too much of it."""
+
+    def __init__(self, latencies: Latencies, clock: Callable[[], float]) -> None:
+        self._latencies = latencies
+        self._clock = clock
+        self._loads: dict[int, float] = {}
+        self._saves: dict[int, _Save] = {}
+        self._waits: dict[Hashable, float] = {}
+
+    def answered(self, request: wire.Request, reply: wire.Reply | None) -> None:
+        """This request has this answer; one that was refused has none."""
+        step = STEPS.get(type(request))
+        if step is not None:
+            step(self, request, reply)
+
+    def _asked(self, request: wire.Match | wire.Load, reply: wire.Matched | wire.Loaded) -> None:
+        if not (reply.coming or self._waits):
+            return
+        # Who has no number is known by what it asks for.
+        name = request.request or (request.space, request.keys[-32:])
+        if reply.coming:
+            _begin(self._waits, name, self._waits.get(name) or self._clock())
+        elif (began := self._waits.pop(name, None)) is not None:
+            self._latencies.wait.note(self._clock() - began)
+
+    def _loaded(self, request: wire.Load, reply: wire.Loaded) -> None:
+        self._asked(request, reply)
+        self._adopted(request, reply)
+
+    def _adopted(self, request: wire.Load | wire.Adopt, reply: wire.Loaded) -> None:
+        if reply.lease:
+            _begin(self._loads, reply.lease, self._clock())
+
+    def _released(self, request: wire.Release, reply: wire.Done) -> None:
+        if (began := self._loads.pop(request.lease, None)) is not None:
+            self._latencies.load.note(self._clock() - began)
+
+    def _reserved(self, request: wire.Reserve, reply: wire.Reserved) -> None:
+        if reply.lease:
+            save = _Save(self._clock(), len(reply.slots) // SLOT_BYTES)
+            _begin(self._saves, reply.lease, save)
+
+    def _committed(self, request: wire.Commit, reply: wire.Done) -> None:
+        save = self._saves.get(request.lease)
+        if save is None:
+            return
+        save.blocks -= request.count
+        if save.blocks <= 0:
+            del self._saves[request.lease]
+            self._latencies.save.note(self._clock() - save.at)
+
+    def _aborted(self, request: wire.Abort, reply: wire.Done) -> None:
+        self._saves.pop(request.lease, None)
+
+
+STEPS: Final[dict[type, Callable[[Spans, Any, Any], None]]] = {
+    wire.Match: Spans._asked,
+    wire.Load: Spans._loaded,
+    wire.Adopt: Spans._adopted,
+    wire.Release: Spans._released,
+    wire.Reserve: Spans._reserved,
+    wire.Commit: Spans._committed,
+    wire.Abort: Spans._aborted,
+}
+
+
+def _begin(begun: dict[Any, Any], name: Hashable, what: object) -> None:
+    if name not in begun and len(begun) >= LIMIT_BEGUN:
+        del begun[next(iter(begun))]
+    begun[name] = what
