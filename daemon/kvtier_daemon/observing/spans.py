@@ -54,7 +54,8 @@ class Spans:
         # Who has no number is known by what it asks for.
         name = request.request or (request.space, request.keys[-32:])
         if reply.coming:
-            _begin(self._waits, name, self._waits.get(name) or self._clock())
+            if name not in self._waits:
+                _begin(self._waits, name, self._clock())
         elif (began := self._waits.pop(name, None)) is not None:
             self._latencies.wait.note(self._clock() - began)
 

@@ -187,7 +187,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, web: Web) -> None:
         self._web = web
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=LIMIT_REQUEST_BYTES)
+        self._http = h11.Connection(h11.SERVER)
+        self._received = 0
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._answered = False
@@ -213,6 +214,11 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answered:  # what comes after the request is nobody's
+            return
+        self._received += len(data)
+        if self._received > LIMIT_REQUEST_BYTES:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self._send("GET", _told(status, f"a request has at most {LIMIT_REQUEST_BYTES} bytes"))
             return
         try:
             self._http.receive_data(data)
