@@ -74,6 +74,7 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_control.py
 	$(BIN)/python benchmarks/bench_planner.py
 	$(BIN)/python benchmarks/bench_sim.py
+	$(BIN)/python benchmarks/bench_operator.py
 
 bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DIR --trace FILE" says where, and with what
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)

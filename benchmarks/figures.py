@@ -25,6 +25,7 @@ SOURCES = {
     "sim": "python benchmarks/bench_sim.py",
     "ttft": "python benchmarks/bench_ttft.py",
     "gpu": "python benchmarks/bench_gpu.py",
+    "operator": "python benchmarks/bench_operator.py",
 }
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {

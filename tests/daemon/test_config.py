@@ -75,6 +75,7 @@ def test_every_key_can_be_written(read):
         'codecs = ["org/*=r32", "a = b=fix4"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
         'admission = "second-touch"\n'
+        '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
         f'[tenants.a]\nuids = ["{me}", 7]\nquota = "40%"\n'
         '[tenants.b]\nuids = ["*"]\nquota = "256MiB"\n'
     ).config
@@ -105,6 +106,7 @@ def test_every_key_can_be_written(read):
             "daily_writes": 2048 * GIB,
             "scrub": 4 * MIB,
         },
+        "http": {"listen": ("0.0.0.0", 80), "allow_remote": True, "hosts": ("gpu7.example",)},
         "tenants": {
             "a": {"uids": (0, 7), "quota": GIB * 2 // 5 // PAGE_BYTES * PAGE_BYTES},
             "b": {"uids": ("*",), "quota": 256 * MIB},
@@ -135,9 +137,9 @@ def test_each_source_overrides_the_one_before_it(read):
 def test_every_settled_key_has_an_origin(read):
     loaded = read(WARM + '[tenants.a]\nuids = ["*"]', environ={"KVTIER_WARM__LOCK": "yes"})
     expected = {key.replace("NAME", "a") for key in dotted_keys()}
-    without = {key for key in expected if key.startswith("cold.")}
+    without = {key for key in expected if key.startswith(("cold.", "http."))}
     assert set(loaded.origins) == expected - without, (
-        "there is no cold tier unless somebody says so"
+        "there is none of these unless somebody says so"
     )
     cold = COLD + '[tenants.a]\nuids = ["*"]'
     assert set(read(WARM + cold).origins) == expected
@@ -215,8 +217,8 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ('size = "4GiB"', "size: unknown key; did you mean warm.size?"),
         ("lock = true", "lock: unknown key; did you mean warm.lock?"),
         ("[wram]\nsize = 1", "wram: unknown section; did you mean warm?"),
-        ("[hot]\nsize = '2TiB'", "hot: unknown section; known here: cold, tenants, warm"),
-        ("[http]", "http: unknown section; known here: cold, tenants, warm"),
+        ("[hot]\nsize = '2TiB'", "hot: unknown section; known here: cold, http, tenants, warm"),
+        ("[remote]", "remote: unknown section; known here: cold, http, tenants, warm"),
         ("[tenants.a]\nuid = [1]", "tenants.a.uid: unknown key; did you mean tenants.a.uids?"),
         ('"a\\nb" = 1', '"a\\nb": unknown key; known here: '),
         ("warm = 5", "warm: expected a section, got 5"),
@@ -263,7 +265,7 @@ def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, t
 def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read(
-            "max_client = 3\nlog_level = 'loud'\n[warm]\nsise = '1GiB'\n[http]\na = 1\nb = 2\n",
+            "max_client = 3\nlog_level = 'loud'\n[warm]\nsise = '1GiB'\n[remote]\na = 1\nb = 2\n",
             pieces={"1.toml": "=", "2.toml": "[warm]\nlok = true"},
             environ={"KVTIER_WARM_EXTENT": "1GiB"},
             flags={"warm.size": "64G"},
@@ -277,7 +279,7 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
         f"{file}: max_client: unknown key; did you mean max_clients?",
         f"{file}: log_level: expected one of",
         f"{file}: warm.sise: unknown key; did you mean warm.size?",
-        f"{file}: http: unknown section; known here: cold, tenants, warm",
+        f"{file}: remote: unknown section; known here: cold, http, tenants, warm",
         f"{pieces}/2.toml: warm.lok: unknown key; did you mean warm.lock?",
         "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
         "--warm-size: warm.size: '64G' is ambiguous",
@@ -487,6 +489,59 @@ def test_the_documents_example_loads(read):
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     assert set(read(example.replace('"vllm"', "1000")).config.tenants) == {"serving", "default"}
+
+
+# --- who looks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listen", "settled"),
+    [
+        ("127.0.0.1:9410", ("127.0.0.1", 9410)),
+        ("127.9.9.9:0", ("127.9.9.9", 0)),
+        ("[::1]:9410", ("::1", 9410)),
+        ("[0:0:0:0:0:0:0:1]:1", ("::1", 1)),
+    ],
+)
+def test_whoever_looks_from_this_machine_may(read, listen, settled):
+    assert read(WARM).config.http is None
+    assert read(WARM + "[http]\n").config.http is None
+    http = read(WARM + f'[http]\nlisten = "{listen}"\n').config.http
+    assert (http.listen, http.allow_remote, http.hosts) == (settled, False, ())
+
+
+@pytest.mark.parametrize(
+    "listen", ["0.0.0.0:9410", "10.0.0.1:9410", "[::]:9410", "[::ffff:10.0.0.1]:1"]
+)
+def test_beyond_this_machine_it_has_to_be_said(read, listen):
+    with pytest.raises(
+        ConfigError, match=r"http\.listen: .* is not of this machine alone.*allow_remote = true"
+    ):
+        read(WARM + f'[http]\nlisten = "{listen}"\n')
+    assert (
+        read(WARM + f'[http]\nlisten = "{listen}"\nallow_remote = true\n').config.http is not None
+    )
+
+
+@pytest.mark.parametrize(
+    "listen", ['"9410"', '":9410"', '"localhost:9410"', '"127.0.0.1"', '"127.0.0.1:65536"', '"::1:9410"',
+               "9410",
+               '"256.0.0.1:1"', '"127.0.0.1:-1"', '"[::1"', '"127.0.0.1:9410 "'],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(read, listen):
+    with pytest.raises(
+        ConfigError, match=r"http\.listen: .*expected an address and a port such as 127"
+    ):
+        read(WARM + f"[http]\nlisten = {listen}\n")
+
+
+def test_who_may_look_without_where_is_refused(read):
+    with pytest.raises(
+        ConfigError, match=r"http\.listen: is not set; write listen = .127\.0\.0\.1:9410"
+    ):
+        read(WARM + "[http]\nallow_remote = true\n")
+    with pytest.raises(ConfigError, match='"a b" is no name of a host'):
+        read(WARM + '[http]\nlisten = "127.0.0.1:1"\nhosts = ["a b"]\n')
 
 
 # --- the cold tier --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import yaml
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemons import Daemon
+from daemons import SERVE, Daemon, start_daemon
 from kvtier import Space
 from kvtier_daemon.observing import series
 from kvtier_daemon.observing.series import SERIES
@@ -69,8 +70,6 @@ def of(samples: Samples, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    from daemons import start_daemon
-
     folder = tmp_path_factory.mktemp("shown")
     (folder / "cold").mkdir()
     cold = f'[cold]\ndirectories = ["{folder / "cold"}"]\nsize = "256MiB"\nwrite = "through"\n'
@@ -232,6 +231,19 @@ def test_a_daemon_that_stood_still_says_so(daemon_of: Callable[..., Daemon]) -> 
     status, _, text = get(daemon, "/healthz")
     assert status == 503 and text.startswith("failed: its loop stood still for ")
     assert of(scraped(daemon), "kvtier_loop_lag_max_seconds") >= 2
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(shown: Daemon, tmp_path: Path) -> None:
+    environment = dict(
+        os.environ, KVTIER_STATE=str(tmp_path), KVTIER_SOCKET=str(tmp_path / "s"), KVTIER_WARM__SIZE="16MiB",
+        KVTIER_HTTP__LISTEN=shown.stats()["http"],
+    )  # fmt: skip
+    done = subprocess.run(
+        SERVE, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "Address already in use" in done.stderr and "ss -ltnp" in done.stderr
+    assert not (tmp_path / "s").exists()
 
 
 # --- the dashboard and the alerts ------------------------------------------------------------------
