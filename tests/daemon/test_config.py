@@ -141,8 +141,8 @@ def test_every_settled_key_has_an_origin(read):
     assert set(loaded.origins) == expected - without, (
         "there is none of these unless somebody says so"
     )
-    cold = COLD + '[tenants.a]\nuids = ["*"]'
-    assert set(read(WARM + cold).origins) == expected
+    both = COLD + '[http]\nlisten = "127.0.0.1:1"\n[tenants.a]\nuids = ["*"]'
+    assert set(read(WARM + both).origins) == expected
     assert loaded.origins["warm.lock"] == "environment KVTIER_WARM__LOCK"
     assert loaded.origins["warm.policy"] == loaded.origins["tenants.a.quota"] == "default"
     assert loaded.origins["tenants.a.uids"].endswith("kvtier.toml")
