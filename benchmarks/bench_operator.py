@@ -82,7 +82,8 @@ def looking(folder: Path) -> list[Row]:
             rows.append(
                 at_most(f"GET {path} of a daemon with 1,000,000 blocks, p99", percentile(took, 0.99), "ms",
                         50, p50=median(took), nothing_p50=median(nothing),
-                        nothing_p99=percentile(nothing, 0.99), cpu_ms=(processor_s(daemon) - before) / SCRAPES * 1e3)
+                        nothing_p99=percentile(nothing, 0.99),
+                        cpu_ms=(processor_s(daemon) - before) / SCRAPES * 1e3)
             )  # fmt: skip
         keys = space.keys(chain(1, 16))
         assert space.match(keys).ready == 16

@@ -408,28 +408,55 @@ def test_what_is_asked_wrongly_is_refused(text: bytes, status: int) -> None:
     served(work)
 
 
+class Transport:
+    """What is written is kept."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def connected() -> tuple[web.Connection, Transport, Web]:
+    asked = Web(
+        asyncio.get_running_loop(),
+        Pages(figures_of, lambda _: {}),
+        lambda: pytest.fail("it failed"),
+    )
+    connection, transport = web.Connection(asked), Transport()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    return connection, transport, asked
+
+
+def test_what_comes_after_a_request_takes_nothing_of_its_answer() -> None:
+    async def work() -> None:
+        connection, transport, _ = connected()
+        for text in (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /", b"x" * 20_000):
+            connection.data_received(text)
+        assert transport.written.count(b"HTTP/1.1 ") == 1 and transport.written.endswith(b"ok\n")
+        assert not transport.aborted
+        connection.connection_lost(None)
+
+    asyncio.run(work())
+
+
 @given(st.binary(max_size=300))
 def test_any_bytes_end_in_an_answer_or_in_silence(text: bytes) -> None:
-    class Transport:
-        written = b""
-
-        def write(self, data: bytes) -> None:
-            self.written += data
-
-        def close(self) -> None: ...
-        def abort(self) -> None: ...
-
     async def work() -> None:
-        loop = asyncio.get_running_loop()
-        asked = Web(loop, Pages(figures_of, lambda _: {}), lambda: pytest.fail("it failed"))
         for prefix in (b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"):
-            connection, transport = web.Connection(asked), Transport()
-            connection.connection_made(transport)  # type: ignore[arg-type]
+            connection, transport, asked = connected()
             for at in range(0, len(prefix + text), 40):
                 connection.data_received((prefix + text)[at : at + 40])
             connection.connection_lost(None)
             assert not transport.written or transport.written.startswith(b"HTTP/1.1 ")
-        assert not asked.connections
+            assert not asked.connections
 
     asyncio.run(work())
 

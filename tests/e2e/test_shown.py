@@ -115,6 +115,7 @@ def test_both_formats_say_the_same(shown: Daemon) -> None:
             for name, family in found.items()
         }
         assert set(found) == {one.name for one in SERIES}
+        assert found["kvtier_build"].type == ("gauge" if accept == "text/plain" else "info")
     one, other = kinds.values()
     assert one == other
 
@@ -191,6 +192,30 @@ def test_lookups_are_hits_and_misses_and_agree_with_status(shown: Daemon) -> Non
         assert of(now, f"kvtier_{name}_seconds_bucket", le="+Inf") == of(
             now, f"kvtier_{name}_seconds_count"
         )
+
+
+def test_what_is_waited_for_counts_when_its_end_is_known(shown: Daemon) -> None:
+    spec = spec_of("waited")
+    with shown.connect() as client:
+        space = client.open(spec)
+        first, *others = (space.keys([n] * spec.block_tokens * 64) for n in range(24))
+        for keys in (first, *others):
+            space.save(keys, bytearray(64 * spec.block_bytes))
+            shown.wait_for(lambda stats: stats["tiers"]["cold"]["writing"] == 0)
+        before = scraped(shown)
+        found = next(found for keys in (first, *others) if (found := space.match(keys)).coming)
+        now, stats = scraped(shown), shown.stats()
+        coming = found.coming * spec.block_tokens
+        assert of(now, "kvtier_coming_tokens") == coming == stats["coming_tokens"]
+        assert of(now, "kvtier_waiting_lookups") == 1
+        assert stats["lookup_tokens"] - of(now, "kvtier_lookup_tokens_total") == coming
+        cold = of(now, "kvtier_hit_tokens_total", tier="cold")
+        assert cold == of(before, "kvtier_hit_tokens_total", tier="cold")
+        assert of(now, "kvtier_tenant_lookup_tokens_total") == of(now, "kvtier_lookup_tokens_total")
+    shown.wait_for(lambda stats: stats["coming_tokens"] == 0)
+    last = scraped(shown)
+    assert of(last, "kvtier_hit_tokens_total", tier="cold") == cold + coming
+    assert of(last, "kvtier_lookup_tokens_total") == shown.stats()["lookup_tokens"]
 
 
 def test_status_is_what_the_command_prints(shown: Daemon) -> None:
