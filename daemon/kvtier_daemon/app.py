@@ -123,10 +123,10 @@ class App:
             self.config.max_clients,
             recorder,
         )
-        self._lag = Lag(loop)
         if self.config.cold is not None:
             self.cold = self._open_cold(loop, self.config.cold)
         loop.add_reader(self.warm.start(), self._extents_ready)
+        self._lag = Lag(loop)
         looked_at = await self._show(loop)
         # What start-up made stays for good: a collection need not walk it again.
         gc.collect()
