@@ -53,3 +53,17 @@ def test_the_architecture_page_names_only_what_exists() -> None:
         for name in names:
             place = roots[package] / (name if name.startswith(package) else f"{package}/{name}")
             assert place.is_dir() or place.with_suffix(".py").exists(), name
+
+
+def test_messages_that_the_troubleshooting_page_explains_are_said_by_somebody() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = [
+        path.read_text()
+        for folder in ("kvtier", "daemon", "plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    # A message may be written in two pieces, over two lines.
+    text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    said = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
+    assert len(said) > 20
+    assert [message for message in said if message not in text] == []
