@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #if defined(__CUDACC__)
-#define KVTIER_HD __host__ __device__
+#define KVTIER_HD __host__ __device__ __attribute__((always_inline))
 #else
 #define KVTIER_HD
 #endif
@@ -104,8 +104,10 @@ KVTIER_HD inline typename Form<kIs>::Bits element_of(uint32_t exponent, uint32_t
 template <Element kIs>
 KVTIER_HD inline void put_rest(uint8_t* row, size_t i, uint32_t rest) {
     constexpr size_t whole = kRestBits<kIs> / 8;
-    for (size_t plane = 0; plane < whole; plane++, rest >>= 8) {
-        row[kRow * plane + i] = static_cast<uint8_t>(rest);
+    if constexpr (whole != 0) {
+        for (size_t plane = 0; plane < whole; plane++, rest >>= 8) {
+            row[kRow * plane + i] = static_cast<uint8_t>(rest);
+        }
     }
     row += kRow * whole;
     if constexpr (kRestBits<kIs> % 8 == 4) {
@@ -121,8 +123,10 @@ template <Element kIs>
 KVTIER_HD inline uint32_t get_rest(const uint8_t* row, size_t i) {
     constexpr size_t whole = kRestBits<kIs> / 8;
     uint32_t rest = 0;
-    for (size_t plane = 0; plane < whole; plane++) {
-        rest |= static_cast<uint32_t>(row[kRow * plane + i]) << (8 * plane);
+    if constexpr (whole != 0) {
+        for (size_t plane = 0; plane < whole; plane++) {
+            rest |= static_cast<uint32_t>(row[kRow * plane + i]) << (8 * plane);
+        }
     }
     row += kRow * whole;
     if constexpr (kRestBits<kIs> % 8 == 4) {
@@ -270,5 +274,10 @@ KVTIER_HD inline uint32_t given_out(uint32_t state, uint32_t frequency, uint32_t
 
 KVTIER_HD inline size_t rows_of(size_t elements) { return (elements + kRow - 1) / kRow; }
 KVTIER_HD inline size_t streams_of(size_t rows) { return (rows + kStreamRows - 1) / kStreamRows; }
+
+// The most words of a stream: no symbol takes more than 8 bits, and a state that took a word is at
+// least 2^23, so that it takes none with the next symbol, whatever the words are.
+KVTIER_HD constexpr size_t words_most(size_t symbols) { return symbols / 2 + kLanes; }
+inline constexpr size_t kStreamWords = words_most(kStreamRows * kRow);
 
 }  // namespace kvtier::codec

@@ -45,11 +45,6 @@ inline const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t lat
     return parts[alike ? i + later : i].raw;
 }
 
-// The most words of a stream: no symbol takes more than 8 bits, and a state that took a word is at
-// least 2^23, so that it takes none with the next symbol, whatever the words are.
-constexpr size_t words_most(size_t symbols) { return symbols / 2 + kLanes; }
-inline constexpr size_t kStreamWords = words_most(kStreamRows * kRow);
-
 // Moves all streams to their ends: side by side for as long as each has rows, then what is left of
 // each.
 template <typename Stream, typename Advance>
