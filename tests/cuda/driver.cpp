@@ -185,6 +185,42 @@ CUresult batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
     return CUDA_SUCCESS;
 }
 
+// All that a part says of memory has to be the device's, and what its units are has to add up.
+bool good_part(const kvtier::cuda::Part& part) {
+    return reachable(part.raw, part.raw_bytes) && reachable(part.text, part.text_bytes) &&
+           (part.scratch == 0 || reachable(part.scratch, 1)) &&
+           (part.known == 0 || reachable(part.known, sizeof(kvtier::cuda::calibrated::Known))) &&
+           part.units != 0;
+}
+
+CUresult launch_codec(const CodecKernel& kernel, unsigned grid, unsigned threads, CUstream stream,
+                      void** arguments) {
+    const auto* parts = *static_cast<const kvtier::cuda::Part**>(arguments[0]);
+    const auto* owners = *static_cast<const u32**>(arguments[1]);
+    const auto units = *static_cast<u32*>(arguments[2]);
+    auto* measures = *static_cast<kvtier::cuda::Measure**>(arguments[3]);
+    auto* results = *static_cast<kvtier::cuda::Result**>(arguments[4]);
+    of(stream)->add([=, &kernel] {
+        before_copy();
+        const auto table = [](const void* at, size_t size) {
+            return reachable(reinterpret_cast<uintptr_t>(at), size);
+        };
+        bool good = table(owners, units * sizeof(u32));
+        for (u32 i = 0; good && i < units; i++) {
+            good =
+                table(parts + owners[i], sizeof *parts) && good_part(parts[owners[i]]) &&
+                table(results + owners[i], sizeof *results) &&
+                table(measures + parts[owners[i]].unit, parts[owners[i]].units * sizeof *measures);
+        }
+        if (!good) {
+            broken = 1;
+            return;
+        }
+        run_on_host<32>(grid, threads, kernel.call, parts, owners, units, measures, results);
+    });
+    return CUDA_SUCCESS;
+}
+
 }  // namespace
 
 extern "C" {
@@ -384,9 +420,16 @@ CUresult cuModuleUnload(CUmodule) {
     return CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
-    if (std::strcmp(name, "kvtier_copy_blocks") != 0) return CUDA_ERROR_NOT_FOUND;
-    *function = reinterpret_cast<CUfunction>(&kvtier_copy_blocks);
-    return CUDA_SUCCESS;
+    if (std::strcmp(name, "kvtier_copy_blocks") == 0) {
+        *function = reinterpret_cast<CUfunction>(&kvtier_copy_blocks);
+        return CUDA_SUCCESS;
+    }
+    for (const CodecKernel& kernel : kCodecKernels) {
+        if (std::strcmp(name, kernel.name) != 0) continue;
+        *function = reinterpret_cast<CUfunction>(const_cast<CodecKernel*>(&kernel));
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_NOT_FOUND;
 }
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn work, void* data) {
     if (const CUresult result = state()) return result;
@@ -397,6 +440,13 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned y, unsigned
                         unsigned threads, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                         CUstream stream, void** arguments, void** extra) {
     if (const CUresult result = state()) return result;
+    for (const CodecKernel& kernel : kCodecKernels) {
+        if (function != reinterpret_cast<CUfunction>(const_cast<CodecKernel*>(&kernel))) continue;
+        const bool good = grid != 0 && threads == 32 * kvtier::cuda::kWarps && shared_bytes == 0 &&
+                          y * z * block_y * block_z == 1 && extra == nullptr;
+        return good ? launch_codec(kernel, grid, threads, stream, arguments)
+                    : CUDA_ERROR_INVALID_VALUE;
+    }
     if (function != reinterpret_cast<CUfunction>(&kvtier_copy_blocks) || grid == 0 ||
         threads == 0 || threads > 256 || y * z * block_y * block_z != 1 || shared_bytes != 0 ||
         extra != nullptr) {

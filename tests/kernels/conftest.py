@@ -4,12 +4,15 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import kvtier_kernels as kernels
+from cuda_codecs import DeviceCodecs
+from kvtier_kernels.cuda import Driver, codecs, compile_kernel
 
 Bytes = npt.NDArray[np.uint8]
 MakeMapping = Callable[..., kernels.Mapping]
@@ -35,6 +38,27 @@ def copies(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.force("copy", request.param)
     yield request.param
     kernels.force("copy", "auto")
+
+
+@pytest.fixture
+def device_codecs(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[DeviceCodecs]:
+    """A device's codecs: by the kernels' own text built for the host, or, where KVTIER_DEVICE is `gpu`, on
+    the first GPU."""
+    if os.environ.get("KVTIER_DEVICE") == "gpu":
+        driver = Driver(0)
+        monkeypatch.setattr(codecs, "compile_kernel", compiled_once)
+    else:
+        driver = request.getfixturevalue("fake_cuda").driver()
+        monkeypatch.setattr(codecs, "compile_kernel", lambda text, architecture: b"host\0")
+    device = DeviceCodecs(driver)
+    yield device
+    device.close()
+    driver.close()
+
+
+compiled_once = cache(compile_kernel)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 // Encoded parts that were damaged, for decoders built with the sanitizers: each is refused, or
-// gives bytes; nothing else is touched. `fuzz_codecs ROUNDS SEED`; says how many were refused.
+// gives bytes; nothing else is touched. A device's kernels, built for the host, write the same
+// bytes, refuse the same parts and give the same of the others. `fuzz_codecs ROUNDS SEED`; says
+// how many were refused.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +11,7 @@
 
 #include "codec/calibration.h"
 #include "codec/codec.h"
+#include "host_codecs.h"
 
 using namespace kvtier;
 using namespace kvtier::codec;
@@ -47,12 +50,14 @@ class Fuzz {
         const Exactly raw((rows * heads * head + many) * width + (odd ? below(4) : 0));
         fill(raw, width);
         channels_ = calibrated(codec) ? &known(codec, heads, head) : nullptr;
+        if (channels_ == nullptr) device_known_.reset();
         heads_first_ = below(2) == 0;
         std::vector<Encoded> parts = {{raw.at.get(), raw.size, Codec::kRaw, 0, grid, channels_,
                                        heads_first_, static_cast<uint32_t>(chance_())}};
         Exactly room(raw.size);
         const size_t nbytes = encode(codec, element, parts, room.at.get());
         if (!decodes(element, parts[0].codec, room.at.get(), nbytes, raw)) fail("is not decoded");
+        encodes_alike(codec, element, parts[0], raw, room);
         if (parts[0].codec <= Codec::kR32 &&
             std::memcmp(back_.data(), raw.at.get(), raw.size) != 0) {
             fail("comes back as something else");
@@ -100,7 +105,37 @@ class Fuzz {
             Channels::Said{heads, head, exact, rope, means.data(), means.size(), anchors.data(),
                            exponents.data(), table.data(), anchors.size(), exponents.size(),
                            symbols});
+        device_known_ = std::make_unique<cuda::HostKnown>(*made_, exponents, anchors);
         return *made_;
+    }
+
+    // A device writes the same.
+    void encodes_alike(Codec codec, Element element, const Encoded& part, const Exactly& raw,
+                       const Exactly& room) {
+        cuda::HostPart device(codec, element, raw.size, device_known_.get());
+        const Exactly out(raw.size);
+        const size_t nbytes =
+            device.encode(raw.at.get(), part.grid, heads_first_, part.position, out.at.get());
+        const bool kept = part.codec == Codec::kRaw;
+        if (nbytes != (kept ? 0 : part.bytes) ||
+            std::memcmp(out.at.get(), room.at.get(), part.bytes) != 0) {
+            fail("is something else on a device");
+        }
+    }
+
+    // What a device makes of it, and that this is the same. Its text begins at no even address.
+    void decodes_alike(Element element, Codec codec, const uint8_t* text, size_t nbytes,
+                       const Exactly& raw, bool sound) {
+        if (codec == Codec::kRaw) return;
+        cuda::HostPart device(codec, element, raw.size, device_known_.get());
+        const Exactly odd(nbytes + 1), back(raw.size);
+        if (nbytes != 0) std::memcpy(odd.at.get() + 1, text, nbytes);
+        if (device.decode(odd.at.get() + 1, nbytes, heads_first_, back.at.get()) != sound) {
+            fail("is sound here, and not on a device, or the other way round");
+        }
+        if (sound && std::memcmp(back.at.get(), back_.data(), raw.size) != 0) {
+            fail("comes back as something else on a device");
+        }
     }
 
     // Near to normal, with exponents that repeat; now and then anything at all.
@@ -120,6 +155,7 @@ class Fuzz {
                               raw.size, channels_, heads_first_};
         const bool sound = decode(element, {&part, 1}) == 1;
         back_.assign(back.at.get(), back.at.get() + raw.size);
+        decodes_alike(element, codec, text, nbytes, raw, sound);
         return sound;
     }
 
@@ -166,6 +202,7 @@ class Fuzz {
     std::mt19937_64 chance_;
     std::vector<uint8_t> back_;
     std::unique_ptr<Channels> made_;
+    std::unique_ptr<cuda::HostKnown> device_known_;
     const Channels* channels_ = nullptr;
     bool heads_first_ = false;
 };

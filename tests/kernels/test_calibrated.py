@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtier_kernels as kernels
+from cuda_codecs import DEVICE, use
 from kvtier.codec.profile import inverses, steps
 from kvtier_kernels.reference import lossy
 from kvtier_kernels.reference.lossy import DamagedError, Quantizer, Rope, Shape
@@ -105,9 +106,12 @@ def rope_of(pairs: int, interleaved: bool = False) -> RopeSaid:
     return RopeSaid(np.array(turns, "<u8").tobytes(), interleaved)
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernels.force("codec", request.param)
+@pytest.fixture(params=[*LEVELS, DEVICE])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == DEVICE:
+        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
+    else:
+        kernels.force("codec", request.param)
     yield request.param
     kernels.force("codec", "auto")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
+from cuda_codecs import DEVICE, use
 from kvtier_kernels import reference
 from kvtier_kernels.reference.codec import FIX4, FORMS, R32, RAW, frequencies
 
@@ -21,9 +22,12 @@ LEVELS = kernels.implementations("codec")
 COUNTS = [0, 1, 2, 31, 63, 64, 65, 200, 1000, 4097, 8192 + 64, 32767, 32768, 32769, 70001, 140000]
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernels.force("codec", request.param)
+@pytest.fixture(params=[*LEVELS, DEVICE])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == DEVICE:
+        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
+    else:
+        kernels.force("codec", request.param)
     yield request.param
     kernels.force("codec", "auto")
 

@@ -16,11 +16,16 @@ from hypothesis import strategies as st
 
 from fake_cuda import toolkit
 from kvtier_kernels import reference
-from kvtier_kernels.cuda import CudaError, compile_kernel, source
+from kvtier_kernels.cuda import CudaError, codecs, compile_kernel, source
 from kvtier_kernels.cuda.blocks import KERNEL, KERNEL_FILE, PIECE, DevicePieces
+from kvtier_kernels.cuda.compiler import HEADERS, OPTIONS
 from kvtier_kernels.cuda.driver import ARGUMENTS, BATCH
 
-KERNELS = sorted((Path(__file__).parents[2] / "kernels" / "cuda").glob("*.cu"))
+FOLDER = Path(__file__).parents[2] / "kernels"
+KERNELS = sorted((FOLDER / "cuda").glob("*.cu"))
+NVCC = ("-Werror", "all-warnings", f"-I{FOLDER / 'cuda'}", f"-I{FOLDER / 'include'}",
+        *(option.decode() for option in OPTIONS))  # fmt: skip
+MOST_REGISTERS = 64  # with so many a processor holds half of the warps that it might
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = {"unsigned int": 4, "int": 4, "size_t": 8, "CUdeviceptr": 8, "CUdevice": 4, "CUresult": 4,
           "CUdevice_attribute": 4}  # fmt: skip
@@ -33,30 +38,80 @@ def test_a_kernel_compiles_without_spills(kernel: Path, architecture: str, tmp_p
     if nvcc is None:
         pytest.skip("no nvcc: THE CUDA KERNELS ARE NOT COMPILED HERE")
     output = tmp_path / "kernel.cubin"
-    command = [nvcc, f"-arch={architecture}", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v",
-               "-cubin", "-o", str(output), str(kernel)]  # fmt: skip
+    command = [nvcc, f"-arch={architecture}", *NVCC, "-Xptxas", "-v", "-cubin", "-o", str(output),
+               str(kernel)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert output.read_bytes()[:4] == b"\x7fELF"
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    said = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers", done.stderr, re.DOTALL,
+    )  # fmt: skip
+    assert {name for name, *_ in said} == set(named(kernel))
+    for name, stores, loads, registers in said:
+        assert (stores, loads) == ("0", "0"), name
+        assert int(registers) <= MOST_REGISTERS, name
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_kernel_compiles_as_it_does_when_an_engine_starts(architecture: str) -> None:
+def named(kernel: Path) -> list[str]:
+    """The kernels of a text; those of codecs bring one that all have."""
+    text = kernel.read_text()
+    found = re.findall(r"KVTIER_KERNEL\((\w+)\)", text)
+    return [*found, codecs.SETTLE] if found else re.findall(r"(kvtier_\w+)\(const", text)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_no_product_is_added_in_one_rounding(kernel: Path, tmp_path: Path) -> None:
+    """What the compiler hands on says of each operation on floats how it is rounded, and keeps denormals."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc: WHAT THE CUDA KERNELS ROUND IS NOT LOOKED AT HERE")
+    output = tmp_path / "kernel.ptx"
+    command = [nvcc, "-arch=compute_90", *NVCC, "-ptx", "-o", str(output), str(kernel)]
+    subprocess.run(command, check=True)
+    operations = set(
+        re.findall(r"\b(?:add|sub|mul|fma|mad|div|rcp)[a-z.]*\.f32\b", output.read_text())
+    )
+    usual = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
+    arithmetic = {
+        "codec_lossless.cu": set(),
+        "copy_blocks.cu": set(),
+        "codec_quantized.cu": usual | {"div.rn.f32", "rcp.rn.f32"},
+        "codec_calibrated.cu": usual,
+    }
+    assert operations == arithmetic[kernel.name]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_a_kernel_compiles_as_it_does_when_an_engine_starts(kernel: Path) -> None:
     try:
-        binary = compile_kernel(source(KERNEL_FILE), architecture)
+        binary = compile_kernel(source(kernel.name), "sm_90")
     except CudaError as error:
         if "no NVRTC" not in str(error):
             raise
         pytest.skip(f"{error}: HOW AN ENGINE COMPILES KERNELS IS NOT TESTED HERE")
-    assert binary[:4] == b"\x7fELF" and KERNEL.encode() in binary
+    assert binary[:4] == b"\x7fELF"
+    for name in named(kernel):
+        assert name.encode() in binary
     with pytest.raises(CudaError, match="invalid combination"):
-        compile_kernel("extern int int;", architecture)
+        compile_kernel("extern int int;", "sm_90")
 
 
 def test_the_text_that_is_installed_is_that_of_the_sources() -> None:
     for path in KERNELS:
         assert source(path.name) == path.read_text()
+    for name in HEADERS:
+        assert source(name) == (FOLDER / ("include" if "/" in name else "cuda") / name).read_text()
+
+
+def test_what_codecs_launch_is_there() -> None:
+    assert {KERNEL_FILE} | {one.file for one in codecs.KERNELS.values()} == {
+        path.name for path in KERNELS
+    }
+    launched = {KERNEL}
+    for one in codecs.KERNELS.values():
+        launched |= {*one.decode, *one.begin, one.place, codecs.SETTLE}
+    assert launched == {name for path in KERNELS for name in named(path)}
 
 
 def test_functions_are_called_as_the_header_declares_them() -> None:

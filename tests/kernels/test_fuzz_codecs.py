@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parents[2] / "kernels"
+INCLUDED = (KERNELS / "include", KERNELS / "cuda", Path(__file__).parents[1] / "cuda")
 SOURCES = (
     "codec",
     "codec_x86",
@@ -35,7 +36,15 @@ def test_damaged_parts_are_refused_or_give_bytes_and_touch_nothing_else(tmp_path
     builds = []
     for source in sources:
         objects.append(tmp_path / f"{source.stem}.o")
-        command = ["g++", *FLAGS, f"-I{KERNELS / 'include'}", "-c", source, "-o", objects[-1]]
+        command = [
+            "g++",
+            *FLAGS,
+            *(f"-I{place}" for place in INCLUDED),
+            "-c",
+            source,
+            "-o",
+            objects[-1],
+        ]
         builds.append(subprocess.Popen(command))
     for build in builds:
         assert build.wait(300) == 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 import kvtier_kernels as kernels
+from cuda_codecs import DEVICE, use
 from kvtier_kernels import reference
 from kvtier_kernels.reference.quantized import BITS, Q2, Q4, Q8, WIDTHS, Grid
 
@@ -29,9 +30,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernels.force("codec", request.param)
+@pytest.fixture(params=[*LEVELS, DEVICE])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == DEVICE:
+        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
+    else:
+        kernels.force("codec", request.param)
     yield request.param
     kernels.force("codec", "auto")
 

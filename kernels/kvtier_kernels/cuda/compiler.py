@@ -12,10 +12,31 @@ from pathlib import Path
 from kvtier_kernels.cuda.driver import CudaError
 
 PATTERN = "libnvrtc.so*"
+# What codecs say of numbers holds for floats that are rounded after each operation and keep denormals.
+OPTIONS = (b"--std=c++17", b"--fmad=false", b"--ftz=false", b"--prec-div=true")
+# What kernels include: ours, and as much of the standard's as they use, which no driver brings.
+HEADERS = (
+    "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h", "codec/calibrated.h",
+)  # fmt: skip
+STANDARD = {
+    "cstddef": "#pragma once\nusing size_t = decltype(sizeof 0);\n",
+    "cstdint": """#pragma once
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long;
+using uint64_t = unsigned long;
+using uintptr_t = unsigned long;
+""",
+    "cstring": "#pragma once\nnamespace std {\nusing ::memcpy;\n}\n",
+}
 
 
 def source(name: str) -> str:
-    """The text of a kernel of ours."""
+    """The text of a kernel of ours, or of what kernels include."""
     return (resources.files(__package__) / name).read_text()
 
 
@@ -52,8 +73,19 @@ def compile_kernel(text: str, architecture: str) -> bytes:
             why = (nvrtc.nvrtcGetErrorString(result) or b"").decode()
             raise CudaError(f"{name}: {why}{_log(nvrtc, program)}")
 
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
-    call("nvrtcCreateProgram", byref(program), text.encode(), b"kernel.cu", c_int(0), None, None)
+    options = [f"--gpu-architecture={architecture}".encode(), *OPTIONS]
+    headers = STANDARD | {name: source(name) for name in HEADERS}
+    texts = (c_char_p * len(headers))(*(one.encode() for one in headers.values()))
+    names = (c_char_p * len(headers))(*(one.encode() for one in headers))
+    call(
+        "nvrtcCreateProgram",
+        byref(program),
+        text.encode(),
+        b"kernel.cu",
+        c_int(len(headers)),
+        texts,
+        names,
+    )
     try:
         given = (c_char_p * len(options))(*options)
         call("nvrtcCompileProgram", program, c_int(len(options)), given)

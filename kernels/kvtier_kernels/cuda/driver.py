@@ -225,11 +225,17 @@ class Driver:
 
     def load(self, binary: bytes, name: str) -> tuple[int, int]:
         """A module of machine code and a kernel in it."""
-        module, function = c_void_p(), c_void_p()
+        module = c_void_p()
         self.call("cuModuleLoadData", byref(module), binary)
+        assert module.value is not None
+        return module.value, self.function(module.value, name)
+
+    def function(self, module: int, name: str) -> int:
+        """Another kernel of a module."""
+        function = c_void_p()
         self.call("cuModuleGetFunction", byref(function), module, name.encode())
-        assert module.value is not None and function.value is not None
-        return module.value, function.value
+        assert function.value is not None
+        return function.value
 
     def launch(
         self, function: int, grid: int, threads: int, arguments: list[Any], stream: int

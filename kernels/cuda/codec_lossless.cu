@@ -1,0 +1,498 @@
+// fix4 and r32 on a device: what docs/formats.md draws, to the bit. A unit is 512 rows of a part:
+// of r32 a stream. Scratch of r32's encoder: 64 bytes a part, then a StreamWriter's room for each
+// stream; of fix4's: the 64 bytes.
+
+#include "codec/lossless.h"
+#include "lanes.h"
+#include "parts.h"
+#include "streams.h"
+
+namespace kvtier::cuda::lossless {
+namespace {
+
+using codec::kCountAt;
+using codec::kElementAt;
+using codec::kEscape4;
+using codec::kFix4Header;
+using codec::kFrequenciesAt;
+using codec::kR32Header;
+using codec::kRow;
+using codec::kRowCodes;
+using codec::kStreamRows;
+using codec::kSymbolsAt;
+using codec::kTopAt;
+
+constexpr uint64_t kTopRoom = 64;  // top, symbols, then frequencies
+constexpr uint32_t kOfRow = static_cast<uint32_t>(kRow), kHalf = kOfRow / 2;
+constexpr uint32_t kOfUnit = static_cast<uint32_t>(kStreamRows);
+constexpr uint32_t kCodes = static_cast<uint32_t>(kRowCodes);  // bytes of a row
+static_assert(kHalf == kLanes);
+using Writer = StreamWriter<uint8_t>;
+
+// Parts are smaller than 2^31 bytes.
+template <Element kIs>
+struct Shape {
+    using Bits = typename codec::Form<kIs>::Bits;
+    static constexpr uint32_t kRest = static_cast<uint32_t>(codec::kRestRow<kIs>);
+
+    uint32_t elements, whole, rows, odd, streams;
+
+    KVTIER_DEVICE explicit Shape(uint64_t raw_bytes)
+        : elements(static_cast<uint32_t>(raw_bytes) / kWidth),
+          whole(elements / kOfRow),
+          rows((elements + kOfRow - 1) / kOfRow),
+          odd(static_cast<uint32_t>(raw_bytes) % kWidth),
+          streams((rows + kOfUnit - 1) / kOfUnit) {}
+
+    KVTIER_DEVICE uint64_t fix4_bytes() const {
+        return kFix4Header + uint64_t{rows} * (kCodes + kRest) + odd;
+    }
+    KVTIER_DEVICE uint64_t r32_bytes() const {
+        return kR32Header + streams * (kStreamEntry + kStatesBytes) + uint64_t{rows} * kRest + odd;
+    }
+    // Rows that are a unit's.
+    KVTIER_DEVICE uint32_t first(uint32_t unit) const { return unit * kOfUnit; }
+    KVTIER_DEVICE uint32_t count(uint32_t unit) const {
+        if (first(unit) >= rows) return 0;
+        return rows - first(unit) < kOfUnit ? rows - first(unit) : kOfUnit;
+    }
+
+ private:
+    static constexpr uint32_t kWidth = static_cast<uint32_t>(kBytes<kIs>);
+};
+
+// An element, or what the last row is filled up with.
+template <Element kIs>
+KVTIER_DEVICE typename Shape<kIs>::Bits element_at(const Part& part, const Shape<kIs>& shape,
+                                                   uint32_t i, uint32_t top) {
+    if (i >= shape.elements) return codec::element_of<kIs>(top, 0);
+    return load<typename Shape<kIs>::Bits>(at<const uint8_t>(part.raw) + i * kBytes<kIs>);
+}
+
+// The rests of some rows. A lane has elements whose bits share bytes with no other's: two of a row,
+// or, where there are planes of one bit, eight that follow one another, of four rows at a time.
+template <Element kIs>
+KVTIER_DEVICE void put_rests(const Part& part, const Shape<kIs>& shape, uint32_t first,
+                             uint32_t rows, uint32_t top, uint8_t* out) {
+    constexpr bool kBitPlanes = codec::kRestBits<kIs> % 8 == 3;
+    constexpr uint32_t kAtOnce = kBitPlanes ? 4 : 1;
+    constexpr uint32_t kOfLane = kBitPlanes ? 8 : 2;
+    constexpr uint32_t kWhole = kOfRow * (codec::kRestBits<kIs> / 8);
+    for (uint32_t row = 0; row < rows; row += kAtOnce) {
+        each([&](uint32_t lane) {
+            const uint32_t mine = row + (kBitPlanes ? lane / 8 : 0);
+            if (mine >= rows) return;
+            uint8_t* const to = out + mine * Shape<kIs>::kRest;
+            if constexpr (kBitPlanes) {
+                for (uint32_t plane = 0; plane < 3; plane++) to[kWhole + 8 * plane + lane % 8] = 0;
+            } else if constexpr (codec::kRestBits<kIs> % 8 == 4) {
+                to[kWhole + lane] = 0;
+            }
+            for (uint32_t k = 0; k < kOfLane; k++) {
+                const uint32_t i = kBitPlanes ? lane % 8 * 8 + k : lane + k * kHalf;
+                const auto bits = element_at<kIs>(part, shape, (first + mine) * kOfRow + i, top);
+                codec::put_rest<kIs>(to, i, codec::rest_of<kIs>(bits));
+            }
+        });
+    }
+}
+
+// --- fix4 ----------------------------------------------------------------------------------------
+
+KVTIER_DEVICE uint32_t fix4_code(const uint8_t* codes, uint32_t i) {
+    return codes[i % kRowCodes] >> (i / kRowCodes * 4) & 15u;
+}
+
+template <Element kIs>
+KVTIER_DEVICE bool fix4_count(const Part& part, uint32_t unit, Measure& measure) {
+    const Shape<kIs> shape(part.raw_bytes);
+    if (part.text_bytes < shape.fix4_bytes()) return false;
+    const uint8_t* const codes =
+        at<const uint8_t>(part.text) + kFix4Header + shape.first(unit) * kRowCodes;
+    const uint32_t nbytes = shape.count(unit) * kCodes;
+    uint32_t found = 0;
+    for (uint32_t first = 0; first < nbytes; first += kHalf) {
+        found += bits_in(ballot([&](uint32_t lane) { return codes[first + lane] % 16 == 15; }));
+        found += bits_in(ballot([&](uint32_t lane) { return codes[first + lane] / 16 == 15; }));
+    }
+    each([&](uint32_t lane) {
+        if (lane == 0) measure = {0, found, found};
+    });
+    return true;
+}
+
+template <Element kIs>
+KVTIER_DEVICE bool fix4_decode(const Part& part, uint32_t unit, const Measure* measures) {
+    const Shape<kIs> shape(part.raw_bytes);
+    const uint64_t fixed = shape.fix4_bytes();
+    const uint8_t* const from = at<const uint8_t>(part.text);
+    if (part.text_bytes < fixed || from[kElementAt] != static_cast<uint8_t>(kIs)) return false;
+    const uint64_t escaped = part.text_bytes - fixed;
+    if (get32(from + kCountAt) != escaped || bytes_before(measures, part.units, 1) != escaped) {
+        return false;
+    }
+    uint64_t used = bytes_before(measures, unit, 1);
+    const uint32_t top = from[kTopAt];
+    const uint8_t* const codes = from + kFix4Header + shape.first(unit) * kRowCodes;
+    const uint8_t* const rest =
+        from + kFix4Header + shape.rows * kRowCodes + shape.first(unit) * Shape<kIs>::kRest;
+    const uint8_t* const escapes = from + (fixed - shape.odd);
+    uint8_t* const out = at<uint8_t>(part.raw);
+    for (uint32_t half = 0; half < 2 * shape.count(unit); half++) {
+        const uint8_t* const row_codes = codes + half / 2 * kRowCodes;
+        const uint8_t* const row_rest = rest + half / 2 * Shape<kIs>::kRest;
+        const uint32_t start = half % 2 * kHalf;
+        Each<uint32_t> code;
+        each([&](uint32_t lane) { code[lane] = fix4_code(row_codes, start + lane); });
+        const uint32_t far = ballot([&](uint32_t lane) { return code[lane] == kEscape4; });
+        if (bits_in(far) > escaped - used) return false;
+        each([&](uint32_t lane) {
+            const uint32_t i = shape.first(unit) * kOfRow + half * kHalf + lane;
+            if (i >= shape.elements) return;
+            const uint32_t exponent =
+                far >> lane & 1 ? escapes[used + before(far, lane)] : (top - code[lane]) & 255;
+            const uint32_t bits = codec::get_rest<kIs>(row_rest, start + lane);
+            store(out + i * kBytes<kIs>, codec::element_of<kIs>(exponent, bits));
+        });
+        used += bits_in(far);
+    }
+    if (unit == 0) copy(out + part.raw_bytes - shape.odd, escapes + escaped, shape.odd);
+    return true;
+}
+
+// --- what encoders count -------------------------------------------------------------------------
+
+// The exponents of some of the whole rows; there is at least one.
+template <Element kIs>
+KVTIER_DEVICE void count(const Part& part, const Shape<kIs>& shape, size_t least, size_t one_in,
+                         uint32_t* counts) {
+    for (uint32_t first = 0; first < 256; first += static_cast<uint32_t>(kLanes)) {
+        each([&](uint32_t lane) { counts[first + lane] = 0; });
+    }
+    const auto rows = static_cast<uint32_t>(codec::sampled_rows(shape.whole, least, one_in));
+    for (uint32_t i = 0; i < 2 * rows; i++) {
+        const auto row = static_cast<uint32_t>(codec::sampled_row(i / 2, rows, shape.whole));
+        each([&](uint32_t lane) {
+            const uint32_t k = row * kOfRow + i % 2 * kHalf + lane;
+            const auto bits = element_at<kIs>(part, shape, k, 0);
+            count_at(counts + codec::exponent_of<kIs>(bits));
+        });
+    }
+}
+
+// False if the part has to be kept as it is, whatever is in it.
+template <Element kIs>
+KVTIER_DEVICE bool fix4_counts(const Part& part, uint32_t* counts) {
+    const Shape<kIs> shape(part.raw_bytes);
+    if (shape.whole == 0 || shape.fix4_bytes() >= part.raw_bytes) return false;
+    count(part, shape, codec::kFix4SampleLeast, codec::kFix4SampleOneIn, counts);
+    return true;
+}
+
+template <Element kIs>
+KVTIER_DEVICE bool r32_counts(const Part& part, uint32_t* counts) {
+    const Shape<kIs> shape(part.raw_bytes);
+    if (shape.whole == 0 || shape.r32_bytes() >= part.raw_bytes) return false;
+    count(part, shape, codec::kR32SampleLeast, codec::kR32SampleOneIn, counts);
+    return true;
+}
+
+// --- fix4's encoder ------------------------------------------------------------------------------
+
+template <Element kIs>
+KVTIER_DEVICE bool fix4_measure(const Part& part, uint32_t unit, Measure& measure) {
+    const Shape<kIs> shape(part.raw_bytes);
+    const uint32_t top = *at<const uint8_t>(part.scratch);
+    uint32_t found = 0;
+    for (uint32_t half = 0; half < 2 * shape.count(unit); half++) {
+        found += bits_in(ballot([&](uint32_t lane) {
+            const uint32_t i = shape.first(unit) * kOfRow + half * kHalf + lane;
+            const auto bits = element_at<kIs>(part, shape, i, top);
+            return codec::code_of(codec::exponent_of<kIs>(bits), top, kEscape4) == kEscape4;
+        }));
+    }
+    each([&](uint32_t lane) {
+        if (lane == 0) measure = {0, found, found + (unit == 0 ? shape.fix4_bytes() : 0)};
+    });
+    return true;
+}
+
+template <Element kIs>
+KVTIER_DEVICE void fix4_place(const Part& part, uint32_t unit, const Measure* measures,
+                              const Result& result, uint8_t* out) {
+    const Shape<kIs> shape(part.raw_bytes);
+    const uint32_t top = *at<const uint8_t>(part.scratch);
+    const uint32_t first = shape.first(unit), rows = shape.count(unit);
+    uint8_t* const rest = out + kFix4Header + shape.rows * kRowCodes;
+    uint8_t* const escapes = rest + shape.rows * Shape<kIs>::kRest;
+    uint64_t used = bytes_before(measures, unit, 1);
+    for (uint32_t row = 0; row < rows; row++) {
+        Each<uint32_t> low, high;
+        const auto exponent = [&](uint32_t i) {
+            return codec::exponent_of<kIs>(
+                element_at<kIs>(part, shape, (first + row) * kOfRow + i, top));
+        };
+        each([&](uint32_t lane) {
+            low[lane] = exponent(lane), high[lane] = exponent(kHalf + lane);
+            const uint32_t one = codec::code_of(low[lane], top, kEscape4);
+            const uint32_t other = codec::code_of(high[lane], top, kEscape4);
+            out[kFix4Header + (first + row) * kRowCodes + lane] =
+                static_cast<uint8_t>(one | other << 4);
+        });
+        const auto put_escapes = [&](Each<uint32_t>& exponents) {
+            const uint32_t far = ballot([&](uint32_t lane) {
+                return codec::code_of(exponents[lane], top, kEscape4) == kEscape4;
+            });
+            if (far == 0) return;
+            each([&](uint32_t lane) {
+                if (far >> lane & 1) {
+                    escapes[used + before(far, lane)] = static_cast<uint8_t>(exponents[lane]);
+                }
+            });
+            used += bits_in(far);
+        };
+        put_escapes(low);
+        put_escapes(high);
+    }
+    put_rests<kIs>(part, shape, first, rows, top, rest + first * Shape<kIs>::kRest);
+    if (unit != 0) return;
+    const uint64_t fixed = shape.fix4_bytes(), escaped = result.bytes - fixed;
+    copy(escapes + escaped, at<const uint8_t>(part.raw) + part.raw_bytes - shape.odd, shape.odd);
+    each([&](uint32_t lane) {
+        if (lane != 0) return;
+        put32(out, 0);
+        out[kElementAt] = static_cast<uint8_t>(kIs);
+        out[kTopAt] = static_cast<uint8_t>(top);
+        put32(out + kCountAt, escaped);
+    });
+}
+
+// --- r32 -----------------------------------------------------------------------------------------
+
+// Whether the frequencies are such that the encoder writes: every slot has its symbol.
+KVTIER_DEVICE bool sound(const uint8_t* from) {
+    const uint32_t symbols = from[kSymbolsAt];
+    if (symbols < codec::kSymbolsLeast || symbols > kSymbolsMost) return false;
+    const uint8_t* const frequencies = from + kFrequenciesAt;
+    const uint32_t there = ballot([&](uint32_t lane) { return frequencies[lane] != 0; });
+    const uint64_t all = sum([&](uint32_t lane) { return uint64_t{frequencies[lane]}; });
+    return all == kScale && there == 0xFFFFFFFFu >> (kSymbolsMost - symbols);
+}
+
+template <Element kIs>
+KVTIER_DEVICE bool r32_decode(const Part& part, uint32_t unit, DecodeSlots& slots) {
+    const Shape<kIs> shape(part.raw_bytes);
+    const uint64_t fixed = shape.r32_bytes();
+    const uint8_t* const from = at<const uint8_t>(part.text);
+    if (part.text_bytes < fixed || from[kElementAt] != static_cast<uint8_t>(kIs) ||
+        get32(from + kCountAt) != shape.streams || !sound(from)) {
+        return false;
+    }
+    Lies lies;
+    const uint64_t left = part.text_bytes - fixed;
+    if (!find_stream(from + kR32Header, shape.streams, unit, 1, left, lies)) return false;
+    uint8_t* const out = at<uint8_t>(part.raw);
+    if (unit == 0) {
+        copy(out + part.raw_bytes - shape.odd, from + part.text_bytes - shape.odd, shape.odd);
+    }
+    const uint32_t rows = shape.count(unit), first = shape.first(unit);
+    if (rows == 0) return true;
+    if (lies.words > codec::words_most(rows * kRow)) return false;
+    const uint8_t* const rests = from + kR32Header + shape.streams * kStreamEntry;
+    const uint8_t* const rest = rests + first * Shape<kIs>::kRest;
+    const uint8_t* const stream =
+        rests + shape.rows * Shape<kIs>::kRest + unit * kStatesBytes + lies.before;
+    const uint8_t* const escapes = stream + kStatesBytes + 2 * uint64_t{lies.words};
+    const uint32_t top = from[kTopAt], last = from[kSymbolsAt] - 1u;
+    slots.fill(from + kFrequenciesAt);
+    StreamReader reader(slots, stream, lies.words);
+    if (!reader.begins()) return false;
+    uint32_t used = 0;
+    for (uint32_t half = 0; half < 2 * rows; half++) {
+        const uint8_t* const row_rest = rest + half / 2 * Shape<kIs>::kRest;
+        Each<uint32_t> code, exponent;
+        reader.row(code);
+        const uint32_t far = ballot([&](uint32_t lane) { return code[lane] == last; });
+        each([&](uint32_t lane) { exponent[lane] = (top - code[lane]) & 255; });
+        if (far != 0) {
+            if (bits_in(far) > lies.escapes - used) return false;
+            each([&](uint32_t lane) {
+                if (far >> lane & 1) exponent[lane] = escapes[used + before(far, lane)];
+            });
+            used += bits_in(far);
+        }
+        each([&](uint32_t lane) {
+            const uint32_t i = first * kOfRow + half * kHalf + lane;
+            if (i >= shape.elements) return;
+            const uint32_t bits = codec::get_rest<kIs>(row_rest, half % 2 * kHalf + lane);
+            store(out + i * kBytes<kIs>, codec::element_of<kIs>(exponent[lane], bits));
+        });
+    }
+    return reader.ends() && used == lies.escapes;
+}
+
+KVTIER_DEVICE uint8_t* room_of(const Part& part, uint32_t unit) {
+    return at<uint8_t>(part.scratch) + kTopRoom + unit * Writer::kRoom;
+}
+
+template <Element kIs>
+KVTIER_DEVICE bool r32_measure(const Part& part, uint32_t unit, EncodeSymbols& symbols,
+                               Measure& measure) {
+    const Shape<kIs> shape(part.raw_bytes);
+    const uint8_t* const said = at<const uint8_t>(part.scratch);
+    const uint32_t top = said[0], last = said[1] - 1u;
+    symbols.fill(said + 2);
+    Writer writer(symbols, room_of(part, unit));
+    for (uint32_t half = 2 * shape.count(unit); half-- > 0;) {
+        Each<uint32_t> code;
+        Each<uint8_t> exponent;
+        each([&](uint32_t lane) {
+            const uint32_t i = shape.first(unit) * kOfRow + half * kHalf + lane;
+            const uint32_t one = codec::exponent_of<kIs>(element_at<kIs>(part, shape, i, top));
+            code[lane] = codec::code_of(one, top, last);
+            exponent[lane] = static_cast<uint8_t>(one);
+        });
+        const uint32_t far = ballot([&](uint32_t lane) { return code[lane] == last; });
+        writer.row(code, far, exponent);
+    }
+    writer.finish(measure, unit == 0 ? shape.r32_bytes() : 0);
+    return true;
+}
+
+template <Element kIs>
+KVTIER_DEVICE void r32_place(const Part& part, uint32_t unit, const Measure* measures,
+                             const Result& result, uint8_t* out) {
+    const Shape<kIs> shape(part.raw_bytes);
+    const uint8_t* const said = at<const uint8_t>(part.scratch);
+    const uint32_t first = shape.first(unit);
+    uint8_t* const rests = out + kR32Header + shape.streams * kStreamEntry;
+    uint8_t* const streams = rests + shape.rows * Shape<kIs>::kRest;
+    put_rests<kIs>(part, shape, first, shape.count(unit), said[0],
+                   rests + first * Shape<kIs>::kRest);
+    Writer::place(room_of(part, unit), measures[unit],
+                  streams + unit * kStatesBytes + bytes_before(measures, unit, 1));
+    each([&](uint32_t lane) {
+        if (lane != 0) return;
+        put32(out + kR32Header + unit * kStreamEntry, measures[unit].words);
+        put32(out + kR32Header + unit * kStreamEntry + 4, measures[unit].escapes);
+    });
+    if (unit != 0) return;
+    copy(out + result.bytes - shape.odd, at<const uint8_t>(part.raw) + part.raw_bytes - shape.odd,
+         shape.odd);
+    each([&](uint32_t lane) {
+        out[kFrequenciesAt + lane] = said[2 + lane];
+        if (lane != 0) return;
+        put32(out, 0);
+        out[kElementAt] = static_cast<uint8_t>(kIs);
+        out[kTopAt] = said[0], out[kSymbolsAt] = said[1];
+        put32(out + kCountAt, shape.streams);
+    });
+}
+
+}  // namespace
+
+KVTIER_KERNEL(kvtier_fix4_count) {
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result&) {
+        if (part.kept) return true;
+        return of_elements(part, [&](auto is) {
+            return fix4_count<KVTIER_IS>(part, unit, measures[part.unit + unit]);
+        });
+    });
+}
+
+KVTIER_KERNEL(kvtier_fix4_decode) {
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
+        if (part.kept) return take_kept(part, unit);
+        if (result.bad) return false;
+        return of_elements(part, [&](auto is) {
+            return fix4_decode<KVTIER_IS>(part, unit, measures + part.unit);
+        });
+    });
+}
+
+KVTIER_KERNEL(kvtier_r32_decode) {
+    __shared__ DecodeSlots of_warps[kWarps];
+    DecodeSlots& slots = of_warps[warp() % kWarps];
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result&) {
+        if (part.kept) return take_kept(part, unit);
+        return of_elements(part, [&](auto is) { return r32_decode<KVTIER_IS>(part, unit, slots); });
+    });
+}
+
+// What an encoder has to know of a part before its units begin.
+KVTIER_KERNEL(kvtier_fix4_begin) {
+    __shared__ uint32_t of_warps[kWarps][256];
+    uint32_t* const counts = of_warps[warp() % kWarps];
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result&) {
+        if (part.kept || unit != 0) return true;
+        if (!of_elements(part, [&](auto is) { return fix4_counts<KVTIER_IS>(part, counts); })) {
+            return false;
+        }
+        each([&](uint32_t lane) {
+            if (lane != 0) return;
+            *at<uint8_t>(part.scratch) = static_cast<uint8_t>(codec::best_top(counts, kEscape4));
+        });
+        return true;
+    });
+}
+
+KVTIER_KERNEL(kvtier_r32_begin) {
+    __shared__ uint32_t of_warps[kWarps][256];
+    uint32_t* const counts = of_warps[warp() % kWarps];
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result&) {
+        if (part.kept || unit != 0) return true;
+        if (!of_elements(part, [&](auto is) { return r32_counts<KVTIER_IS>(part, counts); })) {
+            return false;
+        }
+        each([&](uint32_t lane) {
+            if (lane != 0) return;
+            const codec::Frequencies found = codec::frequencies_of(counts);
+            uint8_t* const to = at<uint8_t>(part.scratch);
+            to[0] = static_cast<uint8_t>(found.top), to[1] = static_cast<uint8_t>(found.symbols);
+            for (size_t i = 0; i < kSymbolsMost; i++) to[2 + i] = found.of[i];
+        });
+        return true;
+    });
+}
+
+KVTIER_KERNEL(kvtier_fix4_measure) {
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
+        if (part.kept || result.bad) return true;
+        return of_elements(part, [&](auto is) {
+            return fix4_measure<KVTIER_IS>(part, unit, measures[part.unit + unit]);
+        });
+    });
+}
+
+KVTIER_KERNEL(kvtier_r32_measure) {
+    __shared__ EncodeSymbols of_warps[kWarps];
+    EncodeSymbols& symbols = of_warps[warp() % kWarps];
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
+        if (part.kept || result.bad) return true;
+        return of_elements(part, [&](auto is) {
+            return r32_measure<KVTIER_IS>(part, unit, symbols, measures[part.unit + unit]);
+        });
+    });
+}
+
+KVTIER_KERNEL(kvtier_fix4_place) {
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
+        uint8_t* const out = place_of(part, unit, result);
+        return out == nullptr || of_elements(part, [&](auto is) {
+                   fix4_place<KVTIER_IS>(part, unit, measures + part.unit, result, out);
+                   return true;
+               });
+    });
+}
+
+KVTIER_KERNEL(kvtier_r32_place) {
+    of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
+        uint8_t* const out = place_of(part, unit, result);
+        return out == nullptr || of_elements(part, [&](auto is) {
+                   r32_place<KVTIER_IS>(part, unit, measures + part.unit, result, out);
+                   return true;
+               });
+    });
+}
+
+}  // namespace kvtier::cuda::lossless

@@ -1,0 +1,202 @@
+// Parts of blocks on a device, and what the codecs' kernels share. Kernels are told of parts that
+// are cut into units, each a warp's work. Encoding goes in two passes: the first finds out how many
+// bytes each unit takes and whether a part can be encoded at all, the second writes everything to
+// where it then belongs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "lanes.h"
+
+namespace kvtier::cuda {
+
+using codec::Element;
+using codec::kBytes;
+
+// Addresses are the device's. A part's bytes lie at a multiple of its element's size and are less
+// than 2^31, its encoded bytes anywhere.
+struct Part {
+    uint64_t raw, raw_bytes;
+    uint64_t text, text_bytes;  // encoded: of this part; to be encoded: of its whole payload
+    uint64_t scratch;           // of an eighth's alignment; what for, and how much, each codec says
+    uint64_t known;             // what a profile says of it, or 0
+    uint32_t element;
+    uint32_t kept;          // its bytes are kept as they are
+    uint32_t unit, units;   // its first, and how many
+    uint32_t first, parts;  // to be encoded: where its payload begins in the list, and how many
+    uint32_t bits;          // of codes, of 8, 4 or 2
+    uint32_t rows, channels, head, by_token;  // a grid
+    uint32_t heads_first, position;
+    uint32_t reserved;
+};
+
+// What a unit's bytes will be, all in bytes but words and escapes.
+struct Measure {
+    uint32_t words, escapes;
+    uint64_t bytes;
+};
+
+struct Result {
+    uint64_t bytes, offset;  // encoded: how many, and where in the payload
+    uint32_t kept, bad;
+};
+
+static_assert(sizeof(Part) == 104 && sizeof(Measure) == 16 && sizeof(Result) == 24);
+
+template <typename T>
+KVTIER_DEVICE T* at(uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// At an address that is a multiple of its size.
+template <typename T>
+KVTIER_DEVICE T load(const uint8_t* from) {
+    T value;
+    std::memcpy(&value, __builtin_assume_aligned(from, sizeof value), sizeof value);
+    return value;
+}
+template <typename T>
+KVTIER_DEVICE void store(uint8_t* to, T value) {
+    std::memcpy(__builtin_assume_aligned(to, sizeof value), &value, sizeof value);
+}
+
+// At any address, the lowest byte first.
+KVTIER_DEVICE uint32_t get16(const uint8_t* from) {
+    return static_cast<uint32_t>(from[0]) | static_cast<uint32_t>(from[1]) << 8;
+}
+KVTIER_DEVICE uint32_t get32(const uint8_t* from) { return get16(from) | get16(from + 2) << 16; }
+KVTIER_DEVICE void put16(uint8_t* to, uint32_t value) {
+    to[0] = static_cast<uint8_t>(value), to[1] = static_cast<uint8_t>(value >> 8);
+}
+KVTIER_DEVICE void put32(uint8_t* to, uint64_t value) {
+    put16(to, static_cast<uint32_t>(value)), put16(to + 2, static_cast<uint32_t>(value >> 16));
+}
+
+KVTIER_DEVICE void copy(uint8_t* to, const uint8_t* from, uint64_t nbytes) {
+    for (uint64_t first = 0; first < nbytes; first += kLanes) {
+        each([&](uint32_t lane) {
+            if (first + lane < nbytes) to[first + lane] = from[first + lane];
+        });
+    }
+}
+
+// Of `count` things those that belong to this unit of so many: [first, end), in whole pieces.
+struct Share {
+    uint64_t first, end;
+    KVTIER_DEVICE Share(uint64_t count, uint32_t unit, uint32_t units, uint64_t piece) {
+        const uint64_t each = ((count + units - 1) / units + piece - 1) / piece * piece;
+        first = unit * each < count ? unit * each : count;
+        end = first + each < count ? first + each : count;
+    }
+};
+
+KVTIER_DEVICE void copy_share(uint8_t* to, const uint8_t* from, uint64_t nbytes, uint32_t unit,
+                              uint32_t units) {
+    const Share share(nbytes, unit, units, 128);
+    copy(to + share.first, from + share.first, share.end - share.first);
+}
+
+template <Element kIs>
+struct Of {
+    static constexpr Element kElement = kIs;
+};
+#define KVTIER_IS decltype(is)::kElement
+
+// Calls `act` with the part's type; false if it is none of those.
+template <typename Act>
+KVTIER_DEVICE bool of_floats(const Part& part, Act act) {
+    switch (static_cast<Element>(part.element)) {
+        case Element::kBf16:
+            return act(Of<Element::kBf16>());
+        case Element::kFp16:
+            return act(Of<Element::kFp16>());
+        case Element::kFp32:
+            return act(Of<Element::kFp32>());
+        default:
+            return false;
+    }
+}
+template <typename Act>
+KVTIER_DEVICE bool of_elements(const Part& part, Act act) {
+    switch (static_cast<Element>(part.element)) {
+        case Element::kE4m3:
+            return act(Of<Element::kE4m3>());
+        case Element::kE5m2:
+            return act(Of<Element::kE5m2>());
+        default:
+            return of_floats(part, act);
+    }
+}
+
+KVTIER_DEVICE void fail(Result& result) { result.bad = 1; }
+
+// Does `act(part, unit of the part, result)` for each unit that is this warp's. What it returns
+// says whether the part is sound.
+template <typename Act>
+KVTIER_DEVICE void of_units(const Part* parts, const uint32_t* owners, uint32_t units,
+                            Result* results, Act act) {
+    for (uint32_t i = warp(); i < units; i += warps()) {
+        const uint32_t number = owners[i];
+        const Part& part = parts[number];
+        if (!act(part, i - part.unit, results[number])) fail(results[number]);
+    }
+}
+
+// One unit of a part that is kept as it is: false if it is not as long as it must be.
+KVTIER_DEVICE bool take_kept(const Part& part, uint32_t unit) {
+    if (part.text_bytes != part.raw_bytes) return false;
+    copy_share(at<uint8_t>(part.raw), at<const uint8_t>(part.text), part.raw_bytes, unit,
+               part.units);
+    return true;
+}
+
+// Where a part's encoded bytes belong; none if they are its own, which are written then.
+KVTIER_DEVICE uint8_t* place_of(const Part& part, uint32_t unit, const Result& result) {
+    uint8_t* const out = at<uint8_t>(part.text) + result.offset;
+    if (!result.kept) return out;
+    copy_share(out, at<const uint8_t>(part.raw), part.raw_bytes, unit, part.units);
+    return nullptr;
+}
+
+inline constexpr uint32_t kWarps = 4;  // of a thread block
+
+#define KVTIER_KERNEL(NAME)                                                                \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                   \
+        NAME(const Part* parts, const uint32_t* owners, uint32_t units, Measure* measures, \
+             Result* results)
+
+// Between the passes, a payload each: how large its parts are, and where they begin. One that would
+// not get smaller is kept as it is.
+KVTIER_KERNEL(kvtier_settle) {
+    for (uint32_t i = warp(); i < units; i += warps()) {
+        const uint32_t first = owners[i], end = first + parts[first].parts;
+        uint64_t offset = 0;
+        for (uint32_t number = first; number < end; number++) {
+            const Part& part = parts[number];
+            Result& result = results[number];
+            uint64_t bytes = part.raw_bytes;
+            if (!part.kept && !result.bad) {
+                bytes = 0;
+                for (uint32_t unit = 0; unit < part.units; unit += kLanes) {
+                    bytes += sum([&](uint32_t lane) {
+                        return unit + lane < part.units ? measures[part.unit + unit + lane].bytes
+                                                        : uint64_t{0};
+                    });
+                }
+            }
+            const bool kept = part.kept || result.bad || bytes >= part.raw_bytes;
+            if (kept) bytes = part.raw_bytes;
+            each([&](uint32_t lane) {
+                if (lane != 0) return;
+                result.kept = kept;
+                result.bytes = bytes;
+                result.offset = offset;
+            });
+            offset += bytes;
+        }
+    }
+}
+
+}  // namespace kvtier::cuda

@@ -1,0 +1,405 @@
+"""Parts of blocks encoded and decoded where they are: on a device, in the bytes that every other
+implementation writes.
+
+Kernels are compiled when a codec is first used (kernels/cuda/codec_*.cu). What is encoded or decoded lies in
+the device's memory, and so does what becomes of it. NumPy is needed here, as it is for copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier_kernels._native import Calibration
+from kvtier_kernels.cuda.compiler import compile_kernel, source
+from kvtier_kernels.cuda.driver import CudaError, Driver, Event
+from kvtier_kernels.reference.lossy import COSINES, SINES
+
+RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN = 0, 1, 2, 4, 5, 6, 7, 8
+ITEM = (2, 2, 4, 1, 1)  # bytes of an element: bf16, fp16, fp32, e4m3, e5m2
+MOST_BYTES = (1 << 31) - 1  # of a part
+ALIGNED = 256
+
+# As the kernels have them; sizes are asserted there.
+PART = np.dtype([
+    ("raw", "<u8"), ("raw_bytes", "<u8"), ("text", "<u8"), ("text_bytes", "<u8"), ("scratch", "<u8"),
+    ("known", "<u8"), ("element", "<u4"), ("kept", "<u4"), ("unit", "<u4"), ("units", "<u4"),
+    ("first", "<u4"), ("parts", "<u4"), ("bits", "<u4"), ("rows", "<u4"), ("channels", "<u4"),
+    ("head", "<u4"), ("by_token", "<u4"), ("heads_first", "<u4"), ("position", "<u4"), ("reserved", "<u4"),
+])  # fmt: skip
+RESULT = np.dtype([("bytes", "<u8"), ("offset", "<u8"), ("kept", "<u4"), ("bad", "<u4")])
+KNOWN = np.dtype([
+    ("means", "<u8"), ("exponents", "<u8"), ("anchors", "<u8"), ("turns", "<u8"), ("cosines", "<u8"),
+    ("sines", "<u8"), ("heads", "<u4"), ("dim", "<u4"), ("exact", "<u4"), ("group", "<u4"), ("level", "<u4"),
+    ("symbols", "<u4"), ("pairs", "<u4"), ("interleaved", "<u4"), ("anchored", "<u4"), ("reserved", "<u4"),
+    ("frequencies", "u1", 32),
+])  # fmt: skip
+MEASURE_BYTES = 16
+
+# 512 rows of 64 elements are a unit of the lossless codecs, and as many symbols a stream of the others.
+ROW, STREAM_ROWS, STREAM_SYMBOLS, QUANTIZED_ELEMENTS = 64, 512, 32_768, 4096
+# A stream's room while it is encoded: its words, its escapes, 32 states.
+TOP_ROOM = 64
+WORDS_ROOM, STATES_ROOM = 2 * (STREAM_SYMBOLS // 2 + 32), 4 * 32
+THREADS, WARPS = 128, 4
+MOST_GRID = 8192
+
+
+class Kernels(NamedTuple):
+    """One codec's: the text, what is launched to decode, and to encode."""
+
+    file: str
+    decode: tuple[str, ...]
+    begin: tuple[str, ...]
+    place: str
+
+
+_QUANTIZED = Kernels(
+    "codec_quantized.cu", ("kvtier_quantized_decode",), ("kvtier_quantized_measure",),
+    "kvtier_quantized_place",
+)  # fmt: skip
+_CALIBRATED = Kernels(
+    "codec_calibrated.cu", ("kvtier_calibrated_numbers", "kvtier_calibrated_values"),
+    ("kvtier_calibrated_measure",), "kvtier_calibrated_place",
+)  # fmt: skip
+KERNELS = {
+    FIX4: Kernels("codec_lossless.cu", ("kvtier_fix4_count", "kvtier_fix4_decode"),
+                  ("kvtier_fix4_begin", "kvtier_fix4_measure"), "kvtier_fix4_place"),
+    R32: Kernels("codec_lossless.cu", ("kvtier_r32_decode",),
+                 ("kvtier_r32_begin", "kvtier_r32_measure"), "kvtier_r32_place"),
+    Q8: _QUANTIZED, Q4: _QUANTIZED, Q2: _QUANTIZED, ECSQ: _CALIBRATED, CACHEGEN: _CALIBRATED,
+}  # fmt: skip
+SETTLE = "kvtier_settle"
+BITS = {Q8: 8, Q4: 4, Q2: 2}
+
+
+# Parts to be encoded: where each lies, what is known of it, and which payload it goes into; payloads are
+# where they begin, with room for all of their parts raw. Parts to be decoded: from an address to another.
+# `known` is a part's number in the calibration, or -1.
+RAW_PART = np.dtype([
+    ("address", "<u8"), ("nbytes", "<u8"), ("payload", "<u4"), ("known", "<i4"), ("rows", "<u4"),
+    ("channels", "<u4"), ("head", "<u4"), ("by_token", "<u4"),
+])  # fmt: skip
+PAYLOAD = np.dtype([("into", "<u8"), ("room", "<u8")])
+ENCODED_PART = np.dtype([
+    ("codec", "<u4"), ("known", "<i4"), ("address", "<u8"), ("nbytes", "<u8"), ("into", "<u8"),
+    ("raw_bytes", "<u8"),
+])  # fmt: skip
+Records = npt.NDArray[np.void]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class DeviceCalibration:
+    """One level of ecsq or cachegen, on the device. Closed by whoever made it, after all that uses it."""
+
+    codec: int
+    shapes: Numbers  # of each part heads, dim, exact
+    group: int
+    addresses: npt.NDArray[np.uint64]
+    _driver: Driver
+    _memory: int
+
+    def close(self) -> None:
+        self._driver.let_go("cuMemFree_v2", self._memory)
+
+
+def calibration(
+    driver: Driver,
+    codec: int,
+    level: int,
+    group_tokens: int,
+    ropes: Sequence[tuple[bytes, bool]],
+    parts: Sequence[tuple[int, int, int, int, bytes, bytes, bytes, bytes]],
+) -> DeviceCalibration:
+    """What `Calibration` is told, on the device. ValueError where it doesn't fit together."""
+    Calibration(codec, level, group_tokens, ropes, parts)
+    texts = [COSINES.astype("<f4").tobytes(), SINES.astype("<f4").tobytes()]
+    texts += [turns for turns, _ in ropes]
+    for _, _, _, _, means, anchors, exponents, _ in parts:
+        texts += [means, anchors, exponents]
+    places, at = [], len(parts) * KNOWN.itemsize
+    for text in texts:
+        at = -(-at // 8) * 8
+        places.append(at)
+        at += len(text)
+    memory = driver.device_memory(at)
+    found = [memory + place for place in places]
+    known = np.zeros(len(parts), KNOWN)
+    for number, (heads, dim, exact, rope, _, _, _, table) in enumerate(parts):
+        mine = found[2 + len(ropes) + 3 * number :]
+        turned = rope >= 0 and codec == ECSQ
+        frequencies = np.zeros(32, np.uint8)
+        frequencies[: len(table)] = np.frombuffer(table, np.uint8)
+        known[number] = (
+            mine[0], mine[2], mine[1], found[2 + rope] if turned else 0, found[0], found[1], heads, dim,
+            exact, group_tokens, level, len(table), len(ropes[rope][0]) // 8 if turned else 0,
+            turned and ropes[rope][1], codec == CACHEGEN, 0, frequencies,
+        )  # fmt: skip
+    whole = bytearray(at)
+    whole[: known.nbytes] = known.tobytes()
+    for place, text in zip(places, texts, strict=True):
+        whole[place : place + len(text)] = text
+    copied = (ctypes.c_uint8 * at).from_buffer(whole)
+    try:
+        # Memory that is not pinned is copied before the call returns.
+        driver.copy(memory, ctypes.addressof(copied), at, 0)
+        driver.call("cuStreamSynchronize", None)
+    except CudaError:
+        driver.let_go("cuMemFree_v2", memory)
+        raise
+    addresses = (memory + np.arange(len(parts)) * KNOWN.itemsize).astype(np.uint64)
+    shapes = np.array([part[:3] for part in parts], np.int64).reshape(-1, 3)
+    return DeviceCalibration(codec, shapes, group_tokens, addresses, driver, memory)
+
+
+class Codecs:
+    """The kernels of one device, compiled as they are needed. Any thread may ask."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._modules: dict[str, int] = {}
+        self._functions: dict[tuple[str, str], int] = {}
+
+    def function(self, file: str, name: str) -> int:
+        """A kernel. Raises CudaError where it can't be compiled."""
+        found = self._functions.get((file, name))
+        if found is None:
+            if file not in self._modules:
+                binary = compile_kernel(source(file), self.driver.architecture)
+                self._modules[file], _ = self.driver.load(binary, SETTLE)
+            found = self._functions[file, name] = self.driver.function(self._modules[file], name)
+        return found
+
+    def close(self) -> None:
+        """No coder of these may be at work any more."""
+        for module in self._modules.values():
+            self.driver.let_go("cuModuleUnload", module)
+        self._modules, self._functions = {}, {}
+
+
+class _Room:
+    """Memory of the device, or pinned, that grows."""
+
+    def __init__(self, driver: Driver, pinned: bool) -> None:
+        self._driver, self._pinned = driver, pinned
+        self._memory: Any = None
+        self.address, self._size = 0, 0
+
+    def fit(self, nbytes: int) -> int:
+        if nbytes > self._size:
+            self.free()
+            size = max(nbytes, 1 << 16)
+            if self._pinned:
+                self._memory = self._driver.pinned_memory(size)
+                self.address = ctypes.addressof(self._memory)
+            else:
+                self.address = self._driver.device_memory(size)
+            self._size = size
+        return self.address
+
+    def free(self) -> None:
+        if self._size and self._pinned:
+            self._driver.free_pinned(self._memory)
+        elif self._size:
+            self._driver.let_go("cuMemFree_v2", self.address)
+        self._memory, self.address, self._size = None, 0, 0
+
+
+class Coder:
+    """One batch at a time, on whatever stream: start it, do something else, `finish` it. For one thread at a
+    time."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs, self._driver = codecs, codecs.driver
+        self._event = Event(self._driver)
+        self._host = _Room(self._driver, pinned=True)
+        self._table = _Room(self._driver, pinned=False)
+        self._scratch = _Room(self._driver, pinned=False)
+        self._under_way: Records | None = None
+
+    def close(self) -> None:
+        """Wait for what is under way, and free everything."""
+        if self._under_way is not None:
+            self._driver.let_go("cuEventSynchronize", self._event._handle)
+        for room in (self._host, self._table, self._scratch):
+            room.free()
+        self._event.free()
+
+    def decode(
+        self,
+        codec: int,
+        element: int,
+        parts: Records,
+        stream: int,
+        by: DeviceCalibration | None = None,
+        heads_first: bool = False,
+    ) -> None:
+        """Tell the stream to decode parts (ENCODED_PART) of this codec, or raw ones. What lies in `into` of a
+        part that is damaged means nothing."""
+        if not np.isin(parts["codec"], (RAW, codec)).all():
+            raise ValueError(f"codec: others than {codec} among its parts")
+        rows = _rows(codec, element, parts["into"], parts["raw_bytes"], by, parts["known"])
+        rows["text"], rows["text_bytes"] = parts["address"], parts["nbytes"]
+        rows["kept"], rows["heads_first"] = parts["codec"] == RAW, heads_first
+        kernels = KERNELS[codec]
+        self._start(
+            kernels,
+            rows,
+            [(name, False) for name in kernels.decode],
+            np.zeros(0, np.uint32),
+            stream,
+        )
+
+    def encode(
+        self,
+        codec: int,
+        element: int,
+        parts: Records,
+        payloads: Records,
+        stream: int,
+        by: DeviceCalibration | None = None,
+        heads_first: bool = False,
+        position: int = 0,
+    ) -> None:
+        """Tell the stream to encode parts (RAW_PART, a payload's after those of the one before) into payloads
+        (PAYLOAD); of codecs that ask for it, `position` is that of their first token."""
+        into = parts["payload"].astype(np.int64)
+        if len(parts) and ((np.diff(into) < 0).any() or into.max() >= len(payloads)):
+            raise ValueError("parts: not in the order of their payloads, or of none of them")
+        counts = np.bincount(into, minlength=len(payloads))
+        needs = np.bincount(into, parts["nbytes"], minlength=len(payloads))
+        if (payloads["room"] < needs).any():
+            raise ValueError("payloads: less room than their parts take raw")
+        rows = _rows(codec, element, parts["address"], parts["nbytes"], by, parts["known"])
+        rows["text"], rows["text_bytes"] = payloads["into"][into], payloads["room"][into]
+        firsts = np.cumsum(counts) - counts
+        rows["first"], rows["parts"] = firsts[into], counts[into]
+        for name in ("rows", "channels", "head", "by_token"):
+            rows[name] = parts[name]
+        rows["heads_first"], rows["position"] = heads_first, position
+        self._give_scratch(codec, element, rows, by, parts)
+        kernels = KERNELS[codec]
+        steps = [(name, False) for name in kernels.begin]
+        steps += [(SETTLE, True), (kernels.place, False)]
+        self._start(kernels, rows, steps, firsts[counts > 0].astype(np.uint32), stream)
+
+    def finish(self) -> Records:
+        """Sleep until the batch is done: for each part `bad`, or what it was encoded to: `bytes`, at `offset`
+        of its payload, `kept` where those are its own."""
+        assert self._under_way is not None, "nothing was started"
+        results, self._under_way = self._under_way, None
+        self._event.wait()
+        return results.copy()
+
+    def _give_scratch(
+        self, codec: int, element: int, rows: Records, by: DeviceCalibration | None, parts: Records
+    ) -> None:
+        units = rows["units"].astype(np.int64)
+        stream = WORDS_ROOM + STATES_ROOM + STREAM_SYMBOLS * (1 if codec == R32 else 2)
+        if codec == FIX4:
+            needs = np.full(len(rows), TOP_ROOM)
+        elif codec == R32:
+            needs = TOP_ROOM + units * stream
+        elif codec in BITS:
+            needs = rows["raw_bytes"].astype(np.int64)  # steps take less, or it is not encoded
+        else:
+            _, anchors = _symbols(element, rows["raw_bytes"], by, parts["known"])
+            needs = -(-3 * anchors // 8) * 8 + units * stream
+        needs = -(-needs // ALIGNED) * ALIGNED
+        ends = np.cumsum(needs)
+        if len(rows):
+            rows["scratch"] = self._scratch.fit(int(ends[-1])) + (ends - needs)
+
+    def _start(
+        self, kernels: Kernels, rows: Records, steps: list[tuple[str, bool]],
+        payloads: npt.NDArray[np.uint32], stream: int,
+    ) -> None:  # fmt: skip
+        assert self._under_way is None, "a batch is under way"
+        if not len(rows):
+            self._under_way = np.zeros(0, RESULT)
+            self._event.record(stream)
+            return
+        functions = [(self._codecs.function(kernels.file, name), whole) for name, whole in steps]
+        units = rows["units"].astype(np.int64)
+        rows["unit"] = np.cumsum(units) - units
+        owners = np.repeat(np.arange(len(rows), dtype=np.uint32), units)
+        results = np.zeros(len(rows), RESULT)
+        tables: list[npt.NDArray[Any]] = [rows, results, owners, payloads]
+        places, at = [], 0
+        for one in tables:
+            places.append(at)
+            at = -(-(at + one.nbytes) // ALIGNED) * ALIGNED
+        host = self._host.fit(at)
+        table = self._table.fit(at + MEASURE_BYTES * len(owners))
+        for place, one in zip(places, tables, strict=True):
+            ctypes.memmove(host + place, one.ctypes.data, one.nbytes)
+        on_device = [table + place for place in places]
+        try:
+            self._driver.copy(table, host, at, stream)
+            for function, whole in functions:
+                count = len(payloads) if whole else len(owners)
+                arguments = [
+                    ctypes.c_uint64(on_device[0]), ctypes.c_uint64(on_device[3 if whole else 2]),
+                    ctypes.c_uint32(count), ctypes.c_uint64(table + at), ctypes.c_uint64(on_device[1]),
+                ]  # fmt: skip
+                grid = min(MOST_GRID, -(-count // WARPS))
+                self._driver.launch(function, grid, THREADS, arguments, stream)
+            self._driver.copy(host + places[1], on_device[1], results.nbytes, stream)
+            self._event.record(stream)
+        except BaseException:
+            self._driver.let_go("cuStreamSynchronize", stream)
+            raise
+        told = (ctypes.c_uint8 * results.nbytes).from_address(host + places[1])
+        self._under_way = np.frombuffer(memoryview(told), RESULT)
+
+
+def _rows(
+    codec: int, element: int, raw: npt.NDArray[np.uint64], raw_bytes: npt.NDArray[np.uint64],
+    by: DeviceCalibration | None, known: npt.NDArray[np.int32],
+) -> Records:  # fmt: skip
+    """Parts as the kernels have them, all but their encoded bytes."""
+    width = ITEM[element]
+    if (raw % width).any():
+        raise ValueError(f"parts: at no multiple of {width} bytes, as their elements are")
+    if (raw_bytes > MOST_BYTES).any():
+        raise ValueError(f"parts: {raw_bytes.max()} bytes, more than {MOST_BYTES}")
+    if by is not None and by.codec != codec:
+        raise ValueError(f"codec: {codec} by a calibration for {by.codec}")
+    rows = np.zeros(len(raw), PART)
+    rows["raw"], rows["raw_bytes"], rows["element"] = raw, raw_bytes, element
+    rows["bits"] = BITS.get(codec, 0)
+    elements = raw_bytes.astype(np.int64) // width
+    if codec in (FIX4, R32):
+        units = -(-elements // (ROW * STREAM_ROWS))
+    elif codec in BITS:
+        units = -(-elements // QUANTIZED_ELEMENTS)
+    else:
+        units = -(-_symbols(element, raw_bytes, by, known)[0] // STREAM_SYMBOLS)
+        if by is not None:
+            rows["known"] = np.where(known >= 0, by.addresses[known], 0)
+    rows["units"] = np.maximum(1, units)
+    return rows
+
+
+def _symbols(
+    element: int, raw_bytes: npt.NDArray[np.uint64], by: DeviceCalibration | None,
+    known: npt.NDArray[np.int32],
+) -> tuple[Numbers, Numbers]:  # fmt: skip
+    """How many symbols and how many anchors parts have; none of either where one is not made up of its
+    channels."""
+    none = np.zeros(len(raw_bytes), np.int64)
+    if by is None or element > 2:
+        return none, none
+    heads, dim, exact = by.shapes[known].T
+    token = heads * dim * ITEM[element]
+    whole = (known >= 0) & (raw_bytes.astype(np.int64) % token == 0)
+    tokens = np.where(whole, raw_bytes.astype(np.int64) // token, 0)
+    channels = heads * (dim - exact)
+    groups = -(-tokens // by.group) if by.codec == CACHEGEN else none
+    return (tokens - groups) * channels, groups * channels
