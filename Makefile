@@ -6,7 +6,7 @@ VLLM   := $(ENGINES)/.vllm-0.32.0
 BIN    := $(VENV)/bin
 NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* kernels/cuda/* \
             kernels/CMakeLists.txt)
-CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu \
+CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu kernels/cuda/*.h \
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
 .PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-ttft bench-gpu \
@@ -55,7 +55,8 @@ test-engines: $(ENGINES)/.ready  ## the plugins against real engines, and calibr
 GPU_PYTHON ?= $(BIN)/python
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## the kernels compiled and, where there is a GPU, run on it
-	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_blocks.py tests/gpu
+	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_blocks.py \
+	    tests/kernels/test_cuda_codecs.py tests/gpu
 
 check: venv     ## format, types, floors
 	$(BIN)/ruff format --check .
@@ -82,7 +83,7 @@ bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DI
 bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minutes; TTFT="--folder DIR" says where
 	$(ENGINES)/bin/python benchmarks/bench_ttft.py $(TTFT)
 
-bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages beside one large pinned copy
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages, and its codecs, beside large copies
 	$(GPU_PYTHON) benchmarks/bench_gpu.py
 
 figures: venv   ## put the figures of the last benchmarks into the documents

@@ -1,4 +1,5 @@
-"""Copies between a GPU's pages and a real arena, in both ways, beside one large copy to pinned memory.
+"""Copies between a GPU's pages and a real arena, in both ways, beside one large copy to pinned memory; and
+the codecs on the GPU, beside a copy of as many raw bytes within its memory.
 
 Every time is a wall clock's around the whole transfer, tables and the wait for its event included. Without a
 GPU it says so, and writes nothing.
@@ -19,9 +20,12 @@ from pathlib import Path
 import numpy as np
 
 import harness
+import kvtier_kernels as kernels
 from harness import Arm, Daemon, Row, pairs, ratio_row
+from kv import bf16, synthetic
 from kvtier import Client, Group, KvSpec
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Lane
+from kvtier_kernels.cuda import codecs as device_codecs
 
 KIB, MIB = 1 << 10, 1 << 20
 TRANSFER_BYTES = 256 * MIB
@@ -30,6 +34,12 @@ PIECES = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 1 * MIB, 4 * MIB)
 BLOCK_BYTES = 4 * MIB
 MOST_LAYERS = 64
 WAIT_S = 60.0
+# What the codecs are given: parts of a block of a model with 8 heads of 128 channels.
+TOKENS, HEADS, DIM = 16, 8, 128
+PART_BYTES = 2 * TOKENS * HEADS * DIM
+CODED_BYTES = 128 * MIB
+CODECS = {"fix4": 1, "r32": 2, "q8": 4, "q4": 5, "q2": 6, "ecsq": 7, "cachegen": 8}
+STEP, ANCHOR_STEP, REACH = 144, 120, 15  # exponents: a quarter, and 1/32
 
 
 class Memory:
@@ -116,6 +126,104 @@ def copies(client: Client, copier: Copier, memory: Memory, piece: int, rounds: i
     return rows
 
 
+def normal_table(step: float) -> bytes:
+    """Frequencies of normal numbers in such steps, and of the escape."""
+    shares = np.exp(-0.5 * (np.arange(-REACH, REACH + 1) * step) ** 2)
+    table = np.append(np.maximum(1, np.floor(shares / shares.sum() * 224)), 1).astype(int)
+    table[REACH] += 256 - table.sum()
+    return bytes(table.tolist())
+
+
+def coded(driver: Driver, name: str, rounds: int) -> list[Row]:
+    """One codec, both ways: every byte is compared with the processor's first."""
+    codec, count = CODECS[name], CODED_BYTES // PART_BYTES
+    raw = bf16(synthetic(CODED_BYTES // 2)).tobytes()
+    sizes, channels = [PART_BYTES] * count, HEADS * DIM
+    grid = (TOKENS, channels, DIM, False)
+    into = bytearray(len(raw))
+    by = None
+    if name in ("ecsq", "cachegen"):
+        turns = np.floor(10_000.0 ** (-np.arange(DIM / 2) / (DIM / 2)) / (2 * np.pi) * 2.0**64)
+        ropes = [(turns.astype("<u8").tobytes(), False)]
+        said = (HEADS, DIM, 0, 0, bytes(4 * channels), bytes([ANCHOR_STEP]) * channels,
+                bytes([STEP]) * channels, normal_table(0.25))  # fmt: skip
+        native = kernels.Calibration(codec, 0, 10, ropes, [said])
+        by = device_codecs.calibration(driver, codec, 0, 10, ropes, [said])
+        found = kernels.encode_calibrated(
+            native, 0, raw, [(0, one) for one in sizes], False, 0, into
+        )
+    else:
+        found = kernels.encode_parts(codec, 0, raw, sizes, into, [grid] * count)
+    encoded = sum(size for _, size in found)
+    assert {taken for taken, _ in found} == {codec}
+    shared = device_codecs.Codecs(driver)
+    coder = device_codecs.Coder(shared)
+    stream = driver.stream()
+    memory = [driver.device_memory(CODED_BYTES) for _ in range(3)]  # raw, encoded, decoded
+    host = driver.pinned_memory(CODED_BYTES)
+    shown = np.frombuffer(memoryview(host), np.uint8)
+
+    def moved(to: int, source: int) -> None:
+        driver.copy(to, source, CODED_BYTES, stream)
+        driver.call("cuStreamSynchronize", stream)
+
+    shown[:] = np.frombuffer(raw, np.uint8)
+    moved(memory[0], ctypes.addressof(host))
+    parts = np.zeros(count, device_codecs.RAW_PART)
+    parts["address"] = memory[0] + np.arange(count) * PART_BYTES
+    parts["nbytes"] = PART_BYTES
+    parts["rows"], parts["channels"], parts["head"], parts["by_token"] = grid
+    payload = np.array([(memory[1], CODED_BYTES)], device_codecs.PAYLOAD)
+    texts = np.zeros(count, device_codecs.ENCODED_PART)
+    lengths = np.array([size for _, size in found])
+    texts["codec"], texts["address"] = codec, memory[1] + np.cumsum(lengths) - lengths
+    texts["nbytes"], texts["raw_bytes"] = lengths, PART_BYTES
+    texts["into"] = memory[2] + np.arange(count) * PART_BYTES
+
+    def encode() -> None:
+        coder.encode(codec, 0, parts, payload, stream, by)
+        coder.finish()
+
+    def decode() -> None:
+        coder.decode(codec, 0, texts, stream, by)
+        assert not coder.finish()["bad"].any()
+
+    encode()
+    moved(ctypes.addressof(host), memory[1])
+    assert shown[:encoded].tobytes() == into[:encoded], f"{name}: other bytes than the processor's"
+    decode()
+    moved(ctypes.addressof(host), memory[2])
+    places, at = [], 0
+    for taken, size in found:
+        places.append((taken, at, size, PART_BYTES))
+        at += size
+    back = bytearray(len(raw))
+    if by is None:
+        assert kernels.decode_parts(0, into, places, back) == count
+    else:
+        known = [(0, *place) for place in places]
+        assert kernels.decode_calibrated(native, 0, into, known, False, back) == count
+    assert shown.tobytes() == back, f"{name}: decoded to other bytes than the processor's"
+    rows = []
+    for title, run in (("encode", encode), ("decode", decode)):
+        arm, limit = Arm(run), Arm(lambda: moved(memory[2], memory[0]))
+        ratios = pairs(arm, limit, rounds, warmups=2)
+        row = ratio_row(
+            f"{title} {name}, to a copy on the device", ratios, None, CODED_BYTES, arm, limit
+        )
+        row.more["smaller"] = len(raw) / encoded
+        rows.append(row)
+    coder.close()
+    shared.close()
+    if by is not None:
+        by.close()
+    for address in memory:
+        driver.let_go("cuMemFree_v2", address)
+    driver.free_pinned(host)
+    driver.let_go("cuStreamDestroy_v2", stream)
+    return rows
+
+
 def registering(driver: Driver, memory: Memory) -> list[Row]:
     """What registering an extent takes, and what it does to an engine's thread meanwhile."""
     size = 1 << 30
@@ -173,6 +281,8 @@ def main() -> int:
     memory = Memory(driver)
     rows: list[Row] = []
     probes = [harness.noise()]
+    for name in CODECS:
+        rows += coded(driver, name, arguments.rounds)
     with tempfile.TemporaryDirectory() as folder, Daemon(Path(folder), WARM) as daemon:
         daemon.wait_for_arena()
         with Client.connect(daemon.socket) as client:

@@ -1,0 +1,48 @@
+"""The codecs on a GPU: it is asked what the processor's levels are, and the text built for the host."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+KERNELS = Path(__file__).parents[1] / "kernels"
+FILES = ("test_codecs.py", "test_quantized.py", "test_calibrated.py", "test_cuda_codecs.py")
+SECONDS = 150
+
+
+def run(
+    *command: str | Path, files: tuple[str, ...] = FILES, only: str = "cuda and not on_its_way"
+) -> str:
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", only]
+    done = subprocess.run(
+        [*command, *pytest_, *(KERNELS / name for name in files)], capture_output=True, text=True,
+        check=False, timeout=SECONDS, env={**os.environ, "KVTIER_DEVICE": "gpu"},
+    )  # fmt: skip
+    told = done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "passed" in told and "skipped" not in told, told
+    return told
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_bytes_are_those_of_the_processor_and_the_twins(gpu: Any, file: str) -> None:
+    run(files=(file,))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_a_sanitizer_finds_nothing_in_the_codecs(gpu: Any, tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not os.access(sanitizer, os.X_OK):
+        pytest.skip("no compute-sanitizer: THE CODECS' KERNELS ARE NOT RUN UNDER IT HERE")
+    told = run(
+        sanitizer, "--tool", tool, "--error-exitcode", "7", "--target-processes", "application-only",
+        files=("test_cuda_codecs.py",), only="payloads or damaged",
+    )  # fmt: skip
+    assert re.search(r"ERROR SUMMARY: 0 errors|0 hazards", told), told
