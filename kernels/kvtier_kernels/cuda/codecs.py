@@ -8,6 +8,7 @@ the device's memory, and so does what becomes of it. NumPy is needed here, as it
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -163,17 +164,20 @@ class Codecs:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
         self._functions: dict[tuple[str, str], int] = {}
 
     def function(self, file: str, name: str) -> int:
         """A kernel. Raises CudaError where it can't be compiled."""
-        found = self._functions.get((file, name))
-        if found is None:
-            if file not in self._modules:
-                binary = compile_kernel(source(file), self.driver.architecture)
-                self._modules[file], _ = self.driver.load(binary, SETTLE)
-            found = self._functions[file, name] = self.driver.function(self._modules[file], name)
+        with self._lock:
+            found = self._functions.get((file, name))
+            if found is None:
+                if file not in self._modules:
+                    binary = compile_kernel(source(file), self.driver.architecture)
+                    self._modules[file], _ = self.driver.load(binary, SETTLE)
+                found = self.driver.function(self._modules[file], name)
+                self._functions[file, name] = found
         return found
 
     def close(self) -> None:
