@@ -114,3 +114,12 @@ def start_daemon(
     if wait:
         daemon.wait_for_arena()
     return daemon
+
+
+def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command, and wait for it."""
+    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False,
+        env=dict(os.environ, **environment),
+    )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.catalog import Found, LeaseId, Space, Watch
-from kvtier.errors import Refused
+from kvtier.errors import KvtierError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier.planning import COMPUTE, PATIENCE_S
@@ -22,6 +23,8 @@ from kvtier_daemon.tenant import Tenant
 if TYPE_CHECKING:
     from kvtier_daemon.server import Server
     from kvtier_daemon.session import Session
+
+log = logging.getLogger(__name__)
 
 Lookup = tuple[int, int, bytes]
 LIMIT_SESSION_SPACES = 256
@@ -346,10 +349,39 @@ class Answers:
     def _record(self, tenant: Tenant, space: Space, keys: bytes) -> None:
         self._server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
 
-    def _recording(self, tenant: Tenant | None, request: wire.Record) -> wire.Reply:
+    def _check_runs_the_daemon(self, what: str) -> None:
         if not self._session.peer.privileged:
-            text = "recordings are for root, and for the user that the daemon runs as"
+            text = f"{what} for root, and for the user that the daemon runs as"
             raise Refused("no_tenant", text)
+
+    def _settings(self, tenant: Tenant | None, request: wire.Settings) -> None:
+        self._check_runs_the_daemon("the configuration is")
+        assert self._server.operated is not None
+        if request.order not in ("show", "diff", "reload"):
+            raise Refused("bad_request", f"settings can't be asked to {request.order!r}")
+        self._answer_later(request.id, self._server.operated.settings(request.order))
+
+    def _answer_later(self, request_id: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        """Answer with what this comes to, whenever that is."""
+
+        async def answer() -> None:
+            try:
+                told = await work
+            except KvtierError as error:
+                self._session.fail(request_id, "bad_request", str(error))
+            except Exception:
+                log.exception("a request could not be served")
+                self._session.fail(request_id, "internal", "the daemon failed; its log says how")
+            else:
+                body = {name: msgspec.Raw(msgspec.msgpack.encode(told[name])) for name in told}
+                self._session.send(wire.Report(request_id, body))
+
+        task = self._server.loop.create_task(answer())
+        self._server.answering.add(task)
+        task.add_done_callback(self._server.answering.discard)
+
+    def _recording(self, tenant: Tenant | None, request: wire.Record) -> wire.Reply:
+        self._check_runs_the_daemon("recordings are")
         recorder = self._server.recorder
         if request.limit_bytes < 0:
             raise Refused("bad_request", f"a trace of {request.limit_bytes} bytes")
@@ -367,7 +399,7 @@ class Answers:
 
 
 Answer = Callable[[Answers, Any, Any], wire.Reply | None]  # None: the answer comes later
-WITHOUT_TENANT = (wire.Stats, wire.Record, wire.Ping)
+WITHOUT_TENANT = (wire.Stats, wire.Record, wire.Ping, wire.Settings)
 ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Open: Answers._open,
     wire.Match: Answers._match,
@@ -389,6 +421,7 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Prefill: Answers._prefill,
     wire.Unpin: Answers._unpin,
     wire.Explain: Answers._explain,
+    wire.Settings: Answers._settings,
 }
 
 

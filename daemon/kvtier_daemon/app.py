@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -12,16 +13,19 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVarTuple
 
 import msgspec
 
 import kvtier
 from kvtier.catalog import Catalog
+from kvtier.errors import ConfigError
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
+from kvtier_daemon import preflight
 from kvtier_daemon.claim import claim_socket, release_socket
-from kvtier_daemon.config import Cold, Config, Loaded, tenant_of
+from kvtier_daemon.config import Cold, Config, Loaded, settled, tenant_of
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.notify import Notifier
 from kvtier_daemon.observing import web
@@ -29,6 +33,7 @@ from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.lag import Lag
 from kvtier_daemon.observing.series import WARM_STATES
 from kvtier_daemon.recorder import Recorder
+from kvtier_daemon.reloading import changes, merged
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
@@ -63,7 +68,7 @@ def run(loaded: Loaded) -> None:
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
-            runner.run(App(config, secrets, listener, port).serve())
+            runner.run(App(loaded, secrets, listener, port).serve())
     finally:
         release_socket(listener)
 
@@ -73,12 +78,14 @@ class App:
 
     def __init__(
         self,
-        config: Config,
+        loaded: Loaded,
         secrets: dict[str, bytes],
         listener: socket.socket,
         port: socket.socket | None = None,
     ) -> None:
-        self.config = config
+        config = self.config = loaded.config
+        self._loaded = loaded
+        self._reloading = asyncio.Lock()
         self._started_at = time.monotonic()
         self._began_s = round(time.time(), 3)
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
@@ -113,6 +120,8 @@ class App:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
+        reload = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, reload.set)
         recorder = Recorder(self.config.state, time.monotonic)
         self._server = Server(
             loop,
@@ -122,6 +131,7 @@ class App:
             self.stats,
             self.config.max_clients,
             recorder,
+            self,
         )
         if self.config.cold is not None:
             self.cold = self._open_cold(loop, self.config.cold)
@@ -143,6 +153,7 @@ class App:
             running = [
                 tasks.create_task(self._tend(), name="tend"),
                 tasks.create_task(recorder.run(), name="record"),
+                tasks.create_task(self._reload_when(reload), name="reload"),
             ]
             if self.cold is not None:
                 running.append(tasks.create_task(self._run_cold(self.cold), name="cold"))
@@ -212,6 +223,87 @@ class App:
         self._scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
         return tier
 
+    # --- configured again --------------------------------------------------------------------
+
+    async def settings(self, order: str) -> dict[str, Any]:
+        """The settled configuration ("show"), what its sources say otherwise now ("diff"), or that put into
+        force as far as it can be without a restart ("reload"). ConfigError where they say what can't be."""
+        async with self._reloading:
+            if order == "show":
+                file = self._loaded.file
+                values = settled(self.config)
+                origins = self._loaded.origins
+                keys = {key: [value, origins.get(key, "default")] for key, value in values.items()}
+                return {"file": str(file) if file else "", "keys": keys}
+            if order == "reload":
+                return await self._reload()
+            loaded = await self._read_again()
+            return {"changes": [one.as_dict() for one in changes(self.config, loaded.config)]}
+
+    async def _read_again(self) -> Loaded:
+        # A file may lie on a disk that hangs.
+        loaded = await asyncio.to_thread(self._loaded.again)
+        if not (finding := preflight.open_files(merged(self.config, loaded.config))).ok:
+            raise ConfigError(str(finding))
+        return loaded
+
+    async def _reload(self) -> dict[str, Any]:
+        """Swap what can be swapped; where what the sources say is wrong, nothing."""
+        self._notifier.reloading()
+        try:
+            loaded = await self._read_again()
+        except ConfigError as error:
+            log.error("nothing was reloaded: %s", error)
+            self._notifier.ready(f"not reloaded, and serving as before: {error}")
+            raise
+        found = changes(self.config, loaded.config)
+        self._put_in_force(merged(self.config, loaded.config))
+        origins = {one.key: loaded.origins[one.key] for one in found if one.live}
+        self._loaded = replace(self._loaded, origins={**self._loaded.origins, **origins})
+        restart = [one.key for one in found if not one.live]
+        for one in found:
+            if one.live:
+                log.info("reloaded: %s is %s, was %s", one.key, one.files, one.running)
+        if restart:
+            log.warning("reloaded, but for what needs a restart: %s", ", ".join(restart))
+        elif not origins:
+            log.info("reloaded: nothing has changed")
+        waits = f", and {', '.join(restart)} wait for a restart" if restart else ""
+        self._notifier.ready(f"reloaded {len(origins)} values{waits}")
+        return {"changes": [one.as_dict() for one in found]}
+
+    def _put_in_force(self, config: Config) -> None:
+        """Go on with this configuration, which differs in what can be swapped alone."""
+        assert self._server is not None
+        self.config = config
+        logging.getLogger().setLevel(config.log_level.upper())
+        self._server.limit_clients(config.max_clients)
+        self._server.look_who_is_whose()
+        if config.cold is None:
+            return
+        for tenant in self.tenants.values():
+            if tenant.mover is not None:
+                share = tenant.quota_bytes / config.warm.size_bytes
+                tenant.mover.go_by(
+                    through=config.cold.write == "through",
+                    daily_bytes=int(config.cold.daily_bytes * share),
+                    admission=config.cold.admission,
+                    codec=config.cold.codec,
+                    codecs=config.cold.codecs,
+                )
+        if self._scrub is not None:
+            self._scrub.set_rate(config.cold.scrub_bytes)
+
+    async def _reload_when(self, asked: asyncio.Event) -> None:
+        """Reload at each SIGHUP."""
+        while True:
+            await asked.wait()
+            asked.clear()
+            with contextlib.suppress(ConfigError):  # it is in the log
+                await self.settings("reload")
+
+    # --- the cold tier -----------------------------------------------------------------------
+
     def _dirty(self, tenant: str, ids: bytes) -> None:
         mover = self.tenants[tenant].mover
         assert mover is not None
@@ -257,7 +349,7 @@ class App:
             for name, tenant in self.tenants.items():
                 assert tenant.mover is not None
                 tasks.create_task(tenant.mover.run(), name=f"mover {name}")
-            if self._scrub is not None and self._scrub.rate:
+            if self._scrub is not None:
                 tasks.create_task(self._scrub.run(), name="scrub")
             tasks.create_task(self._keep_use(cold), name="use")
 

@@ -9,7 +9,7 @@ type: what is not a field is an unknown key.
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -91,6 +91,23 @@ class Loaded:
 
     config: Config
     origins: Mapping[str, str]
+    file: Path | None = None
+    flags: Mapping[str, object] = field(default_factory=dict)
+
+    def again(self) -> "Loaded":
+        """What the same sources say now."""
+        return load(self.file, self.flags)
+
+
+def settled(config: Config) -> dict[str, object]:
+    """Return every value by its dotted key, as plain data; amounts are bytes."""
+    tree = msgspec.to_builtins(config, enc_hook=str)
+    tree["socket_mode"] = f"{config.socket_mode:04o}"
+    return {
+        dotted(path): value
+        for path, value in sources.flatten(tree)
+        if path != ("cold",)  # there is none
+    }
 
 
 def tenant_of(config: Config, uid: int) -> str | None:
@@ -187,7 +204,8 @@ def load(
     # What depends on other values is looked at only when those are right: a misspelt size is no
     # missing one.
     problems.refuse()
-    return _settle(parsed, f"{file}: " if file is not None else "", problems)
+    loaded = _settle(parsed, f"{file}: " if file is not None else "", problems)
+    return replace(loaded, file=file, flags=dict(flags or {}))
 
 
 # --- settling: what depends on other values ------------------------------------------------------
@@ -246,9 +264,9 @@ def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
     for name in names:
         path = ("tenants", name, "uids")
         if path not in parsed:
-            origin = next(leaf.origin for path, (_, leaf) in parsed.items() if name in path[1:2])
+            place_of = next(leaf.place for path, (_, leaf) in parsed.items() if name in path[1:2])
             got = f'is not set; expected {values.UIDS.expects}, such as ["*"]'
-            problems.note(unfit(path, origin, got))
+            problems.note(unfit(path, place_of, got))
             continue
         uids, leaf = parsed[path]
         for uid in uids:
@@ -256,7 +274,7 @@ def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
             if other != name:
                 who = 'everyone ("*")' if uid == EVERYONE else f"uid {uid}"
                 what = f"{who} is of tenant {other} already; a user has one tenant"
-                problems.note(unfit(path, leaf.origin, what))
+                problems.note(unfit(path, leaf.place, what))
         quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
         shares.append((name, uids, quota))
     return shares
@@ -303,13 +321,13 @@ def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> Cold | Non
         segment = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
     if segment > size // 64 and "segment" in said:
         what = f"{format_bytes(segment)} is more than 1/64 of cold.size {format_bytes(size)}"
-        raise unfit(("cold", "segment"), said["segment"][1].origin, what)
+        raise unfit(("cold", "segment"), said["segment"][1].place, what)
     if smallest < LEAST_SEGMENTS * segment:
         what = (
             f"{format_bytes(size)} is too little: the smallest tenant would have {format_bytes(smallest)} in"
             f" a directory, and {LEAST_SEGMENTS} segments of {format_bytes(segment)} are needed"
         )
-        raise unfit(("cold", "size"), said["size"][1].origin, what)
+        raise unfit(("cold", "size"), said["size"][1].place, what)
     return Cold(
         directories=directories, size_bytes=size, segment_bytes=segment, **amounts, **values_said
     )  # fmt: skip
@@ -345,14 +363,14 @@ def _settled_extent(parsed: _Parsed, size_bytes: int, quotas: Mapping[str, int])
     path = ("warm", "extent")
     if extent_bytes > size_bytes:
         what = f"{format_bytes(extent_bytes)} is more than warm.size {format_bytes(size_bytes)}"
-        raise unfit(path, leaf.origin, what)
+        raise unfit(path, leaf.place, what)
     if extent_bytes > least:
         what = (
             f"{format_bytes(extent_bytes)} is more than tenants.{name}.quota,"
             f" {format_bytes(least)}; an extent belongs to one tenant, so make it smaller"
         )
-        raise unfit(path, leaf.origin, what)
+        raise unfit(path, leaf.place, what)
     if extent_bytes < page:
         what = f"{format_bytes(extent_bytes)} is less than a huge page"
-        raise unfit(path, leaf.origin, what)
+        raise unfit(path, leaf.place, what)
     return whole_pages(extent_bytes, page)

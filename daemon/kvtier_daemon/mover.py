@@ -88,6 +88,15 @@ class Mover:
         )  # fmt: skip
         self._waiting_bytes = 0  # asked for and not there yet
 
+    def go_by(
+        self, *, through: bool, daily_bytes: int, admission: str, codec: str,
+        codecs: Sequence[tuple[str, str]],
+    ) -> None:  # fmt: skip
+        """Write as is wanted from now on; what is being written is written as it was begun."""
+        self._budget.limit(daily_bytes)
+        self.choice.ask(codec, codecs)
+        self._writing.go_by(through=through, admission=admission)
+
     @property
     def is_on(self) -> bool:
         return self._cold.is_on

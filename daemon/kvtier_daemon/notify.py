@@ -5,6 +5,7 @@ Without $NOTIFY_SOCKET nobody listens, and every call does nothing.
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -33,6 +34,11 @@ class Notifier:
     def status(self, text: str) -> bool:
         """Say in a line what the daemon is at, for `systemctl status`."""
         return self._send(STATUS=text)
+
+    def reloading(self) -> bool:
+        """Say that the configuration is read again; `ready` says that this is over."""
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        return self._send(RELOADING="1", MONOTONIC_USEC=str(now))
 
     def stopping(self, status: str = "") -> bool:
         """Say that the stop has begun."""

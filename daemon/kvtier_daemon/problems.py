@@ -6,6 +6,14 @@ from collections.abc import Iterator
 from kvtier.errors import ConfigError
 
 
+class Refusal(ConfigError):  # noqa: N818
+    """What stands in the way, in a line; `problems` has each by itself."""
+
+    def __init__(self, text: str, problems: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.problems = problems
+
+
 class Problems:
     """Notes what is wrong, each problem once; `what` is what several of them are called in sum."""
 
@@ -26,8 +34,9 @@ class Problems:
 
     def refuse(self) -> None:
         """Raise ConfigError, in one line, if anything was noted; a single problem stands by itself."""
-        if len(self._noted) == 1:
-            raise ConfigError(*self._noted)
+        noted = tuple(self._noted)
+        if len(noted) == 1:
+            raise Refusal(noted[0], noted)
         if self._noted:
             numbered = (f"({number}) {text}" for number, text in enumerate(self._noted, 1))
-            raise ConfigError(f"{len(self._noted)} {self._what}: {' '.join(numbered)}")
+            raise Refusal(f"{len(noted)} {self._what}: {' '.join(numbered)}", noted)

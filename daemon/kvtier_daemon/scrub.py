@@ -43,16 +43,18 @@ class Pace:
     """Lets so many bytes a second go; what was not taken is not saved up."""
 
     def __init__(self, rate: int, clock: Callable[[], float], sleep: Sleep) -> None:
-        self._rate = rate
+        self.rate = rate
         self._clock = clock
         self._sleep = sleep
         self._due = clock()
 
     async def take(self, nbytes: int) -> None:
         """Return when so many bytes may go."""
+        while not self.rate:
+            await self._sleep(IDLE_S)
         if (left := self._due - self._clock()) > 0:
             await self._sleep(left)
-        self._due = max(self._due, self._clock()) + nbytes / self._rate
+        self._due = max(self._due, self._clock()) + nbytes / self.rate
 
 
 class Scrub:
@@ -79,13 +81,18 @@ class Scrub:
         self._looked: dict[int, tuple[Head, float]] = {}  # by segment: in which use of it, and when
         self._memory: tuple[int, int] | None = None
 
+    def set_rate(self, rate: int) -> None:
+        """Read so many bytes a second from now on; 0 is none."""
+        self.rate = self._pace.rate = rate
+
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "last_round_s": self.last_round_s, "rate": self.rate}
 
     async def run(self) -> None:
         """Read, for as long as the daemon lives."""
         while True:
-            await self.round()
+            if self.rate:
+                await self.round()
             await self._sleep(IDLE_S)
 
     async def round(self) -> int:

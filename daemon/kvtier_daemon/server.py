@@ -13,6 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -40,6 +41,12 @@ LIMIT_STRANGERS = 16  # of one tenant, who have not said hello; or its share of 
 Report = dict[str, msgspec.Raw]
 
 
+class Operated(Protocol):
+    """What those who run the daemon may ask of it. Raises KvtierError where that can't be done."""
+
+    async def settings(self, order: str) -> dict[str, Any]: ...
+
+
 class Server:
     """The listening socket and the sessions. `tenant_of` maps a peer's uid to its tenant; `stats` reports on
     one tenant, or on all. Each of the tenants may have an equal share of `max_clients`."""
@@ -53,12 +60,15 @@ class Server:
         stats: Callable[[Tenant | None], Report],
         max_clients: int,
         recorder: Recorder,
+        operated: Operated | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
         self.stats = stats
         self.clock = clock
         self.recorder = recorder
+        self.operated = operated
+        self.answering: set[asyncio.Task[None]] = set()  # what takes a while
         self.run = secrets.token_bytes(RUN_BYTES)
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self.sessions: set[Session] = set()
@@ -67,8 +77,8 @@ class Server:
         self.latencies = Latencies()
         self._listener = listener
         self._tenant_of = tenant_of
-        self._max_clients = max_clients
-        self._clients_each = max(1, max_clients // tenants)
+        self._tenants = tenants
+        self.limit_clients(max_clients)
         # The kernel lets a user have as many descriptors on their way as it may have open.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._parking = max(64, min(soft, 1 << 16) // 2)
@@ -125,6 +135,23 @@ class Server:
         ):
             return f"{LIMIT_GHOSTS} connections of this process ended without a goodbye; slots wait for it"
         return ""
+
+    def limit_clients(self, max_clients: int) -> None:
+        """So many may be connected from now on; who is stays."""
+        self._max_clients = max_clients
+        self._clients_each = max(1, max_clients // self._tenants)
+
+    def look_who_is_whose(self) -> None:
+        """Hang up on those whose users belong to other tenants by now. Who runs the daemon and holds nothing
+        may go on asking how it is."""
+        for session in list(self.sessions):
+            if self._tenant_of(session.peer.uid) is session.tenant:
+                continue
+            if session.peer.privileged and not session.in_use:
+                session.tenant = None
+            else:
+                text = f"uid {session.peer.uid} is of another tenant now: connect again"
+                session.fail(0, "no_tenant", text, fatal=True)
 
     def _turn_away(self, sock: socket.socket, code: str, text: str) -> None:
         self.failures[code] += 1

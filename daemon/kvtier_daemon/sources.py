@@ -22,6 +22,8 @@ from kvtier_daemon.values import Key
 KeyPath = tuple[str, ...]
 
 _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}", re.ASCII)  # names a file and a label
+_HEADING = re.compile(r"\s*\[\s*([^\[\]#]+?)\s*\]\s*(?:#|$)")
+_ASSIGNMENT = re.compile(r"\s*([\w.\-\"' ]+?)\s*=")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 _PREFIX = "KVTIER_"
@@ -33,11 +35,18 @@ _SERVICE_LINK = re.compile(r"KVTIER_(SERVICE_|PORT$|PORT_)")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value as it was written, and where; `variable` is its name in the environment."""
+    """A value as it was written, and where; `variable` is its name in the environment, `line` of a file the
+    one that it is on, as far as that can be told."""
 
     value: object
     origin: str
     variable: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where it was written, as an error says it."""
+        return f"{self.origin}:{self.line}" if self.line else self.origin
 
     def spelled(self, key: str) -> str:
         """Return a dotted key as this source would write it."""
@@ -53,18 +62,38 @@ Leaves = dict[KeyPath, Leaf]
 def of_file(file: Path) -> Leaves:
     """Return what a TOML file says; ConfigError if it can't be read or is no TOML."""
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # bad TOML, or bytes that are no UTF-8
         raise ConfigError(f"{file}: is no TOML: {' '.join(str(error).split())}") from error
-    return {path: Leaf(value, str(file)) for path, value in _flatten(tree)}
+    lines = _lines(text)
+    return {path: Leaf(value, str(file), line=lines.get(path, 0)) for path, value in flatten(tree)}
 
 
-def _flatten(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+def _lines(text: str) -> dict[KeyPath, int]:
+    """Return the lines on which keys stand that are written plainly, and sections begin."""
+    lines: dict[KeyPath, int] = {}
+    above: KeyPath = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := _HEADING.match(line):
+            above = _parts(found[1])
+            lines.setdefault(above, number)
+        elif found := _ASSIGNMENT.match(line):
+            lines.setdefault((*above, *_parts(found[1])), number)
+    return lines
+
+
+def _parts(name: str) -> KeyPath:
+    return tuple(part.strip(" \t\"'") for part in name.split("."))
+
+
+def flatten(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yield what lies in a tree, with the path to it."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flatten(value, (*above, name))
+            yield from flatten(value, (*above, name))
         else:  # an empty section stays, so that a tenant without a key is not lost
             yield (*above, name), value
 
@@ -146,28 +175,28 @@ def parse(schema: Section, path: KeyPath, leaf: Leaf) -> object:
         if isinstance(at, Key):
             hint = _nearest_variable(schema, leaf)
             what = f"expected {at.expects}, got a section{hint}"
-            raise unfit(path[:depth], leaf.origin, what)
+            raise unfit(path[:depth], leaf.place, what)
         below = at.get(name)
         if below is None:
             raise _unknown(schema, path, depth, at, leaf)
         if at.each is not None and not _TENANT_NAME.fullmatch(name):
             expects = "a name of up to 32 lowercase letters, digits, - and _"
-            raise unfit(path[: depth + 1], leaf.origin, f"expected {expects}")
+            raise unfit(path[: depth + 1], leaf.place, f"expected {expects}")
         at = below
     if isinstance(at, Section):
         if leaf.value == {}:
             return None
         hint = _nearest_variable(schema, leaf)
-        raise unfit(path, leaf.origin, f"expected a section, got {_shown(leaf.value)}{hint}")
+        raise unfit(path, leaf.place, f"expected a section, got {_shown(leaf.value)}{hint}")
     try:
         if isinstance(leaf.value, dict):
             raise ValueError
         return at.parse(leaf.value)
     except ValueError as error:
         if str(error):
-            raise unfit(path, leaf.origin, f"{error}; expected {at.expects}") from None
+            raise unfit(path, leaf.place, f"{error}; expected {at.expects}") from None
         got = f"expected {at.expects}, got {_shown(leaf.value)}"
-        raise unfit(path, leaf.origin, got) from None
+        raise unfit(path, leaf.place, got) from None
 
 
 def _unknown(schema: Section, path: KeyPath, depth: int, at: Section, leaf: Leaf) -> ConfigError:
@@ -178,16 +207,17 @@ def _unknown(schema: Section, path: KeyPath, depth: int, at: Section, leaf: Leaf
     keys = reversed(list(schema.dotted_keys())) if is_value else ()
     anywhere = {key.rpartition(".")[2]: key for key in keys}
     what = "unknown key" if is_value else "unknown section"
+    place = leaf.place if is_value else leaf.origin  # a section is unknown once, whatever is in it
     if hint := _nearest_variable(schema, leaf):
-        return unfit(path[: depth + 1], leaf.origin, what + hint)
+        return unfit(path[: depth + 1], place, what + hint)
     # The right key in the wrong section comes first: `lock` is nearer to warm.lock than to socket.
     for known, cutoff in ((anywhere, 1.0), (here, 0.6), (anywhere, 0.6)):
         for match in difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff):
             meant = leaf.spelled(known[match])
-            return unfit(path[: depth + 1], leaf.origin, f"{what}; did you mean {meant}?")
+            return unfit(path[: depth + 1], place, f"{what}; did you mean {meant}?")
     inner = [key for key, below in at.keys.items() if is_value or isinstance(below, Section)]
     there = f"known here: {', '.join(sorted(inner))}" if inner else "there are none here"
-    return unfit(path[: depth + 1], leaf.origin, f"{what}; {there}")
+    return unfit(path[: depth + 1], place, f"{what}; {there}")
 
 
 def _nearest_variable(schema: Section, leaf: Leaf) -> str:

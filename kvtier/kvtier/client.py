@@ -106,6 +106,12 @@ class Client:
         report = self.link.ask(wire.Record(self.link.new_id(), limit_bytes, stop), wire.Report)
         return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
 
+    def settings(self, order: str = "show") -> dict[str, Any]:
+        """For who runs the daemon. "show": what it runs with; "diff": what its configuration says otherwise;
+        "reload": put that into force. What `kvtier config` and `kvtier reload` print."""
+        report = self.link.ask(wire.Settings(self.link.new_id(), order), wire.Report)
+        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+
     def ping(self) -> None:
         """Ask for nothing and wait for the answer."""
         self.link.ask(wire.Ping(self.link.new_id()), wire.Done)

@@ -209,6 +209,13 @@ class Explain(Message, tag=21):
     keys: bytes = b""
 
 
+class Settings(Message, tag=23):
+    """What the daemon runs with ("show"), what its configuration says otherwise by now ("diff"), or have
+    that put into force ("reload"). Answered with a Report, to who runs the daemon alone."""
+
+    order: str = "show"
+
+
 # --- what the daemon answers --------------------------------------------------------------------
 
 
@@ -305,7 +312,7 @@ class GoingDown(Message, tag=65):
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
-    | Unpin | Explain
+    | Unpin | Explain | Settings
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed

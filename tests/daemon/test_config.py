@@ -258,7 +258,8 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
 def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:
         read(text)
-    assert str(caught.value).startswith(f"{tmp_path / 'kvtier.toml'}: {message}")
+    file = re.escape(str(tmp_path / "kvtier.toml"))
+    assert re.match(rf"{file}(:[12])?: {re.escape(message)}", str(caught.value))
     assert "\n" not in str(caught.value)
 
 
@@ -276,11 +277,11 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
     assert text.startswith("8 things are wrong with the configuration: (1) ")
     for one in (
         f"{pieces}/1.toml: is no TOML: ",
-        f"{file}: max_client: unknown key; did you mean max_clients?",
-        f"{file}: log_level: expected one of",
-        f"{file}: warm.sise: unknown key; did you mean warm.size?",
+        f"{file}:1: max_client: unknown key; did you mean max_clients?",
+        f"{file}:2: log_level: expected one of",
+        f"{file}:4: warm.sise: unknown key; did you mean warm.size?",
         f"{file}: remote: unknown section; known here: cold, http, tenants, warm",
-        f"{pieces}/2.toml: warm.lok: unknown key; did you mean warm.lock?",
+        f"{pieces}/2.toml:2: warm.lok: unknown key; did you mean warm.lock?",
         "environment KVTIER_WARM_EXTENT: warm_extent: unknown key; did you mean KVTIER_WARM__EXTENT?",
         "--warm-size: warm.size: '64G' is ambiguous",
     ):
@@ -288,7 +289,7 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(read, tmp_path):
 
 
 def test_a_misspelt_size_is_not_said_to_be_missing_too(read):
-    with pytest.raises(ConfigError, match=r"toml: warm\.sise: [^:]*$"):
+    with pytest.raises(ConfigError, match=r"toml:2: warm\.sise: [^:]*$"):
         read("[warm]\nsise = '1GiB'")
 
 
@@ -309,7 +310,7 @@ def test_a_missing_file_and_one_that_is_no_text_are_errors(tmp_path):
 
 
 def test_an_error_in_a_piece_names_the_piece(read):
-    with pytest.raises(ConfigError, match=r"conf\.d/9\.toml: warm\.sise: unknown key"):
+    with pytest.raises(ConfigError, match=r"conf\.d/9\.toml:2: warm\.sise: unknown key"):
         read(WARM, pieces={"9.toml": "[warm]\nsise = 1"})
 
 

@@ -1,5 +1,6 @@
 import os
 import socket
+import time
 
 import pytest
 
@@ -60,3 +61,12 @@ def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path, monkeypatch):
 def test_the_process_itself_is_asked_when_no_environment_is_handed_in(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert Notifier.from_environment().ready() is False
+
+
+def test_a_reload_is_told_with_its_time(manager):
+    receiver, environ = manager
+    before = time.monotonic_ns() // 1000
+    assert Notifier.from_environment(environ).reloading() is True
+    said = dict(line.split(b"=") for line in receiver.recv(4096).splitlines())
+    assert said[b"RELOADING"] == b"1"
+    assert before <= int(said[b"MONOTONIC_USEC"]) <= time.monotonic_ns() // 1000

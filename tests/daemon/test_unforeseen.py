@@ -35,11 +35,12 @@ def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "")
         f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\n'
         f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n{more}'
     )
-    config = load(file, environ={}).config
+    loaded = load(file, environ={})
+    config = loaded.config
     listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
 
     async def run() -> None:
-        app = App(config, {name: bytes(32) for name in config.tenants}, listener)
+        app = App(loaded, {name: bytes(32) for name in config.tenants}, listener)
         serving = asyncio.create_task(app.serve())
         async with asyncio.timeout(20):
             while app._server is None or app.cold is None:  # noqa: ASYNC110

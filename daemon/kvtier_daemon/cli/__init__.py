@@ -11,7 +11,19 @@ from typing import Annotated
 import typer
 
 from kvtier.errors import KvtierError, Unavailable
-from kvtier_daemon.cli import calibrate, demo, explain, fsck, record, serve, sim, size, status
+from kvtier_daemon.cli import (
+    calibrate,
+    config,
+    demo,
+    explain,
+    fsck,
+    record,
+    reload,
+    serve,
+    sim,
+    size,
+    status,
+)
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
@@ -26,10 +38,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("calibrate")(calibrate.calibrate)
+app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("fsck")(fsck.fsck)
 app.command("record")(record.record)
+app.command("reload")(reload.reload)
 app.command("serve")(serve.serve)
 app.command("sim")(sim.sim)
 app.command("size")(size.size)

@@ -21,6 +21,14 @@ class Budget:
         self._at = clock()
         self._hours: deque[tuple[int, int]] = deque()  # number of the hour, bytes
 
+    def limit(self, daily_bytes: int) -> None:
+        """So much may be written in a day from now on; what this hour has left stays, as far as it fits."""
+        before = self._most
+        left = self.left() if before else float("inf")
+        self._rate, self._most = daily_bytes / DAY_S, daily_bytes / 24
+        self._left = min(left, self._most)
+        self._at = self._clock()
+
     @property
     def is_limited(self) -> bool:
         return self._rate > 0

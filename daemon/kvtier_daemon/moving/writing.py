@@ -77,10 +77,7 @@ class Writing:
         self._clean_bytes = int(quota_bytes * CLEAN_SHARE)
         self._budget = budget
         self._leaving = leaving
-        self._through = through
-        self._admission = admission
-        if admission == "second-touch" or (admission == "auto" and budget.is_limited):
-            catalog.blocks.admission.turn_on()
+        self.go_by(through=through, admission=admission)
         catalog.blocks.keeps_back = LATE
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._wake = asyncio.Event()
@@ -89,6 +86,13 @@ class Writing:
         self._saved_blocks = 0  # since then
         self._saves = Average(SAVES_S)  # blocks for seconds
         self._sizes = Average(SIZES_BLOCKS)  # bytes for blocks
+
+    def go_by(self, *, through: bool, admission: str) -> None:
+        """Write what is saved at once, or not, and what is worth it by this."""
+        self._through = through
+        self._admission = admission
+        if admission == "second-touch" or (admission == "auto" and self._budget.is_limited):
+            self._catalog.blocks.admission.turn_on()
 
     def wake(self) -> None:
         """Others are the coldest now."""

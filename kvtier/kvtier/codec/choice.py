@@ -152,6 +152,13 @@ class Choice:
         numbers = (FIX4, R32) if spec.dtype in ELEMENTS else (ZSTD,)
         return tuple(BY_NUMBER[number] for number in numbers if _takes(number, nbytes))
 
+    def ask(self, asked: str, by_model: Sequence[tuple[str, str]]) -> None:
+        """Go by these from now on; what was measured stays known."""
+        self._asked, self._by_model = asked, by_model
+        for known in self._spaces.values():
+            known.asked = self._asked_of(known.spec)
+            known.chosen = _first(known)
+
     # --- what was measured -------------------------------------------------------------------
 
     def wrote(self, space: bytes, spec: KvSpec, blocks: int, tried: int) -> None:
@@ -196,17 +203,17 @@ class Choice:
     def _known(self, space: bytes, spec: KvSpec) -> Known:
         known = self._spaces.get(space)
         if known is None:
-            asked = next(
-                (name for pattern, name in self._by_model if fnmatchcase(spec.model, pattern)),
-                self._asked,
-            )
             if len(self._spaces) >= LIMIT_SPACES:
                 del self._spaces[next(iter(self._spaces))]
-            known = self._spaces[space] = Known(spec, asked)
-            if asked != AUTO:
-                codec = BY_NAME[asked]
-                known.chosen = codec.number if suits(codec, spec.dtype) else RAW
+            known = self._spaces[space] = Known(spec, self._asked_of(spec))
+            known.chosen = _first(known)
         return known
+
+    def _asked_of(self, spec: KvSpec) -> str:
+        return next(
+            (name for pattern, name in self._by_model if fnmatchcase(spec.model, pattern)),
+            self._asked,
+        )
 
     def _best(self, known: Known, links: Sequence[float]) -> int:
         """The codec with which loads take least, what is chosen now unless another is better by a bit."""
@@ -237,6 +244,14 @@ class Choice:
     @staticmethod
     def _named(values: Mapping[int, float], digits: int) -> dict[str, float]:
         return {BY_NUMBER[number].name: round(value, digits) for number, value in values.items()}
+
+
+def _first(known: Known) -> int:
+    """What blocks of a space are stored by before anything of it was measured."""
+    if known.asked == AUTO:
+        return known.chosen
+    codec = BY_NAME[known.asked]
+    return codec.number if suits(codec, known.spec.dtype) else RAW
 
 
 def _takes(codec: int, nbytes: int) -> bool:

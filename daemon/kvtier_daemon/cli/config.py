@@ -1,0 +1,131 @@
+"""`kvtier config`: what a configuration comes to, what is wrong with it, what a reload would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from kvtier_daemon.cli.flags import Json, Socket
+
+EXIT_WRONG: Final = 2
+SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
+
+app = typer.Typer(help="Check, show and compare configurations.", no_args_is_help=True)
+
+File = Annotated[
+    Path | None, typer.Argument(metavar="[FILE]", help="As kvtier serve --config has it.")
+]
+
+
+@app.command()
+def check(file: File = None, json: Json = False) -> None:
+    """Say everything that is wrong with a configuration. Exits with 2 if something is.
+
+    Without FILE /etc/kvtier/kvtier.toml, if it is there; conf.d and the environment count too.
+    """
+    from kvtier.errors import ConfigError
+    from kvtier_daemon.config import load
+    from kvtier_daemon.problems import Refusal
+
+    if file is None and SYSTEM_FILE.exists():
+        file = SYSTEM_FILE
+    problems: tuple[str, ...] = ()
+    try:
+        load(file)
+    except Refusal as error:
+        problems = error.problems
+    except ConfigError as error:
+        problems = (str(error),)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps({"file": str(file or ""), "problems": problems}, indent=2))
+    else:
+        for problem in problems:
+            typer.echo(problem, err=True)
+        if not problems:
+            typer.echo(f"{file or 'the environment'}: all right")
+    raise typer.Exit(EXIT_WRONG if problems else 0)
+
+
+@app.command()
+def show(
+    file: File = None,
+    origin: Annotated[bool, typer.Option("--origin", help="And where each was written.")] = False,
+    json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Show every value: of FILE with its conf.d and the environment, or what the daemon runs with.
+
+    A daemon tells root, and the user that it runs as. Amounts are bytes.
+    """
+    if file is not None:
+        from kvtier_daemon.config import load, settled
+
+        loaded = load(file)
+        keys = {
+            key: [value, loaded.origins.get(key, "default")]
+            for key, value in settled(loaded.config).items()
+        }
+        told: Mapping[str, Any] = {"file": str(file), "keys": keys}
+    else:
+        told = ask_daemon(socket, "show")
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(told, indent=2))
+        return
+    for line in _lines(told["keys"], origin):
+        typer.echo(line)
+
+
+@app.command()
+def diff(json: Json = False, socket: Socket = None) -> None:
+    """Say what the daemon's configuration says otherwise than what it runs with. Exits with 1 if something.
+
+    The daemon reads its files again, and the environment and flags that it was started with.
+    """
+    told = ask_daemon(socket, "diff")
+    changes = told["changes"]
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(told, indent=2))
+    else:
+        for line in change_lines(changes, "a reload does it", "needs a restart"):
+            typer.echo(line)
+        if not changes:
+            typer.echo("the daemon runs with what its configuration says")
+    raise typer.Exit(1 if changes else 0)
+
+
+def ask_daemon(socket: Path | None, order: str) -> dict[str, Any]:
+    """Return what the daemon says of its settings."""
+    from kvtier.client import default_socket
+    from kvtier_daemon.cli.status import connected
+
+    with connected(Path(socket or default_socket()), "config") as client:
+        return client.settings(order)
+
+
+def change_lines(changes: Iterable[Mapping[str, Any]], live: str, restart: str) -> Iterator[str]:
+    """Yield a line for each change: what it was, what it is to be, and what that takes."""
+    for one in changes:
+        how = live if one["live"] else restart
+        yield f"{one['key']}: {_shown(one['running'])} -> {_shown(one['files'])} ({how})"
+
+
+def _lines(keys: Mapping[str, tuple[object, str]], origin: bool) -> Iterator[str]:
+    lines = {key: f"{key} = {_shown(value)}" for key, (value, _) in keys.items()}
+    width = max(map(len, lines.values()), default=0)
+    for key, line in lines.items():
+        yield f"{line:{width}}  # {keys[key][1]}" if origin else line
+
+
+def _shown(value: object) -> str:
+    from json import dumps
+
+    return "nothing" if value is None else dumps(value)

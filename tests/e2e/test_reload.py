@@ -1,0 +1,210 @@
+"""A daemon that is configured again while it runs: what is swapped, what waits, what changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from daemons import SERVE, Daemon, kvtier
+from kvtier import Refused
+from kvtier.errors import Unavailable
+from specs import pattern, spec_of
+
+NOBODY = 65_534
+CONFIG = """
+log_level = "{level}"
+max_clients = {clients}
+[warm]
+size = "{warm}"
+[cold]
+directories = ["{folder}"]
+size = "64MiB"
+segment = "1MiB"
+write = "{write}"
+scrub = "{scrub}"
+daily_writes = "{daily}"
+codec = "{codec}"
+[tenants.a]
+uids = [{uids}]
+"""
+FIRST = {
+    "level": "warning", "clients": 8, "warm": "16MiB", "write": "back", "scrub": "0", "daily": "0",
+    "codec": "raw", "uids": os.geteuid(),
+}  # fmt: skip
+
+
+@pytest.fixture
+def configured(tmp_path: Path, daemon_of: Callable[..., Daemon]) -> Callable[..., Daemon]:
+    """Starts a daemon, or writes its file anew."""
+    folder = tmp_path / "it"
+    folder.mkdir()
+    (folder / "disk").mkdir()
+    started: list[Daemon] = []
+
+    def write(command: Sequence[str] = SERVE, **values: object) -> Daemon:
+        text = CONFIG.format(**{**FIRST, **values}, folder=folder / "disk")
+        if not started:
+            started.append(daemon_of(folder=folder, config=text, command=command))
+        else:
+            head = f'socket = "{folder}/kvtier.sock"\nstate = "{folder}/state"\n'
+            (folder / "kvtier.toml").write_text(head + text)
+        return started[0]
+
+    return write
+
+
+def test_a_reload_swaps_what_it_can_and_says_what_needs_a_restart(
+    configured: Callable[..., Daemon],
+) -> None:
+    daemon = configured()
+    configured(
+        level="debug", clients=4, warm="32MiB", write="through", scrub="8MiB", daily="1GiB",
+        codec="fix4",
+    )  # fmt: skip
+    done = kvtier("config", "diff", "--json", "--socket", daemon.socket)
+    assert done.returncode == 1, done.stderr
+    live = {
+        "log_level", "max_clients", "cold.write", "cold.scrub", "cold.daily_writes", "cold.codec",
+    }  # fmt: skip
+    told = {one["key"]: one for one in json.loads(done.stdout)["changes"]}
+    assert {key for key, one in told.items() if one["live"]} == live
+    waits = {"warm.size", "warm.extent", "tenants.a.quota"}
+    assert {key for key, one in told.items() if not one["live"]} <= waits
+    done = kvtier("reload", "--socket", daemon.socket)
+    assert done.returncode == 0, done.stderr
+    assert "warm.size: 16777216 -> 33554432 (needs a restart)" in done.stdout
+    assert 'cold.write: "back" -> "through" (done)' in done.stdout
+    with daemon.connect() as client:
+        keys = client.settings()["keys"]
+        assert keys["cold.write"] == ["through", str(daemon.log.parent / "kvtier.toml")]
+        assert keys["warm.size"][0] == 16 << 20, "what it runs with"
+        left = {one["key"] for one in client.settings("diff")["changes"]}
+        assert left <= waits and "warm.size" in left
+        assert client.stats()["tiers"]["cold"]["scrub"]["rate"] == 8 << 20
+        assert client.stats()["tiers"]["cold"]["day_limit_bytes"] == 1 << 30
+        # Nothing is near to being evicted: what comes to the disk was written at once.
+        space = client.open(spec_of("reload"))
+        keys = space.keys(list(range(160)))
+        space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 10)
+        (one,) = client.stats()["tiers"]["cold"]["coding"]["spaces"]
+        assert one["asked"] == "fix4"
+        held = [daemon.connect() for _ in range(3)]
+        with pytest.raises(Refused, match="4 clients"):
+            daemon.connect()
+        for other in held:
+            other.close()
+
+
+def test_a_file_that_is_wrong_changes_nothing_and_says_all_that_is(
+    configured: Callable[..., Daemon],
+) -> None:
+    daemon = configured()
+    file = daemon.log.parent / "kvtier.toml"
+    with daemon.connect() as client:
+        before = client.settings()
+    configured(write="sideways", clients=0, scrub="8MiB")
+    done = kvtier("reload", "--socket", daemon.socket)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if line.startswith(("write", "max_clients")):
+            key = "max_clients" if line.startswith("max") else "cold.write"
+            assert f"{file}:{number}: {key}: expected" in done.stderr
+    with daemon.connect() as client:
+        assert client.settings() == before
+    check = kvtier("config", "check", str(file), "--json")
+    assert check.returncode == 2
+    assert len(json.loads(check.stdout)["problems"]) == 2
+    assert "nothing was reloaded" in daemon.log.read_text()
+    configured()
+    assert kvtier("config", "check", str(file)).returncode == 0
+    assert kvtier("config", "diff", "--socket", daemon.socket).returncode == 0
+
+
+def test_more_clients_than_files_may_be_open_are_refused(
+    configured: Callable[..., Daemon],
+) -> None:
+    daemon = configured(command=["sh", "-c", 'ulimit -n 600; exec "$@"', "sh", *SERVE])
+    configured(clients=5000)
+    done = kvtier("reload", "--socket", daemon.socket)
+    assert done.returncode == 2 and "open files" in done.stderr, done.stderr
+    with daemon.connect() as client:
+        assert client.settings()["keys"]["max_clients"][0] == 8
+
+
+def test_who_loses_a_tenant_is_hung_up_on(configured: Callable[..., Daemon]) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a stranger's daemon could not be asked any more")
+    daemon = configured()
+    with daemon.connect() as client:
+        space = client.open(spec_of("whose"))
+        configured(uids=12_345)
+        assert kvtier("reload", "--socket", daemon.socket).returncode == 0
+        with pytest.raises((Refused, Unavailable)):
+            for _ in range(2):
+                space.match(space.keys([1] * 16))
+    with daemon.connect() as client, pytest.raises(Refused, match="no tenant"):
+        client.open(spec_of("whose"))
+
+
+def test_sighup_reloads_and_tells_the_manager(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    folder = tmp_path / "d"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(str(tmp_path / "notify"))
+        heard.settimeout(20)
+        environment = dict(os.environ, NOTIFY_SOCKET=str(tmp_path / "notify"))
+        daemon = daemon_of(folder=folder, command=SERVE, env=environment)
+        file = folder / "kvtier.toml"
+        for text, said_last in (
+            ("max_clients = 9", "reloaded 1 value"),
+            ("max = 9", "not reloaded"),
+        ):
+            file.write_text(text + "\n" + file.read_text())
+            daemon.process.send_signal(signal.SIGHUP)
+            while not (said := heard.recv(4096).decode()).startswith("RELOADING=1"):
+                assert "RELOADING" not in said
+            assert "MONOTONIC_USEC=" in said
+            while not (said := heard.recv(4096).decode()).startswith("READY=1"):
+                assert "READY" not in said
+            assert said_last in said
+    with daemon.connect() as client:
+        assert client.settings()["keys"]["max_clients"][0] == 9
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter, unlike tmp_path; gone after the daemon in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_settings_are_for_who_runs_the_daemon(
+    open_folder: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be somebody else")
+    daemon = daemon_of(folder=open_folder, config='socket_mode = "0666"\n[warm]\nsize = "16MiB"\n')
+    program = (
+        "import os, sys; from kvtier import Client, Refused\n"
+        f"client = Client.connect({daemon.socket!r}, populate=False); client.settings(); client.close()\n"
+        f"os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})\n"
+        f"client = Client.connect({daemon.socket!r}, populate=False)\n"
+        "try:\n    client.settings()\nexcept Refused as error:\n    print(error.code, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("no_tenant"), done.stdout + done.stderr
