@@ -33,6 +33,7 @@ LIMIT_WAITING = 4096
 LIMIT_ASKED = 2048
 LONGEST_WAIT_S = 60.0
 WATCH_S = 0.01
+TIER_ORDERS = ("drain", "off", "on", "status")
 
 
 @dataclass(slots=True)
@@ -361,6 +362,15 @@ class Answers:
             raise Refused("bad_request", f"settings can't be asked to {request.order!r}")
         self._answer_later(request.id, self._server.operated.settings(request.order))
 
+    def _tier(self, tenant: Tenant | None, request: wire.Tier) -> None:
+        self._check_runs_the_daemon("tiers are switched")
+        assert self._server.operated is not None
+        if request.tier not in ("warm", "cold") or request.order not in TIER_ORDERS:
+            raise Refused(
+                "bad_request", f"tier {request.tier!r} can't be asked to {request.order!r}"
+            )
+        self._answer_later(request.id, self._server.operated.tier(request.tier, request.order))
+
     def _answer_later(self, request_id: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         """Answer with what this comes to, whenever that is."""
 
@@ -399,7 +409,7 @@ class Answers:
 
 
 Answer = Callable[[Answers, Any, Any], wire.Reply | None]  # None: the answer comes later
-WITHOUT_TENANT = (wire.Stats, wire.Record, wire.Ping, wire.Settings)
+WITHOUT_TENANT = (wire.Stats, wire.Record, wire.Ping, wire.Settings, wire.Tier)
 ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Open: Answers._open,
     wire.Match: Answers._match,
@@ -422,6 +432,7 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Unpin: Answers._unpin,
     wire.Explain: Answers._explain,
     wire.Settings: Answers._settings,
+    wire.Tier: Answers._tier,
 }
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 import kvtier
 from kvtier.catalog import Catalog
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
 from kvtier_daemon import preflight
@@ -37,13 +37,14 @@ from kvtier_daemon.reloading import changes, merged
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.server import Report, Server
+from kvtier_daemon.switching import Switching
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.segment import ENTRY
 from kvtier_daemon.tiers.shelf import Shelf
-from kvtier_daemon.tiers.warm import WarmTier
+from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Mapping, Store
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,9 @@ class App:
         )
         self.cold: ColdTier | None = None
         self._scrub: Scrub | None = None
+        self._switching: Switching | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._moving: asyncio.Task[None] | None = None  # to and from the cold tier
         # What went wrong in looking after, and where.
         self._failed: set[tuple[type, str, int]] = set()
         self._unmapped = False  # an extent that the cold tier can't use, so none after it
@@ -134,7 +138,7 @@ class App:
             self,
         )
         if self.config.cold is not None:
-            self.cold = self._open_cold(loop, self.config.cold)
+            self._open_cold(loop, self.config.cold)
         loop.add_reader(self.warm.start(), self._extents_ready)
         self._lag = Lag(loop)
         looked_at = await self._show(loop)
@@ -156,17 +160,19 @@ class App:
                 tasks.create_task(self._reload_when(reload), name="reload"),
             ]
             if self.cold is not None:
-                running.append(tasks.create_task(self._run_cold(self.cold), name="cold"))
+                self._moving = tasks.create_task(self._run_cold(self.cold), name="cold")
+            self._tasks = tasks
             if looked_at is not None:
                 running.append(tasks.create_task(self._keep_history(), name="history"))
             await stopped.wait()
-            for task in running:
-                task.cancel()
+            for task in (*running, self._moving):
+                if task is not None:
+                    task.cancel()
         self._stopping = True
         self._notifier.stopping()
         log.info("going down")
         self._server.close("it was asked to stop")
-        if self.cold is not None:
+        if self.cold is not None and self._cold_is_there:
             self._remember(self.cold)
             if not await self.cold.close():
                 log.critical("a disk hangs, or a codec: what it was doing can't be waited for")
@@ -206,22 +212,66 @@ class App:
         assert self._server is not None
         self._server.failures["internal"] += 1
 
-    def _open_cold(self, loop: asyncio.AbstractEventLoop, cold: Cold) -> ColdTier:
+    def _open_cold(self, loop: asyncio.AbstractEventLoop, config: Cold) -> None:
+        tier = self._another_cold()
+        self._take_cold(tier)
+        self._switching = Switching(
+            loop, self.tenants, tier, self._another_cold, self._take_cold, self._stop_cold
+        )
+
+    def _another_cold(self) -> ColdTier:
+        cold = self.config.cold
+        assert cold is not None
         warm = self.config.warm.size_bytes
         shares = {name: tenant.quota_bytes / warm for name, tenant in self.tenants.items()}
-        tier = ColdTier(
-            loop, cold.directories, cold.size_bytes, cold.segment_bytes, shares, self._leaving,
-            cold.engine,
+        return ColdTier(
+            asyncio.get_running_loop(), cold.directories, cold.size_bytes, cold.segment_bytes, shares,
+            self._leaving, cold.engine,
         )  # fmt: skip
+
+    def _take_cold(self, tier: ColdTier) -> None:
+        """Have this cold tier used, and go on as with the one before."""
+        cold = self.config.cold
+        assert cold is not None
+        self.cold = tier
         for name, tenant in self.tenants.items():
+            before = tenant.mover
             tenant.mover = Mover(
                 name, tenant.catalog, tier, tenant.quota_bytes, through=cold.write == "through",
-                daily_bytes=int(cold.daily_bytes * shares[name]), admission=cold.admission,
-                codec=cold.codec, codecs=cold.codecs,
+                daily_bytes=int(cold.daily_bytes * tenant.quota_bytes / self.config.warm.size_bytes),
+                admission=cold.admission, codec=cold.codec, codecs=cold.codecs,
             )  # fmt: skip
+            if before is not None:
+                tenant.mover.inherit(before)
+        # In the order in which they came, so that each has the number that it would have had.
+        for extent in self.warm.extents:
+            self._map_for_cold(self.tenants[extent.tenant], extent)
         catalogs = {name: tenant.catalog for name, tenant in self.tenants.items()}
-        self._scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
-        return tier
+        scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
+        if self._scrub is not None:
+            scrub.counts.update(self._scrub.counts)
+        self._scrub = scrub
+        if self._tasks is not None:
+            self._moving = self._tasks.create_task(self._run_cold(tier), name="cold")
+
+    async def _stop_cold(self, tier: ColdTier) -> bool:
+        """Have nothing moved any more, and the files closed; whether that went well."""
+        tier.shut()
+        if self._moving is not None:
+            self._moving.cancel()
+            await asyncio.wait([self._moving])
+        self._remember(tier)
+        return await tier.close()
+
+    @property
+    def _cold_is_there(self) -> bool:
+        return self._switching is not None and self._switching.cold_is_there
+
+    async def tier(self, tier: str, order: str) -> dict[str, Any]:
+        """Drain a tier, switch it off or on, or say how it is. TierError where that can't be."""
+        if self._switching is None:
+            raise TierError(f"{tier}: the daemon has no cold tier: there is nothing to switch")
+        return self._switching.order(tier, order)
 
     # --- configured again --------------------------------------------------------------------
 
@@ -385,9 +435,11 @@ class App:
             now = self._server.clock()
             for name, tenant in self.tenants.items():
                 self._try(f"leases of {name}", tenant.catalog.expire, now)
-                if tenant.mover is not None:
+                if tenant.mover is not None and self._cold_is_there:
                     self._try(f"blocks of {name}", tenant.mover.tend)
-            if self.cold is not None and not self._try("the cold tier", self.cold.tend):
+            if self.cold is None or not self._cold_is_there:
+                pass
+            elif not self._try("the cold tier", self.cold.tend):
                 self.cold.give_up("it could not be looked after; the daemon's log says how")
             self._try("clients", self._server.tend)
 
@@ -421,14 +473,7 @@ class App:
         for extent in self.warm.ready():
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
-            if self.cold is not None and tenant.mover is not None and not self._unmapped:
-                try:
-                    mapping = Mapping(extent.fd, extent.nbytes, True)
-                    tenant.mover.extents.append(self.cold.register(mapping))
-                except (OSError, MemoryError) as error:
-                    log.error("an extent can't be mapped for the cold tier: %s", error)
-                    self._unmapped = True
-                    self.cold.give_up(f"an extent can't be mapped: {error}")
+            self._map_for_cold(tenant, extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         if self.warm.complete:
@@ -437,6 +482,17 @@ class App:
                 format_bytes(self.warm.allocated_bytes),
                 format_bytes(self.warm.huge_bytes),
             )
+
+    def _map_for_cold(self, tenant: Tenant, extent: Extent) -> None:
+        if self.cold is None or tenant.mover is None or self._unmapped or self.cold.said_off:
+            return
+        try:
+            mapping = Mapping(extent.fd, extent.nbytes, True)
+            tenant.mover.extents.append(self.cold.register(mapping))
+        except (OSError, MemoryError) as error:
+            log.error("an extent can't be mapped for the cold tier: %s", error)
+            self._unmapped = True
+            self.cold.give_up(f"an extent can't be mapped: {error}")
 
     def _hits(self, catalogs: Sequence[Catalog]) -> dict[str, int]:
         hits = _sum(catalog.hit_tokens for catalog in catalogs)
@@ -468,6 +524,7 @@ class App:
             },
             "engine": cold.engine,
             "on": cold.is_on and cold.takes,
+            "state": self._switching.state("cold") if self._switching is not None else "on",
             "given_up": cold.given_up,
             "faults": cold.faults,
             "failure": cold.failure,
@@ -514,6 +571,7 @@ class App:
                     "used_bytes": sum(count["bytes"]["ready"] for count in counts),
                     "blocks": sum(count["blocks"]["ready"] for count in counts),
                     "policy": self.config.warm.policy,
+                    "state": self._switching.state("warm") if self._switching is not None else "on",
                     "states": {
                         state: sum(count["blocks"][state] for count in counts)
                         for state in ("writing", "ready", "doomed", "quarantined")

@@ -97,6 +97,25 @@ class Mover:
         self.choice.ask(codec, codecs)
         self._writing.go_by(through=through, admission=admission)
 
+    def drain(self, wanted: bool) -> None:
+        """Write all that is in memory alone, and what is saved from now on; or no more."""
+        self._writing.drain(wanted)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that was in memory alone when that was asked for is on disk."""
+        return self._writing.is_drained
+
+    def inherit(self, other: Mover) -> None:
+        """Go on where another one of this tenant ended: what it counted, may write, and has yet to forget."""
+        self.counts.update(other.counts)
+        self.bytes.update(other.bytes)
+        self.verdicts.update(other.verdicts)
+        self.beaten = other.beaten
+        self._budget.inherit(other._budget)
+        self._forgetting.inherit(other._forgetting)
+        self.drain(other._writing.drains)
+
     @property
     def is_on(self) -> bool:
         return self._cold.is_on

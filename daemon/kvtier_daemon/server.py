@@ -45,6 +45,7 @@ class Operated(Protocol):
     """What those who run the daemon may ask of it. Raises KvtierError where that can't be done."""
 
     async def settings(self, order: str) -> dict[str, Any]: ...
+    async def tier(self, tier: str, order: str) -> dict[str, Any]: ...
 
 
 class Server:

@@ -112,6 +112,12 @@ class Client:
         report = self.link.ask(wire.Settings(self.link.new_id(), order), wire.Report)
         return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
 
+    def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
+        """For who runs the daemon: "drain" a tier ("warm", "cold"), switch it "off" or "on". Answered at
+        once with its "status", which says how far that is."""
+        report = self.link.ask(wire.Tier(self.link.new_id(), tier, order), wire.Report)
+        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+
     def ping(self) -> None:
         """Ask for nothing and wait for the answer."""
         self.link.ask(wire.Ping(self.link.new_id()), wire.Done)

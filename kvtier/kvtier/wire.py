@@ -216,6 +216,14 @@ class Settings(Message, tag=23):
     order: str = "show"
 
 
+class Tier(Message, tag=24):
+    """Have the "warm" or the "cold" tier drained ("drain"), switched "off" or "on", or ask how that is
+    ("status"). Answered at once with a Report, to who runs the daemon alone."""
+
+    tier: str
+    order: str = "status"
+
+
 # --- what the daemon answers --------------------------------------------------------------------
 
 
@@ -312,7 +320,7 @@ class GoingDown(Message, tag=65):
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
-    | Unpin | Explain | Settings
+    | Unpin | Explain | Settings | Tier
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed

@@ -23,6 +23,7 @@ from kvtier_daemon.cli import (
     sim,
     size,
     status,
+    tier,
 )
 
 EXIT_ERROR = 2
@@ -48,6 +49,7 @@ app.command("serve")(serve.serve)
 app.command("sim")(sim.sim)
 app.command("size")(size.size)
 app.command("status")(status.status)
+app.command("tier")(tier.tier)
 
 
 def _print_version(wanted: bool) -> None:

@@ -29,6 +29,11 @@ class Budget:
         self._left = min(left, self._most)
         self._at = self._clock()
 
+    def inherit(self, other: Budget) -> None:
+        """Go on where another one ended."""
+        self._left, self._at = min(other._left, self._most), other._at
+        self._hours = other._hours
+
     @property
     def is_limited(self) -> bool:
         return self._rate > 0

@@ -29,6 +29,11 @@ class Forgetting:
         self._early: list[tuple[bytes, bytes]] = []  # forgotten before all was found that there is
         self._early_bytes = 0
 
+    def inherit(self, other: Forgetting) -> None:
+        """Forget what another one could not see to."""
+        self._early, self._early_bytes = other._early, other._early_bytes
+        self._catalog.cold.take_died()  # of segments that have other numbers now
+
     def forget(self, space: Space, keys: bytes, over: Callable[[str], None] | None) -> None:
         """See to it that these blocks, which the catalog has forgotten, are so after a start too; then `over`
         is told what went wrong, or nothing."""

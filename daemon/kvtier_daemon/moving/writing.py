@@ -80,6 +80,11 @@ class Writing:
         self.go_by(through=through, admission=admission)
         catalog.blocks.keeps_back = LATE
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
+        self._drains = False  # all is to be written, soon
+        self._sweep = 0  # where that goes on
+        self._sweep_found = False
+        self._last_ones: frozenset[int] = frozenset()
+        self.is_drained = False
         self._wake = asyncio.Event()
         self._clock = clock
         self._tended_at = clock()
@@ -94,6 +99,32 @@ class Writing:
         if admission == "second-touch" or (admission == "auto" and self._budget.is_limited):
             self._catalog.blocks.admission.turn_on()
 
+    def drain(self, wanted: bool) -> None:
+        """Write all that is in memory alone, and what is saved meanwhile at once, whatever the day's budget
+        says; or do so no more."""
+        if wanted != self._drains:
+            self._drains, self._sweep, self._sweep_found = wanted, 0, True
+            self._last_ones, self.is_drained = frozenset(), False
+            self._wake.set()
+
+    @property
+    def drains(self) -> bool:
+        return self._drains
+
+    def _sweep_on(self) -> Demotion | None:
+        """Some of what is to be drained."""
+        cold = self._catalog.cold
+        plan, self._sweep = cold.sweep(self._sweep, WRITE_BLOCKS)
+        self._sweep_found |= bool(plan.ids)
+        if (
+            not self._sweep
+        ):  # a round is over: if it found nothing, what is being written is the last
+            if not self._sweep_found and not self.is_drained:
+                self._last_ones = self._last_ones or cold.being_written()
+                self.is_drained = not cold.is_writing(self._last_ones)
+            self._sweep_found = False
+        return plan if plan.ids else None
+
     def wake(self) -> None:
         """Others are the coldest now."""
         self._wake.set()
@@ -101,7 +132,7 @@ class Writing:
     def saved(self, ids: bytes) -> None:
         """These blocks were committed."""
         self._saved_blocks += len(ids) // ID_BYTES
-        if self._through and self._cold.takes and len(self._saved) < LIMIT_SAVED:
+        if (self._through or self._drains) and self._cold.takes and len(self._saved) < LIMIT_SAVED:
             # Those beyond the limit are written when they come near to being evicted.
             self._saved.append(ids)
         self._wake.set()
@@ -136,7 +167,7 @@ class Writing:
     def _plan(self) -> Demotion | None:
         """What to write next, or None."""
         left = self.gate()
-        if not self._cold.takes or left <= 0:
+        if not self._cold.takes or (left <= 0 and not self._drains):
             return None
         if not self._cold.may_write(self._tenant):
             return None
@@ -148,6 +179,8 @@ class Writing:
             plan = cold.plan_write_through(ids[:some])
             if plan.ids:
                 return plan
+        if self._drains:
+            return self._sweep_on()
         plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes, WRITE_BLOCKS)
         return plan if plan.ids else None
 
@@ -156,8 +189,11 @@ class Writing:
         many bytes may be."""
         left = self._budget.left()
         blocks = self._catalog.blocks
-        shut = self._admission == "second-touch" or (
-            self._admission == "auto" and self._budget.is_limited and left < self._budget.scarce
+        shut = not self._drains and (
+            self._admission == "second-touch"
+            or (
+                self._admission == "auto" and self._budget.is_limited and left < self._budget.scarce
+            )
         )
         blocks.admission.shut = shut
         if not self._cold.takes:

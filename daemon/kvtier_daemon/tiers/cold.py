@@ -125,6 +125,8 @@ class ColdTier:
             raise TierError(f"cold: no threads can be had: {error}") from error
         self._looks_at = clock() + LOOK_S
         self._closing = False
+        self.accepts = True  # what is to be written
+        self.said_off = ""  # by those who run the daemon: why nothing is served
         with contextlib.ExitStack() as undo:
             undo.callback(self.coding.stop)
             for directory in directories:
@@ -188,7 +190,9 @@ class ColdTier:
     @property
     def takes(self) -> bool:
         """Whether anything can be written."""
-        return not self._closing and any(drive.writes.is_on for drive in self.drives)
+        return (
+            self.accepts and not self._closing and any(drive.writes.is_on for drive in self.drives)
+        )
 
     @property
     def faults(self) -> int:
@@ -207,6 +211,8 @@ class ColdTier:
     @property
     def failure(self) -> str:
         """What is wrong now, of each directory."""
+        if self.said_off:
+            return self.said_off
         return "; ".join(drive.failure for drive in self.drives if drive.failure)
 
     def out_of_reach(self) -> frozenset[int]:
@@ -451,7 +457,7 @@ class ColdTier:
     def write(self, tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
         """Write the leading blocks, as many as have a place now; how many. `done` is told when they are on
         disk for good, or are not to be."""
-        if self._closing:
+        if self._closing or not self.accepts:
             return 0
         shelves = self.shelves[tenant]
         spaces = {block.space for block in blocks}
@@ -558,6 +564,11 @@ class ColdTier:
             # They take room that the cap has to know of.
             for at in range(left):
                 shelves[at % len(shelves)].has_less()
+
+    def shut(self) -> None:
+        """Nothing is begun any more; what waits to be read is given back."""
+        self._closing = True
+        self.reads.shut()
 
     async def close(self, timeout_s: float = 10.0) -> bool:
         """Write footers, so that a start finds everything at once, and let the files go. False if a disk

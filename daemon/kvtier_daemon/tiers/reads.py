@@ -161,6 +161,11 @@ class Reads:
         self._gone.extend(self._requests.pop(session, ()))
         self._let_go()
 
+    def shut(self) -> None:
+        """Nobody gets anything any more."""
+        for session in list(self._requests):
+            self.session_over(session)
+
     def _let_go(self) -> None:
         """Of requests that are gone, call back some reads; the others a turn later."""
         left = GIVE_BACK_BLOCKS

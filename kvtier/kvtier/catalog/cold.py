@@ -29,6 +29,8 @@ PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
 FEW_VICTIMS = 64
+SWEEP_IDS, SWEEP_TURNS = 4096, 8  # looked at in one go: a millisecond
+LEAST_RECORD_BYTES = 32  # a block's record takes more
 LOOK_BLOCKS = 4096  # at most, for some that deserve to be written
 MOST_VICTIMS = 16_384  # looked at in one go: a millisecond
 
@@ -339,6 +341,39 @@ class Cold:
             del self._writing[one]
         self._blocks.let_go(victims.tobytes())
         self._blocks.unlease(others.tobytes())
+
+    @property
+    def in_memory_alone(self) -> int:
+        """How many blocks are READY and have no frame."""
+        counts = self._blocks.store.counts()
+        blocks = counts["blocks"]
+        clean = counts["framed_blocks"] - blocks["cold"] - blocks["promoting"]
+        return max(0, blocks["ready"] - clean)
+
+    def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int]:
+        """Some of what is in memory alone, whoever wants it and however soon it would be evicted, and where
+        to go on; 0 where that was the last of it. Looks at so many at once that nobody waits."""
+        store = self._blocks.store
+        most = store.memory_bytes() // LEAST_RECORD_BYTES
+        found, at = array("I"), begin
+        for _ in range(SWEEP_TURNS):
+            step = min(SWEEP_IDS, max(1, limit_blocks - len(found)) * 8)
+            new = array("I", store.dirty(array("I", range(at, at + step)).tobytes()))
+            fresh = [one for one in new if one not in self._writing][: limit_blocks - len(found)]
+            found.extend(fresh)
+            at = found[-1] + 1 if len(found) == limit_blocks else at + step
+            if at >= most or len(found) == limit_blocks:
+                break
+        ids = found.tobytes()
+        self._blocks.lease([ids])
+        return self._demotion(ids, victims=False), at if at < most else 0
+
+    def is_writing(self, ids: Set[int]) -> bool:
+        """Whether one of these is being written."""
+        return not ids.isdisjoint(self._writing)
+
+    def being_written(self) -> frozenset[int]:
+        return frozenset(self._writing)
 
     # --- segments ----------------------------------------------------------------------------
 

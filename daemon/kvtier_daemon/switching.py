@@ -1,0 +1,213 @@
+"""Tiers drained, switched off and on again while the daemon serves. A restart knows nothing of it.
+
+cold   drain  nothing more is written; what was being written ends; it is read as before
+       off    its files are closed, so that the disk can go; what is there is a miss, and stays known
+       on     opened again, looked through as at a start, and used
+warm   drain  what is in memory alone is written to the disks, and from then on what is saved, at once
+       on     as before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kvtier.errors import TierError
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.cold import ColdTier
+
+log = logging.getLogger(__name__)
+
+ON, OPENING, DRAINING, DRAINED, CLOSING, OFF = (
+    "on", "opening", "draining", "drained", "closing", "off",
+)  # fmt: skip
+LOOK_S = 0.02
+SETTLE_S = 10.0
+USED_BLOCKS = 65_536
+DROP_SEGMENTS = 8  # in one go
+
+
+class Switching:
+    """Of a daemon that has a cold tier. `open_cold` makes another one, raising TierError; `take` has the
+    tenants use it; `stop` ends what moves blocks to and from it, and closes it: whether that went well."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tenants: Mapping[str, Tenant],
+        cold: ColdTier,
+        open_cold: Callable[[], ColdTier],
+        take: Callable[[ColdTier], None],
+        stop: Callable[[ColdTier], Awaitable[bool]],
+    ) -> None:
+        self._loop = loop
+        self._tenants = tenants
+        self._cold = cold
+        self._open_cold = open_cold
+        self._take = take
+        self._stop = stop
+        self._states = {"warm": ON, "cold": ON}
+        self._failures = {"warm": "", "cold": ""}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def cold_is_there(self) -> bool:
+        """Whether it has files open, and may be looked after."""
+        return self._states["cold"] not in (CLOSING, OFF, OPENING)
+
+    def state(self, tier: str) -> str:
+        state = self._states[tier]
+        recovering = tier == "cold" and state == ON and not self._cold.recovered.is_set()
+        return "recovering" if recovering and not self._cold.given_up else state
+
+    def report(self, tier: str) -> dict[str, Any]:
+        """How it is, and how much is left to do of what was asked last."""
+        counts = [tenant.catalog.cold.in_memory_alone for tenant in self._tenants.values()]
+        moving = sum(
+            tenant.catalog.cold.writing + tenant.catalog.cold.reading
+            for tenant in self._tenants.values()
+        )
+        left = sum(counts) if tier == "warm" else moving
+        return {
+            "tier": tier,
+            "state": self.state(tier),
+            "left_blocks": left,
+            "failure": self._failures[tier],
+        }
+
+    def order(self, tier: str, order: str) -> dict[str, Any]:
+        """Begin what is asked for. Raises TierError where that makes no sense."""
+        state = self.state(tier)
+        if order != "status":
+            if tier == "warm" and order == "off":
+                raise TierError(
+                    "warm: memory that engines have mapped can't be taken away: drain it, then stop"
+                    " the daemon"
+                )
+            if state in (OPENING, CLOSING):
+                raise TierError(f"{tier}: is {state}: wait until that is over")
+            begin = getattr(self, f"_{order}_{tier}")
+            self._failures[tier] = ""
+            begin(state)
+        return self.report(tier)
+
+    def _begin(self, tier: str, state: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Go on with this instead of what was asked before."""
+        if (before := self._tasks.pop(tier, None)) is not None:
+            before.cancel()
+        self._states[tier] = state
+        log.info("%s tier: %s", tier, state)
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception as error:
+                log.exception("%s tier: what was asked for failed", tier)
+                self._failures[tier] = f"it failed: {error!r}; the daemon's log says how"
+
+        self._tasks[tier] = self._loop.create_task(run(), name=f"switch {tier}")
+
+    def _over(self, tier: str, state: str) -> None:
+        self._states[tier] = state
+        log.info("%s tier: %s", tier, state)
+
+    # --- warm --------------------------------------------------------------------------------
+
+    def _drain_warm(self, state: str) -> None:
+        if not (self.cold_is_there and self._cold.takes):
+            why = self._cold.failure or f"it is {self.state('cold')}"
+            raise TierError(
+                f"warm: the cold tier takes nothing ({why}): there is nowhere to write to"
+            )
+        for tenant in self._tenants.values():
+            assert tenant.mover is not None
+            tenant.mover.drain(True)
+
+        async def drained() -> None:
+            movers = [tenant.mover for tenant in self._tenants.values()]
+            while not all(mover is None or mover.is_drained for mover in movers):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+            self._over("warm", DRAINED)
+
+        self._begin("warm", DRAINING, drained)
+
+    def _on_warm(self, state: str) -> None:
+        for tenant in self._tenants.values():
+            assert tenant.mover is not None
+            tenant.mover.drain(False)
+        if (task := self._tasks.pop("warm", None)) is not None:
+            task.cancel()
+        self._over("warm", ON)
+
+    # --- cold --------------------------------------------------------------------------------
+
+    def _drain_cold(self, state: str) -> None:
+        if state == OFF:
+            raise TierError("cold: is off: nothing of it is left to drain")
+        self._cold.accepts = False
+
+        async def drained() -> None:
+            for name in self._tenants:
+                await self._cold.settled(name)
+            colds = [tenant.catalog.cold for tenant in self._tenants.values()]
+            while any(cold.writing for cold in colds):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+            self._failures["cold"] = await self._cold.flush()
+            self._over("cold", DRAINED)
+
+        self._begin("cold", DRAINING, drained)
+
+    def _off_cold(self, state: str) -> None:
+        if state == OFF:
+            return
+        if state == "recovering":
+            raise TierError("cold: is still looking at what it has: try again when it is on")
+
+        async def close() -> None:
+            cold = self._cold
+            cold.recovered.clear()  # what is forgotten from now on is so when it is on again
+            cold.said_off = "switched off; `kvtier tier on cold` has it used again"
+            closed = await self._stop(cold)
+            until = self._loop.time() + SETTLE_S
+            while not self._nothing_moves() and self._loop.time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+            if not (closed and self._nothing_moves()):
+                # What is with the disk may come back yet, to memory that is ours.
+                self._failures["cold"] = (
+                    "a disk hangs, so its files stay open; restart the daemon when it is mended"
+                )
+            self._over("cold", OFF)
+
+        self._begin("cold", CLOSING, close)
+
+    def _on_cold(self, state: str) -> None:
+        if state in (DRAINING, DRAINED):
+            self._tasks.pop("cold").cancel()
+            self._cold.accepts = True
+            self._over("cold", ON)
+        if state != OFF:
+            return
+        if not self._nothing_moves():
+            raise TierError("cold: a disk hangs with blocks of ours: restart the daemon")
+        cold = self._open_cold()
+
+        async def open_again() -> None:
+            for number in range(len(self._cold.segments)):
+                for tenant in self._tenants.values():
+                    tenant.catalog.cold.drop_segment(number)
+                if number % DROP_SEGMENTS == 0:
+                    await asyncio.sleep(0)
+            for tenant in self._tenants.values():
+                while tenant.catalog.cold.take_used(USED_BLOCKS):  # of segments with other numbers
+                    pass
+            self._cold = cold
+            self._take(cold)
+            self._over("cold", ON)
+
+        self._begin("cold", OPENING, open_again)
+
+    def _nothing_moves(self) -> bool:
+        colds = [tenant.catalog.cold for tenant in self._tenants.values()]
+        return not any(cold.reading or cold.writing for cold in colds)

@@ -1,0 +1,210 @@
+"""Tiers drained, switched off and on again under a daemon that goes on serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from daemons import Daemon, kvtier
+from kvtier import Refused
+from kvtier.space import Space
+from specs import pattern, spec_of
+
+CONFIG = """
+[warm]
+size = "{warm}"
+[cold]
+directories = ["{folder}/disk"]
+size = "256MiB"
+segment = "4MiB"
+codec = "raw"
+"""
+PROMPT = 64
+
+
+def started(daemon_of: Callable[..., Daemon], folder: Path, warm: str = "16MiB") -> Daemon:
+    folder.mkdir(exist_ok=True)
+    (folder / "disk").mkdir(exist_ok=True)
+    return daemon_of(folder=folder, config=CONFIG.format(warm=warm, folder=folder))
+
+
+def save(space: Space, number: int) -> bytes:
+    keys = space.keys([number] * PROMPT)
+    space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+    return keys
+
+
+def loaded(space: Space, keys: bytes, seconds: float = 10.0) -> int:
+    """How many blocks can be had, however long they take to come; each is what was saved."""
+    until = time.monotonic() + seconds
+    while space.match(keys).coming and time.monotonic() < until:
+        time.sleep(0.01)
+    with space.load(keys) as blocks:
+        for key, block in zip(keys, blocks, strict=False):
+            assert bytes(block) == pattern(key, space.spec.block_bytes)
+        return len(blocks)
+
+
+def wait_for_disk(daemon: Daemon, blocks: int) -> None:
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == blocks)
+
+
+def tier(daemon: Daemon, *arguments: str) -> dict[str, object]:
+    done = kvtier("tier", *arguments, "--json", "--socket", daemon.socket)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert isinstance(told, dict)
+    return told
+
+
+def test_a_drained_warm_tier_is_all_there_after_a_kill(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    daemon = started(daemon_of, tmp_path / "it")
+    with daemon.connect() as client:
+        space = client.open(spec_of("drain"))
+        prompts = [save(space, number) for number in range(8)]
+        blocks = len(prompts) * len(prompts[0])
+        assert daemon.stats()["tiers"]["cold"]["blocks"] < blocks, "else there is nothing to drain"
+        with space.load(prompts[0]) as held:  # who is held is drained too
+            assert len(held) == len(prompts[0])
+            assert tier(daemon, "drain", "warm")["state"] == "drained"
+        assert daemon.stats()["tiers"]["warm"]["state"] == "drained"
+        late = save(space, 99)
+        wait_for_disk(daemon, blocks + len(late))
+    daemon.process.send_signal(signal.SIGKILL)
+    daemon.process.wait()
+    again = started(daemon_of, tmp_path / "it")
+    wait_for_disk(again, blocks + len(late))
+    assert again.stats()["tiers"]["warm"]["state"] == "on", "a restart knows nothing of it"
+    with again.connect() as client:
+        space = client.open(spec_of("drain"))
+        assert all(loaded(space, keys) == len(keys) for keys in [*prompts, late])
+
+
+def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_is_on_it(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    folder = tmp_path / "it"
+    daemon = started(daemon_of, folder, warm="4MiB")
+    with daemon.connect() as client:
+        space = client.open(spec_of("off"))
+        tier(daemon, "drain", "warm")
+        prompts = []
+        for number in range(40):
+            prompts.append(save(space, number))
+            if number % 8 == 7:  # more at once would be evicted before it is written
+                wait_for_disk(daemon, sum(map(len, prompts)))
+        tier(daemon, "on", "warm")
+        there = daemon.stats()["tiers"]["cold"]["blocks"]
+        gone = next(keys for keys in prompts if not space.match(keys).ready)
+        assert loaded(space, gone) == len(gone)
+        written = daemon.stats()["tiers"]["cold"]["states"]["written"]
+
+        assert tier(daemon, "off", "cold")["state"] == "off"
+        fds = Path(f"/proc/{daemon.process.pid}/fd")
+        held = [os.readlink(fd) for fd in fds.iterdir() if fd.exists()]
+        assert not [path for path in held if path.startswith(str(folder / "disk"))]
+        stats = daemon.stats()
+        assert stats["tiers"]["cold"]["state"] == "off" and not stats["tiers"]["cold"]["on"]
+        cold = next(keys for keys in prompts if not space.match(keys).ready)
+        before = daemon.stats()["miss_tokens"]
+        found = space.match(space.keys([*[prompts.index(cold)] * PROMPT, 7]))
+        assert (found.ready, found.coming) == (0, 0)
+        after = daemon.stats()["miss_tokens"]
+        assert any(n > before.get(why, 0) for why, n in after.items())
+        explained = kvtier("explain", bytes(cold[0]).hex(), "--socket", daemon.socket)
+        assert "off" in explained.stdout
+        # Memory goes on, and what is forgotten meanwhile stays so.
+        fresh = save(space, 1000)
+        assert loaded(space, fresh) == len(fresh)
+        with pytest.raises(Refused, match="switched off"):
+            space.forget(cold)
+        done = kvtier("tier", "drain", "warm", "--socket", daemon.socket)
+        assert done.returncode == 2 and "switched off" in done.stderr
+
+        assert tier(daemon, "on", "cold")["state"] in ("on", "recovering")
+        # What is in memory too counts as in memory alone until it is written again.
+        tier(daemon, "drain", "warm")
+        stats = daemon.stats()
+        assert stats["tiers"]["cold"]["blocks"] == there - len(cold) + len(fresh)
+        assert stats["tiers"]["cold"]["states"]["written"] >= written, "counters go on"
+        assert loaded(space, cold, 1.0) == 0, "it was forgotten"
+        others = [keys for keys in prompts if keys is not cold]
+        assert all(loaded(space, keys) == len(keys) for keys in others)
+    assert daemon.stats()["failures"]["internal"] == 0
+
+
+def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    daemon = started(daemon_of, tmp_path / "it", warm="4MiB")
+    over, wrong, served = threading.Event(), [], [0]
+
+    def traffic(seed: int) -> None:
+        with daemon.connect() as client:
+            space = client.open(spec_of("traffic"))
+            number = seed
+            while not over.is_set():
+                number = (number * 17 + 7) % 120
+                keys = space.keys([number] * PROMPT)
+                try:
+                    with space.load(keys) as blocks:
+                        for key, block in zip(keys, blocks, strict=False):
+                            if bytes(block) != pattern(key, space.spec.block_bytes):
+                                wrong.append(key)
+                        count = len(blocks)
+                    served[0] += count
+                    if count < len(keys):
+                        save(space, number)
+                except Exception as error:  # noqa: BLE001  # told below
+                    wrong.append(error)
+                    return
+
+    threads = [threading.Thread(target=traffic, args=(seed,)) for seed in (1, 50)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            for order in (("drain", "warm"), ("drain", "cold"), ("off", "cold"), ("on", "cold")):
+                tier(daemon, *order, "--timeout", "30")
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "on")
+            tier(daemon, "on", "warm")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert served[0] > 100
+    assert daemon.stats()["failures"]["internal"] == 0
+
+
+def test_a_directory_that_is_gone_keeps_the_tier_off_and_says_so(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    daemon = started(daemon_of, tmp_path / "it")
+    disk = tmp_path / "it" / "disk"
+    tier(daemon, "off", "cold")
+    disk.rename(disk.with_name("away"))
+    done = kvtier("tier", "on", "cold", "--socket", daemon.socket)
+    assert done.returncode == 2 and str(disk) in done.stderr and done.stderr.count("\n") == 1
+    assert tier(daemon, "status", "cold")["state"] == "off"
+    disk.with_name("away").rename(disk)
+    assert tier(daemon, "on", "cold")["state"] == "on"
+
+
+def test_what_makes_no_sense_is_refused_with_a_reason(
+    shared_daemon: Daemon, tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    done = kvtier("tier", "drain", "warm", "--socket", shared_daemon.socket)
+    assert done.returncode == 2 and "no cold tier" in done.stderr
+    daemon = started(daemon_of, tmp_path / "it")
+    done = kvtier("tier", "off", "warm", "--socket", daemon.socket)
+    assert done.returncode == 2 and "drain it" in done.stderr
