@@ -24,14 +24,15 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
 from kvtier_daemon import preflight
-from kvtier_daemon.claim import claim_socket, release_socket
+from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 from kvtier_daemon.config import Cold, Config, Loaded, settled, tenant_of
 from kvtier_daemon.mover import Mover
-from kvtier_daemon.notify import Notifier
+from kvtier_daemon.notify import Notifier, watchdog_s
 from kvtier_daemon.observing import web
 from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.lag import Lag
 from kvtier_daemon.observing.series import WARM_STATES
+from kvtier_daemon.probe import DiskProbe, Probe
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.reloading import changes, merged
 from kvtier_daemon.scrub import Scrub
@@ -56,6 +57,9 @@ RESTORE_ROWS = 4096  # in one go: about a millisecond
 USE_S = 2.0
 USE_BLOCKS, USE_PIECES = 1024, 64  # in one go: less than that
 LAST_USE_S = 1.0
+TELL_S = 5.0
+WATCHDOG_PARTS = 3  # of the time after which the manager gives up
+START_S, STOP_S = 120.0, 60.0
 
 
 def run(loaded: Loaded) -> None:
@@ -65,7 +69,9 @@ def run(loaded: Loaded) -> None:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     secrets = load_secrets(config.state, config.tenants)
-    listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
+    listener = inherited_socket(config.socket) or claim_socket(
+        config.socket, config.socket_mode, config.socket_group
+    )
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
@@ -138,6 +144,7 @@ class App:
             self,
         )
         if self.config.cold is not None:
+            self._notifier.extend_timeout(START_S)  # its index may have to be read
             self._open_cold(loop, self.config.cold)
         loop.add_reader(self.warm.start(), self._extents_ready)
         self._lag = Lag(loop)
@@ -158,7 +165,10 @@ class App:
                 tasks.create_task(self._tend(), name="tend"),
                 tasks.create_task(recorder.run(), name="record"),
                 tasks.create_task(self._reload_when(reload), name="reload"),
+                tasks.create_task(self._tell_on(), name="tell"),
             ]
+            if every_s := watchdog_s() / WATCHDOG_PARTS:
+                running.append(tasks.create_task(self._show_life(every_s), name="watchdog"))
             if self.cold is not None:
                 self._moving = tasks.create_task(self._run_cold(self.cold), name="cold")
             self._tasks = tasks
@@ -169,7 +179,8 @@ class App:
                 if task is not None:
                     task.cancel()
         self._stopping = True
-        self._notifier.stopping()
+        self._notifier.stopping("writing what is to be found again")
+        self._notifier.extend_timeout(STOP_S)
         log.info("going down")
         self._server.close("it was asked to stop")
         if self.cold is not None and self._cold_is_there:
@@ -352,6 +363,48 @@ class App:
             with contextlib.suppress(ConfigError):  # it is in the log
                 await self.settings("reload")
 
+    # --- the service manager -----------------------------------------------------------------
+
+    async def _tell_on(self) -> None:
+        """Keep `systemctl status` up to date."""
+        told = ""
+        while True:
+            await asyncio.sleep(TELL_S)
+            line = self._status_line()
+            if line != told:
+                self._notifier.status(line)
+                told = line
+
+    def _status_line(self) -> str:
+        """How it is, in a line."""
+        assert self._server is not None
+        counts = [tenant.catalog.counts() for tenant in self.tenants.values()]
+        used = sum(count["bytes"]["ready"] for count in counts)
+        parts = [f"warm {format_bytes(used)} of {format_bytes(self.warm.capacity_bytes)}"]
+        if not self.warm.complete:
+            parts[0] += f" ({format_bytes(self.warm.allocated_bytes)} allocated so far)"
+        if self.cold is not None and self._switching is not None:
+            framed = sum(count["framed_bytes"] for count in counts)
+            state = self._switching.state("cold")
+            parts.append(f"cold {format_bytes(framed)} of {format_bytes(self.cold.size_bytes)}")
+            if state != "on":
+                parts[-1] += f" ({state})"
+            if self.cold.failure:
+                parts.append(self.cold.failure)
+        parts.append(f"clients {sum(session.greeted for session in self._server.sessions)}")
+        return ", ".join(parts)
+
+    async def _show_life(self, every_s: float) -> None:
+        """Say that the daemon does what it is there for, as long as it does: a block goes into memory each
+        time, and comes back. What disks do is looked at beside it: one that hangs switches its tier off."""
+        probe, on_disks = Probe(), DiskProbe()
+        while True:
+            if self._try("a block put into memory and read again", probe.put_and_get):
+                self._notifier.alive()
+            if self.cold is not None and self._cold_is_there:
+                self._try("pages put on disks and read again", on_disks.begin, self.cold)
+            await asyncio.sleep(every_s)
+
     # --- the cold tier -----------------------------------------------------------------------
 
     def _dirty(self, tenant: str, ids: bytes) -> None:
@@ -437,10 +490,9 @@ class App:
                 self._try(f"leases of {name}", tenant.catalog.expire, now)
                 if tenant.mover is not None and self._cold_is_there:
                     self._try(f"blocks of {name}", tenant.mover.tend)
-            if self.cold is None or not self._cold_is_there:
-                pass
-            elif not self._try("the cold tier", self.cold.tend):
-                self.cold.give_up("it could not be looked after; the daemon's log says how")
+            cold = self.cold if self._cold_is_there else None
+            if cold is not None and not self._try("the cold tier", cold.tend):
+                cold.give_up("it could not be looked after; the daemon's log says how")
             self._try("clients", self._server.tend)
 
     def _try(self, what: str, step: Callable[[*Args], object], *args: *Args) -> bool:

@@ -12,13 +12,14 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
 
 BACKLOG: Final = 128
+LISTEN_FIRST: Final = 3  # sd_listen_fds(3)
 PATIENCE_S: Final = 3.0  # another daemon holds the lock for as long as a bind takes
 _PAUSE_S = 0.02
 
@@ -60,6 +61,43 @@ def claim_socket(
             listener.close()
             raise
         return listener
+
+
+def inherited_socket(
+    path: Path, environ: MutableMapping[str, str] | None = None, first: int = LISTEN_FIRST
+) -> socket.socket | None:
+    """Return the socket that the service manager listens with, non-blocking; None if it handed over none.
+
+    Whoever the manager lets connect may connect. ConfigError where it listens elsewhere than at `path`, where
+    clients are told to look. What was handed over is taken out of the environment.
+    """
+    environ = os.environ if environ is None else environ
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    environ.pop("LISTEN_FDNAMES", None)
+    if pid != str(os.getpid()) or not count.isdecimal() or not int(count):
+        return None
+    if int(count) > 1:
+        raise ConfigError(
+            f"socket {path}: the service manager handed over {count} sockets, not one"
+        )
+    try:
+        listener = socket.socket(fileno=first)
+    except OSError as error:
+        text = f"socket {path}: what the service manager handed over is no socket: {error.strerror}"
+        raise ConfigError(text) from error
+    listener.set_inheritable(False)
+    is_fit = (listener.family, listener.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
+    there = listener.getsockname() if is_fit else f"one of {listener.family.name}"
+    if not is_fit or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.close()
+        raise ConfigError(f"socket {path}: the service manager handed over {there}, which is unfit")
+    if Path(os.fsdecode(there)) != path:
+        listener.close()
+        raise ConfigError(
+            f"socket {path}: the service manager listens at {there}; make ListenStream= and socket alike"
+        )
+    listener.setblocking(False)
+    return listener
 
 
 def release_socket(listener: socket.socket) -> None:

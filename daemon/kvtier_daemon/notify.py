@@ -12,6 +12,15 @@ from typing import Final
 PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up the daemon
 
 
+def watchdog_s(environ: Mapping[str, str] | None = None) -> float:
+    """Return how long the manager waits for `alive` before it ends the daemon; 0: it doesn't."""
+    environ = os.environ if environ is None else environ
+    usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
+    if not usec.isdecimal() or pid not in ("", str(os.getpid())):
+        return 0.0
+    return int(usec) / 1_000_000
+
+
 class Notifier:
     """Tells the service manager how the start and the stop go. Never raises, never waits long."""
 
@@ -43,6 +52,10 @@ class Notifier:
     def stopping(self, status: str = "") -> bool:
         """Say that the stop has begun."""
         return self._send(STOPPING="1", STATUS=status)
+
+    def alive(self) -> bool:
+        """Say that the daemon does what it is there for."""
+        return self._send(WATCHDOG="1")
 
     def extend_timeout(self, seconds: float) -> bool:
         """Ask for `seconds` from now on for the start or the stop that is under way."""

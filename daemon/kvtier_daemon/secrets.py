@@ -4,14 +4,14 @@
         <tenant>              0600, exactly 32 bytes
 
 A secret is written beside its place and linked into it, so that a file there is always whole and
-the first of two daemons wins. A lost secret is a lost cache and no more: nothing that was saved
-under it is ever found again.
+the first of two daemons wins. A service manager may hand them over instead. A lost secret is a lost
+cache and no more: nothing that was saved under it is ever found again.
 """
 
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -19,27 +19,50 @@ from kvtier.errors import ConfigError
 
 SECRET_BYTES: Final = 32
 DIRECTORY: Final = "secrets"
+CREDENTIAL: Final = "kvtier."
 
 
 def load_secrets(
-    state: Path, tenants: Iterable[str], random: Callable[[int], bytes] = os.urandom
+    state: Path,
+    tenants: Iterable[str],
+    random: Callable[[int], bytes] = os.urandom,
+    environ: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
-    """Return each tenant's secret, and make those that are not there yet, on the disk for good.
+    """Return each tenant's secret, and make those that are not there yet, on the disk for good. One that the
+    service manager hands over comes before one that is there.
 
     Never returns a secret that somebody else can read or could have put there: ConfigError says
     which file it is and what mends it.
     """
     directory = state / DIRECTORY
+    given = _given(os.environ if environ is None else environ, tenants := list(tenants))
+    if not (left := [tenant for tenant in tenants if tenant not in given]):
+        return given
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_open_directory(directory)
-        return {tenant: _load(directory / tenant, random) for tenant in tenants}
+        return given | {tenant: _load(directory / tenant, random) for tenant in left}
     except OSError as error:
         where = error.filename or directory
         raise ConfigError(
             f"{where}: {error.strerror}; let uid {os.geteuid()} read and write {directory},"
             " or set state to a directory of its own"
         ) from error
+
+
+def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, bytes]:
+    """Return what the service manager handed over (LoadCredential=kvtier.TENANT:...)."""
+    folder = environ.get("CREDENTIALS_DIRECTORY", "")
+    if not folder:
+        return {}
+    files = {tenant: Path(folder) / f"{CREDENTIAL}{tenant}" for tenant in tenants}
+    try:
+        found = {tenant: _read(file) for tenant, file in files.items()}
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: the credential can't be read: {error.strerror}"
+        ) from error
+    return {tenant: secret for tenant, secret in found.items() if secret is not None}
 
 
 def _refuse_open_directory(directory: Path) -> None:

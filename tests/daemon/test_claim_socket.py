@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_daemon.claim import claim_socket, release_socket
+from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 
 
 @pytest.fixture
@@ -255,3 +255,40 @@ def test_a_daemon_that_was_killed_is_taken_over_from(claim, path):
         other.wait()
         claim()
         assert answers(path)
+
+
+def handed_over(count=1, pid=None):
+    return {"LISTEN_PID": str(pid or os.getpid()), "LISTEN_FDS": str(count), "LISTEN_FDNAMES": "x"}
+
+
+def test_a_socket_that_the_manager_listens_with_is_taken_and_left_to_it(path):
+    with socket.socket(socket.AF_UNIX) as manager:
+        manager.bind(str(path))
+        manager.listen()
+        environ = handed_over()
+        first = os.dup(manager.fileno())
+        os.set_inheritable(first, True)
+        listener = inherited_socket(path, environ, first)
+        assert environ == {}, "no child is to think that it is meant"
+        assert listener.getblocking() is False
+        assert os.get_inheritable(listener.fileno()) is False
+        assert answers(path)
+        listener.close()
+        assert answers(path)
+
+
+@pytest.mark.parametrize("environ", [{}, handed_over(pid=1), handed_over(count=0)])
+def test_what_was_handed_to_another_is_not_taken(path, environ):
+    assert inherited_socket(path, environ, 0) is None
+
+
+def test_a_socket_elsewhere_or_of_another_kind_is_refused(path, tmp_path):
+    with socket.socket(socket.AF_UNIX) as elsewhere, socket.socket() as network:
+        elsewhere.bind(str(tmp_path / "other"))
+        elsewhere.listen()
+        network.listen()
+        for one, what in ((elsewhere, "listens at"), (network, "unfit")):
+            with pytest.raises(ConfigError, match=what):
+                inherited_socket(path, handed_over(), os.dup(one.fileno()))
+        with pytest.raises(ConfigError, match="2 sockets"):
+            inherited_socket(path, handed_over(count=2), 0)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvtier_daemon.notify import Notifier
+from kvtier_daemon.notify import Notifier, watchdog_s
 
 
 @pytest.fixture(params=["file", "abstract"])
@@ -27,6 +27,7 @@ def test_the_manager_hears_each_message_in_one_datagram(manager):
         (lambda: notifier.ready(), b"READY=1"),
         (lambda: notifier.status("3 of 64 extents"), b"STATUS=3 of 64 extents"),
         (lambda: notifier.stopping(), b"STOPPING=1"),
+        (lambda: notifier.alive(), b"WATCHDOG=1"),
         (lambda: notifier.extend_timeout(1.5), b"EXTEND_TIMEOUT_USEC=1500000"),
     ]:
         assert said() is True
@@ -70,3 +71,10 @@ def test_a_reload_is_told_with_its_time(manager):
     said = dict(line.split(b"=") for line in receiver.recv(4096).splitlines())
     assert said[b"RELOADING"] == b"1"
     assert before <= int(said[b"MONOTONIC_USEC"]) <= time.monotonic_ns() // 1000
+
+
+def test_the_manager_says_how_long_it_waits_to_the_process_that_it_means():
+    assert watchdog_s({}) == watchdog_s({"WATCHDOG_USEC": "soon"}) == 0
+    assert watchdog_s({"WATCHDOG_USEC": "2500000"}) == 2.5
+    assert watchdog_s({"WATCHDOG_USEC": "2500000", "WATCHDOG_PID": str(os.getpid())}) == 2.5
+    assert watchdog_s({"WATCHDOG_USEC": "2500000", "WATCHDOG_PID": "1"}) == 0

@@ -146,3 +146,18 @@ def test_many_who_make_one_at_once_agree(tmp_path):
             thread.join()
     assert len(found) == 8
     assert len(set(found)) == 1
+
+
+def test_a_secret_that_the_manager_hands_over_comes_first(tmp_path):
+    given = tmp_path / "credentials"
+    given.mkdir()
+    (given / "kvtier.a").write_bytes(b"g" * SECRET_BYTES)
+    (given / "kvtier.a").chmod(0o400)
+    environ = {"CREDENTIALS_DIRECTORY": str(given)}
+    found = load_secrets(tmp_path / "state", ["a", "b"], environ=environ)
+    assert found["a"] == b"g" * SECRET_BYTES
+    assert names(tmp_path / "state") == ["b"], "what was handed over is not kept"
+    (given / "kvtier.a").chmod(0o600)
+    (given / "kvtier.a").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"kvtier\.a: has 5 bytes"):
+        load_secrets(tmp_path / "state", ["a"], environ=environ)

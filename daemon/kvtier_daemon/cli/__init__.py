@@ -17,6 +17,7 @@ from kvtier_daemon.cli import (
     demo,
     explain,
     fsck,
+    install_service,
     record,
     reload,
     serve,
@@ -43,6 +44,7 @@ app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 app.command("fsck")(fsck.fsck)
+app.command("install-service")(install_service.install_service)
 app.command("record")(record.record)
 app.command("reload")(reload.reload)
 app.command("serve")(serve.serve)

@@ -159,6 +159,12 @@ class ColdTier:
                     )  # fmt: skip
             undo.pop_all()
 
+    def probed(self) -> list[tuple[Path, Drive]]:
+        """Each directory, and the worker that reads and writes in it."""
+        return [
+            (one.directory, drive) for one, drive in zip(self._volumes, self.drives, strict=True)
+        ]
+
     @property
     def segments(self) -> list[Segment]:
         return self._numbering.segments

@@ -1,0 +1,106 @@
+"""What the watchdog is fed with: it works for long, and it fails where something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.catalog import Catalog
+from kvtier.errors import TierError
+from kvtier_daemon import probe
+from kvtier_daemon.probe import DiskProbe, Probe
+from kvtier_daemon.tiers.drive import Drive
+
+
+def test_a_block_comes_back_however_often() -> None:
+    one = Probe()
+    one.put_and_get()
+    memory = one._catalog.memory_bytes()
+    for _ in range(500):
+        one.put_and_get()
+    assert one._catalog.memory_bytes() == memory
+    assert one._catalog.counts()["blocks"]["ready"] == 0
+
+
+def test_a_block_that_does_not_come_back_as_it_went_is_no_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, commit = Probe(), Catalog.commit
+
+    def spoil(*arguments: Any) -> bytes:
+        memoryview(one._memory)[:] = bytes(probe.EXTENT_BYTES)
+        return commit(*arguments)
+
+    monkeypatch.setattr(Catalog, "commit", spoil)
+    with pytest.raises(TierError, match="not what was saved"):
+        one.put_and_get()
+    one = Probe()
+    monkeypatch.setattr(Catalog, "commit", lambda *_: b"")
+    with pytest.raises(TierError, match="not found"):
+        one.put_and_get()
+
+
+class Disks:
+    def __init__(self, directory: Path, drive: Drive) -> None:
+        self._all = [(directory, drive)]
+
+    def probed(self) -> list[tuple[Path, Drive]]:
+        return self._all
+
+
+def probed(folder: Path, work: Callable[[DiskProbe, Any, Drive], None]) -> Drive:
+    async def run() -> Drive:
+        drive = Drive(asyncio.get_running_loop(), "it", "threads", time.monotonic)
+        one, disks = DiskProbe(), Disks(folder, drive)
+        work(one, disks, drive)
+        one.begin(disks)  # type: ignore[arg-type]
+        assert one._asked == {drive}
+        one.begin(disks)  # type: ignore[arg-type]
+        async with asyncio.timeout(20):
+            while one._asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await drive.close(5)
+        return drive
+
+    return asyncio.run(run())
+
+
+def test_a_page_comes_back_from_a_disk_and_leaves_nothing(tmp_path: Path) -> None:
+    drive = probed(tmp_path, lambda *_: None)
+    assert (drive.faults, drive.reads.good, drive.writes.good) == (0, 1, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_does_not_take_it_has_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(4096))
+    monkeypatch.setattr(
+        probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
+    )
+    drive = probed(tmp_path, lambda *_: None)
+    assert drive.faults == 1 and "a probe failed" in drive.writes.failure
+
+
+def test_another_page_than_was_written_is_a_fault_of_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = iter([b"a" * 4096])
+    monkeypatch.setattr(probe.secrets, "token_bytes", lambda _: next(pages))
+
+    def work(_: DiskProbe, __: Any, drive: Drive) -> None:
+        read = drive.read_text
+
+        def other(fd: int, at: int, nbytes: int, over: Any, urgent: bool = False) -> None:
+            read(fd, at, nbytes, lambda code, text: over(code, b"b" + (text or b"")[1:]), urgent)
+
+        monkeypatch.setattr(drive, "read_text", other)
+
+    drive = probed(tmp_path, work)
+    assert drive.faults == 1 and "a probe failed" in drive.reads.failure

@@ -1,0 +1,282 @@
+"""The units as `kvtier install-service` writes them: sound, hardened, and run by a real systemd where the
+host lets one be started in namespaces of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from daemons import kvtier
+from kvtier import Client, Unavailable
+from kvtier.errors import ConfigError
+from kvtier_daemon import installing
+
+PROGRAM = Path("/opt/kvtier/bin/kvtier")
+MANAGER = Path("/lib/systemd/systemd")
+# The rest is the sandbox, which is for the manager of the system.
+KEPT = (
+    "Type=",
+    "ExecStart=",
+    "ExecReload=",
+    "Restart",
+    "WatchdogSec=",
+    "Timeout",
+    "Listen",
+    "SocketMode=",
+)
+SHELL = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir -p /run/systemd/system "$XDG_RUNTIME_DIR"
+chmod 700 "$XDG_RUNTIME_DIR"
+{manager} --user >/dev/null 2>&1 &
+set +e
+while read -r line; do eval "$line"; echo; echo "exit $?"; done
+"""
+
+
+def plan(root: Path, **options: object) -> installing.Installation:
+    return installing.plan(root, PROGRAM, installing.systemd_version(), **options)  # type: ignore[arg-type]
+
+
+needs_analyze = pytest.mark.skipif(
+    not shutil.which("systemd-analyze"), reason="needs systemd-analyze"
+)
+
+
+@needs_analyze
+def test_the_installed_units_are_sound_and_hardened(tmp_path: Path) -> None:
+    # In tenths; sockets of loopback cost what they cost.
+    cases: list[tuple[dict[str, object], int]] = [
+        ({}, 10),
+        ({"http": True}, 15),
+        ({"nodes": [0]}, 10),
+    ]
+    for number, (options, most) in enumerate(cases):
+        root = tmp_path / str(number)
+        installing.write(plan(root, **options))
+        units = root / installing.UNITS
+        # A program that is there.
+        for unit in units.glob("*.service"):
+            unit.write_text(unit.read_text().replace(str(PROGRAM), "/bin/true"))
+        names = [path for path in units.iterdir() if path.is_file() and "@" not in path.name]
+        if options.get("nodes"):
+            template = units / "kvtierd@.service"
+            shutil.copy(template, units / "kvtierd@0.service")
+            names = [units / "kvtierd@0.service"]
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", *map(str, names)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        service = next(path for path in names if path.suffix == ".service")
+        done = subprocess.run(
+            ["systemd-analyze", "security", "--offline=true", f"--threshold={most}", str(service)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Path) -> None:
+    flags = ("--root", str(tmp_path), "--program", str(PROGRAM))
+    shown = kvtier("install-service", "--dry-run", *flags)
+    assert shown.returncode == 0, shown.stderr
+    assert "systemctl enable --now" in shown.stdout and str(PROGRAM) in shown.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert kvtier("install-service", *flags).returncode == 0
+    unit = tmp_path / installing.UNITS / "kvtierd.service"
+    assert f"ExecStart={PROGRAM} serve" in unit.read_text()
+    config = tmp_path / "etc/kvtier/kvtier.toml"
+    assert kvtier("config", "check", str(config)).returncode == 0
+    # What its configuration needs is let through, and what was written by somebody else stays.
+    config.write_text('[warm]\nsize = "1GiB"\n[cold]\ndirectories = ["/mnt/a"]\nsize = "1TiB"\n')
+    theirs = tmp_path / installing.UNITS / "kvtierd.service.d" / "mine.conf"
+    theirs.parent.mkdir()
+    theirs.write_text("[Service]\nNice=5\n")
+    done = kvtier("install-service", *flags)
+    assert "install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
+    assert "ReadWritePaths=/mnt/a" in (theirs.parent / "cold.conf").read_text()
+    assert "1GiB" in config.read_text(), "a configuration that is there stays"
+    assert kvtier("install-service", "--uninstall", *flags).returncode == 0
+    left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {config, theirs}
+    unit.write_text("[Service]\nExecStart=/bin/true\n")
+    done = kvtier("install-service", *flags)
+    assert done.returncode == 2 and str(unit) in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_program_that_the_sandbox_hides_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't see /home"):
+        installing.plan(tmp_path, Path("/home/me/venv/bin/kvtier"), 255)
+
+
+def test_a_manager_that_knows_no_notify_reload_gets_a_signal(tmp_path: Path) -> None:
+    unit = Path(installing.UNITS) / "kvtierd.service"
+    new = installing.plan(tmp_path, PROGRAM, 253).files[tmp_path / unit]
+    old = installing.plan(tmp_path, PROGRAM, 252).files[tmp_path / unit]
+    assert "Type=notify-reload\n" in new and "ExecReload" not in new
+    assert "Type=notify\n" in old and "ExecReload=/bin/kill -HUP $MAINPID" in old
+
+
+# --- under a real one ----------------------------------------------------------------------------
+
+
+class Manager:
+    """A systemd of its own, for the user, and a shell beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.units = folder / "config/systemd/user"
+        self.units.mkdir(parents=True)
+        environment = dict(
+            os.environ, XDG_RUNTIME_DIR="/run/user/0", XDG_CONFIG_HOME=str(folder / "config"),
+            KVTIER_STATE=str(folder / "state"),
+        )  # fmt: skip
+        self._process = subprocess.Popen(
+            ["unshare", "-mpf", "--kill-child", "--mount-proc", "bash", "-c",
+             SHELL.format(manager=MANAGER)],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def run(self, command: str) -> str:
+        """What a command says, without its end."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        lines: list[str] = []
+        while not (line := self._process.stdout.readline()).startswith("exit "):
+            assert line, f"the shell ended: {lines}"
+            lines.append(line)
+        return "".join(lines).strip()
+
+    def show(self, name: str, unit: str = "kvtierd.service") -> str:
+        return self.run(f"systemctl --user show -P {name} {unit}")
+
+    def wait_for(self, holds: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
+        until = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < until, f"not so after {seconds} s: {what}"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        self.run("systemctl --user stop kvtierd.service kvtierd.socket; systemctl --user exit")
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(20)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    if os.geteuid() != 0 or not MANAGER.exists():
+        pytest.skip("needs root, and systemd")
+    done = subprocess.run(
+        ["unshare", "-mpf", "--mount-proc", "mount", "-t", "tmpfs", "tmpfs", "/run"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"needs namespaces: {done.stderr.strip()}")
+    manager = Manager(tmp_path)
+    try:
+        state = ""
+        for _ in range(100):
+            state = manager.run("systemctl --user is-system-running")
+            if state in ("running", "degraded"):
+                break
+            time.sleep(0.1)
+        else:
+            pytest.skip(f"systemd --user does not come up here: {state}")
+        yield manager
+    finally:
+        manager.close()
+
+
+def installed(manager: Manager, watchdog: str = "30") -> Path:
+    """The socket of units that were installed for this manager."""
+    folder = manager.folder
+    config = folder / "kvtier.toml"
+    path = folder / "s" / "kvtier.sock"
+    path.parent.mkdir()
+    (folder / "disk").mkdir()
+    config.write_text(
+        f'socket = "{path}"\nlog_level = "info"\n[warm]\nsize = "16MiB"\n'
+        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n'
+    )
+    found = installing.plan(folder / "root", PROGRAM, installing.systemd_version())
+    for name in ("kvtierd.service", "kvtierd.socket"):
+        text = found.files[folder / "root" / installing.UNITS / name]
+        lines = [line for line in text.splitlines() if line.startswith(("[", *KEPT))]
+        text = "\n".join(lines).replace("WatchdogSec=30", f"WatchdogSec={watchdog}")
+        text = text.replace(f"{PROGRAM} serve", f"{sys.executable} -m kvtier_daemon.cli serve")
+        text = text.replace("/etc/kvtier/kvtier.toml", str(config))
+        text = text.replace("/run/kvtier/kvtier.sock", str(path))
+        if name == "kvtierd.service":
+            text = text.replace("[Service]", f"[Service]\nStandardError=append:{folder}/daemon.log")
+        (manager.units / name).write_text(text + "\n")
+    manager.run("systemctl --user daemon-reload")
+    return path
+
+
+def asked(path: Path, what: Callable[[Client], object]) -> object:
+    with Client.connect(path, populate=False, timeout_s=30.0) as client:
+        return what(client)
+
+
+def test_it_is_started_by_its_socket_told_of_reloaded_and_stopped(manager: Manager) -> None:
+    path = installed(manager)
+    manager.run("systemctl --user start kvtierd.socket")
+    assert manager.show("ActiveState") == "inactive"
+    assert path.stat().st_mode & 0o777 == 0o660
+    stats = asked(path, Client.stats)  # the first client starts it
+    assert isinstance(stats, dict)
+    assert manager.show("ActiveState") == "active"
+    manager.wait_for(lambda: "cold " in manager.show("StatusText"), "STATUS= is live", 20)
+    assert manager.show("StatusText").startswith("warm 0 B of 16 MiB, cold ")
+
+    config = manager.folder / "kvtier.toml"
+    main = manager.show("MainPID")
+    config.write_text("max_clients = 7\n" + config.read_text())
+    assert manager.run("systemctl --user reload kvtierd.service") == ""
+
+    def clients(client: Client) -> object:
+        return client.settings()["keys"]["max_clients"][0]
+
+    manager.wait_for(lambda: asked(path, clients) == 7, "the new value is in force", 10)
+    config.write_text("max_clients = 0\n" + config.read_text())
+    manager.run("systemctl --user reload kvtierd.service")
+    log = manager.folder / "daemon.log"
+    manager.wait_for(lambda: "nothing was reloaded" in log.read_text(), "it is refused", 10)
+    assert asked(path, clients) == 7 and manager.show("MainPID") == main
+    assert manager.show("ActiveState") == "active"
+
+    manager.run("systemctl --user stop kvtierd.service")
+    assert manager.show("Result") == "success"
+    assert path.exists(), "the manager's socket outlives the daemon"
+    manager.run("systemctl --user stop kvtierd.socket")
+    with pytest.raises(Unavailable):
+        asked(path, Client.ping)
+
+
+def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Manager) -> None:
+    path = installed(manager, watchdog="4")
+    manager.run("systemctl --user start kvtierd.socket kvtierd.service")
+    main = manager.show("MainPID")
+    time.sleep(9)  # twice as long as it may be silent
+    assert (manager.show("MainPID"), manager.show("NRestarts")) == (main, "0")
+    manager.run(f"kill -{signal.SIGSTOP.value} {main}")
+    manager.wait_for(lambda: manager.show("NRestarts") == "1", "the watchdog bit")
+    asked(path, Client.ping)
+    assert manager.show("MainPID") != main
