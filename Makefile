@@ -10,7 +10,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
 .PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-ttft bench-gpu \
-        figures faults clean
+        figures faults package clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -92,6 +92,10 @@ figures: venv   ## put the figures of the last benchmarks into the documents
 faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
 	KVTIER_FAULTS=1 $(ENGINES)/bin/python -m pytest tests/engines/test_vllm_faults.py tests/engines/test_vllm_models.py
+
+package: venv   ## the sdist, and a wheel for other machines, into dist/
+	$(BIN)/python tools/requirements.py package | $(BIN)/python -m pip install --quiet -r /dev/stdin
+	tools/build_wheel.sh $(BIN)/python
 
 clean:          ## forget everything built
 	rm -rf $(VENV) $(ENGINES) build dist

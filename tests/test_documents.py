@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from daemons import Daemon
+from daemons import Daemon, kvtier
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +38,32 @@ def test_the_readmes_program_runs(shared_daemon: Daemon) -> None:
         patch.setenv("KVTIER_SOCKET", shared_daemon.socket)
         exec(compile(program, "README.md", "exec"), shown)  # noqa: S102 - our own page
     assert (shown["ready"], shown["first"]) == (4, bytes(16))
+
+
+def test_the_commands_for_operators_run(daemon_of: Callable[..., Daemon], tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    (folder / "disk").mkdir(parents=True)
+    daemon = daemon_of(
+        folder=folder,
+        config=f'''[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"''',
+    )
+    page = (ROOT / "docs" / "operations.md").read_text()
+    ran = set()
+    for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
+        for line in block.splitlines():
+            if not line.startswith("kvtier "):
+                continue
+            arguments = shlex.split(line, comments=True)[1:]
+            if arguments[0] == "install-service":
+                arguments += ["--root", str(tmp_path), "--program", "/opt/kvtier/bin/kvtier"]
+            arguments = [
+                part.replace("/etc/kvtier/kvtier.toml", str(folder / "kvtier.toml"))
+                for part in arguments
+            ]
+            done = kvtier(*arguments, KVTIER_SOCKET=daemon.socket)
+            assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+            ran.add(arguments[0])
+    assert ran == {"install-service", "config", "reload", "tier", "status"}
 
 
 def test_the_architecture_page_names_only_what_exists() -> None:

@@ -1,0 +1,55 @@
+"""What is handed out: a wheel made of the sdist, installed where nothing else is, does its main job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("KVTIER_FAULTS"), reason="builds for minutes: set KVTIER_FAULTS=1"
+)
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, cwd=cwd,
+        env=environment, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.faults
+def test_the_wheel_of_the_sdist_serves_where_nothing_else_is(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    program = f"import scikit_build_core.build as build; build.build_sdist({str(raw)!r})"
+    run(sys.executable, "-c", program, cwd=ROOT)
+    (sdist,) = raw.glob("*.tar.gz")
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps",
+        "--wheel-dir", raw, sdist,
+    )  # fmt: skip
+    (wheel,) = raw.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", venv)
+    run(venv / "bin/pip", "install", "--quiet", wheel)
+    installed = run(venv / "bin/pip", "list", "--format=freeze").lower()
+    assert not [line for line in installed.splitlines() if line.startswith(("torch", "nvidia"))]
+    # Elsewhere, so that it can't be the sources that run.
+    assert "hit" in run(venv / "bin/kvtier", "demo", cwd=tmp_path).lower()
+    shown = run(
+        venv / "bin/kvtier", "install-service", "--dry-run", "--root", tmp_path / "root",
+        "--program", "/opt/kvtier/bin/kvtier", cwd=tmp_path,
+    )  # fmt: skip
+    assert "Type=notify" in shown
