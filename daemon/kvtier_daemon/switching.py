@@ -10,6 +10,7 @@ warm   drain  what is in memory alone is written to the disks, and from then on 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -204,6 +205,11 @@ class Switching:
                     pass
             self._cold = cold
             self._take(cold)
+            # The one before has rings, and the arena pinned in them. What refers to it goes in circles, and
+            # was perhaps there when the daemon began to serve.
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
             self._over("cold", ON)
 
         self._begin("cold", OPENING, open_again)

@@ -56,6 +56,10 @@ def wait_for_disk(daemon: Daemon, blocks: int) -> None:
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == blocks)
 
 
+def threads_of(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/task"))
+
+
 def tier(daemon: Daemon, *arguments: str) -> dict[str, object]:
     done = kvtier("tier", *arguments, "--json", "--socket", daemon.socket)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -198,6 +202,23 @@ def test_a_directory_that_is_gone_keeps_the_tier_off_and_says_so(
     assert tier(daemon, "status", "cold")["state"] == "off"
     disk.with_name("away").rename(disk)
     assert tier(daemon, "on", "cold")["state"] == "on"
+
+
+def test_off_and_on_leaves_nothing_behind_and_a_daemon_can_end_while_it_is_off(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    daemon = started(daemon_of, tmp_path / "it")
+    with daemon.connect() as client:
+        save(client.open(spec_of("often")), 1)
+    counts = []
+    for _ in range(4):
+        tier(daemon, "off", "cold")
+        tier(daemon, "on", "cold")
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "on")
+        counts.append((daemon.open_files(), threads_of(daemon)))
+    assert counts[-1] == counts[1]
+    tier(daemon, "off", "cold")
+    assert daemon.stop() == 0
 
 
 def test_what_makes_no_sense_is_refused_with_a_reason(
