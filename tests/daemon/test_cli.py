@@ -229,7 +229,7 @@ def test_a_file_and_the_environment_name_a_socket_absolutely(run, daemon, tmp_pa
     (tmp_path / "k.toml").write_text("socket = 'here.sock'\n[warm]\nsize = '8MiB'\n")
     code, _, err = run("serve", "--config", str(tmp_path / "k.toml"))
     assert (code, daemon) == (2, [])
-    assert "k.toml: socket: expected an absolute path, got 'here.sock'" in err
+    assert "k.toml:1: socket: expected an absolute path, got 'here.sock'" in err
     monkeypatch.setenv("KVTIER_SOCKET", "here.sock")
     code, _, err = run("serve", "--warm-size", "8MiB")
     assert (code, daemon) == (2, [])

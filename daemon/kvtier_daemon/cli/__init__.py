@@ -39,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("calibrate")(calibrate.calibrate)
+app.command("calibrate", short_help="Measure a model for the lossy codecs.")(calibrate.calibrate)
 app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
@@ -49,7 +49,7 @@ app.command("record")(record.record)
 app.command("reload")(reload.reload)
 app.command("serve")(serve.serve)
 app.command("sim")(sim.sim)
-app.command("size")(size.size)
+app.command("size", short_help="Tell how much KV cache a model needs.")(size.size)
 app.command("status")(status.status)
 app.command("tier")(tier.tier)
 

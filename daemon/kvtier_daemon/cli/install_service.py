@@ -30,10 +30,10 @@ def install_service(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write systemd's units for the daemon, and say what to run then. Starts nothing.
+    """Write systemd's units, and say what to run then.
 
-    The configuration that is there already says what its sandbox has to let through. A file that somebody
-    else wrote is left alone.
+    Starts nothing. The configuration that is there already says what its sandbox has to let through. A file
+    that somebody else wrote is left alone.
     """
     from kvtier_daemon import installing
 

@@ -8,10 +8,10 @@ from kvtier_daemon.cli.flags import Json, Socket
 
 
 def reload(json: Json = False, socket: Socket = None) -> None:
-    """Put what the configuration says now into force, as far as the daemon can without a restart.
+    """Put what the configuration says now into force.
 
-    Says what it changed and what needs a restart. Where something is wrong nothing is changed, and the exit
-    code is 2. For root, and the user that the daemon runs as.
+    As far as that goes without a restart: says what it changed, and what needs one. Where something is wrong
+    nothing is changed, and the exit code is 2. For root, and the user that the daemon runs as.
     """
     from kvtier_daemon.cli.config import ask_daemon, change_lines
 
