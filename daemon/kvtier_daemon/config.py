@@ -106,7 +106,7 @@ def settled(config: Config) -> dict[str, object]:
     return {
         dotted(path): value
         for path, value in sources.flatten(tree)
-        if path != ("cold",)  # there is none
+        if path not in {("cold",), ("http",)}  # there is none
     }
 
 
@@ -347,7 +347,7 @@ def _settled_http(parsed: _Parsed, place: str) -> Http | None:
             f"{http.listen[0]} is not of this machine alone, and whoever reaches it sees the figures of all"
             f" tenants; write 127.0.0.1:{http.listen[1]}, or allow_remote = true beside it if that is meant"
         )
-        raise unfit(("http", "listen"), said["listen"][1].origin, what)
+        raise unfit(("http", "listen"), said["listen"][1].place, what)
     return http
 
 

@@ -104,7 +104,7 @@ def plan(
         if node is not None:
             text = f"[Service]\nNUMAPolicy=bind\nNUMAMask={node}\nCPUAffinity=numa\n"
             files[dropins / "numa.conf"] = text
-        if http:
+        if http or (config is not None and config.http is not None):
             files[dropins / "http.conf"] = (folder / "http.conf").read_text()
     enabled = names if nodes else ["kvtierd.socket", "kvtierd.service"]
     commands = (

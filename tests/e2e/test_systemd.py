@@ -97,13 +97,17 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     config = tmp_path / "etc/kvtier/kvtier.toml"
     assert kvtier("config", "check", str(config)).returncode == 0
     # What its configuration needs is let through, and what was written by somebody else stays.
-    config.write_text('[warm]\nsize = "1GiB"\n[cold]\ndirectories = ["/mnt/a"]\nsize = "1TiB"\n')
+    config.write_text(
+        '[warm]\nsize = "1GiB"\n[cold]\ndirectories = ["/mnt/a"]\nsize = "1TiB"\n'
+        '[http]\nlisten = "127.0.0.1:9410"\n'
+    )
     theirs = tmp_path / installing.UNITS / "kvtierd.service.d" / "mine.conf"
     theirs.parent.mkdir()
     theirs.write_text("[Service]\nNice=5\n")
     done = kvtier("install-service", *flags)
     assert "install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
     assert "ReadWritePaths=/mnt/a" in (theirs.parent / "cold.conf").read_text()
+    assert "IPAddressAllow=localhost" in (theirs.parent / "http.conf").read_text()
     assert "1GiB" in config.read_text(), "a configuration that is there stays"
     assert kvtier("install-service", "--uninstall", *flags).returncode == 0
     left = {path for path in tmp_path.rglob("*") if path.is_file()}

@@ -216,7 +216,8 @@ def test_off_and_on_leaves_nothing_behind_and_a_daemon_can_end_while_it_is_off(
         tier(daemon, "on", "cold")
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "on")
         counts.append((daemon.open_files(), threads_of(daemon)))
-    assert counts[-1] == counts[1]
+    # A segment is begun sooner or later; a ring and its eventfds would be three each time.
+    assert counts[-1][0] <= counts[0][0] + 2 and counts[-1][1] <= counts[0][1]
     tier(daemon, "off", "cold")
     assert daemon.stop() == 0
 
