@@ -17,6 +17,7 @@ from kvtier.errors import KvtierError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier.planning import COMPUTE, PATIENCE_S
+from kvtier_daemon.deferring import Deferring
 from kvtier_daemon.explaining import explain
 from kvtier_daemon.tenant import Tenant
 
@@ -57,9 +58,10 @@ class Answers:
         self.spaces: set[bytes] = set()
         self._watched: set[int] = set()
         self._watching: dict[int, int] = {}  # of spaces, the request that is to be answered
-        self._waiting: dict[
-            LeaseId, int
-        ] = {}  # the requests that wait for more than their leases have
+        # The requests that wait for more than their leases have; and each one's last lease.
+        self._waiting: dict[LeaseId, int] = {}
+        self._last_lease: dict[int, LeaseId] = {}
+        self._deferring = Deferring(session, server)
         # By the clients' numbers for who asks; of those who have none, 0, it is the last one.
         self._asked: OrderedDict[int, Asked] = OrderedDict()
         self.waiting = 0  # lookups that are owed something, and how much
@@ -89,12 +91,14 @@ class Answers:
             self._promise(tenant, space, request, found, new, coming, why)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
-    def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply:
+    def _load(self, tenant: Tenant, request: wire.Load) -> wire.Reply | None:
         space = tenant.catalog.space(request.space)
         _check_shards(request.shards)
         _check_answered(request)
         if request.deadline_ms < 1:
             raise Refused("bad_request", f"a deadline of {request.deadline_ms} ms")
+        if tenant.mover is not None and self._deferring.defers(tenant.mover, request):
+            return None
         new = self._is_new(request)
         if new:
             self._record(tenant, space, request.keys)
@@ -107,7 +111,9 @@ class Answers:
         if coming and found.lease and request.request:
             if len(self._waiting) >= LIMIT_WAITING:
                 self._waiting.clear()
+                self._last_lease.clear()
             self._waiting[found.lease] = request.request
+            self._last_lease[request.request] = found.lease
         return _loaded(request.id, found, coming, eta_ms, why)
 
     def _is_new(self, request: wire.Match | wire.Load) -> bool:
@@ -226,8 +232,11 @@ class Answers:
     def _release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
         tenant.catalog.release(self._session.id, LeaseId(request.lease))
         waits = self._waiting.pop(LeaseId(request.lease), 0)
-        if waits and tenant.mover is not None:
-            tenant.mover.released((self._session.id, waits))
+        # Who asks how far it is has the next one before it gives the last one back.
+        if waits and self._last_lease.get(waits) == request.lease:
+            del self._last_lease[waits]
+            if tenant.mover is not None:
+                tenant.mover.released((self._session.id, waits))
         return wire.Done(request.id)
 
     def _reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
@@ -275,6 +284,7 @@ class Answers:
 
     def _cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
         self._forget_asked(request.request)
+        self._deferring.cancel(request.request)
         if tenant.mover is not None:
             tenant.mover.cancel((self._session.id, request.request))
         return wire.Done(request.id)

@@ -263,6 +263,14 @@ class Mover:
         """Its lease was released: nobody waits, unless it asks again soon."""
         self._cold.reads.planner.released(request)
 
+    def tell_when_over(self, request: Request, then: Callable[[], None]) -> bool:
+        """Call this once nothing is on its way any more that this request asked for. False where that is so
+        now."""
+        return self._cold.reads.tell_when_over(request, then)
+
+    def tell_no_more(self, request: Request) -> None:
+        self._cold.reads.tell_no_more(request)
+
     def session_over(self, session: int) -> None:
         """Nobody waits for what this session's requests asked for."""
         self._cold.reads.session_over(session)

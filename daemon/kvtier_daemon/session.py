@@ -107,16 +107,26 @@ class Session:
             except ProtocolError as error:
                 self.fail(0, "bad_frame", str(error), fatal=True)
                 return
-            try:
-                self._serve(request)
-            except Exception:
-                log.exception("client %r: a request could not be served", self.name)
-                self.fail(0, "internal", "the daemon failed; its log says how", fatal=True)
+            if not self._served(request):
                 return
             if self._inbox and self._server.clock() >= until:
                 self._schedule()
                 break
         self._read(not self._inbox and self._unsent_bytes <= LIMIT_UNSENT_BYTES)
+
+    def _served(self, request: wire.Request) -> bool:
+        try:
+            self._serve(request)
+        except Exception:
+            log.exception("client %r: a request could not be served", self.name)
+            self.fail(0, "internal", "the daemon failed; its log says how", fatal=True)
+            return False
+        return True
+
+    def serve_later(self, request: wire.Request) -> None:
+        """Answer now what was not answered when it came."""
+        if not self._closing:
+            self._served(request)
 
     def _read(self, wanted: bool) -> None:
         if self._closing or wanted == self._reading:

@@ -224,10 +224,14 @@ class Space:
         request: int = 0,
         within_ms: int = 0,
         queued_ms: int = 0,
+        wait_ms: int = 0,
     ) -> int:
         """Send a lease request and return its ticket at once; `client.poll()` has the Lease later. Who waits,
-        and how long, is said as in `match`."""
-        asked = self._lease_request(keys, deadline_ms, shards, request, within_ms, queued_ms)
+        and how long, is said as in `match`. `wait_ms`: of a request that asked before, have it answered as
+        soon as what it waits for is here, and after so long at the latest."""
+        asked = self._lease_request(
+            keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms
+        )
         return self.link.tell(asked)
 
     def _lease_request(
@@ -238,6 +242,7 @@ class Space:
         request: int = 0,
         within_ms: int = 0,
         queued_ms: int = 0,
+        wait_ms: int = 0,
     ) -> wire.Load:
         packed, most = Keys.of(keys).packed, max(group.shards for group in self.spec.cache_groups)
         for shard in shards:
@@ -245,7 +250,7 @@ class Space:
                 raise ValueError(f"the space has no shard {shard}: its groups have up to {most}")
         return wire.Load(
             self.link.new_id(), self.index, packed, deadline_ms, list(shards), request, within_ms,
-            queued_ms,
+            queued_ms, wait_ms,
         )  # fmt: skip
 
     # --- saving ------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ class Match(Message, tag=3):
 
 class Load(Message, tag=4):
     """Match, and hold what is ready until released or the deadline. `shards`: whose slots to tell. The rest
-    as in `Match`."""
+    as in `Match`. `wait_ms`: while something that `request` asked for before is on its way, the answer comes
+    when that is over, or after so long."""
 
     space: int
     keys: bytes
@@ -96,6 +97,7 @@ class Load(Message, tag=4):
     request: int = 0
     within_ms: int = 0
     queued_ms: int = 0
+    wait_ms: int = 0
 
 
 class Adopt(Message, tag=5):

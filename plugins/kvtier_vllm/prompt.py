@@ -44,6 +44,7 @@ class Prompt:
     ticket: int = 0
     number: int = 0  # by which the daemon knows it
     asked_at: float = 0.0
+    wait_s: float = 0.0  # how long the daemon may take to answer the next time it is asked
     lease: Lease | None = None
     leased_at: float = 0.0
     waits_since: float | None = None

@@ -42,8 +42,9 @@ log = logging.getLogger("vllm.kvtier")
 GENERATION_BYTES = 16
 LIMIT_HASHES = 2048  # of blocks that become keys at a time: about a millisecond
 LIMIT_STEPS = 64  # whose start is remembered, for engines that have several at once
-ASK_AGAIN_S, ASK_AGAIN_MOST_S = 0.002, 0.05
+ASK_AGAIN_S = 0.002
 ASKING = 8  # requests that may ask as often as one
+TOLD_AFTER_S = 0.05  # that blocks are here, or how far they are: so long is nothing asked
 UNKNOWN_WAITS, UNKNOWN_WAIT_S = 2, 0.05
 LAST_ASK_S = 0.02  # before a request's patience ends: what is ready then is to be known
 LISTEN_S = 1.0  # how often to see whether a daemon that was asked nothing is still there
@@ -162,13 +163,14 @@ class SchedulerSide:
             return None
         lease, block = prompt.lease, self._layout.block_tokens
         if now - prompt.leased_at > self._options.lease_ms / 2000:
-            self._to_ask[prompt.request.request_id] = prompt
+            self._ask_soon(prompt)
             return None
         if lease.coming and self._worth_waiting(prompt, lease, computed, now):
             assert prompt.waits_since is not None
             left_s = prompt.waits_since + self._options.patience_ms / 1000 - now
-            if now - prompt.asked_at >= self._ask_after_s(lease) and left_s > LAST_ASK_S:
-                self._to_ask[prompt.request.request_id] = prompt
+            if now - prompt.asked_at >= self._ask_after_s() and left_s > LAST_ASK_S:
+                prompt.wait_s = min(TOLD_AFTER_S, left_s - LAST_ASK_S)
+                self._ask_soon(prompt)
             return None
         if lease.ready * block <= computed:
             return 0, False
@@ -201,11 +203,14 @@ class SchedulerSide:
             else None
         )
 
-    def _ask_after_s(self, lease: Lease) -> float:
-        """When to ask again for what is coming. The daemon knows it to a few percent; and many who ask cost
-        it time."""
-        least_s = ASK_AGAIN_S * (1 + len(self._prompts) / ASKING)
-        return max(least_s, min(lease.eta_ms / 1000, ASK_AGAIN_MOST_S))
+    def _ask_soon(self, prompt: Prompt) -> None:
+        """Once more, with the next step; unless an answer is still to come."""
+        if not prompt.ticket:
+            self._to_ask[prompt.request.request_id] = prompt
+
+    def _ask_after_s(self) -> float:
+        """When to ask again for what is coming: many who ask cost the daemon time."""
+        return ASK_AGAIN_S * (1 + len(self._prompts) / ASKING)
 
     def _worth_waiting(self, prompt: Prompt, lease: Lease, computed: int, now: float) -> bool:
         """Whether what is coming is expected here, and loaded, before it would be recomputed. Where nothing
@@ -324,7 +329,7 @@ class SchedulerSide:
 
     def _ask(self, prompt: Prompt, session: Session) -> None:
         keys = self._keys(prompt, session)
-        self._forget_lease(prompt)
+        self._forget_ticket(prompt)  # what it has so far it keeps until the answer
         shards = range(self._layout.shards.count)
         count = min(self._loadable(prompt), session.space.most_keys(len(shards)))
         whole = len(prompt.request.block_hashes) * self._layout.hash_tokens
@@ -338,11 +343,12 @@ class SchedulerSide:
             ticket = session.space.begin_lease(
                 keys[:count], self._options.lease_ms, shards,
                 request=prompt.number, within_ms=self._options.patience_ms,
+                wait_ms=int(prompt.wait_s * 1000),
             )  # fmt: skip
         except KvtierError as error:
             self._lost(session, error)
             return
-        prompt.ticket, prompt.asked_at = ticket, self._clock()
+        prompt.ticket, prompt.asked_at, prompt.wait_s = ticket, self._clock(), 0.0
         self.timelines.mark(prompt.request.request_id, "asked")
         self._tickets[ticket] = prompt.request.request_id, prompt.asked_at
 
@@ -364,12 +370,15 @@ class SchedulerSide:
         except KvtierError as error:
             self._lost(session, error)
 
-    def _forget_lease(self, prompt: Prompt) -> None:
+    def _forget_ticket(self, prompt: Prompt) -> None:
         if prompt.ticket:
             # Another session gives the same numbers again, to others.
             if self._tickets_of is prompt.session and prompt.ticket in self._tickets:
                 self._tickets[prompt.ticket] = "", prompt.asked_at
             prompt.ticket = 0
+
+    def _forget_lease(self, prompt: Prompt) -> None:
+        self._forget_ticket(prompt)
         if prompt.lease is not None:
             prompt.lease.release()
             prompt.lease = None
@@ -449,6 +458,7 @@ class SchedulerSide:
             return
         prompt = self._prompts[request_id]
         prompt.ticket = 0
+        self._forget_lease(prompt)
         if answer.refused:
             self._give_up(prompt, "refused")
         prompt.lease, prompt.leased_at = answer, now

@@ -14,8 +14,10 @@ from daemon import test_forget
 from daemon.test_cold import BLOCK, run
 from daemon.test_forget import ONE, SLOTS
 from daemon.test_planned_reads import Held, key, keys
-from kvtier import wire
+from kvtier import planning, wire
+from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, beaten, links
+from kvtier_daemon import deferring
 from kvtier_daemon.answers import Answers
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
@@ -33,9 +35,14 @@ class Client:
         self.catalog, self.mover = self.held.catalog, self.held.mover
         self.tenant = Tenant("t", bytes(32), 0, self.catalog, self.mover)
         self.uses: list[int] = []
+        self.sent: list[wire.Message] = []
         loop = asyncio.get_running_loop()
-        server: Any = SimpleNamespace(clock=loop.time, recorder=Recorder(folder, loop.time))
-        session: Any = SimpleNamespace(id=ONE, name="one", read_only=False)
+        server: Any = SimpleNamespace(
+            clock=loop.time, recorder=Recorder(folder, loop.time), loop=loop
+        )
+        session: Any = SimpleNamespace(
+            id=ONE, name="one", read_only=False, send=self.sent.append, serve_later=self.serve
+        )
         self.answers = Answers(session, server)
         self.space = self.held.space.number
         use = self.catalog._use
@@ -54,6 +61,24 @@ class Client:
     def load(self, count: int = COUNT, request: int = 0) -> wire.Loaded:
         asked = wire.Load(1, self.space, keys(count), 1000, [0], request)
         reply = self.answers.to(self.tenant, asked)
+        assert isinstance(reply, wire.Loaded)
+        return reply
+
+    def serve(self, request: wire.Request) -> None:
+        reply = self.answers.to(self.tenant, request)
+        if reply is not None:
+            self.sent.append(reply)
+
+    def wait(self, wait_ms: int, request: int = 7, number: int = 2) -> None:
+        """Ask for as much again, to be answered when it is there."""
+        asked = wire.Load(
+            number, self.space, keys(COUNT), 60_000, [0], request, 5000, wait_ms=wait_ms
+        )
+        self.serve(asked)
+
+    def last(self) -> wire.Loaded:
+        assert len(self.sent) == 1
+        reply = self.sent.pop()
         assert isinstance(reply, wire.Loaded)
         return reply
 
@@ -238,5 +263,90 @@ def test_what_is_computed_again_and_again_is_found_in_memory(tmp_path: Path) -> 
         await client.held.let_go()
         assert client.load(request=3).ready == COUNT
         assert COUNT < SLOTS
+
+    with_client(tmp_path, work)
+
+
+def test_who_waits_is_answered_when_the_last_block_is_there(tmp_path: Path) -> None:
+    async def work(client: Client) -> None:
+        before = client.counted
+        assert client.load(request=7).coming == COUNT
+        client.wait(60_000)
+        client.wait(60_000, request=8)
+        assert client.last().coming == COUNT, "that one asked for nothing before"
+        await client.held.turn()
+        assert not client.sent
+        await client.held.let_go()
+        await client.held.turn()
+        told = client.last()
+        assert (told.id, told.ready, told.coming) == (2, COUNT, 0) and told.lease
+        assert since(client, before) == {"asked": 2 * COUNT, "cold": 2 * COUNT}
+        client.wait(60_000)
+        assert client.last().ready == COUNT, "nothing is on its way any more"
+
+    with_client(tmp_path, work)
+
+
+def test_who_waits_is_told_how_far_it_is_after_the_time_it_gave(tmp_path: Path) -> None:
+    async def work(client: Client) -> None:
+        client.load(request=7)
+        client.wait(20)
+        assert not client.sent
+        for _ in range(1000):
+            if client.sent:
+                break
+            await asyncio.sleep(0.01)
+        assert client.last().coming == COUNT
+        client.wait(60_000, number=3)
+        client.wait(60_000, number=4)
+        assert client.last().id == 3, "of one request's the last one waits"
+
+    with_client(tmp_path, work)
+
+
+def test_who_waits_no_more_is_told_so_and_holds_nothing(tmp_path: Path) -> None:
+    async def work(client: Client) -> None:
+        client.load(request=7)
+        client.wait(60_000)
+        client.tell(wire.Cancel(0, 7))
+        told = client.last()
+        assert (told.id, told.ready, told.lease) == (2, 0, 0)
+        await client.held.let_go()
+        await client.held.turn()
+        assert not client.sent and not len(client.catalog._leases)
+
+    with_client(tmp_path, work)
+
+
+def test_who_has_much_to_be_told_of_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferring, "LIMIT_BYTES", COUNT * KEY_BYTES)
+
+    async def work(client: Client) -> None:
+        for request in (7, 8):
+            client.load(request=request)
+        client.wait(60_000)
+        client.wait(60_000, request=8, number=3)
+        assert client.last().id == 3
+
+    with_client(tmp_path, work)
+
+
+def test_who_has_a_later_lease_still_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "GONE_S", -1.0)
+
+    async def work(client: Client) -> None:
+        client.load(COUNT // 2, request=6)
+        await client.held.let_go()
+        first, second = client.load(request=7), client.load(request=7)
+        assert first.lease and second.coming
+        waits = client.held.reads.planner.is_waiting
+        client.tell(wire.Release(0, first.lease))
+        client.held.reads.tend()
+        assert waits((ONE, 7))
+        client.tell(wire.Release(0, second.lease))
+        client.held.reads.tend()
+        assert not waits((ONE, 7))
 
     with_client(tmp_path, work)

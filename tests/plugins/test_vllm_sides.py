@@ -293,16 +293,18 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     assert prompt.lease is not None and prompt.lease.ready == 8
     prompt.lease.coming, prompt.lease.eta_ms = 4, 5000.0
     monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
-    now = began = side._clock()
+    now = began = prompt.asked_at = side._clock()
     monkeypatch.setattr(side, "_clock", lambda: now)
-    asked = []
-    for at_s in (0.0, 0.9, 0.99, 1.0):
+    asked, waits = [], []
+    for at_s in (0.0, 0.9, 0.97, 0.99, 1.0):
         now = began + at_s
         side._to_ask.clear()
         assert side.matched(request, 0) == (None, False)
         asked.append(bool(side._to_ask))
+        waits.append(prompt.wait_s if side._to_ask else None)
     # What was asked for last might not have been answered then.
-    assert asked == [False, True, False, False]
+    assert asked == [False, True, True, False, False]
+    assert waits[1] == pytest.approx(0.05) and waits[2] == pytest.approx(0.01)
     now = began + 1.1
     tokens, _ = side.matched(request, 0)
     assert tokens == 8 * BLOCK and not side.counts["miss:late"]

@@ -265,7 +265,47 @@ def test_saves_step_back(
     assert found == [worker.NICE]
 
 
-def test_what_is_coming_is_asked_for_again_when_it_was_said_to_be_there(
+def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has so far it keeps, until it is told that there is more."""
+    engine = engine_of(shared_daemon)
+    engine.serve(range(8000, 8000 + 8 * BLOCK))
+    side = engine.scheduler
+    request = engine.add(range(8000, 8000 + 8 * BLOCK + 1))
+    prompt, session = side._prompts[request.request_id], side._session()
+    engine.waiting.remove(request)
+    engine.until(lambda: not side.in_flight["tickets"])
+    assert session is not None
+    monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
+    asked, released = [], []
+    some: Any = SimpleNamespace(
+        ready=3, coming=5, eta_ms=1.0, refused="", release=lambda: released.append(1)
+    )
+    prompt.lease, prompt.asked_at = some, side._clock() - 1.0
+    plain = session.space.begin_lease
+
+    def begin_lease(*args: Any, **more: Any) -> int:
+        asked.append(more["wait_ms"])
+        return plain(*args, **more)
+
+    monkeypatch.setattr(session.space, "begin_lease", begin_lease)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.client, "poll", dict)
+        for _ in range(5):
+            assert side.matched(request, 0) == (None, False)
+            engine.carry_out({}, {}, [])
+            assert prompt.ticket and prompt.lease is some and not released
+    assert asked == [50]
+    engine.until(lambda: not prompt.ticket)
+    assert released == [1] and prompt.lease is not None and prompt.lease.ready == 8
+    engine.waiting.append(request)
+    assert engine.run(request).cached == 8 * BLOCK
+    engine.finish(request)
+    engine.settle()
+
+
+def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(shared_daemon)
@@ -279,20 +319,18 @@ def test_what_is_coming_is_asked_for_again_when_it_was_said_to_be_there(
     monkeypatch.setattr(side, "_clock", lambda: now)
     assert prompt.lease is not None
 
-    def asks(eta_ms: float, after_s: float) -> bool:
+    def asks(after_s: float) -> bool:
         nonlocal now
-        prompt.lease = SimpleNamespace(ready=0, coming=8, eta_ms=eta_ms, release=lambda: None)
+        prompt.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
         prompt.asked_at = prompt.leased_at = now
         now += after_s
         side._to_ask.clear()
         assert side.matched(request, 0) == (None, False)
         return bool(side._to_ask)
 
-    assert (asks(30.0, 0.029), asks(30.0, 0.031)) == (False, True)
-    assert (asks(900.0, 0.049), asks(900.0, 0.051)) == (False, True)
-    assert (asks(0.1, 0.002), asks(0.1, 0.003)) == (False, True)
+    assert (asks(0.002), asks(0.003)) == (False, True)
     side._prompts |= {f"other {number}": prompt for number in range(2 * 8)}
-    assert (asks(0.1, 0.003), asks(0.1, 0.007)) == (False, True)
+    assert (asks(0.003), asks(0.007)) == (False, True)
     for number in range(2 * 8):
         del side._prompts[f"other {number}"]
     prompt.lease = None

@@ -52,6 +52,8 @@ class Reads:
         self._batches: deque[tuple[Request, Batch]] = deque()  # to be added
         self._adding = False
         self._gone: deque[Request] = deque()  # of sessions that are over
+        self._to_tell: dict[Request, Callable[[], None]] = {}  # when they wait for nothing any more
+        self._telling = False
         self._given_back: deque[Iterator[tuple[Incoming, Read]]] = deque()
 
     def link_of(self, segment: int) -> Link:
@@ -148,6 +150,30 @@ class Reads:
                 self._batches.append((request, batch))
         if self._batches:
             self._add_soon()
+
+    # --- who is told -------------------------------------------------------------------------
+
+    def tell_when_over(self, request: Request, then: Callable[[], None]) -> bool:
+        """Call this once nothing is on its way any more that this request asked for. False where that is so
+        now."""
+        if not self.planner.is_waiting(request):
+            return False
+        self._to_tell[request] = then
+        return True
+
+    def tell_no_more(self, request: Request) -> None:
+        self._to_tell.pop(request, None)
+
+    def _tell_soon(self) -> None:
+        if self._to_tell and not self._telling:
+            self._telling = True
+            self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False
+        for request in [one for one in self._to_tell if not self.planner.is_waiting(one)]:
+            if (then := self._to_tell.pop(request, None)) is not None:  # one may end another
+                then()
 
     # --- who goes ----------------------------------------------------------------------------
 
@@ -266,6 +292,7 @@ class Reads:
     def _over(self, name: Name, drive: Drive, code: int) -> None:
         self.planner.over(name, not code)
         self._pump_soon(drive)
+        self._tell_soon()
         self._end(*self._waiting.pop(name), code)
 
     def _end(self, block: Incoming, done: Read, code: int) -> None:
