@@ -25,6 +25,7 @@ from kvtier.client import Reader
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
+from kvtier_vllm.cores import spread
 from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.line import Line, Session
 from kvtier_vllm.messages import Copied, Hole, Load, Report, Save, Seat, Step, Write
@@ -275,9 +276,15 @@ class WorkerSide:
 
     # --- loads -------------------------------------------------------------------------------
 
-    def _load_all(self) -> None:
+    def _own_thread(self) -> None:
+        """This thread copies, and nothing else."""
         if self._device is not None:
             self._device.own_thread()
+        else:
+            spread()
+
+    def _load_all(self) -> None:
+        self._own_thread()
         while (task := self._to_load.get()) is not None:
             load, after = task
             if self._device is None:
@@ -371,8 +378,7 @@ class WorkerSide:
     # --- saves -------------------------------------------------------------------------------
 
     def _save_all(self) -> None:
-        if self._device is not None:
-            self._device.own_thread()
+        self._own_thread()
         while (task := self._to_save.get()) is not None:
             task()
             del task  # waiting for the next one must not keep what it had

@@ -19,6 +19,7 @@ from daemons import Daemon
 from fake_engine import BLOCK, FakeEngine
 from kvtier.client import Reader, Saving
 from kvtier_vllm import ear, scheduler, worker
+from kvtier_vllm.cores import _cores, around
 from kvtier_vllm.ear import Ear
 from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Seat
 
@@ -334,3 +335,29 @@ def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
     for number in range(2 * 8):
         del side._prompts[f"other {number}"]
     prompt.lease = None
+
+
+def test_copies_go_where_the_engine_does_not_compute(
+    shared_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """An engine on a CPU has bound the thread that this side's come from to a core."""
+    all_ = os.sched_getaffinity(0)
+    if len(all_) < 2:
+        pytest.skip("one core")
+    os.sched_setaffinity(0, {min(all_)})
+    try:
+        engine = engine_of(shared_daemon)
+        engine.serve(PROMPT)
+        threads = [thread.native_id for thread in engine.workers[0]._threads]
+        found = [os.sched_getaffinity(number) for number in threads if number]
+    finally:
+        os.sched_setaffinity(0, all_)
+    assert found == [os.sched_getaffinity(os.getppid()) | {min(all_)}] * 2
+
+
+def test_copies_stay_near_the_memory_of_the_cores_that_compute() -> None:
+    nodes = [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert around({1}, {0, 1, 2, 4, 5}, nodes) == {0, 1, 2}
+    assert around({3, 4}, {0, 1, 4, 5}, nodes) == {0, 1, 3, 4, 5}
+    assert around({1}, {0, 1, 9}, []) == {0, 1, 9}
+    assert _cores("0-3,8\n") == {0, 1, 2, 3, 8} and _cores("\n") == set()
