@@ -147,6 +147,7 @@ class App:
             self._notifier.extend_timeout(START_S)  # its index may have to be read
             self._open_cold(loop, self.config.cold)
         loop.add_reader(self.warm.start(), self._extents_ready)
+        self._say_whether_it_grows()
         self._lag = Lag(loop)
         looked_at = await self._show(loop)
         # What start-up made stays for good: a collection need not walk it again.
@@ -528,6 +529,7 @@ class App:
             self._map_for_cold(tenant, extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
+        self._say_whether_it_grows()
         if self.warm.complete:
             log.info(
                 "warm tier is there: %s, of it %s in huge pages",
@@ -545,6 +547,10 @@ class App:
             log.error("an extent can't be mapped for the cold tier: %s", error)
             self._unmapped = True
             self.cold.give_up(f"an extent can't be mapped: {error}")
+
+    def _say_whether_it_grows(self) -> None:
+        for tenant in self.tenants.values():
+            tenant.catalog.growing = not self.warm.complete
 
     def _hits(self, catalogs: Sequence[Catalog]) -> dict[str, int]:
         hits = _sum(catalog.hit_tokens for catalog in catalogs)

@@ -50,7 +50,7 @@ class Saving(Mapping[Key, memoryview]):
 
     @property
     def refused(self) -> dict[Key, str]:
-        """Why each of the other keys has none: present, in_progress, leaving, no_room."""
+        """Why each of the other keys has none: present, in_progress, leaving, no_room, growing."""
         return {
             key: wire.OUTCOMES[outcome]
             for key, outcome in zip(self._keys, self.outcomes, strict=False)
@@ -194,7 +194,7 @@ class Saved(Sequence[Key]):
 
     @property
     def refused(self) -> dict[Key, str]:
-        """Why each of the others is not kept: in_progress, leaving, no_room."""
+        """Why each of the others is not kept: in_progress, leaving, no_room, growing."""
         kept = (wire.GRANTED, wire.PRESENT)
         return {
             key: wire.OUTCOMES[outcome] for key, outcome in self._pairs() if outcome not in kept

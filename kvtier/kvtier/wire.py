@@ -330,8 +330,8 @@ Reply = (
 )  # fmt: skip
 
 # What became of each key of a reserve, by the byte in Reserved.outcomes.
-OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room")
-GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM = range(len(OUTCOMES))
+OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing")
+GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM, GROWING = range(len(OUTCOMES))
 
 CODES = (
     "bad_frame",       # not a message of this schema; fatal

@@ -87,14 +87,17 @@ class Copied:
 
 @dataclass(slots=True, frozen=True)
 class Hole:
-    """Blocks are missing of a rank's part of a save: whether to try them again, and what was dropped."""
+    """Blocks are missing of a rank's part of a save: whether to try them again, what was dropped, and whether
+    there is no more to it than that the daemon's memory is still being made."""
 
     again: bool
     drops: Counter[str]
+    grows: bool = False
 
     def add(self, other: Hole) -> Hole:
         """Both, as one. What one rank will not try again is not tried by any."""
-        return Hole(self.again and other.again, self.drops + other.drops)
+        again, grows = self.again and other.again, self.grows and other.grows
+        return Hole(again, self.drops + other.drops, grows)
 
 
 @dataclass(slots=True, frozen=True)

@@ -53,6 +53,7 @@ class Prompt:
     tries: int = 0  # saves that left a hole
     dropped: int = 0  # how many leading blocks are saved, or counted as dropped
     over: bool = False
+    unfilled: bool = False  # its load has failed, and it was not computed since
     due: float | None = None
     gave_up: bool = False
     waited: bool = False

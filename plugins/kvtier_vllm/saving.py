@@ -71,6 +71,7 @@ class Saves:
     def seen(self, prompt: Prompt) -> None:
         """A step goes on with this request. What the engine had of it at its first was saved when it was
         computed, unless the daemon says it was not."""
+        prompt.unfilled = False
         if prompt.saved is None:
             own = prompt.request.num_computed_tokens // self._layout.block_tokens
             prompt.saved = own if prompt.known is None else min(own, prompt.known)
@@ -135,7 +136,7 @@ class Saves:
         prompt = saving.prompt
         if not hole.again:
             prompt.tries = TRIES
-        elif saving.tries == prompt.tries:
+        elif saving.tries == prompt.tries and not hole.grows:
             # Others that were begun with this one, and called off with it, are no tries of their own.
             prompt.tries += 1
         self.again(prompt, saving.first)
@@ -166,7 +167,7 @@ class Saves:
     def finished(self, prompt: Prompt) -> None:
         """The request is over: count what of it was not saved."""
         prompt.over = True
-        if not prompt.may_save or prompt.saved is None:
+        if not prompt.may_save or prompt.saved is None or prompt.unfilled:
             return
         whole = (
             min(prompt.request.num_computed_tokens, self._limit(prompt))

@@ -676,7 +676,9 @@ class SchedulerSide:
         for copied in report.saved:
             self.stats.took("save_s", copied.ended - copied.begun)
         for number in report.failed:
-            self._saves.again(self._leases[number].prompt, self._leases[number].first)
+            prompt = self._leases[number].prompt
+            self._saves.again(prompt, self._leases[number].first)
+            prompt.unfilled = True
         for number in self._saves.reported(report):
             pin = self._pins.pop(number, None)
             if pin is not None:

@@ -42,7 +42,8 @@ DRAIN_S = 0.5
 # What leaves blocks of a save out, and which of it would do so again.
 DROPS = ("drop:error", "drop:no_daemon", "drop:overwritten", "drop:lost")
 FINAL = ("drop:error", "not_saved:no_room")
-HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving")
+GROWS = "not_saved:growing"
+HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving", GROWS)
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
@@ -410,8 +411,9 @@ class WorkerSide:
             self._report.saves[number] += 1
             if any(counts[why] for why in HOLES):
                 again = not any(counts[why] for why in FINAL)
+                grows = not any(counts[why] for why in HOLES if why != GROWS)
                 drops = Counter({why: counts.pop(why) for why in list(counts) if why in DROPS})
-                self._report.holes[number] = Hole(again, drops)
+                self._report.holes[number] = Hole(again, drops, grows)
             self._report.counts.update(counts)
 
     def _saved(self, copying: Copying) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.test_unforeseen import served
+from kvtier_daemon.app import App
 from kvtier_daemon.tiers.warm import HUGE_PAGE, PAGE, Extent, WarmTier, plan_extents, table_bytes
 from kvtier_kernels import Mapping
 
@@ -143,3 +146,25 @@ def test_clients_map_extents_where_huge_pages_fit_whole() -> None:
             view = memoryview(mapping)
             view[0] = view[-1] = 7
         assert 0 <= tier.huge_bytes <= 6 * MIB, "a megabyte at each one's end is no huge page"
+
+
+def test_a_save_is_told_that_memory_is_still_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    plain = App._extents_ready
+
+    def ready(app: App) -> None:
+        grows = app.tenants["default"].catalog
+        seen.append(grows.growing)
+        plain(app)
+        seen.append(grows.growing)
+
+    monkeypatch.setattr(App, "_extents_ready", ready)
+
+    async def until_it_is_there(app: App) -> None:
+        while not app.warm.complete:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    served(tmp_path, until_it_is_there)
+    assert seen[0] and not seen[-1]

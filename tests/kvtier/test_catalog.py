@@ -14,7 +14,16 @@ from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier.policy.lru import LruModel
 from kvtier.space import Space as ClientSpace
-from kvtier.wire import GRANTED, IN_PROGRESS, LIMIT_KEYS, NO_ROOM, PRESENT, SLOT_BYTES, Opened
+from kvtier.wire import (
+    GRANTED,
+    GROWING,
+    IN_PROGRESS,
+    LIMIT_KEYS,
+    NO_ROOM,
+    PRESENT,
+    SLOT_BYTES,
+    Opened,
+)
 from kvtier_kernels import Store
 from kvtier_kernels.reference.store import Store as TwinStore
 from specs import spec_of
@@ -133,6 +142,9 @@ def test_a_save_beyond_all_room_keeps_its_head() -> None:
     assert granted.outcomes == bytes([GRANTED] * 8 + [NO_ROOM] * 4)
     assert ready(catalog, space, keys) == 8
     assert catalog.refused_tokens["no_room"] == 4 * 16
+    catalog.growing = True
+    assert save(catalog, space, keys).outcomes == bytes([PRESENT] * 8 + [GROWING] * 4)
+    assert catalog.refused_tokens["growing"] == 4 * 16
 
 
 def test_a_longer_chain_never_evicts_its_own_head() -> None:

@@ -631,6 +631,52 @@ def test_a_daemon_without_room_is_not_asked_again(
         engine.finish(request)
 
 
+def test_a_daemon_that_grows_is_asked_until_it_has_room(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    worker, plain, times = engine.workers[0], engine.workers[0]._copy_in, TRIES + 2
+
+    def copy_in(session: Any, write: Any, copying: Any) -> Counter[str]:
+        nonlocal times
+        times -= 1
+        return Counter({"not_saved:growing": 8}) if times >= 0 else plain(session, write, copying)
+
+    monkeypatch.setattr(worker, "_copy_in", copy_in)
+    request = engine.run(engine.add(PROMPT))
+    for _ in range(TRIES + 2):
+        engine.until(lambda: not engine.scheduler.in_flight["saves"])
+        grow(engine, request, 1)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert times < 0 and engine.serve([*PROMPT, 1]).cached == 8 * BLOCK
+
+
+def test_what_a_load_did_not_bring_is_not_counted_as_dropped(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the engine ends a request whose load has failed, nothing of it was there to be saved."""
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    before, worker = drops(engine), engine.workers[0]
+    for recomputed in (False, True):
+        request = engine.add(PROMPT)
+        prompt = engine.scheduler._prompts[request.request_id]
+        while engine.scheduler.matched(request, 0)[0] is None:
+            engine.carry_out({}, {}, [])
+        monkeypatch.setattr(worker, "_load", lambda load: worker._loaded(load, "stale", 0, 0.0))
+        while not request.failed:
+            engine.step()
+        if recomputed:
+            engine.run(request)
+        else:
+            request.num_computed_tokens = request.cached
+        engine.finish(request)
+        assert drops(engine) == before
+        assert (prompt.unfilled, prompt.saved) == ((False, 8) if recomputed else (True, 0))
+
+
 def test_another_daemon_is_offered_all_of_it(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Any
 ) -> None:

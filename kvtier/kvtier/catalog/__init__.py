@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
@@ -25,7 +25,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.planning import COMPUTE
 from kvtier.policy.base import Policy
-from kvtier.wire import GRANTED, IN_PROGRESS, OUTCOMES, SLOT_BYTES, Part
+from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, SLOT_BYTES, Part
 from kvtier_kernels import Store
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Catalog:
         self.loaded_bytes = 0
         self.avoided_s = 0.0  # of computing, by what was found, where a client said what that takes
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
+        self.growing = False  # more extents come by themselves
 
     # --- spaces and room ---------------------------------------------------------------------
 
@@ -172,6 +173,9 @@ class Catalog:
         if len(parent) not in (0, KEY_BYTES):
             raise Refused("bad_request", f"a parent of {len(parent)} bytes")
         granted = self._writing.reserve(session, space, group, shard, parent, keys)
+        if self.growing:
+            outcomes = granted.outcomes.replace(bytes((NO_ROOM,)), bytes((GROWING,)))
+            granted = replace(granted, outcomes=outcomes)
         for code, reason in enumerate(OUTCOMES):
             if code != GRANTED:
                 blocks = granted.outcomes.count(code)
