@@ -279,6 +279,8 @@ class PyStore {
     }
 
     nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
+    nb::bytes lossy(nb::bytes ids) const { return ids_out(store_.lossy(ids_in(ids))); }
+    nb::bytes depths(nb::bytes ids) const { return ids_out(store_.depths(ids_in(ids))); }
 
     std::pair<nb::bytes, bool> coldest(nb::bytes ids, std::uint64_t within_bytes,
                                        std::uint64_t limit_bytes) const {
@@ -484,6 +486,8 @@ void bind_store(nb::module_& m) {
         .def("dirty", &PyStore::dirty, "ids"_a)
         .def("coldest", &PyStore::coldest, "ids"_a, "within_bytes"_a, "limit_bytes"_a)
         .def("in_segment", &PyStore::in_segment, "segment"_a, "look"_a = false)
+        .def("lossy", &PyStore::lossy, "ids"_a)
+        .def("depths", &PyStore::depths, "ids"_a)
         .def("still", &PyStore::still, "ids"_a, "segment"_a)
         .def("take_used", &PyStore::take_used, "limit"_a)
         .def("drop_segment", &PyStore::drop_segment, "segment"_a)

@@ -1,6 +1,7 @@
 // The store's calls about the disk: frames noted and dropped, blocks promoted, segments restored.
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "store.h"
 
@@ -113,6 +114,34 @@ IdList Store::dirty(Ids ids) const {
     return without;
 }
 
+// Those whose bytes in memory are less than was saved.
+IdList Store::lossy(Ids ids) const {
+    IdList found;
+    for (Id id : ids)
+        if (block(id).lossy) found.push_back(id);
+    return found;
+}
+
+// How many keys are before each, as far as is known. Neighbours share most of their way up.
+std::vector<std::uint32_t> Store::depths(Ids ids) const {
+    std::vector<std::uint32_t> found(ids.size());
+    std::unordered_map<Id, std::uint32_t> known;  // of those that were asked for
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        static_cast<void>(block(ids[i]));
+        std::uint32_t steps = 0, below = 0;
+        Id node = records_.node_of(ids[i]);
+        for (Id at = node; records_[at].parent != none; ++steps) {
+            if (auto there = known.find(at); there != known.end()) {
+                below = there->second;
+                break;
+            }
+            at = records_[at].parent;
+        }
+        found[i] = known[node] = steps + below;
+    }
+    return found;
+}
+
 // The dirty, unleased ones among the leading ids that make up so many bytes, as far as the limit
 // goes; and whether more ids would have made no difference.
 std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const {
@@ -145,6 +174,8 @@ std::size_t Store::promote(Ids ids) {
         record.slab = slab;
         record.slot = slot;
         record.filling = 1;
+        // Now, as the frame may go while it is read.
+        record.lossy = (records_.frame(ids[n]).flags & lossy_frame) != 0;
         tally(ids[n], State::cold, State::promoting);
     }
     for (std::size_t i = n; i < ids.size(); ++i) records_[ids[i]].become(State::cold);

@@ -15,7 +15,7 @@ void need(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
 }
 
-constexpr std::uint64_t max_places = 1U << 22;  // a record has 22 bits for its place
+constexpr std::uint64_t max_places = 1U << 21;  // a record has 21 bits for its place
 constexpr std::size_t max_sizes = 1024;         // each costs a little whenever a free run changes
 constexpr std::array<char, 7> answer{0, 2, 1, 3, 2, 1, 1};    // to a probe, by state
 constexpr std::array<char, 7> detailed{0, 2, 1, 3, 2, 5, 6};  // to `states`
@@ -529,7 +529,7 @@ void Store::detach(Id id) {
     Id node = records_.node_of(id);
     record.slab = none;
     records_.drop_frame(id);
-    record.summed = record.filling = 0;
+    record.summed = record.filling = record.lossy = 0;
     if (record.further) {
         records_[record.prev_sibling].more = record.more;
         if (record.more != none) records_[record.more].prev_sibling = record.prev_sibling;
@@ -555,7 +555,7 @@ void Store::stay_on_disk(Id id, State from) {
     tally(id, from, State::cold);
     slabs_.give(record.slab, record.slot);
     record.slab = on_disk;
-    record.filling = 0;
+    record.filling = record.lossy = 0;
 }
 
 void Store::arrived(Id id) {

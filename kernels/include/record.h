@@ -49,7 +49,7 @@ struct alignas(64) Record {
     std::uint32_t slab;
     std::uint16_t slot;
     std::uint16_t leases;
-    std::uint32_t place : 22;  // which space, group and shard; a ghost's says only which space
+    std::uint32_t place : 21;  // which space, group and shard; a ghost's says only which space
     std::uint32_t state : 3;
     std::uint32_t further : 1;  // a further residency, not the node of its key
     std::uint32_t cut : 1;      // a node below one that lacks a block of a full group
@@ -58,6 +58,7 @@ struct alignas(64) Record {
     std::uint32_t framed : 1;   // has a frame on disk
     std::uint32_t used : 1;     // wanted again since its frame was written
     std::uint32_t filling : 1;  // a read from the disk fills its slot
+    std::uint32_t lossy : 1;    // what its slot has was decoded from less than was saved
 
     State is() const { return static_cast<State>(state); }
     void become(State next) { state = static_cast<std::uint32_t>(next); }
@@ -75,6 +76,7 @@ struct Checksum {
 };
 
 // Where a block lies on disk and how it is encoded. The segment is a number that its owner chose.
+// Flags are those of a footer's row: `lossy_frame` says that less lies there than was saved.
 struct Frame {
     std::uint32_t segment, page, payload_bytes;
     std::uint8_t codec, header_pages, flags;
@@ -86,6 +88,7 @@ struct Frame {
         return (header_pages + (payload_bytes + page - 1) / page) * page;
     }
 };
+inline constexpr std::uint8_t lossy_frame = 2;
 inline constexpr std::uint8_t proven = 3;  // rounds are counted no further
 inline constexpr std::uint8_t spared = 4;  // and in the last one it was not
 static_assert(sizeof(Frame) == 16);

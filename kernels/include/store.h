@@ -156,6 +156,8 @@ class Store {
     Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment,
                      std::span<const std::uint32_t> used);
     IdList dirty(Ids ids) const;
+    IdList lossy(Ids ids) const;
+    std::vector<std::uint32_t> depths(Ids ids) const;
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
 

@@ -23,10 +23,10 @@ def digest(name):
     return key(name)[:16]
 
 
-def write(store, ids, segment=1, first_page=1, codec=0):
+def write(store, ids, segment=1, first_page=1, codec=0, flags=1):
     """Gives each a frame, one after the other."""
     frames = [
-        FRAME.pack(segment, first_page + 2 * at, PAGE, codec, 1, 1, 0)
+        FRAME.pack(segment, first_page + 2 * at, PAGE, codec, 1, flags, 0)
         for at in range(len(ids) // 4)
     ]
     sums = b"".join(digest(i) for i in unpack(ids))
@@ -48,10 +48,10 @@ def lengths(store, space, named):
     return store.match(space, named)[:2]
 
 
-def row(name, parent=b"", group=0, shard=0, page=1, codec=0, payload=PAGE, header_pages=1):
+def row(name, parent=b"", group=0, shard=0, page=1, codec=0, payload=PAGE, header_pages=1, flags=0):
     return ROW.pack(
         key(name), parent, 99, group, shard, page, 2, header_pages, codec, payload, PAGE, 1,
-        digest(name), bool(parent),
+        digest(name), bool(parent) | flags,
     )  # fmt: skip
 
 
@@ -140,6 +140,46 @@ def test_as_many_are_promoted_as_there_is_room_for_the_leading_ones(store):
     assert store.counts()["blocks"]["cold"] == 4
     assert store.room(space, 0, 4) == 4
     store.check()
+
+
+def test_what_comes_from_a_lossy_frame_is_lossy_until_it_leaves_memory(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    write(store, ids[:8], flags=3, codec=7)
+    write(store, ids[8:], segment=2)
+    assert store.lossy(ids) == b""  # what was saved is there yet
+    store.evict(ids)
+    store.promote(ids)
+    assert store.drop_segment(1) == (b"", b"")  # its frames go while they are read
+    store.promoted(ids)
+    assert store.lossy(ids) == ids[:8] and store.dirty(ids) == ids[:8]
+    write(store, ids[:8], segment=3, flags=3)  # as it is, and what it was is known again
+    store.evict(ids[:8])
+    assert store.lossy(ids) == b""
+    assert store.promote(ids[:4])[0] == ids[:4]
+    assert store.lossy(ids) == ids[:4]
+    store.unpromoted(ids[:4])
+    assert store.lossy(ids) == b""
+    store.forget(ids)
+    again = save(store, plain, [1, 2, 3])
+    assert store.lossy(again) == b""
+    store.check()
+
+
+def test_what_is_restored_of_lossy_frames_is_lossy(store, plain):
+    store.restore(plain, row(1, flags=2, codec=7) + row(2, key(1), page=3), 7)
+    ids = store.resident(plain, keys(1, 2))
+    store.promote(ids)
+    assert store.promoted(ids)[0] == ids
+    assert store.lossy(ids) == ids[:4]
+
+
+def test_how_deep_a_block_lies_is_told(store, plain):
+    ids = save(store, plain, [1, 2, 3])
+    other = save(store, plain, [4])
+    assert unpack(store.depths(other + ids[8:] + ids)) == [0, 2, 0, 1, 2]
+    store.forget(ids[:4])
+    assert unpack(store.depths(ids[4:])) == [1, 2]  # a ghost is a key, too
+    assert store.depths(b"") == b""
 
 
 def test_a_bad_frame_is_a_block_that_is_nowhere(store, plain):

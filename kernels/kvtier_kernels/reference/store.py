@@ -28,8 +28,9 @@ DETAILED = ANSWERS | {COLD: 5, PROMOTING: 6}
 FRAME = struct.Struct("<IIIBBBB")
 ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")  # of a segment's footer
 HAS_PARENT = 1
+LOSSY = 2  # a frame's flag: less lies there than was saved
 MAX_LEASES = 65534
-MAX_PLACES = 1 << 22
+MAX_PLACES = 1 << 21
 RESTORED_AT_ONCE = 256
 MAX_SIZES = 1024
 WALK_LIMIT = 65536
@@ -97,6 +98,7 @@ class Block:
     rounds: int = 0  # of its segments in which it was wanted, three at most
     spared: bool = False  # in the last one it was not
     filling: bool = False  # a read from the disk fills its slot
+    lossy: bool = False  # what its slot has was decoded from less than was saved
 
     def evictable(self) -> bool:
         return self.state == READY and self.leases == 0
@@ -681,6 +683,8 @@ class Store:
                 break
             block.slab, block.slot = self._slabs.take(block.place.size_class, block)
             block.filling = True
+            assert block.frame is not None
+            block.lossy = bool(block.frame.flags & LOSSY)  # now: it may go while it is read
             taken.append(block)
         for block in blocks[len(taken) :]:
             block.state = COLD
@@ -771,6 +775,20 @@ class Store:
         """Those that are READY and have no frame, in order; ids that no block has are passed over."""
         blocks = filter(None, map(self._blocks.get, unpack(ids)))
         return join(b.id for b in blocks if b.state == READY and not b.frame)
+
+    def lossy(self, ids: bytes) -> bytes:
+        """Those whose bytes in memory were decoded from less than was saved, in order."""
+        return join(block.id for block in self._known(ids) if block.lossy)
+
+    def depths(self, ids: bytes) -> bytes:
+        """How many keys are before each, as far as is known; 4 bytes each."""
+        found = []
+        for block in self._known(ids):
+            above, depth = block.node.parent, 0
+            while above is not None:
+                above, depth = above.parent, depth + 1
+            found.append(depth)
+        return join(found)
 
     def coldest(self, ids: bytes, within_bytes: int, limit_bytes: int) -> tuple[bytes, bool]:
         """The dirty, unleased ones among the leading ids that make up so many bytes, no more of them than the
@@ -1052,7 +1070,7 @@ class Store:
         """A block, already COLD, gives back its slot alone."""
         assert block.slab is not None
         self._slabs.give(block.slab, block.slot)
-        block.slab, block.slot = None, 0
+        block.slab, block.slot, block.lossy = None, 0, False
 
     def _complete(self, node: Node) -> bool:
         ready = sum(b.restorable() and b.place.kind == FULL for b in node.blocks)
