@@ -23,7 +23,7 @@ from kvtier.catalog import Catalog
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import make
 from kvtier.units import format_bytes
-from kvtier_daemon import preflight
+from kvtier_daemon import preflight, profiles
 from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 from kvtier_daemon.config import Cold, Config, Loaded, settled, tenant_of
 from kvtier_daemon.mover import Mover
@@ -96,12 +96,14 @@ class App:
         self._started_at = time.monotonic()
         self._began_s = round(time.time(), 3)
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
+        self.losses = profiles.losses_of(config)
         self.tenants = {
             name: Tenant(
                 name,
                 secrets[name],
                 quota,
                 Catalog(Store(), make(config.warm.policy), config.history_bytes // len(quotas)),
+                losses=self.losses,
             )
             for name, quota in quotas.items()
         }
@@ -252,6 +254,7 @@ class App:
                 name, tenant.catalog, tier, tenant.quota_bytes, through=cold.write == "through",
                 daily_bytes=int(cold.daily_bytes * tenant.quota_bytes / self.config.warm.size_bytes),
                 admission=cold.admission, codec=cold.codec, codecs=cold.codecs,
+                losses=self.losses,
             )  # fmt: skip
             if before is not None:
                 tenant.mover.inherit(before)

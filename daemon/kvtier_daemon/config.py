@@ -47,6 +47,7 @@ class Cold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     segment_bytes: Annotated[int, values.SIZE] = msgspec.field(name="segment")
     codec: Annotated[str, values.CODEC] = "auto"
     codecs: Annotated[tuple[tuple[str, str], ...], values.MODEL_CODECS] = ()
+    profiles: Annotated[tuple[Path, ...], values.PATHS] = ()
     write: Annotated[str, values.WRITE] = "back"
     engine: Annotated[str, values.ENGINE] = "auto"
     admission: Annotated[str, values.ADMISSION] = "auto"

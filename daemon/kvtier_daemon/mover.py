@@ -18,8 +18,11 @@ from dataclasses import replace
 
 from kvtier.catalog import Catalog, Space
 from kvtier.catalog.cold import Promotion, Survey
+from kvtier.codec.base import Codec
 from kvtier.codec.choice import Choice
 from kvtier.codec.frame import RAW
+from kvtier.codec.losses import NUMBERS as LOSSY
+from kvtier.codec.losses import Losses
 from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, WHY, Verdict
 from kvtier.planning.beaten import Beaten, may_bring
@@ -65,6 +68,7 @@ class Mover:
         admission: str = "auto",
         codec: str = "raw",
         codecs: Sequence[tuple[str, str]] = (),
+        losses: Losses | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
@@ -73,7 +77,7 @@ class Mover:
         # On requests: load, or compute.
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
         self.beaten = Beaten()
-        self.choice = Choice(cold.coding.rates, codec, codecs)
+        self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
         self._tenant = tenant
         self._catalog = catalog
         self._cold = cold
@@ -288,7 +292,14 @@ class Mover:
         if codec == RAW:
             return block
         load_bytes = FRAME.unpack_from(loads, at * FRAME.size)[2]
-        return replace(block, coding=Decoding(codec, space.spec, plan.sizes[at], load_bytes))
+        size, lossy = plan.sizes[at], self._lossy(space, number) if codec in LOSSY else None
+        return replace(block, coding=Decoding(codec, space.spec, size, load_bytes, lossy))
+
+    def _lossy(self, space: Space, number: int) -> Codec | None:
+        """The lossy codec of this block."""
+        (one,) = self._catalog.cold.described(array("I", [number]).tobytes())
+        name = one.identity
+        return self.choice.lossy(name.space, space.spec, name.group, name.shard)
 
     def _have_read(self, block: Incoming, code: int) -> None:
         self._waiting_bytes -= block.load_bytes

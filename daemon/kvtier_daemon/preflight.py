@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvtier.errors import ConfigError
 from kvtier.units import MIB, format_bytes
 from kvtier_daemon.config import Config, Loaded, Warm
 from kvtier_daemon.observing.web import LIMIT_CONNECTIONS
 from kvtier_daemon.problems import Problems
+from kvtier_daemon.profiles import losses_of
 from kvtier_daemon.values import PAGE_BYTES
 
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
@@ -58,6 +60,7 @@ def look(loaded: Loaded) -> list[Finding]:
         socket_path(config.socket),
         socket_directory(config.socket.parent, is_default=loaded.origins["socket"] == "default"),
         state_directory(config.state),
+        calibration(config),
     ]
 
 
@@ -292,6 +295,17 @@ def state_directory(directory: Path) -> Finding:
         return Finding(False, what, wrong + missing, remedy + elsewhere)
     will_be = "is writable" if there == directory else "will be made"
     return Finding(True, what, f"{directory} {will_be}")
+
+
+def calibration(config: Config) -> Finding:
+    """Find whether the lossy codecs that are asked for have their profiles, and can read them."""
+    what = "calibration profiles"
+    try:
+        losses_of(config)
+    except ConfigError as error:
+        value, _, fix = str(error).rpartition("; ")
+        return Finding(False, what, value, fix)
+    return Finding(True, what, "all that are asked for are there")
 
 
 def _unusable(place: Path, mode: int) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from kvtier.codec.losses import NAMES as LOSSY
 from kvtier_daemon.config import Cold, Config, settled
 
 LIVE: Final = frozenset(
@@ -49,6 +50,8 @@ def changes(running: Config, wanted: Config) -> list[Change]:
     def live(key: str) -> bool:
         # While a tenant is missing, nobody may lose a user to it.
         is_uids = key.startswith("tenants.") and key.endswith(".uids") and same_tenants
+        if key == "cold.codecs" and not _same_losses(running.cold, wanted.cold):
+            return False
         return key in before and key in after and (key in LIVE or is_uids)
 
     return [
@@ -72,10 +75,18 @@ def merged(running: Config, wanted: Config) -> Config:
     )  # fmt: skip
 
 
+def _same_losses(running: Cold | None, wanted: Cold | None) -> bool:
+    """Whether no codec loses bits: what is lost of a space's blocks is part of its identity, and those who
+    use it were told that when they opened it."""
+    codecs = [*(running.codecs if running else ()), *(wanted.codecs if wanted else ())]
+    return not any(codec in LOSSY for _, codec in codecs)
+
+
 def _merged_cold(running: Cold | None, wanted: Cold | None) -> Cold | None:
     if running is None or wanted is None:
         return running
+    codecs = wanted.codecs if _same_losses(running, wanted) else running.codecs
     return replace(
-        running, codec=wanted.codec, codecs=wanted.codecs, write=wanted.write,
+        running, codec=wanted.codec, codecs=codecs, write=wanted.write,
         admission=wanted.admission, daily_bytes=wanted.daily_bytes, scrub_bytes=wanted.scrub_bytes,
     )  # fmt: skip

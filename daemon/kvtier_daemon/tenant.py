@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.catalog import Catalog
+from kvtier.codec.losses import Losses
 from kvtier.key import space_secret
-from kvtier.layout import KvSpec, space_id
+from kvtier.layout import KvSpec
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.tiers.warm import Extent
 
@@ -21,6 +22,7 @@ class Tenant:
     catalog: Catalog
     mover: Mover | None = None
     extents: list[Extent] = field(default_factory=list)
+    losses: Losses = field(default_factory=Losses)
 
     @property
     def brings(self) -> bool:
@@ -35,7 +37,7 @@ class Tenant:
         return index
 
     def identity_of(self, spec: KvSpec) -> bytes:
-        return space_id(spec, self.name)
+        return self.losses.identity(spec, self.name)
 
     def secret_of(self, identity: bytes) -> bytes:
         """What a client of that space names its blocks with."""

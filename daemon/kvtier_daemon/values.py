@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.codec.choice import CHOICES
+from kvtier.codec.losses import NAMES as LOSSY
 from kvtier.policy.base import NATIVE
 from kvtier.units import GIB, MIB, format_bytes, parse_bytes, parse_share
 
 PAGE_BYTES: Final = 4096
 POLICIES: Final = tuple(NATIVE)
 CODECS: Final = CHOICES
+MODELS_CODECS: Final = (*CHOICES, *LOSSY)
 WRITES: Final = ("back", "through")
 ADMISSIONS: Final = ("auto", "all", "second-touch")
 ENGINES: Final = ("auto", "io_uring", "threads")
@@ -196,6 +198,15 @@ UIDS: Final = Key(_uids, 'a list of "*", numbers and user names')
 PATH: Final = Key(_path, "an absolute path")
 
 
+def _codec(value: object) -> str:
+    if value in LOSSY:
+        raise ValueError(
+            f"{value} is lossy, and is asked for by model: under [cold] write"
+            f' codecs = ["MODEL={value}"]'
+        )
+    return _one_of(CODECS)(value)
+
+
 def _codecs(value: object) -> tuple[tuple[str, str], ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
@@ -204,15 +215,17 @@ def _codecs(value: object) -> tuple[tuple[str, str], ...]:
     pairs = []
     for item in value:
         pattern, _, codec = _text(item).rpartition("=")
-        if not pattern.strip() or codec.strip() not in CODECS:
+        if not pattern.strip() or codec.strip() not in MODELS_CODECS:
             raise ValueError(f'"{item}" is no model and a codec')
         pairs.append((pattern.strip(), codec.strip()))
     return tuple(pairs)
 
 
 PATHS: Final = Key(_paths, "a list of absolute paths, each once")
-CODEC: Final = Key(_one_of(CODECS), f"a codec that is there: {', '.join(CODECS)}")
-MODEL_CODECS: Final = Key(_codecs, f'a list such as ["org/model-*=r32"], with {", ".join(CODECS)}')
+CODEC: Final = Key(_codec, f"a codec that is there: {', '.join(CODECS)}")
+MODEL_CODECS: Final = Key(
+    _codecs, f'a list such as ["org/model-*=r32"], with {", ".join(MODELS_CODECS)}'
+)
 WRITE: Final = Key(_one_of(WRITES), f"one of {', '.join(WRITES)}")
 ENGINE: Final = Key(_one_of(ENGINES), f"one of {', '.join(ENGINES)}")
 ADMISSION: Final = Key(_one_of(ADMISSIONS), f"one of {', '.join(ADMISSIONS)}")

@@ -251,10 +251,12 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
-def space_id(spec: KvSpec, tenant: str) -> bytes:
-    """The identity of everything that shares keys: 32 bytes over every field and the tenant."""
+def space_id(spec: KvSpec, tenant: str, loss: str = "") -> bytes:
+    """The identity of everything that shares keys: 32 bytes over every field, the tenant, and what its
+    blocks may lose."""
     # JSON of named fields in declared order: no two descriptions have the same text.
-    description = msgspec.json.encode({"tenant": tenant, "spec": spec})
+    named = {"tenant": tenant, "spec": spec}
+    description = msgspec.json.encode({**named, "loss": loss} if loss else named)
     return hashlib.sha256(IDENTITY_VERSION + description).digest()
 
 

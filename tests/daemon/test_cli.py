@@ -413,6 +413,9 @@ def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
     assert cold_lines(coding={"spaces": spaces})[3] == (
         " cold codecs     r32 in 2 spaces, 1.44 to 1.50 smaller, raw in 1 space"
     )
+    spaces[0] |= {"asked": "q8", "why": "opaque"}
+    lines = " ".join(line.strip() for line in cold_lines(coding={"spaces": spaces}))
+    assert "raw in 1 space, no q8 in 1 space: opaque" in lines
     new = COLD["scrub"] | {"last_round_s": None, "frames": 1, "damaged": 0}
     assert cold_lines(scrub=new)[-1] == " cold scrub      16 MiB/s, 1 frame, 0 damaged, first round"
 

@@ -72,7 +72,7 @@ def test_every_key_can_be_written(read):
         'log_level = "debug"\nmax_clients = 3\nhistory = "2MiB"\n'
         '[warm]\nsize = "1GiB"\npolicy = "lru"\nextent = "128MiB"\nlock = true\nhuge_pages = true\n'
         '[cold]\ndirectories = ["/d/a", "/d/b"]\nsize = "64GiB"\nsegment = "512MiB"\ncodec = "raw"\n'
-        'codecs = ["org/*=r32", "a = b=fix4"]\n'
+        'codecs = ["org/*=r32", "a = b=fix4"]\nprofiles = ["/p"]\n'
         'write = "through"\nengine = "threads"\ndaily_writes = "2TiB"\nscrub = "4MiB"\n'
         'admission = "second-touch"\n'
         '[http]\nlisten = "0.0.0.0:80"\nallow_remote = true\nhosts = ["gpu7.example"]\n'
@@ -100,6 +100,7 @@ def test_every_key_can_be_written(read):
             "segment": 512 * MIB,
             "codec": "raw",
             "codecs": (("org/*", "r32"), ("a = b", "fix4")),
+            "profiles": ("/p",),
             "write": "through",
             "engine": "threads",
             "admission": "second-touch",
@@ -576,6 +577,8 @@ def test_segments_are_small_enough_for_every_tenant(read):
         (COLD + 'scrub = "fast"', "expected bytes a second such as 16MiB, or 0 for none"),
         (COLD + 'codec = "zip"', "cold.codec: expected a codec that is there: auto, raw"),
         (COLD + 'codecs = ["m=zip"]', 'cold.codecs: "m=zip" is no model and a codec'),
+        (COLD + 'codec = "q8"', 'cold.codec: q8 is lossy, and is asked for by model: under [cold]'),
+        (COLD + 'codecs = ["m=ecsq"]', 'cold.codecs: "m=ecsq" is no model and a codec'),
         (COLD + 'codecs = ["r32"]', 'cold.codecs: "r32" is no model and a codec'),
     ],
 )  # fmt: skip

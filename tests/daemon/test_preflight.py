@@ -359,7 +359,7 @@ def test_a_state_directory_may_be_missing(tmp_path):
 
 def test_all_is_well_for_a_small_tier(make):
     findings = preflight.require(make("1MiB"))
-    assert len(findings) == 6
+    assert len(findings) == 7
     assert all(finding.ok for finding in findings)
 
 

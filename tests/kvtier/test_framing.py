@@ -8,8 +8,10 @@ import pytest
 
 from conformance.codec_tests import kv
 from kvtier.codec import base, framing, raw
+from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.frame import (
     ENTRY,
+    GENERATION_AT,
     HEADER,
     RAW,
     Frame,
@@ -20,10 +22,12 @@ from kvtier.codec.frame import (
     seal,
     stamp,
 )
+from kvtier.codec.grid import grids
 from kvtier.codec.known import BY_NAME
 from kvtier.errors import FrameError
 from kvtier.layout import DTYPE_BYTES
 from kvtier_kernels import decode_frame, xxh3_128
+from losses_by_twins import profile_of
 from specs import spec_of
 
 SPACE, KEY, PARENT = b"s" * 32, b"k" * 32, b"p" * 32
@@ -183,3 +187,40 @@ def test_a_layer_is_decoded_alone(codec: str) -> None:
     assert one_layer(one, bytes(bad), 0) == block[:each], "the others are sound"
     with pytest.raises(FrameError, match="layer 3, part 1"):
         one_layer(one, bytes(bad), 3)
+
+
+def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None:
+    spec = spec_of()
+    block, pieces = block_of(), raw.entries(spec, 0)
+    codec = Calibrated("ecsq", profile_of(spec), "mid")
+    header, into = blank(), bytearray(len(block))
+    nbytes = framing.encode_lossy(codec, "bfloat16", header, block, into, (), 0)
+    assert nbytes < len(block)
+    text = seal(bytes(header), into[:nbytes]) + into[:nbytes]
+    size, digest, back = len(header), xxh3_128(into[:nbytes]), bytearray(len(block))
+    framing.decode(text, size, digest, "bfloat16", back, codec)
+    assert bytes(back) != block and decode(text[:size]).raw_digest == xxh3_128(back)
+    framing.decode_entries(
+        decode(text[:size]), decode(text[:size]).entries, into, "bfloat16", back, codec
+    )
+    other = Calibrated("ecsq", profile_of(spec, step=1), "mid")
+    twice = bytearray(header)
+    twice[GENERATION_AT] = 2
+    twice_text = seal(bytes(twice), into[:nbytes]) + into[:nbytes]
+    for given, text_of, why in (
+        (None, text, "nobody asked for"),
+        (BY_NAME["q8"], text, "nobody asked for"),
+        (other, text, "by another profile"),
+        (codec, twice_text, "more than once"),
+    ):
+        with pytest.raises(FrameError, match=why):
+            framing.decode(text_of, size, digest, "bfloat16", back, given)
+    fixed, header = BY_NAME["q8"], blank()
+    lies = grids(spec, 0)
+    nbytes = framing.encode_lossy(fixed, "bfloat16", header, block, into, lies, 0)
+    text = seal(bytes(header), into[:nbytes]) + into[:nbytes]
+    digest = xxh3_128(into[:nbytes])
+    framing.decode(text, size, digest, "bfloat16", back, fixed)
+    with pytest.raises(FrameError, match="nobody asked for"):
+        framing.decode(text, size, digest, "bfloat16", back)
+    assert len(pieces) == len(lies)

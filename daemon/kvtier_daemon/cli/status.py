@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,10 +234,14 @@ def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
     ratios: dict[str, list[float]] = {}
     for space in spaces:
         ratios.setdefault(space["codec"], []).append(space["ratios"].get(space["codec"], 1.0))
+    without = Counter((one["asked"], one["why"]) for one in spaces if one.get("why"))
     return [
         f"{name} in {_count(len(found), 'space')}"
         + (f", {min(found):.2f} to {max(found):.2f} smaller" if name != "raw" else "")
         for name, found in sorted(ratios.items())
+    ] + [
+        f"no {asked} in {_count(count, 'space')}: {why}"
+        for (asked, why), count in sorted(without.items())
     ]
 
 

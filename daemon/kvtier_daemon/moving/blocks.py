@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvtier.catalog.cold import Outgoing as Described
-from kvtier.codec.frame import PAGE, pages
+from kvtier.codec.frame import LOSSY, PAGE, pages
 from kvtier.wire import DIGEST_BYTES
 from kvtier_daemon.tiers.batch import Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.cold import ColdTier, Incoming
@@ -17,7 +17,7 @@ from kvtier_daemon.tiers.drive import HANGS_S
 
 SLOT = struct.Struct("<IIQQ")  # extent, zero, offset, generation
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, zero
-NBYTES_AT, CODEC_AT = 8, 12
+NBYTES_AT, CODEC_AT, FLAGS_AT = 8, 12, 14
 PLACE_BYTES = 8  # the first two
 SETTLE_S = HANGS_S + 1
 BEGIN_S, BEGIN_TRIES = 0.001, 50  # until the next segment is begun
@@ -40,12 +40,14 @@ def incoming(
     return Incoming(number, segment, page, header_pages, nbytes, digest, *place)
 
 
-def outgoing(number: int, block: Described, place: tuple[int, int]) -> Outgoing:
+def outgoing(
+    number: int, block: Described, place: tuple[int, int], lossy: bool, position: int = 0
+) -> Outgoing:
     """A block to be written from there."""
     name = block.identity
     return Outgoing(
         number, name.space, block.space.spec, name.group, name.shard, name.key, block.parent, block.checksum,
-        *place,
+        *place, lossy=lossy, position=position,
     )  # fmt: skip
 
 
@@ -60,7 +62,10 @@ def frame_bytes(one: Landed) -> int:
 
 def frame_of(one: Landed) -> bytes:
     """Its frame, as the catalog has them."""
-    return FRAME.pack(one.segment, one.page, one.payload_bytes, one.codec, one.header_pages, 0, 0)
+    flags = LOSSY if one.lossy else 0
+    return FRAME.pack(
+        one.segment, one.page, one.payload_bytes, one.codec, one.header_pages, flags, 0
+    )
 
 
 async def describe(cold: ColdTier, tenant: str, blocks: Sequence[Outgoing]) -> bool:

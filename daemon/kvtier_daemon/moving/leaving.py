@@ -18,6 +18,8 @@ from kvtier.errors import FrameError
 from kvtier_daemon.moving.blocks import (
     BEGIN_S,
     BEGIN_TRIES,
+    CODEC_AT,
+    FLAGS_AT,
     FRAME,
     PLACE_BYTES,
     SETTLE_S,
@@ -138,8 +140,9 @@ class Leaving:
                 place = (extent, offset)
                 one = incoming(ids[at], found.frames, found.digests, at, place)
                 reading.append(one)
-                writing[ids[at]] = outgoing(ids[at], block, place)
-                if codec := FRAME.unpack(frames[at])[3]:
+                lossy = bool(frames[at][FLAGS_AT] & frame.LOSSY)
+                writing[ids[at]] = outgoing(ids[at], block, place, lossy)
+                if codec := frames[at][CODEC_AT]:
                     encoded[ids[at]] = codec
                 offset += pages(one.payload_bytes)
         if not reading:

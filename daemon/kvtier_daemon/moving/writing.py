@@ -213,10 +213,7 @@ class Writing:
         them are written, but none before there is a place.
         """
         cold = self._catalog.cold
-        blocks = [
-            outgoing(number, block, place_of(self._extents, block.slot))
-            for number, block in zip(array("I", plan.ids), plan.blocks, strict=True)
-        ]
+        blocks = self._outgoing(plan)
         self._sizes.note(
             sum(block.spec.group_block_bytes(block.group) for block in blocks), len(blocks)
         )
@@ -251,6 +248,20 @@ class Writing:
                 block.let_go()
             cold.not_demoted(ids_of(left))
         return ids_of(left), wrote
+
+    def _outgoing(self, plan: Demotion) -> list[Outgoing]:
+        ids, cold = array("I", plan.ids), self._catalog.cold
+        lossy = frozenset(array("I", cold.lossy(plan.ids)))
+        spaces = {block.space.identity: block.space for block in plan.blocks}
+        wants = any(self.choice.has_loss(one.identity, one.spec) for one in spaces.values())
+        depths = array("I", cold.depths(plan.ids)) if wants else array("I", bytes(len(plan.ids)))
+        return [
+            outgoing(
+                number, block, place_of(self._extents, block.slot), number in lossy,
+                depth * block.space.spec.block_tokens,
+            )
+            for number, depth, block in zip(ids, depths, plan.blocks, strict=True)
+        ]  # fmt: skip
 
     async def _encode(self, piece: list[Outgoing]) -> list[Outgoing]:
         return await self._cold.coding.encode(

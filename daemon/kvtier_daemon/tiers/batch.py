@@ -27,7 +27,8 @@ class Coded:
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A block to be written: what it is, and the slot that has it. `digest` is empty where none is known.
-    Where it has a `coded`, that is written."""
+    Where it has a `coded`, that is written. A `lossy` one was decoded from less than was saved; `position` is
+    its first token's, where that is wanted."""
 
     id: int
     space: bytes
@@ -40,6 +41,8 @@ class Outgoing:
     extent: int
     offset: int
     coded: Coded | None = None
+    lossy: bool = False
+    position: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -76,6 +79,7 @@ class Landed:
     payload_bytes: int
     digest: bytes
     codec: int = RAW
+    lossy: bool = False  # less is there than was saved
 
 
 Wrote = Callable[[list[Landed], list[int]], None]

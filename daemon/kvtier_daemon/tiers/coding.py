@@ -23,6 +23,7 @@ from kvtier.codec import framing
 from kvtier.codec.base import Codec
 from kvtier.codec.choice import Choice, Rates
 from kvtier.codec.frame import RAW, pages
+from kvtier.codec.grid import grids
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Coded, Outgoing
@@ -106,13 +107,10 @@ class Coding:
     ) -> list[Outgoing]:
         """The same blocks, those for which it pays, and for which it can be done, with what they are encoded
         to. Whoever gets them lets go of each (`Coded.let_go`) once it is written, or is not to be."""
-        kinds = {(block.space, block.group): block for block in blocks}
-        chosen = {
-            kind: choice.codec(block.space, block.spec, block.block_bytes, links)
-            for kind, block in kinds.items()
-        }
-        codecs = [chosen[block.space, block.group] for block in blocks]
-        tried = self._tries(blocks, choice)
+        kinds = {_kind(block): block for block in blocks}
+        chosen = {kind: _codec(block, choice, links) for kind, block in kinds.items()}
+        codecs = [chosen[_kind(block)] for block in blocks]
+        tried = self._tries(blocks, codecs, choice)
         todo = [at for at, codec in enumerate(codecs) if codec.number != RAW or at in tried]
         if not todo:
             return list(blocks)
@@ -182,11 +180,15 @@ class Coding:
         if piece:
             yield piece
 
-    def _tries(self, blocks: Sequence[Outgoing], choice: Choice) -> set[int]:
-        """Which of these to try with all codecs."""
+    def _tries(
+        self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], choice: Choice
+    ) -> set[int]:
+        """Which of these to try with all codecs: of those that are to be lossless."""
         used: Counter[bytes] = Counter()
         tried = set()
-        for at, block in enumerate(blocks):
+        for at, (block, codec) in enumerate(zip(blocks, codecs, strict=True)):
+            if codec.lossy:
+                continue
             if used[block.space] < choice.tries(block.space, block.spec, block.block_bytes):
                 used[block.space] += 1
                 tried.add(at)
@@ -202,14 +204,15 @@ class Coding:
 
     def decode(
         self, codec: int, text: memoryview, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
-        offset: int, nbytes: int, done: Callable[[int], None],
+        offset: int, nbytes: int, done: Callable[[int], None], lossy: Codec | None = None,
     ) -> None:  # fmt: skip
-        """Write the block of this frame to its slot; `done` is told an errno or 0."""
+        """Write the block of this frame to its slot; `done` is told an errno or 0. `lossy` is the one lossy
+        codec that it may be of."""
         into = self._view(extent, offset, nbytes)
 
         def work() -> float:
             began = time.perf_counter()
-            framing.decode(text, header_bytes, digest, spec.dtype, into)
+            framing.decode(text, header_bytes, digest, spec.dtype, into, lossy)
             return time.perf_counter() - began
 
         def over(future: asyncio.Future[float]) -> None:
@@ -283,6 +286,19 @@ def _started(threads: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
+def _kind(block: Outgoing) -> tuple[bytes, int, int, bool]:
+    """What blocks of one codec have in common."""
+    return block.space, block.group, block.shard, block.lossy
+
+
+def _codec(block: Outgoing, choice: Choice, links: Sequence[float]) -> Codec:
+    """By what a block is stored now. What a lossy codec made is stored as it is: errors would add up."""
+    lossy = choice.lossy(block.space, block.spec, block.group, block.shard)
+    if lossy is not None and not block.lossy:
+        return lossy
+    return choice.codec(block.space, block.spec, block.block_bytes, links)
+
+
 def _encode_all(jobs: Sequence[Job]) -> list[tuple[int | None, list[Took]]]:
     """What each block is encoded to, the payload's bytes, or None where it stays raw; and what was
     measured."""
@@ -298,8 +314,20 @@ def _encode(job: Job) -> tuple[int | None, list[Took]]:
             )
     if job.codec.number == RAW:
         return None, took
-    one = _try(job.codec, dtype, job.header, job.source, job.into, decodes=bool(job.tries))
+    if job.codec.lossy:
+        one = _lose(job.codec, job.block, job.header, job.source, job.into)
+    else:
+        one = _try(job.codec, dtype, job.header, job.source, job.into, decodes=bool(job.tries))
     return one.nbytes, [*took, one]
+
+
+def _lose(
+    codec: Codec, block: Outgoing, header: bytearray, source: memoryview, into: memoryview
+) -> Took:
+    began = time.perf_counter()
+    dtype, lies = block.spec.dtype, grids(block.spec, block.group)
+    nbytes = framing.encode_lossy(codec, dtype, header, source, into, lies, block.position)
+    return Took(codec.number, nbytes, time.perf_counter() - began)
 
 
 def _try(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.codec.base import ELEMENTS
+from kvtier.codec.base import ELEMENTS, Codec
 from kvtier.codec.frame import PAGE, pages
 from kvtier.codec.framing import NATIVE
 from kvtier.errors import KvtierError, TierError
@@ -50,12 +50,14 @@ NOWHERE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How the frame of a block is encoded, what it decodes to, and what that costs its link."""
+    """How the frame of a block is encoded, what it decodes to, and what that costs its link. `lossy` is the
+    one lossy codec that it may be of."""
 
     codec: int
     spec: KvSpec
     block_bytes: int
     load_bytes: int
+    lossy: Codec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +409,7 @@ class ColdTier:
                 return
             self.coding.decode(
                 how.codec, text, header_bytes, block.digest, how.spec, block.extent, block.offset,
-                how.block_bytes, lambda code: over(code, None),
+                how.block_bytes, lambda code: over(code, None), how.lossy,
             )  # fmt: skip
 
         drive.read_staged(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)

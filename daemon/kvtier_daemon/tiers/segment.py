@@ -35,7 +35,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvtier.codec.frame import DIGEST_BYTES, HAS_PARENT, PAGE, ZERO_DIGEST, Frame, Identity, pages
+from kvtier.codec.frame import (
+    DIGEST_BYTES,
+    HAS_PARENT,
+    LOSSY,
+    PAGE,
+    ZERO_DIGEST,
+    Frame,
+    Identity,
+    pages,
+)
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_kernels import xxh3_128
@@ -89,12 +98,14 @@ class Listed:
     raw_bytes: int
     sequence: int
     payload_digest: bytes
+    lossy: bool = False
 
     @classmethod
     def of(cls, frame: Frame, page: int) -> Listed:
         return cls(
             frame.identity, frame.parent, page, frame.total_bytes // PAGE, frame.header_bytes // PAGE,
             frame.codec, frame.payload_bytes, frame.raw_bytes, frame.sequence, frame.payload_digest,
+            frame.lossy_generation > 0,
         )  # fmt: skip
 
 
@@ -119,7 +130,7 @@ def encode_row(one: Listed, space: int) -> bytes:
     return ENTRY.pack(
         name.key, one.parent, space, name.group, name.shard, one.page, one.pages, one.header_pages,
         one.codec, one.payload_bytes, one.raw_bytes, one.sequence, one.payload_digest,
-        HAS_PARENT if one.parent else 0,
+        (HAS_PARENT if one.parent else 0) | (LOSSY if one.lossy else 0),
     )  # fmt: skip
 
 
@@ -219,7 +230,7 @@ def decode_entries(spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes) -> list[
         listed.append(
             Listed(
                 identity, parent if has_parent else b"", page, count, header_pages, codec,
-                payload_bytes, raw_bytes, sequence, digest,
+                payload_bytes, raw_bytes, sequence, digest, bool(flags & LOSSY),
             )
         )  # fmt: skip
     return listed

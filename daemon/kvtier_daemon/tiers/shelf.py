@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvtier.codec.frame import PAGE, RAW, Identity, Template, pages, stamp
+from kvtier.codec.frame import GENERATION_AT, PAGE, RAW, Identity, Template, pages, stamp
+from kvtier.codec.framing import ONCE
 from kvtier.codec.raw import entries
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
@@ -82,7 +83,10 @@ class Numbering:
 
     def blank(self, block: Outgoing) -> bytearray:
         """A header for this block that is nobody's yet."""
-        return self.template(block).blank(block.digest)
+        text = self.template(block).blank(block.digest)
+        if block.lossy:
+            text[GENERATION_AT] = ONCE
+        return text
 
 
 class Shelf:
@@ -154,11 +158,12 @@ class Shelf:
                 break
             sequence = self._numbering.sequence
             self._numbering.sequence += 1
-            header = bytearray(coded.header) if coded is not None else kind.blank(block.digest)
+            header = bytearray(coded.header) if coded is not None else self._numbering.blank(block)
+            lossy = header[GENERATION_AT] > 0
             stamp(header, block.key, block.parent, segment.head.epoch, sequence)
             ops += self.drive.frame_op(
                 segment.fd, taken.page * PAGE, nbytes, *block.place, (len(headers), len(header)),
-                self._wrote_one(batch, block, kind, taken, sequence),
+                self._wrote_one(batch, block, kind, taken, sequence, lossy),
             )  # fmt: skip
             headers += header
             batch.ops += 1
@@ -171,8 +176,8 @@ class Shelf:
         return batch.ops
 
     def _wrote_one(
-        self, batch: Batch, block: Outgoing, kind: Template, taken: Taken, sequence: int
-    ) -> Over:
+        self, batch: Batch, block: Outgoing, kind: Template, taken: Taken, sequence: int, lossy: bool
+    ) -> Over:  # fmt: skip
         def over(code: int, digest: bytes | None) -> None:
             if code or digest is None:
                 batch.failed.append(block.id)
@@ -181,13 +186,15 @@ class Shelf:
             listed = Listed(
                 Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
                 header_pages + pages(nbytes) // PAGE, header_pages, block.codec, nbytes, kind.raw_bytes,
-                sequence, digest,
+                sequence, digest, lossy,
             )  # fmt: skip
             batch.rows.append((taken.at, encode_row(listed, taken.space)))
             number = batch.segment.number
             batch.landed.append(
-                Landed(block.id, number, taken.page, header_pages, nbytes, digest, block.codec)
-            )
+                Landed(
+                    block.id, number, taken.page, header_pages, nbytes, digest, block.codec, lossy
+                )
+            )  # fmt: skip
 
         return over
 

@@ -385,6 +385,14 @@ class Cold:
         """Those of these blocks that are in memory alone, and not forgotten."""
         return self._blocks.store.dirty(ids)
 
+    def lossy(self, ids: bytes) -> bytes:
+        """Those of these blocks whose bytes in memory were decoded from less than was saved."""
+        return self._blocks.store.lossy(ids)
+
+    def depths(self, ids: bytes) -> bytes:
+        """How many keys are before each of these blocks, as far as is known; 4 bytes each."""
+        return self._blocks.store.depths(ids)
+
     def still(self, ids: bytes, segment: int) -> bytes:
         """Those of these blocks whose frames are in this segment, and that are not forgotten."""
         return self._blocks.store.still(ids, segment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvtier.codec.frame import RAW, Entry
+from kvtier.codec.frame import RAW, ZERO_DIGEST, Entry
 from kvtier.codec.grid import Grid
 from kvtier.errors import FrameError
 from kvtier_kernels import decode_parts, encode_parts
@@ -39,6 +39,9 @@ class Codec(Protocol):
 
     @property
     def lossy(self) -> bool: ...
+    @property
+    def profile(self) -> bytes:
+        """The name of the one that it was made for; zeros where it needs none."""
 
     def bound(self, nbytes: int) -> int:
         """The most that a block of so many bytes takes."""
@@ -67,6 +70,8 @@ class Codec(Protocol):
 class Native:
     """A codec of the kernels. What comes back from a lossy one is of the same type, and the same on every
     processor."""
+
+    profile = ZERO_DIGEST
 
     def __init__(self, name: str, number: int, *, lossy: bool = False) -> None:
         self.name = name

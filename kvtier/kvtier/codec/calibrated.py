@@ -53,7 +53,7 @@ class Calibrated:
                 raise ProfileError(f"the profile of {profile.model} has no layer {layer}")
             for index, part in enumerate(profile.layers[layer]):
                 one = profile.level(codec, layer, index, level)
-                if _known(layout, part):
+                if knows(layout, part):
                     self._numbers[place, index] = len(said)
                 said.append(_shared(part, one.exponents, one.table, *share))
         ropes = [(_native(rope.turns, "Q"), rope.interleaved) for rope in profile.ropes]
@@ -98,7 +98,7 @@ class Calibrated:
         return self._numbers.get((entry.layer, entry.part), UNKNOWN)
 
 
-def _known(layout: str, part: Part) -> bool:
+def knows(layout: str, part: Part) -> bool:
     """Whether we know how a part lies: of a latent, whose layout says its dims, there is one head."""
     latent = layout == f"layer,token,latent={part.dim - part.exact_dims}+{part.exact_dims}"
     return layout in (TOKENS_FIRST, HEADS_FIRST) or (latent and part.heads == 1)

@@ -17,6 +17,8 @@ from kvtier.codec.base import ELEMENTS, FIX4, R32, ZSTD, Codec
 from kvtier.codec.frame import RAW
 from kvtier.codec.framing import NATIVE, suits
 from kvtier.codec.known import BY_NAME, BY_NUMBER, CODECS
+from kvtier.codec.losses import BLOCK_MOST, Loss, Losses
+from kvtier.codec.losses import NAMES as LOSSY
 from kvtier.layout import KvSpec
 
 AUTO = "auto"
@@ -29,7 +31,6 @@ LATELY_BYTES = 1 << 28
 GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
 FIRST_TRIES = 4  # blocks of a new space
 TRY_EVERY = 256  # blocks
-BLOCK_MOST = 32 << 20  # of a codec that the disks' workers can't decode: its frame is read as one
 LIMIT_SPACES = 256  # the first ones are learnt anew
 
 
@@ -67,9 +68,22 @@ class Known:
     spec: KvSpec
     asked: str
     chosen: int = RAW
+    loss: Loss | None = None
+    why: str = ""  # it has none that was asked for
     ratios: dict[int, Average] = field(default_factory=dict)  # by codec: raw bytes for encoded ones
     blocks: int = 0  # since some were tried
     tried: int = 0
+
+    @property
+    def name(self) -> str:
+        """By what its blocks are stored now."""
+        return self.loss.asked if self.loss is not None else self.name_of(self.chosen)
+
+    def name_of(self, codec: int) -> str:
+        """A codec of its blocks; of calibrated ones with the level."""
+        if self.loss is not None and codec not in BY_NUMBER:
+            return self.loss.asked
+        return BY_NUMBER[codec].name
 
 
 class Rates:
@@ -111,16 +125,24 @@ class Rates:
 
 
 class Choice:
-    """Of one tenant. `asked` is a codec's name or "auto"; `by_model` has patterns of models with such
-    names."""
+    """Of one tenant. `asked` is a lossless codec's name or "auto"; `by_model` has patterns of models with
+    such names, or lossy ones: what those make of a space `losses` says, and blocks that they are not for are
+    left to "auto"."""
 
     def __init__(
-        self, rates: Rates, asked: str = AUTO, by_model: Sequence[tuple[str, str]] = ()
+        self,
+        rates: Rates,
+        asked: str = AUTO,
+        by_model: Sequence[tuple[str, str]] = (),
+        losses: Losses | None = None,
+        tenant: str = "",
     ) -> None:
         self.rates = rates
         self.saved_bytes_s = 0.0  # that each thread would have to encode
         self._asked = asked
         self._by_model = by_model
+        self._losses = losses if losses is not None else Losses()
+        self._tenant = tenant
         self._spaces: dict[bytes, Known] = {}
 
     def codec(self, space: bytes, spec: KvSpec, nbytes: int, links: Iterable[float]) -> Codec:
@@ -131,8 +153,19 @@ class Choice:
             known.chosen = self._best(known, [one for one in links if one])
         return BY_NUMBER[known.chosen if _takes(known.chosen, nbytes) else RAW]
 
+    def lossy(self, space: bytes, spec: KvSpec, group: int, shard: int) -> Codec | None:
+        """The lossy codec of these blocks, if they have one: of all of them, but for those that it made."""
+        loss = self._known(space, spec).loss
+        return loss.codec(group, shard) if loss is not None else None
+
+    def has_loss(self, space: bytes, spec: KvSpec) -> bool:
+        """Whether some blocks of the space have a lossy codec."""
+        return self._known(space, spec).loss is not None
+
     def encodes(self, space: bytes, spec: KvSpec, nbytes: int) -> bool:
         """Whether there is work with such blocks before they are written, as far as is known."""
+        if self._known(space, spec).loss is not None:
+            return True
         chosen = self._known(space, spec).chosen
         return (chosen != RAW and _takes(chosen, nbytes)) or self.tries(space, spec, nbytes) > 0
 
@@ -153,11 +186,10 @@ class Choice:
         return tuple(BY_NUMBER[number] for number in numbers if _takes(number, nbytes))
 
     def ask(self, asked: str, by_model: Sequence[tuple[str, str]]) -> None:
-        """Go by these from now on; what was measured stays known."""
+        """Go by these from now on; what was measured stays known, and what loss a space has."""
         self._asked, self._by_model = asked, by_model
         for known in self._spaces.values():
-            known.asked = self._asked_of(known.spec)
-            known.chosen = _first(known)
+            self._ask_for(known)
 
     # --- what was measured -------------------------------------------------------------------
 
@@ -187,10 +219,11 @@ class Choice:
             {
                 "model": known.spec.model,
                 "dtype": known.spec.dtype,
-                "asked": known.asked,
-                "codec": BY_NUMBER[known.chosen].name,
+                "asked": self._losses.asked(known.spec) or known.asked,
+                "codec": known.name,
+                "why": known.why,
                 "ratios": self._named(
-                    {number: one.value for number, one in known.ratios.items()}, 3
+                    known, {number: one.value for number, one in known.ratios.items()}, 3
                 ),
                 "encode_bytes_s": self._rates(known, self.rates.encode_bytes_s),
                 "decode_bytes_s": self._rates(known, self.rates.decode_bytes_s),
@@ -205,9 +238,19 @@ class Choice:
         if known is None:
             if len(self._spaces) >= LIMIT_SPACES:
                 del self._spaces[next(iter(self._spaces))]
-            known = self._spaces[space] = Known(spec, self._asked_of(spec))
-            known.chosen = _first(known)
+            known = self._spaces[space] = Known(spec, AUTO)
+            self._ask_for(known)
+            if self._asked_of(spec) in LOSSY:
+                known.loss = self._losses.of(space, spec, self._tenant)
+                found = self._losses.look(spec)
+                known.why = found if isinstance(found, str) else ""
         return known
+
+    def _ask_for(self, known: Known) -> None:
+        asked = self._asked_of(known.spec)
+        # What is not lost in a space's blocks is stored as for any other.
+        known.asked = AUTO if asked in LOSSY else asked
+        known.chosen = _first(known)
 
     def _asked_of(self, spec: KvSpec) -> str:
         return next(
@@ -239,11 +282,11 @@ class Choice:
         return not rate or rate >= self.saved_bytes_s * (1 if codec == known.chosen else GAIN)
 
     def _rates(self, known: Known, rate: Callable[[int, str], float]) -> dict[str, float]:
-        return self._named({one: rate(one, known.spec.dtype) for one in known.ratios}, 0)
+        return self._named(known, {one: rate(one, known.spec.dtype) for one in known.ratios}, 0)
 
     @staticmethod
-    def _named(values: Mapping[int, float], digits: int) -> dict[str, float]:
-        return {BY_NUMBER[number].name: round(value, digits) for number, value in values.items()}
+    def _named(known: Known, values: Mapping[int, float], digits: int) -> dict[str, float]:
+        return {known.name_of(number): round(value, digits) for number, value in values.items()}
 
 
 def _first(known: Known) -> int:

@@ -26,7 +26,8 @@ field zero, so identity, epoch, lengths and the entries' digests are all under i
 of its piece of the payload, the payload digest that of the whole, the raw digest that of the block as it lay
 in memory. `raw` frames have equal raw and payload digests. Nonce and tag are for encryption: zero without.
 The profile is the name of the one that decoding needs; zero where it needs none. `g` is how many times what
-lay in memory has been through a lossy codec: 1 if this frame's is one, as none is used twice.
+lay in memory has been through a lossy codec: 1 if this frame's is one, as none is used twice, or if the block
+was decoded from such a frame and is written again. Lists of frames have the flag LOSSY for these.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from kvtier_kernels import xxh3_128
 PAGE = 4096
 MAGIC = b"KVTf"
 VERSION = 1
-HAS_PARENT = 1
-FLAGS = HAS_PARENT
+HAS_PARENT, LOSSY = 1, 2
+FLAGS = HAS_PARENT  # of a header
 HEADER = struct.Struct("<4sHHIIQQQQ32s32s32sHHI16s16s12s16sB11x16s16s")
 ENTRY = struct.Struct("<HBBIII16s")
 RAW = 0
@@ -51,6 +52,8 @@ TIME_AT, TIME = 32, struct.Struct("<QQ")
 NAMES_AT, NAMES = 80, struct.Struct("<32s32s")
 RAW_DIGEST_AT = 152
 PAYLOAD_DIGEST_AT = 168
+GENERATION_AT = 212
+PROFILE_AT = 224
 DIGEST_AT = 240
 DIGEST_BYTES = 16
 NONCE_BYTES = 12

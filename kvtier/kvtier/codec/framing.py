@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.codec import frame, raw
+from kvtier.codec import frame
 from kvtier.codec.base import ELEMENTS, FIX4, R32, Codec
-from kvtier.codec.frame import DIGEST_BYTES, RAW, RAW_DIGEST_AT, ZERO_DIGEST, Entry, Frame
+from kvtier.codec.frame import (
+    DIGEST_BYTES,
+    GENERATION_AT,
+    PROFILE_AT,
+    RAW_DIGEST_AT,
+    ZERO_DIGEST,
+    Entry,
+    Frame,
+)
+from kvtier.codec.grid import Grid
 from kvtier.codec.known import BY_NUMBER
 from kvtier.errors import FrameError
 from kvtier_kernels import encode_frame, xxh3_128
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 NATIVE = (FIX4, R32)
+ONCE = 1  # been through a lossy codec: never again
 
 
 def suits(codec: Codec, dtype: str) -> bool:
@@ -42,17 +52,50 @@ def encode_by(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: 
     nbytes = sum(entry.nbytes for entry in found)
     if nbytes >= size:
         return size
+    _describe(header, codec, found)
+    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
+        header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
+    return nbytes
+
+
+def encode_lossy(
+    codec: Codec,
+    dtype: str,
+    header: bytearray,
+    block: Buffer,
+    into: Buffer,
+    grids: Sequence[Grid],
+    position: int,
+) -> int:
+    """The same by a lossy codec: the frame is of what comes back, so the raw digest is of that, and decoding
+    it is part of this. What is not what its header's digest says is not encoded: it would be sound then."""
+    source = memoryview(block).cast("B")
+    size, known = len(source), header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES]
+    if known != ZERO_DIGEST and xxh3_128(source) != known:
+        return size
+    found = codec.encode(source, entries_of(header), dtype, into, grids, position)
+    nbytes = sum(entry.nbytes for entry in found)
+    if nbytes >= size:
+        return size
+    back = bytearray(size)
+    codec.decode(memoryview(into)[:nbytes], found, dtype, back)
+    _describe(header, codec, found)
+    header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
+    header[PROFILE_AT : PROFILE_AT + len(codec.profile)] = codec.profile
+    header[GENERATION_AT] = ONCE
+    return nbytes
+
+
+def _describe(header: bytearray, codec: Codec, found: Sequence[Entry]) -> None:
+    """Say in a header how its block is encoded."""
     fields = list(frame.HEADER.unpack_from(header))
-    fields[2], fields[5] = codec.number, nbytes
+    fields[2], fields[5] = codec.number, sum(entry.nbytes for entry in found)
     frame.HEADER.pack_into(header, 0, *fields)
     for number, e in enumerate(found):
         at = frame.HEADER.size + number * frame.ENTRY.size
         frame.ENTRY.pack_into(
             header, at, e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest
         )
-    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
-        header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
-    return nbytes
 
 
 def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
@@ -64,10 +107,17 @@ def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
     )
 
 
-def decode(text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buffer) -> None:
+def decode(
+    text: Buffer,
+    header_bytes: int,
+    digest: bytes,
+    dtype: str,
+    into: Buffer,
+    lossy: Codec | None = None,
+) -> None:
     """Write the block of a frame, header and payload one after the other, to `into`, which has its size.
-    Raises FrameError if a bit is not what it should be; `digest` is the payload's. Then `into` holds
-    anything."""
+    Raises FrameError if a bit is not what it should be, or if its codec is lossy and not the one that is
+    given; `digest` is the payload's. Then `into` holds anything."""
     whole, target = memoryview(text).cast("B"), memoryview(into).cast("B")
     one = frame.decode(bytes(whole[:header_bytes]))
     payload = whole[header_bytes : header_bytes + one.payload_bytes]
@@ -75,7 +125,7 @@ def decode(text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buf
         raise FrameError("the payload is not that which was written")
     if one.raw_bytes != len(target):
         raise FrameError(f"a block of {one.raw_bytes} bytes, not {len(target)}")
-    _codec_of(one.codec).decode(payload, one.entries, dtype, target)
+    _codec_of(one, lossy).decode(payload, one.entries, dtype, target)
     if xxh3_128(target) != one.raw_digest:
         raise FrameError("the block is not that which was encoded")
 
@@ -89,7 +139,12 @@ def layer(one: Frame, number: int) -> tuple[Entry, ...]:
 
 
 def decode_entries(
-    one: Frame, entries: Sequence[Entry], piece: Buffer, dtype: str, into: Buffer
+    one: Frame,
+    entries: Sequence[Entry],
+    piece: Buffer,
+    dtype: str,
+    into: Buffer,
+    lossy: Codec | None = None,
 ) -> None:
     """Write what some of a frame's entries, one after the other, hold. `piece` is the payload from the first
     of them on, and as far as the last; the rest need not be read. Raises FrameError if a digest differs."""
@@ -103,11 +158,16 @@ def decode_entries(
             Entry(entry.layer, entry.part, entry.codec, entry.offset - start, entry.nbytes, entry.raw_bytes)
         )  # fmt: skip
         at += entry.raw_bytes
-    _codec_of(one.codec).decode(view, moved, dtype, memoryview(into).cast("B")[:at])
+    _codec_of(one, lossy).decode(view, moved, dtype, memoryview(into).cast("B")[:at])
 
 
-def _codec_of(number: int) -> Codec:
-    codec = raw.CODEC if number == RAW else BY_NUMBER.get(number)
-    if codec is None:
-        raise FrameError(f"a frame of codec {number}, which is none of ours")
+def _codec_of(one: Frame, lossy: Codec | None) -> Codec:
+    """By which the frame is decoded: a lossy codec only if it is asked for, and has the profile."""
+    if lossy is not None and one.codec == lossy.number:
+        if one.profile != lossy.profile or one.lossy_generation != ONCE:
+            raise FrameError(f"a frame of {lossy.name} by another profile, or more than once")
+        return lossy
+    codec = BY_NUMBER.get(one.codec)
+    if codec is None or codec.lossy:
+        raise FrameError(f"a frame of codec {one.codec}, which nobody asked for")
     return codec

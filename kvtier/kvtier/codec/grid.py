@@ -8,6 +8,7 @@ from kvtier.layout import KvSpec
 
 # Layouts that we know: a part's tokens, each with all its heads, or its heads, each with all tokens.
 TOKENS_FIRST, HEADS_FIRST = "layer,part,token,head,dim", "layer,part,head,token,dim"
+LATENT = "layer,token,latent="  # and of how many dims, those that RoPE has turned at last
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,19 @@ class Grid:
     by_token: bool
 
 
+def is_known(spec: KvSpec, group: int) -> bool:
+    """Whether we know how a group's parts lie: K and V as above, or a latent."""
+    kind = spec.cache_groups[group]
+    latent = spec.layout.startswith(LATENT) and kind.parts == 1
+    known = spec.layout in (TOKENS_FIRST, HEADS_FIRST) or latent
+    return known and not (kind.kind == "state" or kind.opaque_bytes or spec.strides)
+
+
 def grids(spec: KvSpec, group: int) -> tuple[Grid, ...]:
     """One for each of the group's parts, as `raw.entries` lists them; none where the layout is opaque to us,
     and where a part is neither K nor V."""
     kind = spec.cache_groups[group]
-    known = spec.layout in (TOKENS_FIRST, HEADS_FIRST) and not spec.strides
-    if kind.kind == "state" or kind.opaque_bytes or kind.parts != 2 or not known:
+    if kind.parts != 2 or not is_known(spec, group):
         return ()
     heads = kind.kv_heads if spec.layout == TOKENS_FIRST else 1
     k, v = (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from kvtier.codec import base
-from kvtier.codec.frame import RAW, Entry
+from kvtier.codec.frame import RAW, ZERO_DIGEST, Entry
 from kvtier.codec.grid import Grid
 from kvtier.layout import DTYPE_BYTES
 from kvtier_kernels import join_planes, split_planes
@@ -35,6 +35,7 @@ class Zstd:
     name = "zstd"
     number = base.ZSTD
     lossy = False
+    profile = ZERO_DIGEST
 
     def bound(self, nbytes: int) -> int:
         return nbytes

@@ -1,0 +1,169 @@
+"""Which spaces are stored with a loss, what that makes of their identity, and by which codec each block is.
+
+A lossy codec is asked for by model, and its loss is part of the identity of the spaces that get it: the
+codec, its level, and the profile by name. So what is stored under one identity is what was saved, or what
+this one codec with this one profile makes of it, once; who asks for another loss, or for none, asks for other
+blocks. Where it can't be had the space stays lossless, under the identity that it has without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from kvtier.codec import grid, raw
+from kvtier.codec.base import CACHEGEN, ECSQ, Codec
+from kvtier.codec.calibrated import Calibrated, knows
+from kvtier.codec.known import CODECS
+from kvtier.codec.profile import CACHEGEN_LEVELS, ECSQ_LEVELS, Name, Part, Profile
+from kvtier.errors import ProfileError
+from kvtier.layout import KvSpec, space_id
+
+FIXED: dict[str, Codec] = {codec.name: codec for codec in CODECS if codec.lossy}
+LEVELS: dict[Name, Sequence[str]] = {"ecsq": ECSQ_LEVELS, "cachegen": CACHEGEN_LEVELS}
+CALIBRATED: dict[str, tuple[Name, str]] = {
+    f"{name}-{level}": (name, level) for name, levels in LEVELS.items() for level in levels
+}
+NAMES = (*FIXED, *CALIBRATED)
+NUMBERS = frozenset({codec.number for codec in FIXED.values()} | {ECSQ, CACHEGEN})
+DTYPES = ("bfloat16", "float16", "float32")
+LIMIT_SPECS = 256  # the others are looked at anew
+BLOCK_MOST = 32 << 20  # such a frame is read as one
+# Why a space stays lossless that was not to be.
+NO_PROFILE, OPAQUE, TYPE, SHAPE, LARGE = "no_profile", "opaque", "dtype", "shape", "large"
+
+Place = tuple[int, int]  # group, shard
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What the blocks of a space lose on their way to a disk, and nowhere else. `name` is what the space's
+    identity says of it, `asked` how it is configured. Groups that have no codec here are lossless."""
+
+    name: str
+    asked: str
+    codecs: Mapping[Place, Codec]
+
+    def codec(self, group: int, shard: int) -> Codec | None:
+        return self.codecs.get((group, shard))
+
+
+class Losses:
+    """What was asked for: `by_model` has patterns of models and names of codecs, of which the first that fits
+    counts; lossless ones mean no loss. Raises ProfileError where two profiles are for the same weights."""
+
+    def __init__(
+        self, by_model: Sequence[tuple[str, str]] = (), profiles: Iterable[Profile] = ()
+    ) -> None:
+        self._by_model = by_model
+        self._profiles: dict[tuple[str, str], Profile] = {}
+        self._found: dict[tuple[KvSpec, str], Loss | str] = {}
+        self._made: dict[tuple[str, bytes, str, Place], Codec] = {}
+        for one in profiles:
+            if (one.model, one.weights) in self._profiles:
+                weights = f", weights {one.weights}" if one.weights else ""
+                raise ProfileError(f"there are two profiles of {one.model}{weights}: keep one")
+            self._profiles[one.model, one.weights] = one
+
+    def wanting(self) -> list[tuple[str, str]]:
+        """The pairs that need a profile, for whose models there is none."""
+        return [
+            (pattern, codec)
+            for pattern, codec in self._by_model
+            if codec in CALIBRATED
+            and not any(fnmatchcase(model, pattern) for model, _ in self._profiles)
+        ]
+
+    def asked(self, spec: KvSpec) -> str:
+        """The codec that is asked for this model by name, or nothing."""
+        return next((name for model, name in self._by_model if fnmatchcase(spec.model, model)), "")
+
+    def look(self, spec: KvSpec) -> Loss | str:
+        """The loss that such a space has, or why it has none; that is empty where none was asked for."""
+        asked = self.asked(spec)
+        if asked not in NAMES:
+            return ""
+        known = self._found.get((spec, asked))
+        if known is None:
+            if len(self._found) >= LIMIT_SPECS:
+                self._found.clear()
+            known = self._fixed(spec, asked) if asked in FIXED else self._calibrated(spec, asked)
+            self._found[spec, asked] = known
+        return known
+
+    def identity(self, spec: KvSpec, tenant: str) -> bytes:
+        """The identity of this tenant's space."""
+        loss = self.look(spec)
+        return space_id(spec, tenant, loss.name if isinstance(loss, Loss) else "")
+
+    def of(self, identity: bytes, spec: KvSpec, tenant: str) -> Loss | None:
+        """The loss of the space of this identity. None where it has none, or one that is not ours to know: of
+        a configuration that was another."""
+        loss = self.look(spec)
+        if isinstance(loss, Loss) and identity == space_id(spec, tenant, loss.name):
+            return loss
+        return None
+
+    def _fixed(self, spec: KvSpec, asked: str) -> Loss | str:
+        if why := _unfit(spec):
+            return why
+        codecs = {
+            (number, shard): FIXED[asked]
+            for number, group in enumerate(spec.cache_groups)
+            if grid.grids(spec, number)
+            for shard in range(group.shards)
+        }
+        return Loss(asked, asked, codecs) if codecs else OPAQUE
+
+    def _calibrated(self, spec: KvSpec, asked: str) -> Loss | str:
+        profile = self._profiles.get((spec.model, spec.weights))
+        profile = profile or self._profiles.get((spec.model, ""))
+        if profile is None:
+            return NO_PROFILE
+        if why := _unfit(spec):
+            return why
+        if not grid.is_known(spec, 0):
+            return OPAQUE
+        if not _fits(spec, profile):
+            return SHAPE
+        shards = spec.cache_groups[0].shards
+        codecs = {
+            (0, shard): self._codec(asked, profile, spec.layout, (shard, shards))
+            for shard in range(shards)
+        }
+        return Loss(f"{asked}:{profile.name.hex()}", asked, codecs)
+
+    def _codec(self, asked: str, profile: Profile, layout: str, share: tuple[int, int]) -> Codec:
+        """One for all spaces whose blocks lie so."""
+        key = (asked, profile.name, layout, share)
+        if key not in self._made:
+            name, level = CALIBRATED[asked]
+            self._made[key] = Calibrated(name, profile, level, layout, share=share)
+        return self._made[key]
+
+
+def _unfit(spec: KvSpec) -> str:
+    """Why no lossy codec can have such a space, whatever it knows; or nothing."""
+    if spec.dtype not in DTYPES:
+        return TYPE
+    sizes = (spec.group_block_bytes(number) for number in range(len(spec.cache_groups)))
+    return LARGE if max(sizes) > BLOCK_MOST else ""
+
+
+def _fits(spec: KvSpec, profile: Profile) -> bool:
+    """Whether the profile's layers are those of the space's blocks, each rank having its share of heads."""
+    group = spec.cache_groups[0]
+    if len(spec.cache_groups) > 1 or spec.pipeline_parallel > 1:
+        return False
+    if len(profile.layers) != group.layers:
+        return False
+    if len(raw.entries(spec, 0)) != group.layers * group.parts:
+        return False
+
+    def is_ours(part: Part) -> bool:
+        ranks = group.shards if part.heads > 1 or group.shards == 1 else 1
+        shape = (group.kv_heads * ranks, group.head_dim)
+        return (part.heads, part.dim) == shape and knows(spec.layout, part)
+
+    return all(len(layer) == group.parts and all(map(is_ours, layer)) for layer in profile.layers)
