@@ -468,10 +468,18 @@ class App:
                 await asyncio.sleep(0)  # others have their turn
 
     def _note_use(self, cold: ColdTier) -> bool:
-        """Note some of what is newly wanted; False if nothing is."""
-        for tenant in self.tenants.values():
+        """Note some of what is newly wanted; False if nothing is. What fails of one tenant is noted of the
+        others."""
+        noted: list[bytes] = []
+
+        def note(tenant: Tenant) -> None:
             if places := tenant.catalog.cold.take_used(USE_BLOCKS):
                 cold.note_use(places)
+                noted.append(places)
+
+        for name, tenant in self.tenants.items():
+            self._try(f"what is wanted of {name}", note, tenant)
+            if noted:
                 return True
         return False
 

@@ -33,6 +33,7 @@ from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.tiers import cold
 from kvtier_daemon.tiers.batch import Outgoing
 from kvtier_daemon.tiers.coding import threads_here
+from kvtier_daemon.tiers.cold import Incoming
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Store
@@ -333,6 +334,30 @@ def test_a_frame_is_not_damaged_where_there_is_no_memory_to_decode_it(
     run(work())
 
 
+def test_no_memory_for_a_frame_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        await tenant.start()
+        tenant.save("bfloat16", 0, 1)
+        await tenant.on_disk(1)
+        tier, drive = tenant.bench.tier, tenant.bench.tier.drives[0]
+        tenant.evict_all()
+        shelf, segment = tier.shelves["t"][0], tier.segments[0]
+        told: list[int] = []
+        for _ in range(6):
+            segment.reading += 1
+            block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0)
+            tier._read_one(shelf, segment, block, lambda _, code: told.append(code))(
+                errno.ENOMEM, None
+            )
+        assert told == [errno.ENOMEM] * 6
+        assert tier.faults == 0 and drive.reads.is_on
+        await tenant.same("bfloat16", 0, 1)
+        await tenant.close()
+
+    run(work())
+
+
 def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
@@ -481,6 +506,20 @@ def test_what_was_forgotten_while_it_was_encoded_is_not_written(
         assert tenant.mover.counts["written"] == 3
         assert [area.users for area in coding._free] == [0], "its memory is free again"
         await tenant.close()
+
+    run(work())
+
+
+def test_memory_that_is_used_again_is_the_smallest_that_does(tmp_path: Path) -> None:
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        coding = bench.tier.coding
+        areas = {size: coding._take(size << 20) for size in (64, 8, 16)}
+        for area in areas.values():
+            coding._give(area)
+        for size in (8, 16, 64):
+            assert coding._take(size << 20) is areas[size]
+        assert await bench.tier.close()
 
     run(work())
 

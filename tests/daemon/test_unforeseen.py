@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.catalog import Catalog
+from kvtier.catalog.cold import Cold
 from kvtier_daemon import app as app_module
 from kvtier_daemon.app import App
 from kvtier_daemon.claim import claim_socket, release_socket
@@ -113,6 +114,39 @@ def test_what_fails_of_one_tenant_is_done_for_the_others(
     served(tmp_path, work, tenants)
     assert caplog.text.count("this is told once") == 2
     assert "planted" in caplog.text and "another" in caplog.text
+
+
+def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was the end of the cold tier, for all of them."""
+    monkeypatch.setattr(app_module, "USE_S", 0.01)
+    calls = Counter[str]()
+
+    async def work(app: App) -> None:
+        assert app.cold is not None
+
+        def fails(self: Any, _: int) -> bytes:
+            if self is app.tenants["first"].catalog.cold:
+                calls["first"] += 1
+                planted()
+            calls["second"] += 1
+            return b""
+
+        monkeypatch.setattr(Cold, "take_used", fails)
+        async with asyncio.timeout(10):
+            while calls["first"] < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert calls["second"] >= 2
+        assert not app.cold.given_up and app.cold.is_on
+        monkeypatch.undo()
+
+    tenants = "".join(
+        f'[tenants.{name}]\nuids = [{uid}]\nquota = "50%"\n'
+        for name, uid in (("first", 0), ("second", 65534))
+    )
+    served(tmp_path, work, tenants)
+    assert "what is wanted of first could not be looked after" in caplog.text
 
 
 def test_what_the_loop_calls_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

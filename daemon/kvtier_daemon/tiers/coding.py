@@ -258,10 +258,13 @@ class Coding:
         return memoryview(self._mapping_of(extent))[offset : offset + nbytes]
 
     def _take(self, nbytes: int) -> Area:
-        for at, area in enumerate(self._free):
-            if area.nbytes >= nbytes:
-                return self._free.pop(at)
-        return Area(*self._room(nbytes))
+        fitting = [area for area in self._free if area.nbytes >= nbytes]
+        if not fitting:
+            return Area(*self._room(nbytes))
+        # The smallest one: a larger one may be wanted by those who can't do with this.
+        area = min(fitting, key=lambda one: one.nbytes)
+        self._free.remove(area)
+        return area
 
     def _let_go(self, area: Area) -> None:
         area.users -= 1
