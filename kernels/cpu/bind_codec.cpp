@@ -15,6 +15,7 @@
 #include "codec/calibration.h"
 #include "codec/codec.h"
 #include "codec/numbers.h"
+#include "codec/reorder.h"
 #include "python_bytes.h"
 #include "unlocked.h"
 
@@ -233,6 +234,32 @@ void planes(size_t width, nb::handle src, nb::handle dst, bool back) {
     if (width == 4) planes_of<4>(from.data(), count, to.data(), back);
 }
 
+std::vector<uint32_t> numbers_of(const nb::bytes& text, const char* name) {
+    if (text.size() % sizeof(uint32_t) != 0) throw nb::value_error(name);
+    std::vector<uint32_t> numbers(text.size() / sizeof(uint32_t));
+    std::memcpy(numbers.data(), text.data(), text.size());
+    return numbers;
+}
+
+void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
+                   const nb::bytes& dims, nb::handle src, nb::handle dst, bool back) {
+    if (width != 2 && width != 4) throw nb::value_error("width: 2 or 4");
+    Order order{parts,
+                numbers_of(heads, "heads: 4 bytes each"),
+                numbers_of(tokens, "tokens: 4 bytes each"),
+                numbers_of(dims, "dims: 4 bytes each"),
+                {}};
+    if (!order.prepare()) throw nb::value_error("a place is outside of its page");
+    Held from, to;
+    from.take(src, Access::kRead, Shape::kContiguous, "src");
+    to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
+    if (from.size() != to.size() || from.size() % (order.page() * width) != 0) {
+        throw nb::value_error("dst: not of the source's size, or not of whole pages");
+    }
+    const Unlocked unlocked;
+    reorder(order, width, from.data(), to.data(), from.size() / (order.page() * width), back);
+}
+
 }  // namespace
 }  // namespace kvtier::codec
 
@@ -250,6 +277,8 @@ void bind_codec(nb::module_& m) {
           "heads_first"_a, "position"_a, "into"_a);
     m.def("decode_calibrated", decode_calibrated_parts, "by"_a, "element"_a, "payload"_a,
           "places"_a, "heads_first"_a, "into"_a);
+    m.def("reorder_pages", reorder_pages, "width"_a, "parts"_a, "heads"_a, "tokens"_a, "dims"_a,
+          "src"_a, "dst"_a, "back"_a);
     m.def(
         "split_planes",
         [](size_t width, nb::handle src, nb::handle dst) { planes(width, src, dst, false); },

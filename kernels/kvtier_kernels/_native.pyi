@@ -291,6 +291,20 @@ def decode_calibrated(
     """As `decode_parts`, of parts given by their number in the calibration, or -1, codec, offset, bytes and
     raw bytes."""
 
+def reorder_pages(
+    width: int,
+    parts: int,
+    heads: bytes,
+    tokens: bytes,
+    dims: bytes,
+    src: _Memory,
+    dst: _Memory,
+    back: bool,
+) -> None:
+    """Writes the elements of pages, of 2 or 4 bytes, part by part, token by token, head by head; or `back`.
+    A page has an element at the sum of its head's, token's and dim's places, 4 bytes each, those of the
+    first part before those of the next. Without the GIL. Never reads or writes outside."""
+
 def split_planes(width: int, src: _Memory, dst: _Memory) -> None:
     """Rotates elements of 1, 2 or 4 bytes left by a bit and puts bytes of like weight together, without the
     GIL, the lowest first."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from kvtier.codec import framing
+from kvtier.codec.arranged import Arranged
 from kvtier.codec.base import Codec
 from kvtier.codec.choice import Choice, Rates
 from kvtier.codec.frame import RAW, pages
@@ -328,7 +329,8 @@ def _lose(
     codec: Codec, block: Outgoing, header: bytearray, source: memoryview, into: memoryview
 ) -> Took:
     began = time.perf_counter()
-    dtype, lies = block.spec.dtype, grids(block.spec, block.group)
+    dtype = block.spec.dtype
+    lies = grids(block.spec, block.group, ordered=isinstance(codec, Arranged))
     nbytes = framing.encode_lossy(codec, dtype, header, source, into, lies, block.position)
     return Took(codec.number, nbytes, time.perf_counter() - began)
 

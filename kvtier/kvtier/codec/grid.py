@@ -31,13 +31,13 @@ def is_known(spec: KvSpec, group: int) -> bool:
     return known and not (kind.kind == "state" or kind.opaque_bytes or spec.strides)
 
 
-def grids(spec: KvSpec, group: int) -> tuple[Grid, ...]:
+def grids(spec: KvSpec, group: int, ordered: bool = False) -> tuple[Grid, ...]:
     """One for each of the group's parts, as `raw.entries` lists them; none where the layout is opaque to us,
-    and where a part is neither K nor V."""
+    and where a part is neither K nor V. Parts that were `ordered` before are by tokens, whatever the layout."""
     kind = spec.cache_groups[group]
-    if kind.parts != 2 or not is_known(spec, group):
+    if kind.parts != 2 or not (ordered or is_known(spec, group)):
         return ()
-    heads = kind.kv_heads if spec.layout == TOKENS_FIRST else 1
+    heads = kind.kv_heads if ordered or spec.layout == TOKENS_FIRST else 1
     k, v = (
         Grid(spec.block_tokens, heads * kind.head_dim, kind.head_dim, by_token)
         for by_token in (False, True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from kvtier.codec import grid, raw
+from kvtier.codec.arranged import Arranged, order_of
 from kvtier.codec.base import CACHEGEN, ECSQ, Codec
 from kvtier.codec.calibrated import Calibrated, knows
 from kvtier.codec.known import CODECS
@@ -108,12 +109,13 @@ class Losses:
     def _fixed(self, spec: KvSpec, asked: str) -> Loss | str:
         if why := _unfit(spec):
             return why
-        codecs = {
-            (number, shard): FIXED[asked]
-            for number, group in enumerate(spec.cache_groups)
-            if grid.grids(spec, number)
-            for shard in range(group.shards)
-        }
+        codecs: dict[Place, Codec] = {}
+        for number, group in enumerate(spec.cache_groups):
+            order = order_of(spec, number)
+            if order is None and not grid.grids(spec, number):
+                continue
+            codec = FIXED[asked] if order is None else Arranged(FIXED[asked], order)
+            codecs |= {(number, shard): codec for shard in range(group.shards)}
         return Loss(asked, asked, codecs) if codecs else OPAQUE
 
     def _calibrated(self, spec: KvSpec, asked: str) -> Loss | str:
@@ -123,15 +125,17 @@ class Losses:
             return NO_PROFILE
         if why := _unfit(spec):
             return why
-        if not grid.is_known(spec, 0):
+        order = order_of(spec, 0)
+        if order is None and not grid.is_known(spec, 0):
             return OPAQUE
-        if not _fits(spec, profile):
+        layout = spec.layout if order is None else grid.TOKENS_FIRST
+        if not _fits(spec, profile, layout):
             return SHAPE
+        codecs: dict[Place, Codec] = {}
         shards = spec.cache_groups[0].shards
-        codecs = {
-            (0, shard): self._codec(asked, profile, spec.layout, (shard, shards))
-            for shard in range(shards)
-        }
+        for shard in range(shards):
+            codec = self._codec(asked, profile, layout, (shard, shards))
+            codecs[0, shard] = codec if order is None else Arranged(codec, order)
         return Loss(f"{asked}:{profile.name.hex()}", asked, codecs)
 
     def _codec(self, asked: str, profile: Profile, layout: str, share: tuple[int, int]) -> Codec:
@@ -151,7 +155,7 @@ def _unfit(spec: KvSpec) -> str:
     return LARGE if max(sizes) > BLOCK_MOST else ""
 
 
-def _fits(spec: KvSpec, profile: Profile) -> bool:
+def _fits(spec: KvSpec, profile: Profile, layout: str) -> bool:
     """Whether the profile's layers are those of the space's blocks, each rank having its share of heads."""
     group = spec.cache_groups[0]
     if len(spec.cache_groups) > 1 or spec.pipeline_parallel > 1:
@@ -164,6 +168,6 @@ def _fits(spec: KvSpec, profile: Profile) -> bool:
     def is_ours(part: Part) -> bool:
         ranks = group.shards if part.heads > 1 or group.shards == 1 else 1
         shape = (group.kv_heads * ranks, group.head_dim)
-        return (part.heads, part.dim) == shape and knows(spec.layout, part)
+        return (part.heads, part.dim) == shape and knows(layout, part)
 
     return all(len(layer) == group.parts and all(map(is_ours, layer)) for layer in profile.layers)

@@ -1,0 +1,138 @@
+"""Codecs that look at channels, for pages whose elements lie in another order.
+
+An engine's page is one layer's K and V of one block's tokens, in the order that suits its attention. A layout
+that ends with `page:K|V` says it: of K and of V the axes from the outermost to the innermost, `h` heads, `p`
+K or V, `t` tokens, `d` dims; of an axis that is divided `t/16` is which 16 tokens, and `t%16` which of them.
+vLLM's on a CPU is `page:hpdt|hptd`: of each head K, dim by dim, then V, token by token.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.codec.base import Codec
+from kvtier.codec.frame import Entry
+from kvtier.codec.grid import Grid
+from kvtier.errors import FrameError
+from kvtier.layout import DTYPE_BYTES, KvSpec
+from kvtier_kernels import reorder_pages
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MARK = "page:"
+AXIS = re.compile(r"([hptd])(?:([/%])([0-9]{1,4}))?")
+PARTS = 2
+LIMIT_AXIS = 4096  # each is looked at one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where a page has each part's heads, tokens and dims: 4 bytes each, as the kernel wants them."""
+
+    heads: bytes
+    tokens: bytes
+    dims: bytes
+
+
+def order_of(spec: KvSpec, group: int) -> Order | None:
+    """The order of a group's pages; None where the layout says none, or none that is whole."""
+    kind = spec.cache_groups[group]
+    _, _, said = spec.layout.rpartition(" ")
+    if not said.startswith(MARK) or kind.parts != PARTS or spec.strides:
+        return None
+    if kind.kind == "state" or kind.opaque_bytes:
+        return None
+    sizes = {"h": kind.kv_heads, "p": PARTS, "t": spec.block_tokens, "d": kind.head_dim}
+    orders = said.removeprefix(MARK).split("|")
+    if len(orders) != PARTS or max(sizes.values()) > LIMIT_AXIS:
+        return None
+    found: dict[str, array[int]] = {axis: array("I") for axis in "htd"}
+    for part, text in enumerate(orders):
+        places = _places(text, sizes)
+        if places is None:
+            return None
+        for axis in "htd":
+            base = places["p"][part] if axis == "h" else 0
+            found[axis].extend(base + place for place in places[axis])
+    return Order(*(found[axis].tobytes() for axis in "htd"))
+
+
+def _places(text: str, sizes: dict[str, int]) -> dict[str, list[int]] | None:
+    """Of each axis where its first, second, ... lies; None unless each is there once, as a whole."""
+    axes: list[
+        tuple[str, str, int, int]
+    ] = []  # axis, which part of it, divided by what, its extent
+    at = 0
+    for match in AXIS.finditer(text):
+        axis, way, number = match[1], match[2] or "", int(match[3] or 0)
+        if match.start() != at or (way and (not number or sizes[axis] % number)):
+            return None
+        at = match.end()
+        extent = {"": sizes[axis], "/": sizes[axis] // max(number, 1), "%": number}[way]
+        axes.append((axis, way, number, extent))
+    if at != len(text):
+        return None
+    found: dict[str, list[int]] = {}
+    for axis, size in sizes.items():
+        mine = sorted((way, number) for name, way, number, _ in axes if name == axis)
+        halves = (
+            len(mine) == 2 and [way for way, _ in mine] == ["%", "/"] and mine[0][1] == mine[1][1]
+        )
+        if mine != [("", 0)] and not halves:
+            return None
+        found[axis] = [0] * size
+    stride = 1
+    for axis, way, number, extent in reversed(axes):
+        for index in range(sizes[axis]):
+            part = index // number if way == "/" else index % number if way == "%" else index
+            found[axis][index] += part * stride
+        stride *= extent
+    return found
+
+
+class Arranged:
+    """A codec for pages of this order. It decodes whole pages alone, so all parts of a layer."""
+
+    lossy = True
+
+    def __init__(self, codec: Codec, order: Order) -> None:
+        self.codec = codec
+        self.order = order
+        self.name = codec.name
+        self.number = codec.number
+        self.profile = codec.profile
+
+    def bound(self, nbytes: int) -> int:
+        return self.codec.bound(nbytes)
+
+    def encode(
+        self,
+        block: Buffer,
+        parts: Sequence[Entry],
+        dtype: str,
+        into: Buffer,
+        grids: Sequence[Grid] = (),
+        position: int = 0,
+    ) -> tuple[Entry, ...]:
+        ordered = bytearray(len(memoryview(block).cast("B")))
+        self._reorder(dtype, block, ordered, back=False)
+        return self.codec.encode(ordered, parts, dtype, into, grids, position)
+
+    def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
+        size = sum(entry.raw_bytes for entry in entries)
+        layers = [entry.layer for entry in entries]
+        if layers[::PARTS] != layers[1::PARTS]:
+            raise FrameError("parts of a page, without its others")
+        ordered = bytearray(size)
+        self.codec.decode(payload, entries, dtype, ordered)
+        self._reorder(dtype, ordered, memoryview(into).cast("B")[:size], back=True)
+
+    def _reorder(self, dtype: str, source: Buffer, into: Buffer, back: bool) -> None:
+        order = self.order
+        width = DTYPE_BYTES[dtype]
+        reorder_pages(width, PARTS, order.heads, order.tokens, order.dims, source, into, back)
