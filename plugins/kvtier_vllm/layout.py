@@ -20,12 +20,14 @@ from kvtier import Group, KvSpec
 from kvtier.layout import DTYPE_BYTES, Kind
 from kvtier_vllm.identity import config_digest, weights_identity
 from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.order import page_order
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 CHUNKED = ("ChunkedLocalAttentionSpec",)
 UNIFORM = "UniformTypeKVCacheSpecs"
 HASHES = ("sha256_cbor", "sha256")
+ORDER_MARK = " page:"
 
 
 @dataclass(frozen=True)
@@ -162,17 +164,19 @@ def describe(
     vllm_config: Any, kv_cache_config: Any, layout: Layout, pages: str, version: str,
     options: Options,
 ) -> KvSpec:  # fmt: skip
-    """The identity of this engine's space. `pages` is what `Pages.digest` says of its workers' memory."""
+    """The identity of this engine's space. `pages` is what `Pages.digest` says of its workers' memory, and
+    ends with the order of its pages if that is known: then a lossy codec can be had."""
     model = vllm_config.model_config
     weights = options.weights or weights_identity(model, str(vllm_config.load_config.load_format))
     spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
     dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
+    shapes = [_shape(group, kv_cache_config, layout, pages, dtype) for group in layout.groups]
     groups = [
         Group(
             kind=group.kind, layers=len(group.pages), window_tokens=group.window_tokens,
-            opaque_bytes=group.block_bytes, shards=layout.shards.count,
+            shards=layout.shards.count, **shape,
         )
-        for group in layout.groups
+        for group, shape in zip(layout.groups, shapes, strict=True)
     ]  # fmt: skip
     return KvSpec.groups(
         groups,
@@ -187,6 +191,25 @@ def describe(
         engine_layout=f"vllm {version}",
         tensor_parallel=layout.shards.ranks,
     )
+
+
+def _shape(
+    group: Cached, kv_cache_config: Any, layout: Layout, pages: str, dtype: str
+) -> dict[str, int]:
+    """Heads and dims of a group whose pages lie in a known order, all alike; else how long its blocks are."""
+    opaque = {"opaque_bytes": group.block_bytes}
+    if ORDER_MARK not in pages or group.parts > 1 or dtype not in DTYPE_BYTES:
+        return opaque
+    engine = kv_cache_config.kv_cache_groups[group.group_id]
+    specs = [engine.kv_cache_spec]
+    if type(specs[0]).__name__ == UNIFORM:
+        specs = [specs[0].kv_cache_specs[name] for name in engine.layer_names]
+    found = {(getattr(one, "num_kv_heads", 0), getattr(one, "head_size", 0)) for one in specs}
+    heads, dims = found.pop()
+    page_bytes = 2 * layout.block_tokens * heads * dims * DTYPE_BYTES[dtype]
+    if found or {nbytes for _, nbytes in group.pages} != {page_bytes}:
+        return opaque
+    return {"kv_heads": heads, "head_dim": dims}
 
 
 @dataclass(frozen=True)
@@ -209,7 +232,9 @@ class Pages:
 
 def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[Pages, list[Any]]:
     """Where the pages of these tensors are, and the tensors' storages as plain bytes. Raises Unsupported
-    where a page is not one run of bytes, or not in memory that can be reached, all of it on one device."""
+    where a page is not one run of bytes, or not in memory that can be reached, all of it on one device. Where
+    the order of elements within all of them is known, the digest ends with it."""
+    orders: set[str] = set()
     storages: dict[int, int] = {}
     arrays: list[Any] = []
     groups, told = [], []
@@ -228,13 +253,15 @@ def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[
                 storages[at] = len(arrays)
                 arrays.append(_bytes_of(tensor))
             pages.append(_page(storages[at], name, tensor, nbytes, blocks))
+            orders.add(page_order(tensor, tensor.shape[0] // blocks))
             inner = [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride()[1:])]
             told.append([tensor.device.type, tensor.shape[0] // blocks, nbytes, *inner])
         groups.append(tuple(pages))
     if len(devices) > 1:
         raise Unsupported(f"the caches are on {' and '.join(sorted(devices))}")
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
-    return Pages(tuple(groups), digest), arrays
+    order = orders.pop() if len(orders) == 1 else ""
+    return Pages(tuple(groups), digest + (ORDER_MARK + order if order else "")), arrays
 
 
 def _page(array: int, name: str, tensor: Any, nbytes: int, blocks: int) -> Page:

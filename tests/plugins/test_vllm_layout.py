@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from kvtier import KvSpec
+from kvtier.codec.arranged import order_of
+from kvtier.codec.losses import Loss, Losses
 from kvtier.layout import space_id
 from kvtier_vllm.identity import Adapters, folder_digest, weights_identity
 from kvtier_vllm.layout import check_hashes, describe, read_layout
@@ -34,7 +36,7 @@ class MambaSpec(SimpleNamespace):
 
 
 def full(**more: Any) -> FullAttentionSpec:
-    fields = {"block_size": 16, "page_size_bytes": 4096, "dtype": "torch.bfloat16"}
+    fields: dict[str, Any] = {"block_size": 16, "page_size_bytes": 4096, "dtype": "torch.bfloat16"}
     return FullAttentionSpec(**(fields | more))
 
 
@@ -102,6 +104,35 @@ CHANGES: dict[str, Callable[[], KvSpec]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_engine_has_another_identity(what: str) -> None:
     assert space_id(CHANGES[what](), "t") != space_id(described(), "t")
+
+
+ORDERED = "0123 page:hpdt|hptd"
+HEADS = {"num_kv_heads": 2, "head_size": 32, "page_size_bytes": 2 * 16 * 2 * 32 * 2}
+
+
+def test_pages_in_a_known_order_have_heads_and_dims() -> None:
+    spec = described(full(**HEADS), window(100, **HEADS), pages=ORDERED)
+    for group in spec.cache_groups:
+        assert (group.kv_heads, group.head_dim, group.opaque_bytes) == (2, 32, 0)
+    assert spec.group_block_bytes(0) == described(full(**HEADS)).group_block_bytes(0)
+    assert order_of(spec, 0) is not None and order_of(spec, 1) is not None
+    assert isinstance(Losses([("tiny", "q8")]).look(spec), Loss)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        lambda: described(full(**HEADS), pages="0123"),
+        lambda: described(full(**HEADS | {"page_size_bytes": 8192}), pages=ORDERED),
+        lambda: described(full(), pages=ORDERED),
+        lambda: described(full(**HEADS, dtype="torch.something"), pages=ORDERED),
+        lambda: described(full(**HEADS), full(block_size=32), pages=ORDERED),
+    ],
+)
+def test_pages_of_an_unknown_order_or_size_are_opaque(spec: Callable[[], KvSpec]) -> None:
+    found = spec()
+    assert all(group.opaque_bytes and not group.kv_heads for group in found.cache_groups)
+    assert Losses([("tiny", "q8")]).look(found) in ("opaque", "dtype")
 
 
 def test_a_window_needs_what_the_next_token_sees() -> None:

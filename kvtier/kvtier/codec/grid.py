@@ -33,7 +33,7 @@ def is_known(spec: KvSpec, group: int) -> bool:
 
 def grids(spec: KvSpec, group: int, ordered: bool = False) -> tuple[Grid, ...]:
     """One for each of the group's parts, as `raw.entries` lists them; none where the layout is opaque to us,
-    and where a part is neither K nor V. Parts that were `ordered` before are by tokens, whatever the layout."""
+    and where a part is neither K nor V. Parts that were `ordered` before are by tokens in every layout."""
     kind = spec.cache_groups[group]
     if kind.parts != 2 or not (ordered or is_known(spec, group)):
         return ()

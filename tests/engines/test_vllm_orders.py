@@ -1,0 +1,78 @@
+"""How elements lie in a page of vLLM's on a CPU: what its own kernel writes is found where the order says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier import Group, KvSpec
+from kvtier.codec.arranged import order_of
+from kvtier_kernels import reorder_pages
+from kvtier_vllm.order import AMX, VEC, _known, page_order
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+# Of what vLLM imports.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+HEADS, TOKENS, DIMS = 2, 32, 64
+
+
+@pytest.fixture(autouse=True)
+def anew() -> None:
+    _known.cache_clear()
+
+
+@pytest.mark.parametrize("isa, order", [("vec", VEC), ("vec16", VEC), ("amx", AMX)])
+def test_an_order_says_where_the_kernel_puts_what(
+    monkeypatch: pytest.MonkeyPatch, isa: str, order: str
+) -> None:
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, **__: isa)
+    tensor = torch.zeros(3, HEADS, TOKENS, 2 * DIMS, dtype=torch.bfloat16)
+    assert page_order(tensor, 1) == order
+    keys, values = (torch.randn(TOKENS, HEADS, DIMS).bfloat16() for _ in range(2))
+    view = tensor.view(3, HEADS, 2 * TOKENS, DIMS)
+    slots = torch.arange(TOKENS) + TOKENS  # of the second block
+    ops.cpu_attn_reshape_and_cache(keys, values, *view.chunk(2, dim=2), slots, isa)
+    group = Group(layers=1, kv_heads=HEADS, head_dim=DIMS)
+    spec = KvSpec.groups(
+        [group],
+        model="m",
+        dtype="bfloat16",
+        block_tokens=TOKENS,
+        weights="w",
+        layout=f"x page:{order}",
+    )
+    found = order_of(spec, 0)
+    assert found is not None
+    page = _bytes_of(tensor[1])
+    into = bytearray(len(page))
+    reorder_pages(2, 2, found.heads, found.tokens, found.dims, page, into, False)
+    assert bytes(into) == _bytes_of(torch.stack([keys, values]))
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    found: bytes = np.ascontiguousarray(tensor.contiguous().view(torch.int16).numpy()).tobytes()
+    return found
+
+
+def test_what_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    whole = torch.zeros(3, HEADS, TOKENS, 2 * DIMS, dtype=torch.bfloat16)
+    assert page_order(whole, 1)
+    assert page_order(whole.transpose(1, 2), 1) == ""
+    assert page_order(whole.view(torch.int16), 1) == ""
+    assert page_order(torch.zeros(3, 1, 512, 128), 1) == "", "more tokens than bf16 tells apart"
+
+    def gone(*_: Any) -> str:
+        raise AttributeError("gone")
+
+    _known.cache_clear()
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", gone)
+    assert page_order(whole, 1) == ""
