@@ -50,9 +50,10 @@ OF_MEMCPY = {
     "q8": (0.4, 0.8),
     "q4": (0.4, 0.8),
     "q2": (None, None),
+    "fp8": (None, None),
 }
 OF_ZSTD = {("r32", "avx512vbmi"): (4.0, 3.5), ("r32", "avx2"): (None, 1.6)}
-RATIO = {"fix4": 1.33, "r32": 1.48, "q8": 1.95, "q4": 3.6}
+RATIO = {"fix4": 1.33, "r32": 1.48, "q8": 1.95, "q4": 3.6, "fp8": 1.95}
 # GB/s, and how much smaller a model's own profile makes it (its errors are bench_quality's).
 RATES = {"ecsq": (2.5, 4.5), "cachegen": (1.5, 3.0)}
 SMALLER = {
@@ -63,7 +64,7 @@ CALIBRATED = [
     *(f"cachegen-{level}" for level in profiles.CACHEGEN_LEVELS),
 ]
 # Relative errors of K and V, as the small model's were measured.
-ERROR = {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5)}
+ERROR = {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5), "fp8": (0.03, 0.03)}
 
 
 def real(path: Path, text: Path | None, sequences: int) -> Floats:

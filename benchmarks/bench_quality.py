@@ -26,7 +26,7 @@ import harness
 from draw_quality import drawn
 from harness import Row
 from kv import bf16, wide
-from kvtier.codec import cachegen, ecsq, q2, q4, q8
+from kvtier.codec import cachegen, ecsq, fp8, q2, q4, q8
 from kvtier.codec import profile as files
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import RAW, Entry
@@ -196,6 +196,7 @@ def ways(profile: files.Profile) -> Iterator[tuple[str, Way]]:
     yield "q8", Ours(q8.CODEC)
     yield "q4", Ours(q4.CODEC)
     yield "q2", Ours(q2.CODEC)
+    yield "fp8", Ours(fp8.CODEC)
     yield "KIVI-4, groups of 32", Grouped(4, 32, 32)
     yield "KIVI-2, groups of 32", Grouped(2, 32, 32)
     yield "fp8 unscaled", Fp8(False)

@@ -598,6 +598,7 @@ size_t decode(Element element, std::span<const Decoded> parts, bool past) {
             case Codec::kQ8:
             case Codec::kQ4:
             case Codec::kQ2:
+            case Codec::kFp8:
                 if (!decode_quantized(element, part, past)) return i;
                 break;
             case Codec::kEcsq:

@@ -37,6 +37,15 @@ KVTIER_LOOP float loaded(const uint8_t* in) {
     return Value<kIs>::widened(bits);
 }
 
+template <bool kFloat>
+KVTIER_LOOP uint8_t coded(float value, float base, float inverse) {
+    return kFloat ? e4m3_of(value * inverse) : code_of(value, base, inverse);
+}
+template <bool kFloat>
+KVTIER_LOOP float valued(uint8_t code, float base, float step) {
+    return kFloat ? float_of_e4m3(code) * step : value_of(code, base, step);
+}
+
 // Least and largest of each channel.
 template <Element kIs>
 KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_t channels,
@@ -104,26 +113,26 @@ KVTIER_LOOP void group_ranges(const uint8_t* __restrict in, size_t rows, size_t 
     }
 }
 
-template <Element kIs>
+template <Element kIs, bool kFloat>
 KVTIER_LOOP void channel_codes(const uint8_t* __restrict in, size_t rows, size_t channels,
                                const float* __restrict base, const float* __restrict inverse,
                                uint8_t* __restrict codes) {
     for (size_t r = 0; r < rows; r++) {
         for (size_t i = 0; i < channels; i++) {
-            codes[i] = code_of(loaded<kIs>(in + i * kBytes<kIs>), base[i], inverse[i]);
+            codes[i] = coded<kFloat>(loaded<kIs>(in + i * kBytes<kIs>), base[i], inverse[i]);
         }
         in += channels * kBytes<kIs>, codes += channels;
     }
 }
 
-template <Element kIs>
+template <Element kIs, bool kFloat>
 KVTIER_LOOP void group_codes(const uint8_t* __restrict in, size_t count, float base, float inverse,
                              uint8_t* __restrict codes) {
     for (size_t i = 0; i < count; i++) {
-        codes[i] = code_of(loaded<kIs>(in + i * kBytes<kIs>), base, inverse);
+        codes[i] = coded<kFloat>(loaded<kIs>(in + i * kBytes<kIs>), base, inverse);
     }
 }
-template <Element kIs>
+template <Element kIs, bool kFloat>
 KVTIER_LOOP void token_codes(const uint8_t* __restrict in, size_t rows, size_t channels,
                              size_t head, const float* __restrict base,
                              const float* __restrict inverse, uint8_t* __restrict codes) {
@@ -133,37 +142,37 @@ KVTIER_LOOP void token_codes(const uint8_t* __restrict in, size_t rows, size_t c
             const size_t count = std::min(group, left);
             const uint8_t* const from = in + at * kBytes<kIs>;
             if (count == kGroupChannels) {
-                group_codes<kIs>(from, kGroupChannels, *base++, *inverse++, codes + at);
+                group_codes<kIs, kFloat>(from, kGroupChannels, *base++, *inverse++, codes + at);
             } else {
-                group_codes<kIs>(from, count, *base++, *inverse++, codes + at);
+                group_codes<kIs, kFloat>(from, count, *base++, *inverse++, codes + at);
             }
             left -= count, at += count;
         }
     }
 }
 
-template <Element kIs>
+template <Element kIs, bool kFloat>
 KVTIER_LOOP void channel_values(const uint8_t* __restrict codes, size_t rows, size_t channels,
                                 const float* __restrict base, const float* __restrict step,
                                 uint8_t* __restrict out) {
     for (size_t r = 0; r < rows; r++) {
         for (size_t i = 0; i < channels; i++) {
-            const auto bits = Value<kIs>::narrowed(value_of(codes[i], base[i], step[i]));
+            const auto bits = Value<kIs>::narrowed(valued<kFloat>(codes[i], base[i], step[i]));
             std::memcpy(out + i * kBytes<kIs>, &bits, sizeof bits);
         }
         codes += channels, out += channels * kBytes<kIs>;
     }
 }
 
-template <Element kIs>
+template <Element kIs, bool kFloat>
 KVTIER_LOOP void group_values(const uint8_t* __restrict codes, size_t count, float base, float step,
                               uint8_t* __restrict out) {
     for (size_t i = 0; i < count; i++) {
-        const auto bits = Value<kIs>::narrowed(value_of(codes[i], base, step));
+        const auto bits = Value<kIs>::narrowed(valued<kFloat>(codes[i], base, step));
         std::memcpy(out + i * kBytes<kIs>, &bits, sizeof bits);
     }
 }
-template <Element kIs>
+template <Element kIs, bool kFloat>
 KVTIER_LOOP void token_values(const uint8_t* __restrict codes, size_t rows, size_t channels,
                               size_t head, const float* __restrict base,
                               const float* __restrict step, uint8_t* __restrict out) {
@@ -173,9 +182,9 @@ KVTIER_LOOP void token_values(const uint8_t* __restrict codes, size_t rows, size
             const size_t count = std::min(group, left);
             uint8_t* const to = out + at * kBytes<kIs>;
             if (count == kGroupChannels) {
-                group_values<kIs>(codes + at, kGroupChannels, *base++, *step++, to);
+                group_values<kIs, kFloat>(codes + at, kGroupChannels, *base++, *step++, to);
             } else {
-                group_values<kIs>(codes + at, count, *base++, *step++, to);
+                group_values<kIs, kFloat>(codes + at, count, *base++, *step++, to);
             }
             left -= count, at += count;
         }
@@ -211,13 +220,14 @@ KVTIER_LOOP void unpack(const uint8_t* __restrict in, size_t units, uint8_t* __r
     }
 }
 
-// Rows of whole tokens. A number for each channel, or (by token) for each group of each row.
+// Rows of whole tokens. A number for each channel, or (by token) for each group of each row. Of
+// codes and values the last two are fp8's.
 struct TypeKernels {
     void (*ranges[2])(const uint8_t* in, size_t rows, size_t channels, size_t head, float* least,
                       float* most);
-    void (*codes[2])(const uint8_t* in, size_t rows, size_t channels, size_t head,
+    void (*codes[4])(const uint8_t* in, size_t rows, size_t channels, size_t head,
                      const float* base, const float* inverse, uint8_t* codes);
-    void (*values[2])(const uint8_t* codes, size_t rows, size_t channels, size_t head,
+    void (*values[4])(const uint8_t* codes, size_t rows, size_t channels, size_t head,
                       const float* base, const float* step, uint8_t* out);
 };
 struct LevelKernels {
@@ -228,43 +238,48 @@ struct LevelKernels {
     void (*unpack2)(const uint8_t* in, size_t units, uint8_t* codes);
 };
 
-#define KVTIER_QUANTIZED(LEVEL, TARGET)                                                           \
-    template <Element kIs, bool kByToken>                                                         \
-    TARGET void ranges##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,       \
-                              float* least, float* most) {                                        \
-        if (kByToken) return group_ranges<kIs>(in, rows, channels, head, least, most);            \
-        channel_ranges<kIs>(in, rows, channels, least, most);                                     \
-    }                                                                                             \
-    template <Element kIs, bool kByToken>                                                         \
-    TARGET void codes##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,        \
-                             const float* base, const float* inverse, uint8_t* codes) {           \
-        if (kByToken) return token_codes<kIs>(in, rows, channels, head, base, inverse, codes);    \
-        channel_codes<kIs>(in, rows, channels, base, inverse, codes);                             \
-    }                                                                                             \
-    template <Element kIs, bool kByToken>                                                         \
-    TARGET void values##LEVEL(const uint8_t* codes, size_t rows, size_t channels, size_t head,    \
-                              const float* base, const float* step, uint8_t* out) {               \
-        if (kByToken) return token_values<kIs>(codes, rows, channels, head, base, step, out);     \
-        channel_values<kIs>(codes, rows, channels, base, step, out);                              \
-    }                                                                                             \
-    template <unsigned kBits>                                                                     \
-    TARGET void pack##LEVEL(const uint8_t* codes, size_t units, uint8_t* out) {                   \
-        pack<kBits>(codes, units, out);                                                           \
-    }                                                                                             \
-    template <unsigned kBits>                                                                     \
-    TARGET void unpack##LEVEL(const uint8_t* in, size_t units, uint8_t* codes) {                  \
-        unpack<kBits>(in, units, codes);                                                          \
-    }                                                                                             \
-    template <Element kIs>                                                                        \
-    constexpr TypeKernels kType##LEVEL = {{ranges##LEVEL<kIs, false>, ranges##LEVEL<kIs, true>},  \
-                                          {codes##LEVEL<kIs, false>, codes##LEVEL<kIs, true>},    \
-                                          {values##LEVEL<kIs, false>, values##LEVEL<kIs, true>}}; \
-    constexpr LevelKernels k##LEVEL = {                                                           \
-        {kType##LEVEL<Element::kBf16>, kType##LEVEL<Element::kFp16>,                              \
-         kType##LEVEL<Element::kFp32>},                                                           \
-        pack##LEVEL<4>,                                                                           \
-        pack##LEVEL<2>,                                                                           \
-        unpack##LEVEL<4>,                                                                         \
+#define KVTIER_QUANTIZED(LEVEL, TARGET)                                                        \
+    template <Element kIs, bool kByToken>                                                      \
+    TARGET void ranges##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,    \
+                              float* least, float* most) {                                     \
+        if (kByToken) return group_ranges<kIs>(in, rows, channels, head, least, most);         \
+        channel_ranges<kIs>(in, rows, channels, least, most);                                  \
+    }                                                                                          \
+    template <Element kIs, bool kByToken, bool kFloat>                                         \
+    TARGET void codes##LEVEL(const uint8_t* in, size_t rows, size_t channels, size_t head,     \
+                             const float* base, const float* inverse, uint8_t* codes) {        \
+        if (kByToken)                                                                          \
+            return token_codes<kIs, kFloat>(in, rows, channels, head, base, inverse, codes);   \
+        channel_codes<kIs, kFloat>(in, rows, channels, base, inverse, codes);                  \
+    }                                                                                          \
+    template <Element kIs, bool kByToken, bool kFloat>                                         \
+    TARGET void values##LEVEL(const uint8_t* codes, size_t rows, size_t channels, size_t head, \
+                              const float* base, const float* step, uint8_t* out) {            \
+        if (kByToken)                                                                          \
+            return token_values<kIs, kFloat>(codes, rows, channels, head, base, step, out);    \
+        channel_values<kIs, kFloat>(codes, rows, channels, base, step, out);                   \
+    }                                                                                          \
+    template <unsigned kBits>                                                                  \
+    TARGET void pack##LEVEL(const uint8_t* codes, size_t units, uint8_t* out) {                \
+        pack<kBits>(codes, units, out);                                                        \
+    }                                                                                          \
+    template <unsigned kBits>                                                                  \
+    TARGET void unpack##LEVEL(const uint8_t* in, size_t units, uint8_t* codes) {               \
+        unpack<kBits>(in, units, codes);                                                       \
+    }                                                                                          \
+    template <Element kIs>                                                                     \
+    constexpr TypeKernels kType##LEVEL = {                                                     \
+        {ranges##LEVEL<kIs, false>, ranges##LEVEL<kIs, true>},                                 \
+        {codes##LEVEL<kIs, false, false>, codes##LEVEL<kIs, true, false>,                      \
+         codes##LEVEL<kIs, false, true>, codes##LEVEL<kIs, true, true>},                       \
+        {values##LEVEL<kIs, false, false>, values##LEVEL<kIs, true, false>,                    \
+         values##LEVEL<kIs, false, true>, values##LEVEL<kIs, true, true>}};                    \
+    constexpr LevelKernels k##LEVEL = {                                                        \
+        {kType##LEVEL<Element::kBf16>, kType##LEVEL<Element::kFp16>,                           \
+         kType##LEVEL<Element::kFp32>},                                                        \
+        pack##LEVEL<4>,                                                                        \
+        pack##LEVEL<2>,                                                                        \
+        unpack##LEVEL<4>,                                                                      \
         unpack##LEVEL<2>};
 
 KVTIER_QUANTIZED(Plain, )
@@ -332,14 +347,20 @@ const LevelKernels& level() {
 
 // --- what does not depend on the processor -------------------------------------------------------
 
-unsigned bits_of(Codec codec) { return codec == Codec::kQ8 ? 8 : codec == Codec::kQ4 ? 4 : 2; }
+unsigned bits_of(Codec codec) {
+    if (codec == Codec::kQ8 || codec == Codec::kFp8) return 8;
+    return codec == Codec::kQ4 ? 4 : 2;
+}
 
 uint16_t upper(float value) { return static_cast<uint16_t>(codec::bits_of(value) >> 16); }
 
 // A part's sizes, if it is made up as the grid says.
 struct Plan {
     Plan(Codec codec, Element element, const Grid& is, size_t raw_bytes)
-        : grid(is), bits(bits_of(codec)), type(static_cast<size_t>(element)) {
+        : grid(is),
+          bits(bits_of(codec)),
+          floating(codec == Codec::kFp8),
+          type(static_cast<size_t>(element)) {
         if (type >= kQuantizedTypes || grid.rows == 0 || grid.channels == 0 || grid.head == 0 ||
             grid.channels > kChannelsMost || grid.channels % grid.head != 0) {
             return;
@@ -366,6 +387,9 @@ struct Plan {
     // How many rows are worked on at a time.
     size_t tile() const { return std::max<size_t>(1, kTile / grid.channels); }
     // The steps of so many rows.
+    // Which of a type's kernels.
+    size_t kind() const { return (floating ? 2 : 0) + (grid.by_token ? 1 : 0); }
+    uint8_t said() const { return static_cast<uint8_t>(bits + (floating ? kFloating : 0)); }
     size_t lines(size_t count) const { return grid.by_token ? count : 1; }
     size_t line() const { return grid.by_token ? groups : grid.channels; }
 
@@ -373,6 +397,7 @@ struct Plan {
 
     Grid grid;
     unsigned bits;
+    bool floating;
     size_t type, width = 0;
     size_t rows = 0, groups = 0, params = 0, codes = 0;
     size_t size = 0;  // zero if it can't be
@@ -489,9 +514,11 @@ bool make_steps(const Plan& plan, size_t lines, Scratch& kept, uint8_t*& out) {
     for (size_t line = 0, at = 0; line < lines; line++) {
         for (size_t i = 0; i < count; i++, at++) {
             Steps steps;
-            if (!steps_of(plan.bits, largest[plan.type], kept.low[at], kept.high[at], steps)) {
-                return false;
-            }
+            const float low = kept.low[at], high = kept.high[at];
+            const bool found = plan.floating
+                                   ? float_steps_of(largest[plan.type], low, high, steps)
+                                   : steps_of(plan.bits, largest[plan.type], low, high, steps);
+            if (!found) return false;
             kept.base[at] = steps.base;
             kept.step[at] = inverse_of(steps.step);
             const uint16_t base = upper(steps.base), step = upper(steps.step);
@@ -529,7 +556,7 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past,
     if (plan.size == 0 || plan.size >= part.raw_bytes) return kNoRoom;
     std::memset(out, 0, kQuantizedHeader);
     out[kElementAt] = static_cast<uint8_t>(is);
-    out[kBitsAt] = static_cast<uint8_t>(plan.bits);
+    out[kBitsAt] = plan.said();
     out[kByTokenAt] = plan.grid.by_token;
     put32(out + kRowsAt, plan.grid.rows);
     put32(out + kChannelsAt, plan.grid.channels);
@@ -548,8 +575,8 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past,
         for (size_t done = 0; done < span;) {
             const size_t rows = std::min(plan.tile(), span - done);
             fetch(in + span * grid.channels * plan.width, rows * grid.channels * plan.width);
-            by.codes[grid.by_token](in, rows, grid.channels, grid.head, kept.base.data(),
-                                    kept.step.data(), packer.room());
+            by.codes[plan.kind()](in, rows, grid.channels, grid.head, kept.base.data(),
+                                  kept.step.data(), packer.room());
             packer.add(rows * grid.channels);
             in += rows * grid.channels * plan.width;
             done += rows;
@@ -566,7 +593,7 @@ bool values_past(const Plan& plan, const uint8_t* codes, size_t rows, const Scra
 #if KVTIER_X86
     const Grid& grid = plan.grid;
     const bool units = (grid.by_token ? grid.head : grid.channels) % kUnit == 0;
-    if (codec_choice().level() == Level::kVbmi && plan.type == 0 && units &&
+    if (codec_choice().level() == Level::kVbmi && plan.type == 0 && units && !plan.floating &&
         reinterpret_cast<uintptr_t>(out) % 64 == 0) {
         (grid.by_token ? values_bf16<true> : values_bf16<false>)(codes, rows, grid.channels,
                                                                  kept.base.data(), kept.step.data(),
@@ -584,7 +611,7 @@ bool decode_quantized(Element is, const Decoded& part, bool past) {
                        from[kByTokenAt] != 0};
     const Plan plan(part.codec, is, grid, part.raw_bytes);
     if (plan.size == 0 || plan.size != part.bytes || from[kByTokenAt] > 1 || from[3] != 0 ||
-        from[kElementAt] != static_cast<uint8_t>(is) || from[kBitsAt] != plan.bits) {
+        from[kElementAt] != static_cast<uint8_t>(is) || from[kBitsAt] != plan.said()) {
         return false;
     }
     Scratch& kept = scratch(plan);
@@ -600,8 +627,8 @@ bool decode_quantized(Element is, const Decoded& part, bool past) {
             const size_t elements = rows * grid.channels, nbytes = elements * plan.width;
             const uint8_t* const codes = unpacker.take(elements);
             if (!past || !values_past(plan, codes, rows, kept, out)) {
-                by.values[grid.by_token](codes, rows, grid.channels, grid.head, kept.base.data(),
-                                         kept.step.data(), past ? kept.values.data() : out);
+                by.values[plan.kind()](codes, rows, grid.channels, grid.head, kept.base.data(),
+                                       kept.step.data(), past ? kept.values.data() : out);
                 if (past) put_bytes(out, kept.values.data(), nbytes, true);
             }
             out += nbytes, done += rows;

@@ -15,7 +15,7 @@ from daemon.test_cold import SIZE, run
 from daemon.test_encoded import BLOCK, ONE, SLOTS, SPECS, Tenant, key, seal, spoil, until
 from kvtier import KvSpec
 from kvtier.codec import frame
-from kvtier.codec.base import CACHEGEN, ECSQ, Q2, Q4, Q8
+from kvtier.codec.base import CACHEGEN, ECSQ, FP8, Q2, Q4, Q8
 from kvtier.codec.frame import LOSSY, PAGE, RAW, Frame
 from kvtier.codec.losses import NAMES, Losses
 from kvtier.codec.profile import Profile, step_of
@@ -29,8 +29,13 @@ from losses_by_twins import STEP, block_of, floats_of, once_lost, profile_of
 from specs import spec_of
 
 SPEC = SPECS["bfloat16"]
-NUMBERS = {"q8": Q8, "q4": Q4, "q2": Q2, "ecsq": ECSQ, "cachegen": CACHEGEN}
-ERROR = {"q8": 0.006, "q4": 0.11, "q2": 0.5}  # root of the mean square, of normal values
+NUMBERS = {"q8": Q8, "q4": Q4, "q2": Q2, "fp8": FP8, "ecsq": ECSQ, "cachegen": CACHEGEN}
+ERROR = {
+    "q8": 0.006,
+    "q4": 0.11,
+    "q2": 0.5,
+    "fp8": 0.03,
+}  # root of the mean square, of normal values
 CODEC, FLAGS = 3, 5  # of a frame's fields
 
 

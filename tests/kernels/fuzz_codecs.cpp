@@ -33,10 +33,10 @@ class Fuzz {
     void round(size_t times) {
         const auto& levels = codec_choice().levels();
         codec_choice().choose(levels[below(levels.size())]);
-        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32,  Codec::kQ8,      Codec::kQ4,
-                                     Codec::kQ2,   Codec::kEcsq, Codec::kCachegen};
+        constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32, Codec::kQ8,   Codec::kQ4,
+                                     Codec::kQ2,   Codec::kFp8, Codec::kEcsq, Codec::kCachegen};
         // The two that have most ways of their own as often as all others.
-        const Codec codec = kCodecs[below(2) == 0 ? 5 + below(2) : below(5)];
+        const Codec codec = kCodecs[below(2) == 0 ? 6 + below(2) : below(6)];
         const auto element = static_cast<Element>(below(kElements));
         const size_t heads = 1 + below(3), head = 1 + below(90);
         // Now and then so many that they go past the caches.

@@ -15,7 +15,7 @@ import pytest
 import kvtier_kernels as kernels
 from cuda_codecs import DEVICE, use
 from kvtier_kernels import reference
-from kvtier_kernels.reference.quantized import BITS, Q2, Q4, Q8, WIDTHS, Grid
+from kvtier_kernels.reference.quantized import BITS, E4M3, FP8, Q2, Q4, Q8, WIDTHS, Grid
 
 BF16, FP16, FP32 = ELEMENTS = range(3)
 LEVELS = kernels.implementations("codec")
@@ -108,6 +108,13 @@ def test_nothing_is_off_by_more_than_half_a_step(level, codec, by_token):
         assert back is not None
         was, now = (floats_of(element, text).reshape(256, 128) for text in (part, back))
         groups = was.reshape(256, 2, 64) if by_token else was.T
+        if codec == FP8:
+            step = np.abs(groups).max(-1) / 448
+            step = (step[..., None] if by_token else step[:, None]) * 1.01
+            error = np.abs(now - was)
+            error = error.reshape(256, 2, 64) if by_token else error.T
+            assert (error <= np.maximum(np.abs(groups) / 15.9, step * 2**-9)).all()
+            continue
         wide = np.abs(groups).max(-1) * 2 if codec == Q8 else groups.max(-1) - groups.min(-1)
         step = wide / (2 ** BITS[codec] - (2 if codec == Q8 else 1))
         error = np.abs(now - was)
@@ -120,7 +127,12 @@ def test_errors_and_sizes_are_as_measured(level):
     grid = {name: Grid(256, 128, 64, name == "v") for name in "kv"}
     values = drawn(grid["k"], 1)
     part = bytes_of(BF16, values - values.mean(0))
-    for codec, error, ratio in ((Q8, 0.01, 1.95), (Q4, 0.16, 3.6), (Q2, 0.8, 6.8)):
+    for codec, error, ratio in (
+        (Q8, 0.01, 1.95),
+        (FP8, 0.04, 1.95),
+        (Q4, 0.16, 3.6),
+        (Q2, 0.8, 6.8),
+    ):
         texts = [encoded(codec, BF16, part, one)[1] for one in grid.values()]
         assert 2 * len(part) / sum(map(len, texts)) >= ratio
         for text in texts:
@@ -184,6 +196,27 @@ def test_every_fp16_comes_back_through_8_bits_as_its_float_says(level):
     assert back is not None
     was, now = floats_of(FP16, part), floats_of(FP16, back)
     assert np.abs(now - was).max() > 0 and (np.abs(now - was) <= was * 2**-7 + 2**-24).all()
+
+
+def test_every_code_of_fp8_is_the_nearest_one(level):
+    """Each of its numbers, each middle between two, and their neighbours; the largest beside them."""
+    known = E4M3[:127]
+    middles = (known[1:] + known[:-1]) / 2
+    numbers = np.concatenate([known, middles])
+    near = np.concatenate([numbers, np.nextafter(numbers, 500), np.nextafter(numbers, 0)])
+    near = near[(near <= 448) & (near >= 0)].astype(np.float32)
+    values = np.zeros((-(-len(near) // 31), 64), np.float32)
+    values[:, 0] = 448  # so a step is 1
+    flat = np.resize(near, (len(values), 31))
+    values[:, 1:32], values[:, 33:] = flat, -flat
+    back = same(FP8, FP32, values.tobytes(), Grid(len(values), 64, 64, True))
+    assert back is not None
+    now = floats_of(FP32, back).reshape(values.shape)
+    away = np.abs(np.abs(values)[..., None] - known).min(-1)
+    assert (np.abs(now - values) == away).all()
+    assert (np.signbit(now) == np.signbit(values)).all()
+    halves = np.isin(np.abs(values), middles)
+    assert halves.any() and (np.searchsorted(known, np.abs(now[halves])) % 2 == 0).all()
 
 
 def test_large_blocks_are_the_same_wherever_they_lie(level, guarded):

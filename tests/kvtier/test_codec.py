@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from conformance.codec_tests import CodecTests, kv
-from kvtier.codec import base, fix4, q2, q4, q8, r32, raw, zstd
+from kvtier.codec import base, fix4, fp8, q2, q4, q8, r32, raw, zstd
 from kvtier.codec.frame import RAW, Entry, check_entries
 from kvtier.codec.grid import HEADS_FIRST, TOKENS_FIRST, grids
 from kvtier.codec.known import BY_NAME, BY_NUMBER
@@ -69,7 +69,7 @@ def floats(dtype: str, text: bytes | bytearray) -> npt.NDArray[np.float32]:
     return np.frombuffer(text, dtype).astype(np.float32)
 
 
-LOSSY = [q8.CODEC, q4.CODEC, q2.CODEC]
+LOSSY = [q8.CODEC, q4.CODEC, q2.CODEC, fp8.CODEC]
 
 
 def test_only_codecs_of_fixed_rate_are_lossy() -> None:
@@ -91,7 +91,7 @@ def test_lossy_parts_come_back_nearly_and_one_by_one(
     back = bytearray(len(block))
     codec.decode(memoryview(payload)[:end], entries, dtype, back)
     off = floats(dtype, back) - floats(dtype, block)
-    assert 0 < abs(off).max() < {"q8": 0.03, "q4": 0.4, "q2": 1.8}[codec.name]
+    assert 0 < abs(off).max() < {"q8": 0.03, "q4": 0.4, "q2": 1.8, "fp8": 0.26}[codec.name]
     size = entries[0].raw_bytes
     alone = bytearray(size)
     codec.decode(payload, [entries[3]], dtype, alone)
@@ -131,8 +131,8 @@ def test_groups_of_other_kinds_have_no_grids() -> None:
 
 
 def test_each_codec_has_a_name_and_a_number_of_its_own() -> None:
-    assert list(BY_NAME) == ["raw", "fix4", "r32", "zstd", "q8", "q4", "q2"]
-    assert list(BY_NUMBER) == [0, 1, 2, 3, 4, 5, 6]
+    assert list(BY_NAME) == ["raw", "fix4", "r32", "zstd", "q8", "q4", "q2", "fp8"]
+    assert list(BY_NUMBER) == [0, 1, 2, 3, 4, 5, 6, 9]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

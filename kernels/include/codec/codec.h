@@ -19,10 +19,13 @@ enum class Codec : uint8_t {
     kQ4 = 5,
     kQ2 = 6,
     kEcsq = 7,
-    kCachegen = 8
+    kCachegen = 8,
+    kFp8 = 9
 };
 // Whether a codec wants to be told of a part's channels.
-constexpr bool calibrated(Codec codec) { return codec >= Codec::kEcsq; }
+constexpr bool calibrated(Codec codec) {
+    return codec == Codec::kEcsq || codec == Codec::kCachegen;
+}
 struct Channels;  // calibration.h
 
 // How a part's elements lie, for codecs that look at channels: matrices of so many rows, a token

@@ -11,8 +11,10 @@ namespace kvtier::codec {
 
 inline Codec codec_of(uint32_t number) {
     const auto codec = static_cast<Codec>(number);
-    const bool ours = number <= static_cast<uint32_t>(Codec::kQ2) && number != 3;
-    if (!ours) throw nanobind::value_error("codec: 0, 1, 2, 4, 5 or 6");
+    const bool fixed = number <= static_cast<uint32_t>(Codec::kQ2) && number != 3;
+    if (!fixed && codec != Codec::kFp8) {
+        throw nanobind::value_error("codec: 0, 1, 2, 4, 5, 6 or 9");
+    }
     return codec;
 }
 

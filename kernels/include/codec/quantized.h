@@ -130,6 +130,36 @@ KVTIER_HD inline float value_of(uint8_t code, float base, float step) {
     return base + static_cast<float>(static_cast<int32_t>(code)) * step;
 }
 
+// fp8: a code is a float of 8 bits (e4m3: no infinity, 448 at most), of the value divided by a
+// step.
+inline constexpr unsigned kFloating = 16;  // beside the bits, in a part's header
+inline constexpr float kFloatMost = 448.0F;
+
+// To the nearest, ties to even.
+KVTIER_HD inline uint8_t e4m3_of(float value) {
+    const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
+    const uint32_t normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - (120 << 3);
+    // Below 2^-6 the sum has its last bit where e4m3 has.
+    const uint32_t small = bits_of(float_of(size) + 16384.0F) - 0x46800000;
+    const uint32_t code = size < 0x3C800000 ? small : normal;
+    return static_cast<uint8_t>((code < 0x7E ? code : 0x7E) | (bits >> 24 & 0x80));
+}
+KVTIER_HD inline float float_of_e4m3(uint8_t code) {
+    const float size = float_of((code & 0x7Fu) << 20) * float_of(0x7B800000);  // 2^120
+    return float_of(bits_of(size) | (code & 0x80u) << 24);
+}
+
+// As `steps_of`, of which there is no base.
+KVTIER_HD inline bool float_steps_of(uint32_t largest_bits, float least, float most, Steps& steps) {
+    const float largest = float_of(largest_bits);
+    if (!(least >= -largest && most <= largest)) return false;
+    float wide = (-least > most ? -least : most) / kFloatMost;
+    if (wide > 0 && wide < float_of(0x00800000)) wide = float_of(0x00800000);
+    steps.base = 0;
+    steps.step = float_of((bits_of(wide) + 0xFFFF) & 0xFFFF0000);
+    return steps.step * kFloatMost <= largest;
+}
+
 // A head is divided into like groups; the last one may be smaller.
 KVTIER_HD inline size_t groups_of(size_t head) {
     return (head + kGroupChannels - 1) / kGroupChannels;

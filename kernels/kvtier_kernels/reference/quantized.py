@@ -9,8 +9,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.signedinteger[Any]]
-Q8, Q4, Q2 = 4, 5, 6
-BITS = {Q8: 8, Q4: 4, Q2: 2}
+Q8, Q4, Q2, FP8 = 4, 5, 6, 9
+BITS = {Q8: 8, Q4: 4, Q2: 2, FP8: 8}
+FLOATING = 16  # beside the bits, in a header
 HEADER = struct.Struct("<BBBxIII")  # element, bits, by token, rows, channels, head
 UNIT, GROUP_TOKENS, GROUP_CHANNELS = 64, 256, 64
 WIDTHS = (2, 2, 4)
@@ -23,6 +24,11 @@ def _float(bits: int) -> np.float32:
 
 LARGEST = [_float(bits) for bits in (0x7F7F0000, 0x477FE000, 0x7F7FFFFF)]
 LEAST_STEP = _float(0x00800000)
+# By code; the last one is no number, and never written.
+E4M3 = np.array(
+    [(8 * (code > 7) + code % 8) * 2.0 ** (max(code // 8, 1) - 10) for code in range(128)],
+    np.float32,
+)
 
 
 class Grid(NamedTuple):
@@ -66,22 +72,25 @@ def encode_quantized(codec: int, element: int, part: bytes, grid: Grid) -> bytes
         most = np.maximum.reduceat(order, starts, axis=0)
     limits = [_widened(element, _turned(limit)) for limit in (least, most)]
     with np.errstate(all="ignore"):
-        found = _steps(bits, LARGEST[element], *limits)
+        found = _steps(bits, LARGEST[element], *limits, codec == FP8)
         if found is None:
             return None
         base, step = found
         inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
         values = _widened(element, _turned(order))
-        scaled = (values - _spread(base, grid)) * _spread(inverse, grid) + np.float32(0.5)
-    header = HEADER.pack(element, bits, grid.by_token, *grid[:3])
+        scaled = (values - _spread(base, grid)) * _spread(inverse, grid)
+        codes = _e4m3(scaled) if codec == FP8 else (scaled + np.float32(0.5)).astype(np.int32)
+    floating = FLOATING if codec == FP8 else 0
+    header = HEADER.pack(element, bits + floating, grid.by_token, *grid[:3])
     params = _upper(step) if bits == 8 else _upper(np.stack([base, step], axis=1))
-    text = header + params + _pack(bits, scaled.astype(np.int32).astype(np.uint8).reshape(-1))
+    text = header + params + _pack(bits, codes.astype(np.uint8).reshape(-1))
     return text if len(text) < len(part) else None
 
 
 def decode_quantized(encoded: bytes, raw_bytes: int) -> bytes:
     """The part again, nearly. Trusts what it reads."""
     element, bits, by_token, rows, channels, head = HEADER.unpack_from(encoded)
+    bits, floating = bits % FLOATING, bits >= FLOATING
     grid = Grid(rows, channels, head, bool(by_token))
     count = raw_bytes // WIDTHS[element]
     matrices = count // channels // rows
@@ -93,7 +102,11 @@ def decode_quantized(encoded: bytes, raw_bytes: int) -> bytes:
     params = np.frombuffer(encoded[HEADER.size : end], "<i2").reshape(lines, kinds, each)
     step = _widened(0, params[:, -1])
     base = np.float32(-127) * step if bits == 8 else _widened(0, params[:, 0])
-    codes = _unpack(bits, encoded[end:], count).reshape(-1, channels).astype(np.float32)
+    packed = _unpack(bits, encoded[end:], count).reshape(-1, channels)
+    if floating:
+        values = E4M3[packed & 127] * np.where(packed & 128, np.float32(-1), np.float32(1))
+        return _narrowed(element, values * _spread(step, grid)).tobytes()
+    codes = packed.astype(np.float32)
     return _narrowed(element, _spread(base, grid) + codes * _spread(step, grid)).tobytes()
 
 
@@ -105,11 +118,27 @@ def _spread(numbers: Floats, grid: Grid) -> Floats:
     return np.repeat(numbers, grid.span_rows * matrices, axis=0)
 
 
+def _e4m3(values: Floats) -> Integers:
+    """The nearest of them, of two such the even one."""
+    known = E4M3[:127].astype(np.float64)
+    sizes = np.minimum(np.abs(values), known[-1]).astype(np.float64)
+    above = np.clip(np.searchsorted(known, sizes), 1, 126)
+    down, up = sizes - known[above - 1], known[above] - sizes
+    nearest = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1)
+    signed: Integers = nearest + np.where(np.signbit(values), 128, 0)
+    return signed
+
+
 def _steps(
-    bits: int, largest: np.float32, least: Floats, most: Floats
+    bits: int, largest: np.float32, least: Floats, most: Floats, floating: bool
 ) -> tuple[Floats, Floats] | None:
     if not (np.all(least >= -largest) and np.all(most <= largest)):
         return None
+    if floating:
+        greatest = np.where(-least > most, -least, most) / np.float32(448)
+        low = (greatest > 0) & (greatest < LEAST_STEP)
+        step = _cut(np.where(low, LEAST_STEP, greatest), np.int64(0xFFFF))
+        return (np.zeros_like(step), step) if np.all(step * np.float32(448) <= largest) else None
     levels = np.float32(254 if bits == 8 else (1 << bits) - 1)
     base = _cut(least, np.where(least < 0, 0xFFFF, 0))
     size = np.where(-least > most, -least, most)

@@ -13,7 +13,7 @@ from kvtier_kernels import decode_parts, encode_parts
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN = 1, 2, 3, 4, 5, 6, 7, 8
+FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 1, 2, 3, 4, 5, 6, 7, 8, 9
 # As the kernels number them; other types have no exponent to encode.
 ELEMENTS = {
     "bfloat16": 0,
