@@ -63,12 +63,16 @@ struct Value<Element::kFp16> {
         return float_of(bits_of(size) | (bits & 0x8000u) << 16);
     }
     KVTIER_HD static uint16_t narrowed(float value) {
-        const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
-        const uint32_t normal = (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13;
+        // Without a choice: compilers make none of an addition that might trap, and so no vectors.
+        const uint32_t bits = bits_of(value);
+        const auto size = static_cast<int32_t>(bits & 0x7FFFFFFF);
+        const int32_t normal = (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13;
         // Below 2^-14 the sum has its last bit where fp16 has.
-        const uint32_t small = bits_of(float_of(size) + 0.5F) - 0x3F000000;
-        const uint32_t half = size < 0x38800000 ? small : normal;
-        return static_cast<uint16_t>(half | (bits >> 16 & 0x8000));
+        const auto near =
+            static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(size)) + 0.5F));
+        const int32_t below = (size - 0x38800000) >> 31;
+        const int32_t half = ((near - 0x3F000000) & below) | (normal & ~below);
+        return static_cast<uint16_t>(static_cast<uint32_t>(half) | (bits >> 16 & 0x8000));
     }
 };
 
@@ -137,12 +141,17 @@ inline constexpr float kFloatMost = 448.0F;
 
 // To the nearest, ties to even.
 KVTIER_HD inline uint8_t e4m3_of(float value) {
-    const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFF;
-    const uint32_t normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - (120 << 3);
+    // Without a choice, as above.
+    const uint32_t bits = bits_of(value);
+    const auto size = static_cast<int32_t>(bits & 0x7FFFFFFF);
+    const int32_t normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - (120 << 3);
     // Below 2^-6 the sum has its last bit where e4m3 has.
-    const uint32_t small = bits_of(float_of(size) + 16384.0F) - 0x46800000;
-    const uint32_t code = size < 0x3C800000 ? small : normal;
-    return static_cast<uint8_t>((code < 0x7E ? code : 0x7E) | (bits >> 24 & 0x80));
+    const auto near =
+        static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(size)) + 16384.0F));
+    const int32_t below = (size - 0x3C800000) >> 31;
+    const int32_t code = ((near - 0x46800000) & below) | (normal & ~below);
+    const auto kept = static_cast<uint32_t>(code < 0x7E ? code : 0x7E);
+    return static_cast<uint8_t>(kept | (bits >> 24 & 0x80));
 }
 KVTIER_HD inline float float_of_e4m3(uint8_t code) {
     const float size = float_of((code & 0x7Fu) << 20) * float_of(0x7B800000);  // 2^120

@@ -72,7 +72,7 @@ def encode_quantized(codec: int, element: int, part: bytes, grid: Grid) -> bytes
         most = np.maximum.reduceat(order, starts, axis=0)
     limits = [_widened(element, _turned(limit)) for limit in (least, most)]
     with np.errstate(all="ignore"):
-        found = _steps(bits, LARGEST[element], *limits, codec == FP8)
+        found = _steps(bits, LARGEST[element], codec == FP8, limits[0], limits[1])
         if found is None:
             return None
         base, step = found
@@ -130,14 +130,14 @@ def _e4m3(values: Floats) -> Integers:
 
 
 def _steps(
-    bits: int, largest: np.float32, least: Floats, most: Floats, floating: bool
+    bits: int, largest: np.float32, floating: bool, least: Floats, most: Floats
 ) -> tuple[Floats, Floats] | None:
     if not (np.all(least >= -largest) and np.all(most <= largest)):
         return None
     if floating:
         greatest = np.where(-least > most, -least, most) / np.float32(448)
         low = (greatest > 0) & (greatest < LEAST_STEP)
-        step = _cut(np.where(low, LEAST_STEP, greatest), np.int64(0xFFFF))
+        step = _cut(np.where(low, LEAST_STEP, greatest), np.full(greatest.shape, 0xFFFF))
         return (np.zeros_like(step), step) if np.all(step * np.float32(448) <= largest) else None
     levels = np.float32(254 if bits == 8 else (1 << bits) - 1)
     base = _cut(least, np.where(least < 0, 0xFFFF, 0))
