@@ -389,6 +389,28 @@ def test_damage_is_a_miss(tmp_path: Path, asked: str, inside: int) -> None:
     run(work())
 
 
+def test_a_space_keeps_its_loss_for_as_long_as_the_daemon_lives(tmp_path: Path) -> None:
+    """As long as its identity says so: what else is asked for meanwhile takes nothing away."""
+
+    async def work() -> None:
+        tenant = Lossy(tmp_path, "ecsq-mid")
+        await tenant.start()
+        tenant.put(0, 1)
+        await tenant.on_disk(1)
+        choice = tenant.mover.choice
+        for by_model in ([], [(SPEC.model, "q8")], [(SPEC.model, "raw")]):
+            choice._by_model = by_model
+            choice._spaces.clear()
+            assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
+        tenant.put(1, 1)
+        await tenant.on_disk(2)
+        assert await tenant.bring("bfloat16", 1) == tenant.lost(1, 1)
+        assert tenant.mover.counts["spoilt"] == 0
+        await tenant.close()
+
+    run(work())
+
+
 def test_a_scrub_sees_damage_without_a_profile(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Lossy(tmp_path, "ecsq-mid")

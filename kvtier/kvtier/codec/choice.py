@@ -240,10 +240,10 @@ class Choice:
                 del self._spaces[next(iter(self._spaces))]
             known = self._spaces[space] = Known(spec, AUTO)
             self._ask_for(known)
-            if self._asked_of(spec) in LOSSY:
-                known.loss = self._losses.of(space, spec, self._tenant)
-                found = self._losses.look(spec)
-                known.why = found if isinstance(found, str) else ""
+            # What the identity says, whatever is asked for by now.
+            known.loss = self._losses.of(space, spec, self._tenant)
+            found = self._losses.look(spec)
+            known.why = found if isinstance(found, str) else ""
         return known
 
     def _ask_for(self, known: Known) -> None:
