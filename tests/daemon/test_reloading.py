@@ -1,0 +1,41 @@
+"""What of a configuration may be swapped while the daemon runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier_daemon.config import Config, load
+from kvtier_daemon.reloading import changes, merged
+
+
+def config(folder: Path, codecs: list[str]) -> Config:
+    file = folder / "kvtier.toml"
+    asked = ", ".join(f'"{one}"' for one in codecs)
+    file.write_text(
+        f'state = "{folder}"\n[warm]\nsize = "64MiB"\n'
+        f'[cold]\ndirectories = ["{folder}"]\nsize = "1GiB"\ncodecs = [{asked}]\n'
+    )
+    return load(file, environ={}).config
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "live"),
+    [
+        (["llama*=fix4"], ["llama*=r32"], True),
+        (["llama*=fix4"], ["llama*=q8"], False),
+        (["llama*=q8"], ["llama*=fix4"], False),
+        (["llama*=q8"], ["llama*=q8", "gemma*=r32"], False),
+    ],
+)
+def test_a_codec_that_loses_bits_is_not_swapped_while_spaces_are_open(
+    tmp_path: Path, before: list[str], after: list[str], live: bool
+) -> None:
+    running, wanted = config(tmp_path, before), config(tmp_path, after)
+    (change,) = changes(running, wanted)
+    assert (change.key, change.live) == ("cold.codecs", live)
+    cold = merged(running, wanted).cold
+    now = wanted.cold if live else running.cold
+    assert cold is not None and now is not None
+    assert cold.codecs == now.codecs
