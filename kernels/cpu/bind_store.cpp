@@ -402,6 +402,34 @@ class PyStore {
         return all;
     }
 
+    std::pair<Id, nb::bytes> tally(Id first, Id look) const {
+        auto [next, found] = store_.tally(first, look);
+        return {next, nb::bytes(found.data(), found.size() * sizeof(Tally))};
+    }
+
+    nb::tuple listed(std::uint32_t space, Id first, Id look, std::size_t limit) const {
+        auto [next, ids] = store_.listed(space, first, look, limit);
+        constexpr std::size_t item = 56;
+        char* data;
+        nb::bytes rows = zeroed(ids.size() * item, data);
+        for (Id id : ids) {
+            const Record& record = store_.block(id);
+            const Place& place = store_.place_of(id);
+            const Frame frame = record.framed ? store_.frame(id) : Frame{};
+            const std::uint32_t head[] = {id, place.group, place.shard, frame.payload_bytes};
+            std::memcpy(data, head, sizeof head);
+            std::memcpy(data + 16, &record.leases, sizeof record.leases);
+            data[18] = static_cast<char>(record.is());
+            data[19] = static_cast<char>(record.framed | record.used << 1);
+            data[20] = static_cast<char>(frame.codec);
+            data[21] = static_cast<char>(frame.rounds & ~spared);
+            data[22] = data[23] = 0;
+            std::memcpy(data + 24, store_.key_of(id).words.data(), key_bytes);
+            data += item;
+        }
+        return nb::make_tuple(next, rows);
+    }
+
     std::size_t memory_bytes() const { return sizeof(*this) + store_.memory_bytes(); }
 
     void check() const {
@@ -498,6 +526,8 @@ void bind_store(nb::module_& m) {
         .def("slots", &PyStore::slots, "ids"_a)
         .def("checksums", &PyStore::checksums, "ids"_a)
         .def("keys_of", &PyStore::keys_of, "ids"_a)
+        .def("tally", &PyStore::tally, "first"_a, "look"_a)
+        .def("listed", &PyStore::listed, "space"_a, "first"_a, "look"_a, "limit"_a)
         .def("counts", &PyStore::counts)
         .def("memory_bytes", &PyStore::memory_bytes)
         .def("check", &PyStore::check);

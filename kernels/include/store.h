@@ -74,6 +74,13 @@ struct Name {
     Key key;
 };
 
+// What there is of a space in a run of records: a block may be in memory and on disk.
+struct Tally {
+    std::uint32_t space, memory, disk, other;
+    std::uint64_t memory_bytes, disk_bytes;
+};
+static_assert(sizeof(Tally) == 32);
+
 // What left, the blocks that no match can reach any more since then, and what else there is to say.
 struct Left {
     std::vector<Id> gone, orphans, cold;
@@ -160,6 +167,11 @@ class Store {
     std::vector<std::uint32_t> depths(Ids ids) const;
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
+
+    // Of the records [first, first + look): what each space has, and the blocks of one space, as
+    // many as `limit`. Both say where to go on; 0 at the end.
+    std::pair<Id, std::vector<Tally>> tally(Id first, Id look) const;
+    std::pair<Id, IdList> listed(std::uint32_t space, Id first, Id look, std::size_t limit) const;
 
     // About single blocks.
     const Record& block(Id id) const;

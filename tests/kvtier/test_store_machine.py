@@ -35,6 +35,8 @@ CALLS_WITH_IDS += ["promote", "promoted", "unpromoted", "spoilt"]
 RESTORABLE = "ready", "cold", "promoting"
 FRAME = struct.Struct("<IIIBBBB")
 ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
+LISTED, TALLY = struct.Struct("<IIIIHBBBB2x32s"), struct.Struct("<IIIIQQ")
+STATES = "absent", "writing", "ready", "doomed", "quarantined", "cold", "promoting"
 SEGMENTS = st.integers(7, 9)
 # Two scales: slots in one slab of small pages; and slabs that must share an arena of a few MiB.
 MIB = 1 << 20
@@ -792,6 +794,32 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.both("ready", pack(ids)) == len(self.of("ready"))
         assert self.both("keys_of", pack(ids)) == b"".join(self.names[i][3] for i in ids)
         assert all(native == twin for native, twin in self.tables)
+
+    @invariant()
+    def what_is_listed_is_what_there_is(self):
+        found = {}
+        for space in self.spaces:
+            for row in LISTED.iter_unpack(self.walked("listed", space, look=61, limit=7)):
+                id_, group, shard, _, leases, state, flags, _, _, key = row
+                found[id_] = (space, group, shard, key), leases, STATES[state], flags & 1
+        assert found == {
+            i: (self.names[i], self.leases.get(i, 0), state, i in self.frames)
+            for i, state in self.states.items()
+        }
+        tallied = [0] * 3
+        for _, memory, disk, other, _, _ in TALLY.iter_unpack(self.walked("tally", look=83)):
+            tallied = [a + b for a, b in zip(tallied, (memory, disk, other), strict=True)]
+        memory = len(self.of("ready"))
+        other = sum(i not in self.frames for i in self.of(*self.ANY) if self.states[i] != "ready")
+        assert tallied == [memory, len(self.frames), other]
+
+    def walked(self, name, *arguments, look, **more):
+        first, rows = 0, b""
+        while True:
+            first, some = self.both(name, *arguments, first, look, *more.values())
+            rows += some
+            if not first:
+                return rows
 
     @invariant()
     def the_policy_knows_what_may_be_evicted(self):

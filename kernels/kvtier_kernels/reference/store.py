@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FULL, WINDOW, STATE = 0, 1, 2
 ABSENT, WRITING, READY, DOOMED, QUARANTINED = "absent", "writing", "ready", "doomed", "quarantined"
 COLD, PROMOTING = "cold", "promoting"
+LIFE = (ABSENT, WRITING, READY, DOOMED, QUARANTINED, COLD, PROMOTING)
 RESTORABLE = READY, COLD, PROMOTING
 ANSWERS = {ABSENT: 0, READY: 1, WRITING: 2, QUARANTINED: 2, DOOMED: 3, COLD: 1, PROMOTING: 1}
 DETAILED = ANSWERS | {COLD: 5, PROMOTING: 6}
@@ -946,6 +947,52 @@ class Store:
 
     def keys_of(self, ids: bytes) -> bytes:
         return b"".join(block.node.key for block in self._known(ids))
+
+    # For people: what there is, record by record and some at a time.
+
+    def tally(self, first: int, look: int) -> tuple[int, bytes]:
+        """What each space has among the records [first, first + look), "<IIIIQQ" of its number, how many
+        blocks are in memory, on disk, and neither, and the bytes of the first two; and where to go on, 0 at
+        the end."""
+        found: dict[int, list[int]] = {}
+        end = min(first + look, self._limit)
+        for block in self._from(first, end):
+            counts = found.setdefault(block.place.space, [0] * 5)
+            if block.state == READY:
+                counts[0] += 1
+                counts[3] += block.place.block_bytes
+            elif block.frame is None:
+                counts[2] += 1
+            if block.frame is not None:
+                counts[1] += 1
+                counts[4] += block.frame.nbytes
+        rows = b"".join(struct.pack("<IIIIQQ", space, *counts) for space, counts in found.items())
+        return (end if end < self._limit else 0), rows
+
+    def listed(self, space: int, first: int, look: int, limit: int) -> tuple[int, bytes]:
+        """The blocks of this space among the records [first, first + look), as many as `limit`: of each
+        "<IIIIHBBBB2x32s", its id, group, shard, its frame's payload bytes, leases, state, 1 if it has a frame
+        and 2 more if that was wanted, the frame's codec, in how many rounds it was wanted, its key. Before
+        them, where to go on, 0 at the end."""
+        self._space(space)
+        rows = b""
+        end = min(first + look, self._limit)
+        for block in self._from(first, end):
+            if block.place.space != space:
+                continue
+            frame = block.frame or Frame(0, 0, 0, 0, 0, 0)
+            rows += struct.pack(
+                "<IIIIHBBBB2x32s", block.id, block.place.group, block.place.shard, frame.payload_bytes,
+                block.leases, LIFE.index(block.state), (block.frame is not None) + 2 * block.used,
+                frame.codec, block.rounds, block.node.key,
+            )  # fmt: skip
+            if len(rows) == limit * 56:
+                end = block.id + 1
+                break
+        return (end if end < self._limit else 0), rows
+
+    def _from(self, first: int, end: int) -> list[Block]:
+        return [self._blocks[number] for number in range(first, end) if number in self._blocks]
 
     def counts(self) -> Counts:
         """Blocks and bytes by state, nodes, ghosts, and the arena's bytes."""

@@ -1,0 +1,43 @@
+// What there is, record by record and some at a time: for people, who wait longer than engines.
+#include <algorithm>
+
+#include "store.h"
+
+namespace kvtier {
+
+std::pair<Id, std::vector<Tally>> Store::tally(Id first, Id look) const {
+    std::vector<Tally> found;
+    const Id end = first + std::min(look, records_.limit() - std::min(first, records_.limit()));
+    for (Id id = first; id < end; ++id) {
+        if (!records_.known(id) || records_[id].is() == State::absent) continue;
+        const Record& record = records_[id];
+        const Place& place = places_[record.place];
+        auto at = std::ranges::find(found, place.space, &Tally::space);
+        if (at == found.end()) at = found.insert(at, Tally{place.space, 0, 0, 0, 0, 0});
+        if (record.is() == State::ready) {
+            ++at->memory;
+            at->memory_bytes += place.block_bytes;
+        } else if (!record.framed) {
+            ++at->other;
+        }
+        if (record.framed) {
+            ++at->disk;
+            at->disk_bytes += records_.frame(id).bytes();
+        }
+    }
+    return {end < records_.limit() ? end : 0, found};
+}
+
+std::pair<Id, IdList> Store::listed(std::uint32_t in, Id first, Id look, std::size_t limit) const {
+    space(in);
+    IdList found;
+    const Id end = first + std::min(look, records_.limit() - std::min(first, records_.limit()));
+    Id id = first;
+    for (; id < end && found.size() < limit; ++id)
+        if (records_.known(id) && records_[id].is() != State::absent &&
+            places_[records_[id].place].space == in)
+            found.push_back(id);
+    return {id < records_.limit() ? id : 0, found};
+}
+
+}  // namespace kvtier
