@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from daemons import Daemon, kvtier
+from kvtier_daemon.cli import COMMANDS
+from specs import spec_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,3 +100,41 @@ def test_messages_that_the_troubleshooting_page_explains_are_said_by_somebody() 
     said = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
     assert len(said) > 20
     assert [message for message in said if message not in text] == []
+
+
+def test_every_command_of_the_commands_page_runs(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """As it is written there; with a daemon that has something, where it looks for one."""
+    page = (ROOT / "docs" / "commands.md").read_text()
+    shown = set(re.findall(r"`(kvtier [^`]+)`", page)) | {"kvtier status"}
+    apart = {
+        "kvtier COMMAND --help", "kvtier serve --warm-size 8GiB", "kvtier demo", "kvtier bench --quick",
+        "kvtier bench compare A.json B.json", "kvtier sim", "kvtier size", "kvtier calibrate",
+        "kvtier monitor",
+    }  # fmt: skip
+    daemon = daemon_of()
+    (tmp_path / "cold").mkdir()
+    environment = dict(os.environ, KVTIER_SOCKET=daemon.socket)
+    python = [sys.executable, "-m", "kvtier_daemon.cli"]
+    with daemon.connect() as client, ThreadPoolExecutor() as pool:
+        space = client.open(spec_of("documented"))
+        keys = space.keys(list(range(64)))
+        space.save(keys, [bytes(space.spec.block_bytes)] * 4)
+        for line in sorted(shown - apart, key=lambda one: "purge" in one):
+            words = line.replace("DIRECTORY", str(tmp_path / "cold")).split()[1:]
+            if line.startswith("kvtier completion"):
+                words = ["completion", "bash"]
+            run = pool.submit(
+                subprocess.run, [*python, *words], capture_output=True, text=True, env=environment,
+                timeout=60, check=False, cwd=tmp_path,
+            )  # fmt: skip
+            while not run.done():  # something to be told of
+                space.match(space.keys([9] * 16))
+                time.sleep(0.05)
+            done = run.result()
+            ok = (0, 1, 2) if "doctor" in line else (0,)
+            assert done.returncode in ok, f"{line}: {done.stderr}"
+            assert "Traceback" not in done.stderr
+        assert space.match(keys).ready == 0, "the page's purge"
+    assert {line.split()[1] for line in shown} - {"COMMAND"} == set(COMMANDS)

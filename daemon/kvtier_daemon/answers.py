@@ -17,7 +17,9 @@ from kvtier.errors import KvtierError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
 from kvtier.planning import COMPUTE, PATIENCE_S
+from kvtier_daemon import looking
 from kvtier_daemon.deferring import Deferring
+from kvtier_daemon.events import KEY_DIGITS, Watcher
 from kvtier_daemon.explaining import explain
 from kvtier_daemon.tenant import Tenant
 
@@ -66,6 +68,7 @@ class Answers:
         self._asked: OrderedDict[int, Asked] = OrderedDict()
         self.waiting = 0  # lookups that are owed something, and how much
         self.owed_tokens = 0
+        self._monitoring = 0  # the request that events are the answer to
 
     def to(self, tenant: Tenant | None, request: wire.Request) -> wire.Reply | None:
         """The answer; None where it comes later. Raises Refused or SpecError."""
@@ -78,6 +81,8 @@ class Answers:
             raise Refused("too_many", f"this session has {LIMIT_SESSION_SPACES} spaces already")
         space = tenant.catalog.open(identity, spec, self._session.id)
         self.spaces.add(identity)
+        if self._server.events.on:
+            self._tell_event("space", tenant, space=space.number, model=spec.model)
         return wire.Opened(request.id, space.number, identity, tenant.secret_of(identity))
 
     def _match(self, tenant: Tenant, request: wire.Match | wire.Prefetch) -> wire.Reply:
@@ -214,6 +219,14 @@ class Answers:
             self._server.clock(), self._session.name, space, len(keys) // KEY_BYTES, found.ready,
             coming, reason, missing,
         )  # fmt: skip
+        if self._server.events.on:
+            self._tell_event(
+                "lookup", tenant, space=space.number, blocks=len(keys) // KEY_BYTES,
+                ready=found.ready, coming=coming, why=reason, key=missing.hex()[:KEY_DIGITS],
+            )  # fmt: skip
+
+    def _tell_event(self, kind: str, tenant: Tenant, **fields: object) -> None:
+        self._server.events.tell(kind, tenant.name, client=self._session.name, **fields)
 
     def _explain(self, tenant: Tenant, request: wire.Explain) -> wire.Reply:
         told = explain(
@@ -250,6 +263,13 @@ class Answers:
             self._server.recorder.saved(
                 tenant.name, space.number, space.spec.block_tokens, request.parent, request.keys
             )
+        if self._server.events.on:
+            outcomes = {
+                name: n
+                for code, name in enumerate(wire.OUTCOMES)
+                if (n := granted.outcomes.count(code))
+            }
+            self._tell_event("save", tenant, space=space.number, what="reserved", **outcomes)
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
 
     def _commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
@@ -262,6 +282,8 @@ class Answers:
         )
         if tenant.mover is not None:
             tenant.mover.saved(ids)
+        if self._server.events.on:
+            self._tell_event("save", tenant, what="committed", blocks=request.count)
         return wire.Done(request.id)
 
     def _abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
@@ -414,12 +436,78 @@ class Answers:
         body = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in stats.items()}
         return wire.Report(request.id, body)
 
+    # --- for people ----------------------------------------------------------------------------
+
+    def _meant(self, tenant: Tenant | None, name: str) -> Tenant:
+        """The tenant that is asked about."""
+        privileged = self._session.peer.privileged
+        return looking.tenant_of(tenant, name, self._server.tenants, privileged)
+
+    def _list_spaces(self, tenant: Tenant | None, request: wire.Spaces) -> wire.Reply:
+        privileged = self._session.peer.privileged
+        told: dict[str, Any] = {}
+        if request.first >= 0:
+            told = looking.spaces(self._meant(tenant, request.tenant), request.first)
+        if privileged:
+            told["tenants"] = list(self._server.tenants)
+        told["clients"] = self._server.clients(None if privileged else tenant)
+        body = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in told.items()}
+        return wire.Report(request.id, body)
+
+    def _list(self, tenant: Tenant | None, request: wire.List) -> wire.Reply:
+        meant = self._meant(tenant, request.tenant)
+        if request.space < 0:
+            return wire.Listed(request.id, *looking.tally(meant, request.first))
+        found = looking.listed(meant, request.space, request.first, request.limit)
+        return wire.Listed(request.id, *found)
+
+    def _purge(self, tenant: Tenant | None, request: wire.Purge) -> wire.Reply | None:
+        self._check_may_write()
+        _check_answered(request)
+        meant = self._meant(tenant, request.tenant)
+
+        def over(failure: str) -> None:
+            if failure:
+                text = f"forgotten in memory; after a restart it may be back from disk: {failure}"
+                self._session.fail(request.id, "disk_failed", text)
+            else:
+                self._session.send(wire.Purged(request.id, after, blocks))
+
+        after, blocks, later = looking.purge(meant, request.space, request.first, over)
+        return None if later else wire.Purged(request.id, after, blocks)
+
+    def _monitor(self, tenant: Tenant | None, request: wire.Monitor) -> None:
+        _check_answered(request)
+        privileged = self._session.peer.privileged
+        if self._monitoring:
+            raise Refused("bad_request", "this session waits for events already")
+
+        def awake() -> None:
+            # What comes together is told together.
+            self._server.loop.call_later(WATCH_S, self._tell_monitor, watcher)
+
+        if tenant is None and not privileged:
+            raise Refused("no_tenant", "this client has no tenant")
+        of = None if privileged or tenant is None else tenant.name
+        watcher = self._server.events.watch(self._session.id, of, request.kinds, awake)
+        self._monitoring = request.id
+        self._tell_monitor(watcher)
+
+    def _tell_monitor(self, watcher: Watcher) -> None:
+        if self._monitoring and (watcher.kept or watcher.missed):
+            events = wire.Events(self._monitoring, *watcher.take(wire.LIMIT_EVENTS))
+            self._monitoring = 0
+            self._session.send(events)
+
     def _ping(self, tenant: Tenant | None, request: wire.Ping) -> wire.Reply:
         return wire.Done(request.id)
 
 
 Answer = Callable[[Answers, Any, Any], wire.Reply | None]  # None: the answer comes later
-WITHOUT_TENANT = (wire.Stats, wire.Record, wire.Ping, wire.Settings, wire.Tier)
+WITHOUT_TENANT = (
+    wire.Stats, wire.Record, wire.Ping, wire.Settings, wire.Tier,
+    wire.Spaces, wire.List, wire.Purge, wire.Monitor,
+)  # fmt: skip
 ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Open: Answers._open,
     wire.Match: Answers._match,
@@ -443,6 +531,10 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.Explain: Answers._explain,
     wire.Settings: Answers._settings,
     wire.Tier: Answers._tier,
+    wire.Spaces: Answers._list_spaces,
+    wire.List: Answers._list,
+    wire.Purge: Answers._purge,
+    wire.Monitor: Answers._monitor,
 }
 
 

@@ -139,7 +139,7 @@ class App:
             loop,
             self._listener,
             self._tenant_of,
-            len(self.tenants),
+            self.tenants,
             self.stats,
             self.config.max_clients,
             recorder,
@@ -506,6 +506,7 @@ class App:
             if cold is not None and not self._try("the cold tier", cold.tend):
                 cold.give_up("it could not be looked after; the daemon's log says how")
             self._try("clients", self._server.tend)
+            self._try("events", self._server.events.sample, self.tenants.values(), self.cold)
 
     def _try(self, what: str, step: Callable[[*Args], object], *args: *Args) -> bool:
         """Do this; whether it went well. A bug of ours here is no end of the daemon, nor of what comes after:

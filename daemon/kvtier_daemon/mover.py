@@ -1,8 +1,9 @@
-"""Moves one tenant's blocks between memory and disk: what, when, and what becomes of it. The catalog decides
-which blocks; the cold tier has the files; nothing here waits for a disk but these tasks themselves.
+"""Moves one tenant's blocks between memory and disk: what, when, and what becomes of it. The catalog
+decides which blocks; the cold tier has the files; nothing here waits for a disk but these tasks
+themselves.
 
-Reads are asked for by a match, go in the planner's order, and are before everything else. How writes go is in
-`moving`.
+Reads are asked for by a match, go in the planner's order, and are before everything else. How writes go is
+in `moving`.
 """
 
 from __future__ import annotations
@@ -123,6 +124,11 @@ class Mover:
     @property
     def is_on(self) -> bool:
         return self._cold.is_on
+
+    @property
+    def has_found_all(self) -> bool:
+        """Whether what was on disk at the start is known."""
+        return self._cold.recovered.is_set()
 
     @property
     def day_bytes(self) -> int:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +20,7 @@ import msgspec
 from kvtier import wire
 from kvtier.catalog import SessionId
 from kvtier_daemon.observing.spans import Latencies
+from kvtier_daemon.events import Events
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.session import Session
@@ -36,6 +37,7 @@ TAKE_S = (
 ACCEPTS_AT_ONCE = 16
 PAUSE_S = 0.5
 LIMIT_GHOSTS = 16
+LIMIT_TOLD = 256
 LIMIT_STRANGERS = 16  # of one tenant, who have not said hello; or its share of clients
 
 Report = dict[str, msgspec.Raw]
@@ -57,7 +59,7 @@ class Server:
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
         tenant_of: Callable[[int], Tenant | None],
-        tenants: int,
+        tenants: Mapping[str, Tenant],
         stats: Callable[[Tenant | None], Report],
         max_clients: int,
         recorder: Recorder,
@@ -70,6 +72,8 @@ class Server:
         self.recorder = recorder
         self.operated = operated
         self.answering: set[asyncio.Task[None]] = set()  # what takes a while
+        self.tenants = tenants
+        self.events = Events(time.time)
         self.run = secrets.token_bytes(RUN_BYTES)
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self.sessions: set[Session] = set()
@@ -78,7 +82,6 @@ class Server:
         self.latencies = Latencies()
         self._listener = listener
         self._tenant_of = tenant_of
-        self._tenants = tenants
         self.limit_clients(max_clients)
         # The kernel lets a user have as many descriptors on their way as it may have open.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -140,7 +143,7 @@ class Server:
     def limit_clients(self, max_clients: int) -> None:
         """So many may be connected from now on; who is stays."""
         self._max_clients = max_clients
-        self._clients_each = max(1, max_clients // self._tenants)
+        self._clients_each = max(1, max_clients // max(1, len(self.tenants)))
 
     def look_who_is_whose(self) -> None:
         """Hang up on those whose users belong to other tenants by now. Who runs the daemon and holds nothing
@@ -153,6 +156,24 @@ class Server:
             else:
                 text = f"uid {session.peer.uid} is of another tenant now: connect again"
                 session.fail(0, "no_tenant", text, fatal=True)
+
+
+    def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
+        """Who is connected, of one tenant or of all; the longest first, and no more than LIMIT_TOLD."""
+        now = self.clock()
+        there = [each for each in self.sessions if each.greeted and tenant in (None, each.tenant)]
+        there.sort(key=lambda each: each.opened_at)
+        return [
+            {
+                "client": each.name,
+                "tenant": each.tenant.name if each.tenant else "",
+                "pid": each.peer.pid,
+                "uid": each.peer.uid,
+                "spaces": each.open_spaces,
+                "up_s": round(now - each.opened_at, 1),
+            }
+            for each in there[:LIMIT_TOLD]
+        ]
 
     def _turn_away(self, sock: socket.socket, code: str, text: str) -> None:
         self.failures[code] += 1

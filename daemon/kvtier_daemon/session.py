@@ -1,5 +1,5 @@
-"""One client's connection: its requests in, its replies and descriptors out, and its end. What it is answered
-is said in `answers`."""
+"""One client's connection: its requests in, its replies and descriptors out, and its end. What it is
+answered is said in `answers`."""
 
 from __future__ import annotations
 
@@ -191,6 +191,7 @@ class Session:
             self.read_only = request.read_only
             self._announce()
             name = self.tenant.name if self.tenant else ""
+            self._tell_client("came")
             welcome = wire.Welcome(
                 request.id, kvtier.__version__, name, self.token, self._server.run
             )
@@ -299,6 +300,10 @@ class Session:
         return self._answers.waiting, self._answers.owed_tokens
 
     @property
+    def open_spaces(self) -> int:
+        return len(self._answers.spaces)
+
+    @property
     def waits_for_its_client(self) -> bool:
         """Whether something was sent that the client has yet to take."""
         return self._blocked or self.parked > 0
@@ -332,6 +337,9 @@ class Session:
         self._inbox.clear()
         self.parked = 0
         self._server.sessions.discard(self)
+        self._server.events.leave(self.id)
+        if self.greeted:
+            self._tell_client("went", why=why)
         if self.tenant is not None and self.tenant.mover is not None:
             try:
                 self.tenant.mover.session_over(self.id)
@@ -344,6 +352,14 @@ class Session:
             self._server.ghosts.add(self)
         else:
             self.abandon()
+
+    def _tell_client(self, what: str, **more: object) -> None:
+        if self._server.events.on:
+            tenant = self.tenant.name if self.tenant else ""
+            self._server.events.tell(
+                "client", tenant, what=what, client=self.name, pid=self.peer.pid,
+                uid=self.peer.uid, **more,
+            )  # fmt: skip
 
     def forswear(self) -> None:
         """The client says, in another session, that nothing of this one touches a slot any more."""

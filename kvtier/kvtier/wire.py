@@ -35,6 +35,14 @@ MEMORY, DISK = 0, 1
 LIMIT_CHANGES = (
     512  # in one Changed: less than what a socket holds, so that nobody has to wait for a reader
 )
+TALLY = struct.Struct(
+    "<IIIIQQ"
+)  # space, blocks in memory, on disk, neither, bytes in memory, on disk
+LISTED = struct.Struct(
+    "<IIIIHBBBB2x32s"
+)  # id, group, shard, payload bytes, leases, state, on disk, codec, rounds, key
+LIMIT_LISTED = 4096  # in one Listed
+LIMIT_EVENTS = 256  # in one Events
 LENGTH = struct.Struct("<I")
 
 
@@ -226,6 +234,40 @@ class Tier(Message, tag=24):
     order: str = "status"
 
 
+class Spaces(Message, tag=25):
+    """Which spaces a tenant has, some at a time, from this number on; -1 for none, and who is connected
+    alone. No tenant is the client's own. Answered with a Report."""
+
+    tenant: str = ""
+    first: int = 0
+
+
+class List(Message, tag=26):
+    """What there is, record by record: of one space its blocks, or how many each space has (-1). `first`
+    is 0, or what the last answer said."""
+
+    tenant: str = ""
+    space: int = -1
+    first: int = 0
+    limit: int = LIMIT_LISTED
+
+
+class Purge(Message, tag=27):
+    """Forget some of a space, `first` as in `List`; or have all that was forgotten be so after a start, too
+    (space -1)."""
+
+    tenant: str = ""
+    space: int = -1
+    first: int = 0
+
+
+class Monitor(Message, tag=28):
+    """Tell what happens, of these kinds or of all: answered when something has. One at a time; until the next
+    one events are kept, and beyond a limit forgotten, the oldest first."""
+
+    kinds: list[str] = []
+
+
 # --- what the daemon answers --------------------------------------------------------------------
 
 
@@ -307,6 +349,27 @@ class Changed(Message, tag=41):
     changes: bytes
 
 
+class Events(Message, tag=42):
+    """The oldest first. Before them `missed` others were forgotten."""
+
+    missed: int
+    events: list[msgspec.Raw]
+
+
+class Listed(Message, tag=43):
+    """`rows`: see TALLY and LISTED. `next` is where to go on, 0 at the end."""
+
+    next: int
+    rows: bytes
+
+
+class Purged(Message, tag=44):
+    """So many blocks of this piece match no more. `next` is where to go on, 0 at the end."""
+
+    next: int
+    blocks: int
+
+
 # --- what the daemon says by itself -------------------------------------------------------------
 
 
@@ -322,11 +385,11 @@ class GoingDown(Message, tag=65):
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
-    | Unpin | Explain | Settings | Tier
+    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
-    | Changed | ExtentAdded | GoingDown
+    | Changed | Events | Listed | Purged | ExtentAdded | GoingDown
 )  # fmt: skip
 
 # What became of each key of a reserve, by the byte in Reserved.outcomes.
@@ -408,7 +471,9 @@ def schema_digest() -> bytes:
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__]
     limits = f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {LIMIT_LOOKS} {LIMIT_TOLD_SLOTS}"
-    lines = [f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format}"]
+    lines = [
+        f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"
+    ]
     for kind in types:
         hints = {
             name: text for base in reversed(kind.__mro__)

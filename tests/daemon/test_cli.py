@@ -140,7 +140,15 @@ def test_help_imports_nothing_that_it_does_not_need():
     )
     loaded = set(ran.stdout.split())
     assert "typer" in loaded
-    heavy = {"rich", "msgspec", "asyncio", "uvloop", "kvtier_kernels", "kvtier_daemon.config"}
+    heavy = {
+        "rich",
+        "textual",
+        "msgspec",
+        "asyncio",
+        "uvloop",
+        "kvtier_kernels",
+        "kvtier_daemon.config",
+    }
     assert not heavy & loaded
 
 
@@ -158,7 +166,7 @@ def test_help_comes_at_once():
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KvtierError("a\nb"), 2), (ProtocolError("a b"), 2), (Unavailable("x"), 3)]
+    ("error", "code"), [(KvtierError("a\nb"), 2), (ProtocolError("a b"), 3), (Unavailable("x"), 3)]
 )
 def test_an_error_of_the_world_is_one_line_and_a_code(run, answer, error, code):
     answer(error)
@@ -169,10 +177,23 @@ def test_an_error_of_the_world_is_one_line_and_a_code(run, answer, error, code):
     assert "Traceback" not in err
 
 
-def test_a_bug_of_ours_shows_where_it_is(answer):
-    answer(ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        main(["status"])
+def test_a_bug_of_ours_is_one_line_too_and_says_how_to_see_more(run, answer):
+    answer(ZeroDivisionError("of nothing"))
+    code, out, err = run("status")
+    assert (code, out) == (70, "")
+    assert err.startswith("kvtier: ZeroDivisionError: of nothing; that is a bug")
+    assert "--debug" in err and "kvtier bugreport" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KvtierError("x"), OSError("x")])
+@pytest.mark.parametrize("words", [("--debug", "status"), ("status", "--debug")])
+def test_debug_shows_where_it_was(run, answer, error, words):
+    answer(error)
+    _, _, err = run(*words)
+    assert err.startswith("Traceback")
+    assert "in _ask" in err
+    assert err.splitlines()[-1].startswith("kvtier: ")
 
 
 def test_an_interrupt_has_its_own_code(run, answer):

@@ -34,7 +34,9 @@ def test_a_bug_of_ours_ends_one_session_and_is_logged(
         listener.setblocking(False)
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
         recorder = Recorder(tmp_path, loop.time)
-        server = Server(loop, listener, lambda uid: tenant, 1, lambda tenant: {}, 8, recorder)
+        server = Server(
+            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+        )
         monkeypatch.setattr(Catalog, "match", bug)
         answers = [
             await loop.run_in_executor(None, talk, str(tmp_path / "s"), ask) for ask in (1, 0)
@@ -65,7 +67,9 @@ def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
         mover: Any = SimpleNamespace(session_over=bug)
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
         recorder = Recorder(tmp_path, loop.time)
-        server = Server(loop, listener, lambda uid: tenant, 1, lambda tenant: {}, 8, recorder)
+        server = Server(
+            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+        )
         await loop.run_in_executor(None, talk, str(tmp_path / "s"), 0)
         async with asyncio.timeout(10):
             while server.sessions:  # noqa: ASYNC110

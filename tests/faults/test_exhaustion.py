@@ -141,7 +141,7 @@ def test_processes_of_another_pid_namespace_are_not_taken_for_one(tmp_path: Path
             asyncio.get_running_loop(),
             listener,
             lambda uid: tenant,
-            1,
+            {"t": tenant},
             lambda tenant: {},
             64,
             Recorder(tmp_path, time.monotonic),

@@ -7,20 +7,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier_daemon.cli.drawing import (
+    Bar,
+    bar_of,
+    count,
+    duration,
+    falling,
+    percent,
+    row,
+    table_of,
+)  # fmt: skip
 from kvtier_daemon.cli.flags import Socket
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
-    from rich.text import Text
 
     from kvtier import Client
 
-BAR_CELLS = 24
+ANSWER_S = 1.5  # for every answer: who asks is told within 2 s
 
 
 def status(
@@ -49,16 +58,29 @@ def _ask(path: Path) -> Mapping[str, Any]:
 
 
 @contextmanager
-def connected(path: Path, name: str) -> Iterator[Client]:
-    """A client of the daemon at `path`; where none answers, Unavailable says what to do."""
+def connected(path: Path, name: str, answer_s: float = ANSWER_S) -> Iterator[Client]:
+    """A client of the daemon at `path`; where none answers, or one of another version, Unavailable says what
+    to do. `answer_s` is for the answers after the first."""
     from kvtier import Client
-    from kvtier.errors import Unavailable
+    from kvtier.errors import ProtocolError, Refused, Unavailable
 
     try:
-        with Client.connect(str(path), populate=False, name=name) as client:
+        if answer_s > ANSWER_S:  # that it answers at all is to be known sooner
+            Client.connect(str(path), timeout_s=ANSWER_S, populate=False, name=name).close()
+        with Client.connect(str(path), timeout_s=answer_s, populate=False, name=name) as client:
             yield client
     except Unavailable as error:
         raise Unavailable(_why(path, error)) from error
+    except ProtocolError as error:
+        text = f"what answers at {path} is no daemon of this version of kvtier: {error}"
+        raise Unavailable(f"{text}; `kvtier --version` says which this is") from error
+    except Refused as error:
+        if error.code != "wrong_schema":
+            raise
+        from importlib.metadata import version
+
+        text = f"{path}: {error.message}; this command is kvtier {version('kvtier')}"
+        raise Unavailable(text) from error
 
 
 def _why(path: Path, error: Exception) -> str:
@@ -124,7 +146,7 @@ def draw(stats: Mapping[str, Any], console: Console) -> None:
     """Print `stats` for people; 80 columns are enough for it."""
     from rich.padding import Padding
 
-    bar = _bar_of("#", "-") if console.options.ascii_only else _bar_of("█", "░")
+    bar = bar_of("#", "-") if console.options.ascii_only else bar_of("█", "░")
     for part in _parts(stats, bar):
         console.print(Padding(part, (0, 0, 1, 1)))
 
@@ -134,8 +156,8 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
 
     yield Text.assemble(
         (f"kvtier {stats.get('version', '')}", "bold"),
-        f"   up {_duration(stats.get('uptime_s', 0))}",
-        f"   {_count(stats.get('sessions', 0), 'session')}",
+        f"   up {duration(stats.get('uptime_s', 0))}",
+        f"   {count(stats.get('sessions', 0), 'session')}",
     )
     yield _tiers(stats.get("tiers", {}), bar)
     yield _flows(stats, bar)
@@ -148,35 +170,33 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
 def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
     from kvtier.units import format_bytes
 
-    table = _table("", "", ">", "", "")
+    table = table_of("", "", ">", "", "")
     for name, tier in tiers.items():
         capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
         amounts = f"{format_bytes(used)} of {format_bytes(capacity)}"
-        blocks = _count(tier.get("blocks", 0), "block")
-        _row(table, name, bar(used, capacity), _percent(used, capacity), amounts, blocks)
+        blocks = count(tier.get("blocks", 0), "block")
+        row(table, name, bar(used, capacity), percent(used, capacity), amounts, blocks)
         ready = tier.get("allocated_bytes", capacity)
         if ready < capacity:
-            _row(table, "", bar(ready, capacity), _percent(ready, capacity), "made so far", "")
+            row(table, "", bar(ready, capacity), percent(ready, capacity), "made so far", "")
     return table
 
 
 def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
     """Return the hit rate and the misses, then what was kept of the saves: shares of 100% each."""
-    table = _table("~", "", ">", ">")
-    hits = {f"hit {tier}": n for tier, n in _falling(stats.get("hit_tokens", {}))}
-    misses = {f"miss {why}": n for why, n in _falling(stats.get("miss_tokens", {}))}
+    table = table_of("~", "", ">", ">")
+    hits = {f"hit {tier}": n for tier, n in falling(stats.get("hit_tokens", {}))}
+    misses = {f"miss {why}": n for why, n in falling(stats.get("miss_tokens", {}))}
     looked_up = stats.get("lookup_tokens", 0)
-    _row(table, "tokens looked up", "", "", f"{looked_up:,}")
+    row(table, "tokens looked up", "", "", f"{looked_up:,}")
     for label, tokens in (hits | misses).items():
-        _row(
-            table, f"  {label}", bar(tokens, looked_up), _percent(tokens, looked_up), f"{tokens:,}"
-        )
+        row(table, f"  {label}", bar(tokens, looked_up), percent(tokens, looked_up), f"{tokens:,}")
     saved = stats.get("saved_tokens", 0)
-    refused = {f"refused {why}": n for why, n in _falling(stats.get("refused_tokens", {}))}
+    refused = {f"refused {why}": n for why, n in falling(stats.get("refused_tokens", {}))}
     offered = saved + sum(refused.values())
-    _row(table, "tokens offered", "", "", f"{offered:,}")
+    row(table, "tokens offered", "", "", f"{offered:,}")
     for label, tokens in ({"saved": saved} | refused).items() if offered else ():
-        _row(table, f"  {label}", bar(tokens, offered), _percent(tokens, offered), f"{tokens:,}")
+        row(table, f"  {label}", bar(tokens, offered), percent(tokens, offered), f"{tokens:,}")
     return table
 
 
@@ -184,11 +204,11 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
     """Return the counters that are no shares of anything, a line for each kind."""
     from kvtier.units import format_bytes
 
-    table = _table("", "~")
+    table = table_of("", "~")
     moved = [f"{way} {format_bytes(n)}" for way, n in stats.get("bytes", {}).items() if n]
-    evicted = [f"{why} {n:,}" for why, n in _falling(stats.get("evicted_blocks", {}))]
+    evicted = [f"{why} {n:,}" for why, n in falling(stats.get("evicted_blocks", {}))]
     states = {
-        name: [f"{state} {n:,}" for state, n in _falling(tier.get("states", {}))]
+        name: [f"{state} {n:,}" for state, n in falling(tier.get("states", {}))]
         for name, tier in stats.get("tiers", {}).items()
     }
     lines = {"bytes": moved, "evicted blocks": evicted}
@@ -197,7 +217,7 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
         lines |= _cold_notes(cold)
     for label, counts in lines.items():
         if counts:
-            _row(table, label, ", ".join(counts))
+            row(table, label, ", ".join(counts))
     return table if table.row_count else None
 
 
@@ -210,18 +230,18 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     day, limit = cold.get("day_bytes", 0), cold.get("day_limit_bytes", 0)
     left = f"{format_bytes(max(0, limit - day))} left of {format_bytes(limit)}"
     each = f"{(new + again) / new:.2f} for each new byte" if new else ""
-    looked = f"{_count(scrub.get('frames', 0), 'frame')}, {scrub.get('damaged', 0):,} damaged"
+    looked = f"{count(scrub.get('frames', 0), 'frame')}, {scrub.get('damaged', 0):,} damaged"
     took = scrub.get("last_round_s")
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
         "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
         "cold codecs": _codecs(cold.get("coding", {}).get("spaces", ())),
-        "cold loads": [f"{why} {n:,}" for why, n in _falling(cold.get("loads", {}))],
-        "cold not written": [f"{why} {n:,}" for why, n in _falling(cold.get("unwritten", {}))],
-        "cold not read": [f"{why} {n:,}" for why, n in _falling(cold.get("not_read", {}))],
+        "cold loads": [f"{why} {n:,}" for why, n in falling(cold.get("loads", {}))],
+        "cold not written": [f"{why} {n:,}" for why, n in falling(cold.get("unwritten", {}))],
+        "cold not read": [f"{why} {n:,}" for why, n in falling(cold.get("not_read", {}))],
         "cold scrub": [
             f"{format_bytes(rate)}/s, {looked}",
-            f"last round {_duration(took)}" if took is not None else "first round",
+            f"last round {duration(took)}" if took is not None else "first round",
         ]
         if (rate := scrub.get("rate", 0))
         else ["off"],
@@ -236,7 +256,7 @@ def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
         ratios.setdefault(space["codec"], []).append(space["ratios"].get(space["codec"], 1.0))
     without = Counter((one["asked"], one["why"]) for one in spaces if one.get("why"))
     return [
-        f"{name} in {_count(len(found), 'space')}"
+        f"{name} in {count(len(found), 'space')}"
         + (f", {min(found):.2f} to {max(found):.2f} smaller" if name != "raw" else "")
         for name, found in sorted(ratios.items())
     ] + [
@@ -262,90 +282,12 @@ def _faults(cold: Mapping[str, Any]) -> list[str]:
 def _tenants(tenants: Mapping[str, Any]) -> Table:
     from kvtier.units import format_bytes
 
-    table = _table("tenant~", ">fill", ">used", ">of", ">blocks", ">spaces", ">sessions", ">leases")
+    table = table_of(
+        "tenant~", ">fill", ">used", ">of", ">blocks", ">spaces", ">sessions", ">leases"
+    )
     for name, tenant in tenants.items():
         capacity, used = tenant.get("capacity_bytes", 0), tenant.get("used_bytes", 0)
         counts = (f"{tenant.get(what, 0):,}" for what in ("blocks", "spaces", "sessions", "leases"))
-        amounts = _percent(used, capacity), format_bytes(used), format_bytes(capacity)
-        _row(table, name, *amounts, *counts)
+        amounts = percent(used, capacity), format_bytes(used), format_bytes(capacity)
+        row(table, name, *amounts, *counts)
     return table
-
-
-# --- pieces of it --------------------------------------------------------------------------------
-
-
-class Bar(Protocol):
-    """Draws how much of a whole a part is."""
-
-    def __call__(self, part: float, whole: float, cells: int = BAR_CELLS) -> Text: ...
-
-
-def _bar_of(full: str, empty: str) -> Bar:
-    from rich.text import Text
-
-    def bar(part: float, whole: float, cells: int = BAR_CELLS) -> Text:
-        filled = min(cells, round(cells * part / whole)) if whole else 0
-        if part and not filled:  # a little is not nothing
-            filled = 1
-        return Text.assemble((full * filled, "cyan"), (empty * (cells - filled), "dim"))
-
-    return bar
-
-
-def _table(*headings: str) -> Table:
-    """Return a table without lines; a heading that begins with > is of a column of numbers.
-
-    A heading that ends in ~ is of a column of text that gives way when room is short.
-    """
-    from rich.table import Table
-
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-        show_header=any(heading.strip(">~") for heading in headings),
-    )
-    for heading in headings:
-        justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
-        gives_way = heading.endswith("~")
-        table.add_column(
-            heading.strip(">~"), justify=justify, no_wrap=not gives_way, overflow="fold"
-        )
-    return table
-
-
-def _row(table: Table, *cells: str | Text) -> None:
-    from rich.text import Text
-
-    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
-
-
-def _falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return what was counted at all, the most first."""
-    return sorted(((name, n) for name, n in counts.items() if n), key=lambda item: -item[1])
-
-
-def _percent(part: float, whole: float) -> str:
-    """Return the share in whole percent; 100% only for all of it and 0% only for nothing."""
-    if not whole or not part:
-        return "0%"
-    percent = 100 * part / whole
-    if percent < 1:
-        return "<1%"
-    return ">99%" if 99 < percent < 100 else f"{percent:.0f}%"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _duration(seconds: float) -> str:
-    """Return the two largest units: enough to know whether it was restarted lately."""
-    left = int(seconds)
-    parts: list[str] = []
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, left = divmod(left, length)
-        if count or parts or unit == "s":
-            parts.append(f"{count} {unit}")
-    return " ".join(parts[:2])

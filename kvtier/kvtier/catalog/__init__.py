@@ -332,6 +332,22 @@ class Catalog:
     def evicted_blocks(self) -> Counter[str]:
         return self.blocks.evicted
 
+    def each_space(self) -> Sequence[Space]:
+        """Every space, in the order of their numbers."""
+        return list(self._spaces)
+
+    def tally(self, first: int, look: int) -> tuple[int, bytes]:
+        """How many blocks each space has among these records, by `Space.index`; where to go on, 0 at the end
+        (see wire.TALLY)."""
+        return self._store.tally(first, look)
+
+    def listed(self, space: Space, first: int, look: int, limit: int) -> tuple[int, bytes]:
+        """The space's blocks among these records, as many as `limit`, forgotten ones that somebody reads too;
+        where to go on, 0 at the end (see wire.LISTED)."""
+        if space.index < 0:
+            return 0, b""
+        return self._store.listed(space.index, first, look, limit)
+
     def memory_bytes(self) -> int:
         return self._store.memory_bytes() + self._policy.memory_bytes()
 

@@ -1,0 +1,100 @@
+"""`kvtier bench`: what this machine gives, in a minute; and two results side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.flags import Json
+
+EXIT_WORSE = 1
+
+app = typer.Typer(
+    help="Measure this machine, or compare two results.",
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Some ten seconds, and wider intervals.")
+    ] = False,
+    cold: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY", help="For the disk; else the folder for temporary files."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure this machine, or compare two results.
+
+    Saves, loads and the disk beside memcpy and direct reads.
+
+    Starts a daemon of its own and takes it away again; a minute, 1 GiB of memory and of disk.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from kvtier_daemon import benching
+    from kvtier_daemon.cli.progress import progress
+
+    with progress() as bar:
+        task = bar.add_task("bench", total=None)
+
+        def told(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        result = benching.run(quick, cold, told)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(result, indent=1))
+        return
+    for row in result["rows"]:
+        typer.echo(
+            f"{row['name']:<34}{row['value']:>8.3g} {row['unit']:<5}"
+            f" [{row['low']:.3g}, {row['high']:.3g}]  {row['note']}".rstrip()
+        )
+    if not result["valid"]:
+        typer.echo("the machine was busy with other things: take this as a rough figure")
+
+
+@app.command("compare")
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json")],
+    after: Annotated[Path, typer.Argument(metavar="B.json")],
+    json: Json = False,
+) -> None:
+    """Compare two results of kvtier bench --json, or of benchmarks/. Exits with 1 if something is worse."""
+    from kvtier_daemon import benching
+
+    report = benching.compare(benching.read(before), benching.read(after))
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report, indent=2))
+    else:
+        _show(report)
+    raise typer.Exit(EXIT_WORSE if any(row["verdict"] == "worse" for row in report["rows"]) else 0)
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    from kvtier_daemon.cli.drawing import row, table_of
+
+    table = table_of("~", ">A", ">B", ">change", "")
+    for one in report["rows"]:
+        row(
+            table, one["name"], f"{one['before']:.4g}", f"{one['after']:.4g} {one['unit']}",
+            f"{one['change']:+.1%}", one["verdict"],
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    for remark in report["remarks"]:
+        typer.echo(remark)

@@ -1,0 +1,125 @@
+"""`kvtier doctor`: what is well, what is not, and the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.flags import Json, Socket
+
+if TYPE_CHECKING:
+    from kvtier_daemon.config import Loaded
+    from kvtier_daemon.doctor import Found
+
+EXIT_WARNED = 1
+EXIT_FAILED = 2
+SYSTEM_CONFIG = Path("/etc/kvtier/kvtier.toml")
+
+
+class Kind(StrEnum):
+    vllm = "vllm"
+
+
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="The daemon's; else /etc/kvtier/kvtier.toml if that is there.",
+        ),
+    ] = None,
+    engine: Annotated[
+        Kind | None, typer.Option(metavar="vllm", help="Look at this engine's side, too.")
+    ] = None,
+    json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Examine this machine, the configuration and the daemon. Exits with 1 for warnings, 2 for failures."""
+    from kvtier_daemon.doctor import Level
+
+    found = examined(config, engine is not None, socket)
+    worst = [one.level for one in found]
+    if json:
+        from json import dumps
+
+        typer.echo(dumps([as_json(one) for one in found], indent=2))
+    else:
+        _show(found)
+    if Level.fail in worst:
+        raise typer.Exit(EXIT_FAILED)
+    raise typer.Exit(EXIT_WARNED if Level.warn in worst else 0)
+
+
+def examined(config: Path | None, vllm: bool, socket: Path | None) -> list[Found]:
+    """What all checks found."""
+    from kvtier_daemon import doctor as checks
+    from kvtier_daemon import doctor_vllm
+
+    world = checks.World()
+    loaded, trouble = _loaded(config)
+    stats, why = _stats(socket or (loaded.config.socket if config and loaded else None))
+    found = checks.examine(world, loaded, stats, why)
+    found.append(checks.io_uring())
+    if trouble is not None:
+        found.insert(0, trouble)
+    return found + (doctor_vllm.examine(world) if vllm else [])
+
+
+def as_json(found: Found) -> dict[str, str]:
+    return {"name": found.name, "level": found.level, "value": found.value, "fix": found.fix}
+
+
+def _loaded(config: Path | None) -> tuple[Loaded | None, Found | None]:
+    """The configuration, or what is wrong with it; neither where there is none."""
+    import os
+
+    from kvtier.errors import ConfigError
+    from kvtier_daemon.config import load
+    from kvtier_daemon.doctor import Found, Level
+
+    file = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
+    if file is None and not any(name.startswith("KVTIER_WARM") for name in os.environ):
+        value = "none: what depends on it was not looked at"
+        return None, Found("configuration", Level.ok, value)
+    try:
+        loaded = load(file)
+    except ConfigError as error:
+        return None, Found("configuration", Level.fail, str(error), "mend it, then try again")
+    return loaded, Found("configuration", Level.ok, f"{file or 'environment'} is understood")
+
+
+def _stats(socket: Path | None) -> tuple[Mapping[str, Any] | None, str]:
+    from kvtier.client import default_socket
+    from kvtier.errors import KvtierError
+    from kvtier_daemon.cli.status import connected
+
+    try:
+        with connected(Path(socket or default_socket()), "doctor") as client:
+            return client.stats(), ""
+    except KvtierError as error:
+        return None, " ".join(str(error).split())
+
+
+def _show(found: list[Found]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from kvtier_daemon.cli.drawing import row, table_of
+    from kvtier_daemon.doctor import Level
+
+    colour = {Level.ok: "green", Level.warn: "yellow", Level.fail: "bold red"}
+    table = table_of("", "~", "~")
+    for one in found:
+        text = Text(one.value)
+        if one.fix:
+            text.append(f"\n→ {one.fix}", "bold")
+        row(table, Text(one.level, colour[one.level]), one.name, text)
+    console = Console(highlight=False)
+    console.print(table)
+    counts = {level: sum(one.level is level for one in found) for level in Level}
+    console.print(", ".join(f"{n} {level}" for level, n in counts.items() if n))

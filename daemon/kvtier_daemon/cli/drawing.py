@@ -1,0 +1,90 @@
+"""Pieces of tables for people: bars, shares, and numbers in words. Nothing of rich is imported before it is
+used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+BAR_CELLS = 24
+
+
+class Bar(Protocol):
+    """Draws how much of a whole a part is."""
+
+    def __call__(self, part: float, whole: float, cells: int = BAR_CELLS) -> Text: ...
+
+
+def bar_of(full: str, empty: str) -> Bar:
+    from rich.text import Text
+
+    def bar(part: float, whole: float, cells: int = BAR_CELLS) -> Text:
+        filled = min(cells, round(cells * part / whole)) if whole else 0
+        if part and not filled:  # a little is not nothing
+            filled = 1
+        return Text.assemble((full * filled, "cyan"), (empty * (cells - filled), "dim"))
+
+    return bar
+
+
+def table_of(*headings: str) -> Table:
+    """Return a table without lines; a heading that begins with > is of a column of numbers.
+
+    A heading that ends in ~ is of a column of text that gives way when room is short.
+    """
+    from rich.table import Table
+
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        show_header=any(heading.strip(">~") for heading in headings),
+    )
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
+        gives_way = heading.endswith("~")
+        table.add_column(
+            heading.strip(">~"), justify=justify, no_wrap=not gives_way, overflow="fold"
+        )
+    return table
+
+
+def row(table: Table, *cells: str | Text) -> None:
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return what was counted at all, the most first."""
+    return sorted(((name, n) for name, n in counts.items() if n), key=lambda item: -item[1])
+
+
+def percent(part: float, whole: float) -> str:
+    """Return the share in whole percent; 100% only for all of it and 0% only for nothing."""
+    if not whole or not part:
+        return "0%"
+    share = 100 * part / whole
+    if share < 1:
+        return "<1%"
+    return ">99%" if 99 < share < 100 else f"{share:.0f}%"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return the two largest units: enough to know whether it was restarted lately."""
+    left = int(seconds)
+    parts: list[str] = []
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])

@@ -1,0 +1,116 @@
+"""`kvtier keys`: which spaces there are, what each has in which tier, and a space's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.flags import Json, Socket
+
+if TYPE_CHECKING:
+    from kvtier_daemon.cli.asking import Block
+
+SHOWN_DIGITS = 16
+
+
+def keys(
+    space: Annotated[
+        str, typer.Option(metavar="SPACE", help="Its number, or the first digits of its identity.")
+    ] = "",
+    tenant: Annotated[
+        str, typer.Option(metavar="NAME", help="Another than one's own: for root alone.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="So many keys at most.")] = 20,
+    json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """List the spaces and what they hold, or the keys of one. Exits with 3 if no daemon answers."""
+    from kvtier.client import default_socket
+    from kvtier_daemon.cli import asking
+    from kvtier_daemon.cli.status import connected
+
+    found: list[Block] = []
+    with connected(Path(socket or default_socket()), "keys") as client:
+        told = asking.spaces(client, tenant)
+        others = [name for name in told.get("tenants", []) if name != told["tenant"]]
+        if space:
+            one = asking.named(told, space)
+            found = list(islice(asking.blocks(client, tenant, one["space"]), limit))
+            report: dict[str, Any] = {"tenant": told["tenant"]} | one
+            report["keys"] = [_as_json(block) for block in found]
+        else:
+            tenants = [told, *(asking.spaces(client, name) for name in others if not tenant)]
+            report = {"tenants": {each["tenant"]: each["spaces"] for each in tenants}}
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report, indent=2))
+    elif space:
+        _show_keys(found, report, limit)
+    else:
+        _show_spaces(report["tenants"])
+
+
+def _as_json(block: Block) -> dict[str, Any]:
+    return {
+        "key": block.key.hex(),
+        "group": block.group,
+        "shard": block.shard,
+        "state": block.state,
+        "tiers": block.tiers,
+        "frame_bytes": block.frame_bytes,
+        "leases": block.leases,
+        "wanted": block.wanted,
+        "rounds": block.rounds,
+    }
+
+
+def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    from rich.console import Console
+
+    from kvtier.units import format_bytes
+    from kvtier_daemon.cli.drawing import row, table_of
+
+    table = table_of(
+        ">space", "tenant~", "model~", ">block", ">warm", ">cold", ">bytes", ">used by"
+    )
+    for name, spaces in tenants.items():
+        for space in spaces:
+            row(
+                table, str(space["space"]), name, space["model"],
+                format_bytes(space["block_bytes"]), f"{space['memory_blocks']:,}",
+                f"{space['disk_blocks']:,}",
+                format_bytes(space["memory_bytes"] + space["disk_bytes"]), str(space["sessions"]),
+            )  # fmt: skip
+    if table.row_count:
+        Console(highlight=False).print(table)
+    else:
+        typer.echo("no space yet: nobody has opened one")
+
+
+def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> None:
+    from rich.console import Console
+
+    from kvtier.units import format_bytes
+    from kvtier_daemon.cli.drawing import row, table_of
+
+    typer.echo(
+        f"space {space['space']} of {space['tenant']}, {space['model']}: {space['memory_blocks']:,}"
+        f" blocks in memory, {space['disk_blocks']:,} on disk, each {format_bytes(space['block_bytes'])}"
+    )
+    if not found:
+        return
+    table = table_of("key", ">group", ">shard", "tier", "state", ">on disk", ">leases", "wanted")
+    for block in found:
+        row(
+            table, block.key.hex()[:SHOWN_DIGITS], str(block.group), str(block.shard), block.tiers,
+            block.state, format_bytes(block.frame_bytes) if block.on_disk else "-",
+            str(block.leases), "yes" if block.wanted else "-",
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    if len(found) == limit:
+        typer.echo(f"the first {limit:,}; --limit says how many, --json has them in full")

@@ -1,0 +1,100 @@
+"""`kvtier monitor`: what happens in the daemon, as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.flags import Socket
+
+if TYPE_CHECKING:
+    from kvtier import Client
+
+FIRST = ("at", "kind", "tenant", "client")  # have columns of their own
+ASK_S = 1.0  # after so long without an event, whether the daemon answers yet
+
+
+def monitor(
+    wanted: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter",
+            metavar="KIND | FIELD=VALUE",
+            help="client, space, save, lookup, evict, promote, demote or fault; or a field, such as"
+            " why=absent. May be given again: any of the kinds, and all of the fields.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", help="End after so many events; 0: never.")
+    ] = 0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Show what happens, as it happens, until interrupted.
+
+    Clients, saves, lookups, evictions, what moves and what fails. Who reads too
+    slowly loses the oldest, and is told how many.
+    """
+    from json import dumps
+
+    from kvtier.client import default_socket
+    from kvtier_daemon.cli.status import connected
+
+    terms = [text for each in wanted or [] for text in each.split(",")]
+    kinds = [text for text in terms if "=" not in text]
+    fields = dict(text.split("=", 1) for text in terms if "=" in text)
+    shown = 0
+    with connected(Path(socket or default_socket()), "monitor") as client:
+        for event in _events(client, kinds):
+            fits = all(str(event.get(name)) == value for name, value in fields.items())
+            if not fits and event["kind"] != "missed":
+                continue
+            typer.echo(dumps(event) if json else _line(event))
+            shown += 1
+            if shown == limit:
+                return
+
+
+def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
+    from select import select
+    from time import time
+
+    import msgspec
+
+    from kvtier import wire
+    from kvtier.errors import Refused, Unavailable
+
+    while True:
+        ticket = client.link.tell(wire.Monitor(client.link.new_id(), kinds))
+        reply: wire.Reply | None = None
+        while reply is None:
+            ready, _, _ = select([client.fileno()], [], [], ASK_S)
+            if not ready:
+                client.ping()
+            answers = client.link.replies()
+            if ticket in answers:
+                reply = answers[ticket][1]
+        if isinstance(reply, wire.Failed):
+            raise Refused(reply.code, reply.text)
+        if not isinstance(reply, wire.Events):
+            raise Unavailable("the daemon answered something else")
+        if reply.missed:
+            yield {"at": round(time(), 3), "kind": "missed", "events": reply.missed}
+        for event in reply.events:
+            yield msgspec.msgpack.decode(event)
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    from datetime import datetime
+
+    at = datetime.fromtimestamp(event["at"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    if event["kind"] == "missed":
+        return f"{at} {event['events']:,} events were missed: this reads too slowly"
+    rest = "  ".join(
+        f"{name} {value}" for name, value in event.items() if name not in FIRST and value != ""
+    )
+    who = "/".join(str(event[name]) for name in ("tenant", "client") if event.get(name))
+    return f"{at} {event['kind']:<8}{who:<20} {rest}"

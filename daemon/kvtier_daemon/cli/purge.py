@@ -1,0 +1,117 @@
+"""`kvtier purge`: forget what a space or a tenant has, in memory and on disk, piece by piece."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtier_daemon.cli.drawing import count
+from kvtier_daemon.cli.flags import Json, Socket
+
+if TYPE_CHECKING:
+    from kvtier import Client
+
+ANSWER_S = 10.0  # the last answer of a space comes when its end is on disk
+EXIT_INTERRUPTED = 130
+
+
+def purge(
+    space: Annotated[
+        str, typer.Option(metavar="SPACE", help="Its number, or the first digits of its identity.")
+    ] = "",
+    tenant: Annotated[
+        str, typer.Option(metavar="NAME", help="All of it, or whose the space is.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Of every tenant.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Forget blocks, for good: those on disk too.
+
+    Can be interrupted without harm, and run again. What engines save meanwhile stays.
+    """
+    from kvtier.client import default_socket
+    from kvtier_daemon.cli import asking
+    from kvtier_daemon.cli.status import connected
+
+    if everything + bool(space or tenant) != 1:
+        raise typer.BadParameter("say what: --space, --tenant, or --all")
+    with connected(Path(socket or default_socket()), "purge", ANSWER_S) as client:
+        told = asking.spaces(client, tenant)
+        if everything:
+            others = [name for name in told.get("tenants", []) if name != told["tenant"]]
+            tenants = [told, *(asking.spaces(client, name) for name in others)]
+        else:
+            tenants = [told]
+        chosen = [
+            (each["tenant"], one)
+            for each in tenants
+            for one in ([asking.named(each, space)] if space else each["spaces"])
+        ]
+        _confirm(chosen, yes or json)
+        report = _forget(client, chosen)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(report, indent=2))
+    else:
+        typer.echo(_said(report))
+    if report["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _blocks(space: dict[str, Any]) -> int:
+    return int(space["memory_blocks"] + space["disk_blocks"])
+
+
+def _confirm(chosen: Sequence[tuple[str, dict[str, Any]]], yes: bool) -> None:
+    from kvtier.errors import ConfigError
+
+    if yes:
+        return
+    total = sum(_blocks(space) for _, space in chosen)
+    names = ", ".join(sorted({tenant for tenant, _ in chosen})) or "nobody"
+    text = f"{total:,} blocks in {count(len(chosen), 'space')} of {names} would be forgotten"
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{text}: say --yes if that is meant")
+    if not typer.confirm(f"{text}. Do it?"):
+        raise typer.Exit(1)
+
+
+def _forget(client: Client, chosen: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    from kvtier import wire
+    from kvtier_daemon.cli.progress import progress
+
+    report: dict[str, Any] = {"spaces": 0, "blocks": 0, "interrupted": False}
+    try:
+        with progress() as bar:
+            task = bar.add_task("purge", total=sum(_blocks(space) for _, space in chosen))
+            for tenant, space in chosen:
+                first = 0
+                while True:
+                    asked = wire.Purge(client.link.new_id(), tenant, space["space"], first)
+                    piece = client.link.ask(asked, wire.Purged)
+                    report["blocks"] += piece.blocks
+                    bar.update(task, completed=report["blocks"])
+                    first = piece.next
+                    if not first:
+                        break
+                report["spaces"] += 1
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+    return report
+
+
+def _said(report: dict[str, Any]) -> str:
+    done = f"{report['blocks']:,} blocks in {count(report['spaces'], 'space')} are forgotten"
+    if report["interrupted"]:
+        return (
+            f"interrupted: {report['blocks']:,} blocks are forgotten in memory; of the last space some may be"
+            " back from disk after a restart. Run it again to end it"
+        )
+    return done

@@ -1,0 +1,301 @@
+"""What `kvtier top` shows: two reports and the time between them as a screen, without a terminal."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier_daemon.cli.drawing import (
+    bar_of,
+    count,
+    duration,
+    falling,
+    percent,
+    row,
+    table_of,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+VIEWS: Final = ("tiers", "hits", "moves", "clients")
+ROUTES: Final = {
+    "engines → warm": ("bytes", "saved"),
+    "warm → engines": ("bytes", "loaded"),
+    "warm → cold": ("cold", "written"),
+    "cold → warm": ("cold", "read"),
+}
+KEPT: Final = 240  # reports
+NARROW: Final = 80
+SPARKS: Final = " ▁▂▃▄▅▆▇█"
+LABEL: Final = 20
+
+
+@dataclass(slots=True, frozen=True)
+class Moment:
+    """A report, who was connected, and when."""
+
+    at: float
+    stats: Mapping[str, Any]
+    clients: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(slots=True)
+class History:
+    """The last reports. Another run of the daemon begins another one."""
+
+    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def add(self, moment: Moment) -> None:
+        if self.moments and self.moments[-1].stats.get("pid") != moment.stats.get("pid"):
+            self.moments.clear()
+        self.moments.append(moment)
+
+    @property
+    def now(self) -> Moment:
+        return self.moments[-1]
+
+    def grown(self, *path: str) -> dict[str, int]:
+        """By how much these counters grew in the last interval; since the start where there is no other."""
+        after = _at(self.now.stats, path)
+        before = _at(self.moments[-2].stats, path) if len(self.moments) > 1 else {}
+        return {name: n - before.get(name, 0) for name, n in after.items()}
+
+    def rates(self, route: str) -> list[float]:
+        """Bytes a second on this route, an interval each."""
+        each = list(self.moments)
+        return [
+            (_moved(after.stats, route) - _moved(before.stats, route)) / (after.at - before.at)
+            for before, after in pairwise(each)
+            if after.at > before.at
+        ]
+
+
+def _at(stats: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, int]:
+    found: Any = stats
+    for name in path:
+        found = found.get(name, {})
+    return found if isinstance(found, Mapping) else {path[-1]: found}
+
+
+def _moved(stats: Mapping[str, Any], route: str) -> int:
+    where, what = ROUTES[route]
+    cold = stats.get("tiers", {}).get("cold", {})
+    counters = cold.get("bytes", {}) if where == "cold" else stats.get("bytes", {})
+    return int(counters.get(what, 0))
+
+
+def draw(history: History, view: str, width: int, ascii_only: bool = False) -> Group:
+    """One screen of `view`; 80 columns are enough for it."""
+    from rich.console import Group
+    from rich.padding import Padding
+
+    parts = {"tiers": _overview, "hits": _hits, "moves": _moves, "clients": _clients}[view]
+    each = parts(history, width, ascii_only)
+    return Group(*(Padding(part, (0, 0, 1, 1)) for part in [_head(history), *each]))
+
+
+def _head(history: History) -> Text:
+    from rich.text import Text
+
+    stats = history.now.stats
+    return Text.assemble(
+        (f"kvtier {stats.get('version', '')}", "bold"),
+        f"   up {duration(stats.get('uptime_s', 0))}",
+        f"   {count(stats.get('sessions', 0), 'engine')}",
+        f"   {_span(history)}",
+    )
+
+
+def _span(history: History) -> str:
+    if len(history.moments) < 2:
+        return "since the start"
+    return f"last {history.moments[-1].at - history.moments[-2].at:.1f} s"
+
+
+def _cells(width: int, spare: int) -> int:
+    return max(8, min(60, width - spare))
+
+
+# --- the views -----------------------------------------------------------------------------------
+
+
+def _overview(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+    """Tiers, hits, what moves, queues: a line or two for each."""
+    yield _tier_bars(history, width, ascii_only)
+    yield _shares(history, width, ascii_only, most=4)
+    yield _rate_lines(history, width, ascii_only)
+    yield _queues(history)
+
+
+def _tier_bars(history: History, width: int, ascii_only: bool) -> Table:
+    from kvtier.units import format_bytes
+
+    bar = bar_of("#", "-") if ascii_only else bar_of("█", "░")
+    cells = _cells(width, 56)
+    table = table_of("", "", ">", "", ">")
+    for name, tier in history.now.stats.get("tiers", {}).items():
+        capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
+        row(
+            table, name, bar(used, capacity, cells), percent(used, capacity),
+            f"{format_bytes(used)} of {format_bytes(capacity)}", count(tier.get("blocks", 0), "block"),
+        )  # fmt: skip
+        ready = tier.get("allocated_bytes", capacity)
+        if ready < capacity:
+            row(table, "", bar(ready, capacity, cells), percent(ready, capacity), "made so far", "")
+        if failure := tier.get("failure"):
+            row(table, "", "", "", failure[: width - 30], "")
+    return table
+
+
+def _shares(history: History, width: int, ascii_only: bool, most: int) -> Table:
+    """Of the tokens looked up: what was hit in which tier, what was missed and why."""
+    bar = bar_of("#", "-") if ascii_only else bar_of("█", "░")
+    cells = _cells(width, 56)
+    looked = history.grown("lookup_tokens")["lookup_tokens"]
+    hits = history.grown("hit_tokens")
+    misses = falling(history.grown("miss_tokens"))
+    shown = misses[:most]
+    table = table_of("", "", ">", ">")
+    row(table, "tokens looked up".ljust(LABEL), "", "", f"{looked:,}")
+    for name, tokens in hits.items():
+        row(
+            table,
+            f"  hit {name}",
+            bar(tokens, looked, cells),
+            percent(tokens, looked),
+            f"{tokens:,}",
+        )
+    for name, tokens in shown:
+        row(
+            table,
+            f"  miss {name}",
+            bar(tokens, looked, cells),
+            percent(tokens, looked),
+            f"{tokens:,}",
+        )
+    if rest := sum(tokens for _, tokens in misses[most:]):
+        row(table, "  miss, others", bar(rest, looked, cells), percent(rest, looked), f"{rest:,}")
+    return table
+
+
+def _rate_lines(history: History, width: int, ascii_only: bool) -> Table:
+    table = table_of("", ">", "")
+    cells = _cells(width, 40)
+    for route in _routes(history):
+        rates = history.rates(route)
+        row(table, _ascii(route, ascii_only), _gigabytes(rates[-1] if rates else 0.0),
+            "" if ascii_only else _spark(rates[-cells:]))  # fmt: skip
+    return table
+
+
+def _routes(history: History) -> list[str]:
+    has_cold = "cold" in history.now.stats.get("tiers", {})
+    return [route for route in ROUTES if has_cold or ROUTES[route][0] != "cold"]
+
+
+def _ascii(text: str, ascii_only: bool) -> str:
+    return text.replace("→", "->") if ascii_only else text
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e7 or not rate else f"{rate / 1e6:.2f} MB/s"
+
+
+def _spark(rates: Sequence[float]) -> Text:
+    from rich.text import Text
+
+    top = max(rates, default=0.0)
+    steps = len(SPARKS) - 1
+    return Text(
+        "".join(SPARKS[min(steps, -int(-rate * steps // top)) if top else 0] for rate in rates),
+        "cyan",
+    )
+
+
+def _queues(history: History) -> Table:
+    stats = history.now.stats
+    cold = stats.get("tiers", {}).get("cold", {})
+    states = stats.get("tiers", {}).get("warm", {}).get("states", {})
+    table = table_of("", "~")
+    held = [
+        f"{name} {states[name]:,}"
+        for name in ("writing", "doomed", "quarantined")
+        if states.get(name)
+    ]
+    row(table, "slots held", ", ".join(held) or "none")
+    if cold:
+        queues = ("reading", "writing", "leaving")
+        row(table, "disk queues", ", ".join(f"{name} {cold.get(name, 0):,}" for name in queues))
+        if cold.get("failure"):
+            row(table, "disk", ("" if cold.get("on", True) else "off: ") + cold["failure"])
+    evicted = [f"{why} {n:,}" for why, n in falling(history.grown("evicted_blocks"))]
+    row(table, "evicted blocks", ", ".join(evicted) or "none")
+    return table
+
+
+def _hits(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+    """All reasons, and what became of saves."""
+    yield _shares(history, width, ascii_only, most=12)
+    bar = bar_of("#", "-") if ascii_only else bar_of("█", "░")
+    cells = _cells(width, 56)
+    saved = history.grown("saved_tokens")["saved_tokens"]
+    refused = falling(history.grown("refused_tokens"))
+    offered = saved + sum(tokens for _, tokens in refused)
+    table = table_of("", "", ">", ">")
+    row(table, "tokens offered".ljust(LABEL), "", "", f"{offered:,}")
+    for label, tokens in [("saved", saved), *((f"refused {why}", n) for why, n in refused)]:
+        row(
+            table,
+            f"  {label}",
+            bar(tokens, offered, cells),
+            percent(tokens, offered),
+            f"{tokens:,}",
+        )
+    yield table
+
+
+def _moves(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+    """Each route, with its last minutes; queues; what the disks were asked."""
+    from rich.text import Text
+
+    for route in _routes(history):
+        rates = history.rates(route)
+        now, top = (rates[-1] if rates else 0.0), max(rates, default=0.0)
+        lines = Text(f"{_ascii(route, ascii_only):<{LABEL}}{_gigabytes(now):>12}")
+        lines.append(f"   most {_gigabytes(top)}", "dim")
+        if not ascii_only:
+            lines.append("\n").append(_spark(rates[-(width - 4) :]))
+        yield lines
+    yield _queues(history)
+    if loads := falling(history.grown("tiers", "cold", "loads")):
+        table = table_of("", "~")
+        row(table, "disk loads", ", ".join(f"{why} {n:,}" for why, n in loads))
+        yield table
+
+
+def _clients(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+    """Tenants, then who is connected."""
+    from kvtier.units import format_bytes
+
+    wide = width > NARROW
+    names = ("tenant~", ">fill", ">used", ">blocks", ">spaces", ">engines", ">leases")
+    table = table_of(*names, *([">pinned"] if wide else []))
+    for name, tenant in history.now.stats.get("tenants", {}).items():
+        capacity, used = tenant.get("capacity_bytes", 0), tenant.get("used_bytes", 0)
+        counts = [f"{tenant.get(what, 0):,}" for what in ("blocks", "spaces", "sessions", "leases")]
+        pinned = [format_bytes(tenant.get("pinned_bytes", 0))] if wide else []
+        row(table, name, percent(used, capacity), format_bytes(used), *counts, *pinned)
+    yield table
+    table = table_of("client~", "tenant~", ">pid", ">uid", ">spaces", ">up")
+    for client in history.now.clients:
+        row(
+            table, client["client"], client["tenant"], str(client["pid"]), str(client["uid"]),
+            str(client["spaces"]), duration(client["up_s"]),
+        )  # fmt: skip
+    yield table

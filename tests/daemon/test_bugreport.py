@@ -1,0 +1,103 @@
+"""A bug report has what is needed, and nothing that is somebody's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from daemons import Daemon
+from kvtier.errors import ConfigError
+from kvtier_daemon import reporting
+from specs import pattern, spec_of
+
+PROMPT = "my grandmother's maiden name"
+TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
+PASSWORD = "correct-horse"
+
+
+def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False,
+        env=dict(os.environ, **environment),
+    )  # fmt: skip
+
+
+def test_nothing_that_was_planted_is_in_it(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    (tmp_path / "cold-of-alice").mkdir()
+    daemon = daemon_of(
+        folder=tmp_path / "alice-home",
+        config=f'[warm]\nsize = "64MiB"\n[tenants.acme-corp]\nuids = ["*"]\nquota = "100%"\n'
+        f'[cold]\ndirectories = ["{tmp_path / "cold-of-alice"}"]\nsize = "256MiB"\n'
+        'codecs = ["secret-model-9b=raw"]\n',
+    )  # fmt: skip
+    with daemon.connect() as client:
+        spec = spec_of("secret-model-9b")
+        space = client.open(spec)
+        keys = space.keys(list(range(64)))
+        space.save(keys, [pattern(key, spec.block_bytes) for key in keys])
+    log = tmp_path / "kvtierd.log"
+    log.write_text(
+        f"10:00 INFO serving\n10:01 key {keys[0].hex()} missed\n10:02 prompt '{PROMPT}'\n"
+        f"10:03 token {TOKEN}\n10:04 password={PASSWORD}\n10:05 from 203.0.113.9 by bob@example.com\n"
+        f'10:06 tenant acme-corp is full\n10:07 text: "{PROMPT} and no end\n'
+    )
+    out = tmp_path / "report.tar.gz"
+    config = tmp_path / "alice-home" / "kvtier.toml"
+    done = kvtier(
+        "bugreport", "-o", str(out), "--config", str(config), "--log", str(log), "--json",
+        "--socket", daemon.socket, KVTIER_TEST_TOKEN=TOKEN, USER="alice", HOME="/home/alice",
+        HF_TOKEN=TOKEN,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert out.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(out) as tar:
+        members = {one.name.split("/")[1]: tar.extractfile(one) for one in tar.getmembers()}
+        files = {name: part.read().decode() for name, part in members.items() if part is not None}
+    assert set(files) == {"versions.json", "machine.txt", "environment.json", "config.toml",
+                          "status.json", "doctor.json", "log.txt"}  # fmt: skip
+    assert set(json.loads(done.stdout)["files"]) == set(files)
+    whole = "\n".join(files.values())
+    secrets = [PROMPT, "maiden", TOKEN, PASSWORD, keys[0].hex(), keys[0].hex()[:16], "203.0.113.9"]
+    secrets += ["bob@example.com", "acme-corp", "alice", "secret-model-9b", "cold-of-alice"]
+    for secret in secrets:
+        assert secret not in whole, secret
+    # What is needed is there.
+    assert "10:00 INFO serving" in files["log.txt"]
+    assert "missed" in files["log.txt"]
+    assert "warm.size = '64MiB'" in files["config.toml"]
+    assert json.loads(files["status.json"])["tiers"]["warm"]["blocks"] == 4
+    assert json.loads(files["versions.json"])["kvtier"]
+    assert json.loads(files["environment.json"])["KVTIER_TEST_TOKEN"] == "<set>"
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "report.tar.gz"
+    done = kvtier("bugreport", "--dry-run", "-o", str(out), "--socket", str(tmp_path / "none"))
+    assert done.returncode == 0, done.stderr
+    assert "versions.json" in done.stdout and "nothing was written" in done.stdout
+    assert not out.exists()
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "report.tar.gz"
+    out.write_text("mine")
+    with pytest.raises(ConfigError, match="--out"):
+        reporting.write(out, {"a": "b"})
+    assert out.read_text() == "mine"
+
+
+def test_a_configuration_that_is_none_gives_nothing_away(tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text(f"password = {TOKEN}")
+    text = reporting.configuration(path, reporting.Names())
+    assert "can't be read" in text and TOKEN not in text

@@ -1,0 +1,657 @@
+"""The commands of who runs the daemon: keys, purge, monitor, top; and all, where no daemon answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from kvtier import Client, wire
+from kvtier_daemon.cli import COMMANDS
+from kvtier_daemon.cli.screens import VIEWS, History, Moment
+from kvtier_daemon.cli.status import ANSWER_S
+from kvtier_daemon.events import LIMIT_KEPT
+from specs import pattern, spec_of
+
+NOBODY = 65_534
+COMMAND = [sys.executable, "-m", "kvtier_daemon.cli"]
+
+
+def kvtier(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False,
+        **({"stdin": subprocess.DEVNULL} | options),
+    )  # fmt: skip
+
+
+def told(*arguments: str) -> Any:
+    done = kvtier(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def saved(client: Client, name: str, count: int, first: int = 0) -> list[bytes]:
+    """Save a chain of so many blocks in a space of this name."""
+    space = client.open(spec_of(name))
+    keys = space.keys([first] * count * 16)
+    space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+    return list(keys)
+
+
+# --- where no daemon serves ----------------------------------------------------------------------
+
+TALKS = {
+    "explain": [],
+    "keys": [],
+    "monitor": ["--limit", "1"],
+    "purge": ["--all", "--yes"],
+    "record": ["status"],
+    "status": [],
+    "top": ["--once"],
+}
+GOES_ON = {"bugreport": ["--dry-run"], "doctor": []}  # and says what it could not ask
+ASKS_NOBODY = {"bench", "calibrate", "completion", "demo", "fsck", "serve", "sim", "size"}
+
+
+def test_every_command_is_known_to_talk_or_not() -> None:
+    assert set(COMMANDS) == TALKS.keys() | GOES_ON.keys() | ASKS_NOBODY
+
+
+@contextlib.contextmanager
+def listening(path: Path, answer: bytes) -> Iterator[None]:
+    """Something that answers this to whoever connects, and hangs up."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(8)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with client:
+                    client.recv(65_536)
+                    client.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str]]]:
+    """Sockets of daemons that are no use, each with what is to be said of it."""
+    folder = tmp_path_factory.mktemp("places")
+    newer = wire.Failed(
+        1, "wrong_schema", "the daemon is kvtier 99.9 and speaks another schema", True
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listening(folder / "newer", wire.encode(newer)))
+        stack.enter_context(listening(folder / "other", b"HTTP/1.1 400 Bad Request\r\n\r\n"))
+        hung = stack.enter_context(socket.socket(socket.AF_UNIX))
+        hung.bind(str(folder / "hung"))
+        hung.listen(64)
+        yield {
+            "dead": (str(folder / "dead"), "No such file or directory"),
+            "hung": (str(folder / "hung"), f"no answer for {ANSWER_S} s"),
+            "newer": (str(folder / "newer"), "kvtier 99.9"),
+            "other": (str(folder / "other"), "no daemon of this version"),
+        }
+
+
+@pytest.mark.parametrize("how", ["dead", "hung", "newer", "other"])
+@pytest.mark.parametrize("command", sorted(TALKS))
+def test_who_asks_a_daemon_that_is_no_use_is_told_in_a_line(
+    places: dict[str, tuple[str, str]], command: str, how: str
+) -> None:
+    path, text = places[how]
+    for more in ([], ["--json"]):
+        done = kvtier(command, *TALKS[command], *more, "--socket", path)
+        assert (done.returncode, done.stdout) == (3, ""), done.stderr
+        assert done.stderr.startswith("kvtier: ") and done.stderr.count("\n") == 1
+        assert text in done.stderr and path in done.stderr
+    assert ANSWER_S < 2
+
+
+@pytest.mark.parametrize("how", ["dead", "hung", "newer", "other"])
+@pytest.mark.parametrize("command", sorted(GOES_ON))
+def test_who_can_go_on_without_a_daemon_says_why_there_is_none(
+    places: dict[str, tuple[str, str]], command: str, how: str
+) -> None:
+    path, text = places[how]
+    done = kvtier(command, *GOES_ON[command], "--socket", path)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if command == "bugreport" else 2), done.stderr
+    if command == "doctor":
+        assert text in " ".join(done.stdout.split())
+
+
+def test_a_daemon_that_stops_while_it_is_watched_is_told(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    with started("monitor", "--socket", daemon.socket) as watching:
+        wait_for_a_watcher(daemon)
+        daemon.process.send_signal(signal.SIGSTOP)
+        _, err = watching.communicate(timeout=30)
+    assert watching.returncode == 3
+    assert "does not serve" in err and err.count("\n") == 1
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def test_keys_lists_spaces_and_what_they_hold(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    with daemon.connect() as client:
+        keys = saved(client, "listed", 40)
+        saved(client, "another", 3)
+        (spaces,) = told("keys", "--socket", daemon.socket)["tenants"].values()
+        held = {space["model"]: space for space in spaces}
+        assert held["listed"]["memory_blocks"] == 40
+        assert held["listed"]["memory_bytes"] == 40 * spec_of().block_bytes
+        assert held["another"]["memory_blocks"] == 3
+        assert held["another"]["sessions"] == 1
+        number = str(held["listed"]["space"])
+        identity = held["listed"]["identity"]
+        for name in (number, identity[:8]):
+            report = told("keys", "--space", name, "--limit", "100", "--socket", daemon.socket)
+            assert {one["key"] for one in report["keys"]} == {key.hex() for key in keys}
+        few = told("keys", "--space", number, "--limit", "7", "--socket", daemon.socket)
+        assert len(few["keys"]) == 7
+        with client.open(spec_of("listed")).load(keys[:5]):
+            report = told("keys", "--space", number, "--limit", "100", "--socket", daemon.socket)
+            leased = {one["key"] for one in report["keys"] if one["leases"]}
+            assert leased == {key.hex() for key in keys[:5]}
+        table = kvtier("keys", "--space", number, "--socket", daemon.socket).stdout
+        assert keys[0].hex()[:16] in table and "20" in table
+        assert all(len(line) <= 80 for line in table.splitlines()[1:])
+    nothing = kvtier("keys", "--space", "77", "--socket", daemon.socket)
+    assert nothing.returncode == 2 and "kvtier keys" in nothing.stderr
+
+
+def test_a_long_list_comes_in_pieces(shared_daemon: Daemon) -> None:
+    spec = spec_of("small", layers=1, kv_heads=1, head_dim=32, block_tokens=1)
+    count = wire.LIMIT_LISTED + 500
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys([7] * count)
+        space.save(keys, [bytes(spec.block_bytes)] * count)
+        number = str(space.index)
+        report = told(
+            "keys", "--space", number, "--limit", "9999", "--socket", shared_daemon.socket
+        )
+        assert sorted(one["key"] for one in report["keys"]) == sorted(key.hex() for key in keys)
+        space.forget(keys)
+
+
+# --- whose it is ---------------------------------------------------------------------------------
+
+BE_NOBODY = f"""
+import contextlib, io, os
+from kvtier import Client, Refused, wire
+from kvtier_daemon.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+    main(["status", "--socket", "/no/such/socket"])
+os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
+def attempt(client, request, kind):
+    try:
+        return type(client.link.ask(request, kind)).__name__
+    except Refused as error:
+        return error.code
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter, unlike tmp_path."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_what_is_anothers_is_neither_listed_nor_forgotten_nor_watched(
+    open_folder: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be somebody else")
+    config = (
+        f'socket_mode = "0666"\n[warm]\nsize = "64MiB"\n'
+        f'[tenants.ours]\nuids = [0]\nquota = "50%"\n'
+        f'[tenants.theirs]\nuids = [{NOBODY}]\nquota = "50%"\n'
+    )
+    daemon = daemon_of(folder=open_folder, config=config)
+    with daemon.connect() as client:
+        keys = saved(client, "secret-model", 4)
+        script = (
+            BE_NOBODY
+            + f"""
+with Client.connect({daemon.socket!r}, populate=False) as client:
+    new = client.link.new_id
+    for tenant in ("ours", "theirs", "nobodys"):
+        print(tenant, attempt(client, wire.Spaces(new(), tenant), wire.Report),
+              attempt(client, wire.List(new(), tenant), wire.Listed),
+              attempt(client, wire.Purge(new(), tenant, 0), wire.Purged))
+    report = client.link.ask(wire.Spaces(new()), wire.Report).stats
+    print(b"secret-model" in bytes(report["spaces"]), "tenants" in report)
+    client.link.tell(wire.Monitor(new(), ["lookup", "save"]))
+    client.ping()
+    print("watches", flush=True)
+    input()
+    print(len(client.link.replies()))
+"""
+        )
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as theirs:
+            assert theirs.stdout is not None
+            lines = [theirs.stdout.readline().split() for _ in range(5)]
+            client.open(spec_of("secret-model")).match(keys)
+            time.sleep(0.2)
+            out, _ = theirs.communicate("\n", timeout=30)
+        assert lines[:3] == [
+            ["ours", "no_tenant", "no_tenant", "no_tenant"],
+            ["theirs", "Report", "Listed", "unknown_space"],
+            ["nobodys", "no_tenant", "no_tenant", "no_tenant"],
+        ]
+        assert lines[3:] == [["False", "False"], ["watches"]]
+        assert out == "0\n"
+        # Who runs the daemon sees both.
+        assert set(told("keys", "--socket", daemon.socket)["tenants"]) == {"ours", "theirs"}
+        assert client.open(spec_of("secret-model")).match(keys).ready == 4
+
+
+# --- purge ---------------------------------------------------------------------------------------
+
+
+def cold(folder: Path) -> str:
+    (folder / "cold").mkdir(parents=True, exist_ok=True)
+    return (
+        f'[warm]\nsize = "64MiB"\n[cold]\ndirectories = ["{folder / "cold"}"]\nsize = "256MiB"\n'
+        'write = "through"\nadmission = "all"\n'
+    )
+
+
+def test_what_was_purged_stays_so_after_a_kill(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    config = cold(tmp_path)
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    with daemon.connect() as client:
+        going = saved(client, "going", 700)
+        staying = saved(client, "staying", 20)
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 720)
+        number = str(client.open(spec_of("going")).index)
+        asked = kvtier("purge", "--space", number, "--socket", daemon.socket)
+        assert asked.returncode == 2 and "--yes" in asked.stderr, "nobody was there to say yes"
+        assert client.open(spec_of("going")).match(going).ready == 700
+        report = told("purge", "--space", number, "--yes", "--socket", daemon.socket)
+        assert report == {"spaces": 1, "blocks": 700, "interrupted": False}
+        assert client.open(spec_of("going")).match(going).ready == 0
+        assert client.open(spec_of("staying")).match(staying).ready == 20
+    daemon.process.kill()
+    daemon.process.wait(10)
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 20)
+    with daemon.connect() as client:
+        for name, keys, there in (("going", going, 0), ("staying", staying, 20)):
+            found = client.open(spec_of(name)).match(keys)
+            assert found.ready + found.coming == there
+    assert daemon.stats()["tiers"]["cold"]["blocks"] == 20
+
+
+def test_purge_all_forgets_what_is_held_too(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    with daemon.connect() as client:
+        keys = saved(client, "held", 30)
+        space = client.open(spec_of("held"))
+        assert space.pin(keys) > 0
+        with space.load(keys) as blocks:
+            told("purge", "--all", "--yes", "--socket", daemon.socket)
+            assert bytes(blocks[3]) == pattern(keys[3], len(blocks[3]))
+            assert space.match(keys).ready == 0
+        assert daemon.stats()["tiers"]["warm"]["used_bytes"] == 0
+
+
+def test_an_interrupted_purge_says_so_and_can_be_run_again(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvtier_daemon.cli import main
+
+    spec = spec_of("cut", layers=1, kv_heads=1, head_dim=32, block_tokens=1)
+    with shared_daemon.connect() as client:
+        space = client.open(spec)
+        keys = space.keys([3] * 3000)
+        space.save(keys, [bytes(spec.block_bytes)] * 3000)
+        pieces = 0
+        asks = type(client.link).ask
+
+        def ask(link: Any, request: wire.Message, kind: Any) -> Any:
+            nonlocal pieces
+            pieces += isinstance(request, wire.Purge)
+            if pieces == 3:
+                raise KeyboardInterrupt
+            return asks(link, request, kind)
+
+        flags = ["--space", str(space.index), "--yes", "--socket", shared_daemon.socket]
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.link.Link.ask", ask)
+            with pytest.raises(SystemExit) as left:
+                main(["purge", *flags])
+        assert left.value.code == 130
+        assert capsys.readouterr().out.startswith("interrupted: 1,024 blocks are forgotten")
+        left_over = told("keys", *flags[:2], "--limit", "5000", *flags[3:])["keys"]
+        assert len(left_over) == 3000 - 1024
+        assert told("purge", *flags)["blocks"] == 3000 - 1024
+
+
+# --- monitor -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_a_watcher(daemon: Daemon) -> None:
+    """Until `kvtier monitor` is connected, and a moment longer."""
+    deadline = time.monotonic() + 20
+    with daemon.connect() as client:
+        while True:
+            report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
+            if b"monitor" in bytes(report.stats["clients"]):
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    time.sleep(0.1)
+
+
+def test_monitor_tells_what_happens(daemon_of: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = daemon_of(folder=tmp_path / "d", config=cold(tmp_path))
+    with started("monitor", "--json", "--socket", daemon.socket) as watching:
+        wait_for_a_watcher(daemon)
+        with daemon.connect(name="engine 7") as client:
+            keys = saved(client, "watched", 900)  # 56 MiB
+            space = client.open(spec_of("watched"))
+            space.match(keys)
+            space.match(space.keys([9] * 32))
+            daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 900)
+            saved(client, "watched", 300, first=1)
+            time.sleep(0.3)
+        time.sleep(0.2)
+        watching.send_signal(signal.SIGINT)
+        out, err = watching.communicate(timeout=20)
+    assert watching.returncode == 130, err
+    events = [json.loads(line) for line in out.splitlines()]
+    engine = [event for event in events if event.get("client") == "engine 7"]
+    kinds = {event["kind"] for event in engine}
+    assert kinds == {"client", "space", "save", "lookup"}
+    assert [event["what"] for event in engine if event["kind"] == "client"] == ["came", "went"]
+    assert next(event["model"] for event in engine if event["kind"] == "space") == "watched"
+    saves = [event for event in engine if event["kind"] == "save"]
+    assert (saves[0]["granted"], saves[1]["blocks"]) == (900, 900)
+    hit, miss = (event for event in engine if event["kind"] == "lookup")
+    assert (hit["ready"], hit["why"]) == (900, "")
+    assert (miss["ready"], miss["why"], len(miss["key"])) == (0, "absent", 8)
+    moved = {kind: sum(e["blocks"] for e in events if e["kind"] == kind) for kind in ("demote",)}
+    assert moved["demote"] >= 900
+    assert sum(e.get("demoted", 0) for e in events if e["kind"] == "evict") >= 150
+    whole = {key.hex() for key in keys}
+    assert not any(key in out for key in whole), "no key is told in full"
+
+
+def test_monitor_shows_what_is_asked_for(shared_daemon: Daemon) -> None:
+    flags = ["--filter", "lookup,space", "--filter", "why=absent", "--limit", "2"]
+    with started("monitor", *flags, "--socket", shared_daemon.socket) as watching:
+        wait_for_a_watcher(shared_daemon)
+        with shared_daemon.connect() as client:
+            keys = saved(client, "filtered", 2)
+            space = client.open(spec_of("filtered"))
+            for number in range(3):
+                space.match(keys)
+                space.match(space.keys([number + 5] * 16))
+            space.forget(keys)
+        out, err = watching.communicate(timeout=20)
+    assert watching.returncode == 0, err
+    lines = out.splitlines()
+    assert len(lines) == 2
+    assert all(" lookup " in line and "why absent" in line for line in lines)
+    refused = kvtier("monitor", "--filter", "lokup", "--socket", shared_daemon.socket)
+    assert refused.returncode == 2 and "'lokup'" in refused.stderr and "lookup" in refused.stderr
+
+
+def test_who_reads_nobody_is_told_what_was_missed(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of()
+    with daemon.connect() as slow, daemon.connect() as engine:
+        space = engine.open(spec_of("busy"))
+        ask = slow.link.tell
+
+        def answer(ticket: int) -> wire.Events:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                replies = slow.link.replies()
+                if ticket in replies:
+                    reply = replies[ticket][1]
+                    assert isinstance(reply, wire.Events)
+                    return reply
+                select.select([slow.fileno()], [], [], 1)
+            raise AssertionError("no events")
+
+        first = ask(wire.Monitor(slow.link.new_id(), ["lookup"]))
+        slow.ping()  # it has been heard
+        keys = space.keys([1] * 16)
+        space.match(keys)
+        assert answer(first).missed == 0
+        before = daemon.process_bytes()
+        for _ in range(LIMIT_KEPT + 300):  # and nobody asks for them
+            space.match(keys)
+        last = answer(ask(wire.Monitor(slow.link.new_id(), ["lookup"])))
+        assert last.missed == 300
+        assert len(last.events) == wire.LIMIT_EVENTS
+        assert daemon.process_bytes() - before < 16 << 20
+
+
+def test_who_reads_no_more_ends_a_command_without_a_word(shared_daemon: Daemon) -> None:
+    with started("monitor", "--filter", "lookup", "--socket", shared_daemon.socket) as watching:
+        wait_for_a_watcher(shared_daemon)
+        assert watching.stdout is not None and watching.stderr is not None
+        watching.stdout.close()
+        with shared_daemon.connect() as client:
+            space = client.open(spec_of("pipe"))
+            for _ in range(5):
+                space.match(space.keys([1] * 16))
+                time.sleep(0.05)
+        assert watching.wait(20) == 1
+        assert watching.stderr.read() == ""
+        watching.stdout = None  # closed: not to be read at the end
+
+
+# --- top -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_top_once_fits_eighty_columns(shared_daemon: Daemon, view: str) -> None:
+    with shared_daemon.connect(name="engine 5") as client:
+        keys = saved(client, "top", 5)
+        done = kvtier(
+            "top", "--once", "--interval", "0.2", "--view", view, "--socket", shared_daemon.socket,
+            env=dict(os.environ, COLUMNS="80", PYTHONIOENCODING="utf-8"),
+        )  # fmt: skip
+        client.open(spec_of("top")).forget(keys)
+    assert done.returncode == 0, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    shown = {
+        "tiers": "warm",
+        "hits": "tokens offered",
+        "moves": "engines → warm",
+        "clients": "engine 5",
+    }
+    assert shown[view] in done.stdout
+
+
+def test_top_needs_textual_only_for_its_screen(shared_daemon: Daemon) -> None:
+    without = "import sys; sys.modules['textual'] = None; sys.stdout.isatty = lambda: True\n"
+    without += "from kvtier_daemon.cli import main; main(sys.argv[1:])"
+    place = ["--socket", shared_daemon.socket]
+    command = [sys.executable, "-c", without, "top"]
+    done = subprocess.run(
+        [*command, *place], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pip install 'kvtier[top]'" in done.stderr
+    done = subprocess.run(
+        [*command, "--once", "--interval", "0.2", *place], capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_screen_turns_holds_and_goes_on_without_a_daemon() -> None:
+    pytest.importorskip("textual")
+    from textual.widgets import Static
+
+    from kvtier import Unavailable
+    from kvtier_daemon.cli.watching import Top
+
+    looks = 0
+    gone = False
+
+    def look() -> Moment:
+        nonlocal looks
+        looks += 1
+        if gone:
+            raise Unavailable("no daemon answers at there")
+        tiers = {"warm": {"capacity_bytes": 100, "used_bytes": looks}}
+        return Moment(
+            float(looks), {"pid": 1, "tiers": tiers, "lookup_tokens": 5, "saved_tokens": 0}
+        )
+
+    async def run() -> None:
+        nonlocal gone
+        history = History()
+        history.add(look())
+        app = Top(look, history, 0.2, "tiers")
+
+        async def until(holds: Callable[[], bool]) -> None:
+            async with asyncio.timeout(20):
+                while not holds():
+                    await pilot.pause(0.02)
+
+        def text(where: str) -> str:
+            return str(app.query_one(where, Static).content)
+
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(lambda: looks >= 3)
+            for key, view in (("2", 1), ("right", 2), ("4", 3), ("right", 0), ("left", 3)):
+                await pilot.press(key)
+                assert app._view == view
+            await pilot.press("space")
+            await until(lambda: "held" in text("#views"))
+            await pilot.pause(0.5)
+            held = looks
+            await pilot.pause(0.6)
+            assert looks == held
+            await pilot.press("space")
+            await until(lambda: looks > held)
+            gone = True
+            await until(lambda: "no daemon answers" in text("#trouble"))
+            gone = False
+            await until(lambda: not text("#trouble"))
+            await pilot.press("plus")
+            assert "every 0.4 s" in text("#views")
+            await pilot.press("q")
+
+    asyncio.run(run())
+
+
+def test_top_in_a_terminal_ends_with_q(shared_daemon: Daemon) -> None:
+    pytest.importorskip("textual")
+    outer, inner = pty.openpty()
+    environment = dict(os.environ, TERM="xterm-256color", COLUMNS="80", LINES="24")
+    process = subprocess.Popen(
+        [*COMMAND, "top", "--socket", shared_daemon.socket],
+        stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True,
+    )  # fmt: skip
+    os.close(inner)
+    seen = b""
+    deadline = time.monotonic() + 30
+    try:
+        while b"warm" not in seen:
+            assert time.monotonic() < deadline, seen[-500:]
+            if select.select([outer], [], [], 0.1)[0]:
+                seen += os.read(outer, 65_536)
+        os.write(outer, b"q")
+        while process.poll() is None:
+            assert time.monotonic() < deadline, seen[-500:]
+            if select.select([outer], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # the other end is gone
+                    seen += os.read(outer, 65_536)
+        assert process.returncode == 0
+        assert b"Traceback" not in seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(outer)
+
+
+# --- completion ----------------------------------------------------------------------------------
+
+
+def test_a_shell_completes_commands_and_flags() -> None:
+    def completed(*words: str) -> set[str]:
+        environment = dict(
+            os.environ, _KVTIER_COMPLETE="complete_bash", COMP_WORDS=" ".join(("kvtier", *words)),
+            COMP_CWORD=str(len(words)),
+        )  # fmt: skip
+        done = subprocess.run(COMMAND, capture_output=True, text=True, env=environment, check=False)
+        return set(done.stdout.split())
+
+    assert completed("st") == {"status"}
+    assert completed("") == set(COMMANDS)
+    assert completed("keys", "--sp") == {"--space"}
+    assert completed("bench", "c") == {"compare"}
+    for shell, mark in (("bash", "complete -o default"), ("zsh", "#compdef"), ("fish", "complete")):
+        done = kvtier("completion", shell)
+        assert done.returncode == 0 and mark in done.stdout
+    assert subprocess.run(
+        ["bash", "-n"], input=kvtier("completion", "bash").stdout, text=True, check=False
+    ).returncode == 0  # fmt: skip
+
+
+def test_each_command_says_in_the_list_what_its_help_says() -> None:
+    from kvtier_daemon.cli import loaded, main
+
+    for name, text in COMMANDS.items():
+        command = loaded(name)
+        assert (command.help or "").splitlines()[0].startswith(text), name
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        assert not left.value.code
+        assert any("--json" in one.opts for one in command.params) or name == "serve", name
