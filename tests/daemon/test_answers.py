@@ -19,6 +19,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, beaten, links
 from kvtier_daemon import deferring
 from kvtier_daemon.answers import Answers
+from kvtier_daemon.events import Events
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers import reads
@@ -38,7 +39,8 @@ class Client:
         self.sent: list[wire.Message] = []
         loop = asyncio.get_running_loop()
         server: Any = SimpleNamespace(
-            clock=loop.time, recorder=Recorder(folder, loop.time), loop=loop
+            clock=loop.time, recorder=Recorder(folder, loop.time), loop=loop,
+            events=Events(loop.time),
         )
         session: Any = SimpleNamespace(
             id=ONE, name="one", read_only=False, send=self.sent.append, serve_later=self.serve
