@@ -157,7 +157,6 @@ class Server:
                 text = f"uid {session.peer.uid} is of another tenant now: connect again"
                 session.fail(0, "no_tenant", text, fatal=True)
 
-
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """Who is connected, of one tenant or of all; the longest first, and no more than LIMIT_TOLD."""
         now = self.clock()

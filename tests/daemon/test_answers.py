@@ -39,7 +39,9 @@ class Client:
         self.sent: list[wire.Message] = []
         loop = asyncio.get_running_loop()
         server: Any = SimpleNamespace(
-            clock=loop.time, recorder=Recorder(folder, loop.time), loop=loop,
+            clock=loop.time,
+            recorder=Recorder(folder, loop.time),
+            loop=loop,
             events=Events(loop.time),
         )
         session: Any = SimpleNamespace(

@@ -58,16 +58,29 @@ def saved(client: Client, name: str, count: int, first: int = 0) -> list[bytes]:
 # --- where no daemon serves ----------------------------------------------------------------------
 
 TALKS = {
+    "config": ["diff"],
     "explain": [],
     "keys": [],
     "monitor": ["--limit", "1"],
     "purge": ["--all", "--yes"],
     "record": ["status"],
+    "reload": [],
     "status": [],
+    "tier": ["status", "cold"],
     "top": ["--once"],
 }
 GOES_ON = {"bugreport": ["--dry-run"], "doctor": []}  # and says what it could not ask
-ASKS_NOBODY = {"bench", "calibrate", "completion", "demo", "fsck", "serve", "sim", "size"}
+ASKS_NOBODY = {
+    "bench",
+    "calibrate",
+    "completion",
+    "demo",
+    "fsck",
+    "install-service",
+    "serve",
+    "sim",
+    "size",
+}
 
 
 def test_every_command_is_known_to_talk_or_not() -> None:
@@ -659,4 +672,6 @@ def test_each_command_says_in_the_list_what_its_help_says() -> None:
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as left:
             main([name, "--help"])
         assert not left.value.code
-        assert any("--json" in one.opts for one in command.params) or name == "serve", name
+        inner = getattr(command, "commands", {}).values() or [command]
+        for one in inner:
+            assert any("--json" in each.opts for each in one.params) or name == "serve", name

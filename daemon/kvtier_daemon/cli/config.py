@@ -13,7 +13,12 @@ from kvtier_daemon.cli.flags import Json, Socket
 EXIT_WRONG: Final = 2
 SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
 
-app = typer.Typer(help="Check, show and compare configurations.", no_args_is_help=True)
+app = typer.Typer(
+    help="Check, show and compare configurations.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 File = Annotated[
     Path | None, typer.Argument(metavar="[FILE]", help="As kvtier serve --config has it.")

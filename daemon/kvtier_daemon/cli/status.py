@@ -260,8 +260,8 @@ def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
         + (f", {min(found):.2f} to {max(found):.2f} smaller" if name != "raw" else "")
         for name, found in sorted(ratios.items())
     ] + [
-        f"no {asked} in {_count(count, 'space')}: {why}"
-        for (asked, why), count in sorted(without.items())
+        f"no {asked} in {count(spaces, 'space')}: {why}"
+        for (asked, why), spaces in sorted(without.items())
     ]
 
 
