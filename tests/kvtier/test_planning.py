@@ -154,9 +154,9 @@ def test_a_load_that_does_not_come_in_time_is_given_up() -> None:
     load = Load("a", 0.0, blocks("a", 100), 0.2)
     world.ask(load)
     world.now += 0.209
-    assert world.planner.tend() == ([], True)
+    assert world.planner.tend() == []
     world.now += 0.002
-    assert world.planner.tend() == (load.blocks, True)
+    assert world.planner.tend() == load.blocks
     world.gone(list(load.blocks))
     world.ask(load)
     assert load.verdict is not None
@@ -171,7 +171,7 @@ def test_a_lease_that_was_released_ends_the_waiting_unless_its_request_asks_agai
     world.now += 0.1
     world.ask(Load("b", 0.0, blocks("b", 10), 5.0))
     world.now += 0.2
-    assert world.planner.tend() == (blocks("a", 10), True)
+    assert world.planner.tend() == blocks("a", 10)
     assert world.planner.waiting == 10
 
 
@@ -206,6 +206,45 @@ def test_who_waits_for_more_is_not_over_before_that_has_come() -> None:
     assert not planner.is_waiting("a") and not planner.waiting
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_who_waits_for_much_is_called_back_some_at_a_time(both: bool) -> None:
+    world = World()
+    planner = world.planner
+    world.ask(Load("leaves", 0.0, blocks("a", 100), 5.0))
+    if both:
+        world.ask(Load("stays", 0.0, blocks("a", 100), 5.0))
+    waits = planner.waits
+    names = planner.cancel("leaves", most=16)
+    assert not planner.knows("leaves")
+    world.gone(names)
+    world.ask(Load("leaves", 0.0, blocks("b", 10), 5.0))  # the name is free
+    while planner.is_calling_back:
+        before = planner.waits
+        more = planner.call_back(16)
+        assert before - planner.waits <= 16
+        world.gone(more)
+        names += more
+    assert names == ([] if both else blocks("a", 100))
+    assert planner.waits == waits - 100 + 10
+    assert planner.is_waiting("leaves") and planner.waiting == (110 if both else 10)
+    world.run([])
+    assert not planner.waiting and not planner.waits
+
+
+def test_what_ends_while_its_request_is_called_back_leaves_its_successor_alone() -> None:
+    world = World()
+    planner = world.planner
+    world.ask(Load("a", 0.0, blocks("a", 8), 5.0))
+    begun = planner.take(world.link, 8)
+    planner.cancel("a", most=4)
+    world.ask(Load("a", 0.0, blocks("b", 3), 5.0))
+    for block in begun:
+        planner.over(block, good=True)
+    assert planner.is_waiting("a")
+    assert planner.call_back() == []
+    assert not planner.is_calling_back and planner.waiting == 3
+
+
 def test_of_many_who_are_late_some_are_given_up_at_a_time() -> None:
     world = World()
     for at in range(10):
@@ -213,10 +252,11 @@ def test_of_many_who_are_late_some_are_given_up_at_a_time() -> None:
         world.ask(load)
         assert load.verdict is not None and load.verdict.load
     world.now += 2.0
-    given_up, is_all = [], False
-    while not is_all:
-        names, is_all = world.planner.tend(most=12)
-        assert len(names) <= 15
+    given_up = world.planner.tend(most=12)
+    assert 0 < len(given_up) <= 12
+    while world.planner.is_calling_back:
+        names = world.planner.call_back(12)
+        assert len(names) <= 12
         given_up += names
     assert sorted(map(str, given_up)) == sorted(
         name for at in range(10) for name in blocks(f"{at}", 5)

@@ -163,7 +163,7 @@ class Simulation:
         return self.now + 0.05 if self._reading else float("inf")
 
     def _called_back(self) -> Iterable[int]:
-        return (int(str(node)) for node in self._planner.tend()[0])
+        return (int(str(node)) for node in self._planner.tend())
 
     def check(self) -> None:
         """Raise AssertionError where what is where contradicts itself, after a run."""

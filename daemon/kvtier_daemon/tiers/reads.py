@@ -54,6 +54,7 @@ class Reads:
         self._gone: deque[Request] = deque()  # of sessions that are over
         self._to_tell: dict[Request, Callable[[], None]] = {}  # when they wait for nothing any more
         self._telling = False
+        self._letting_go = False
         self._given_back: deque[Iterator[tuple[Incoming, Read]]] = deque()
 
     def link_of(self, segment: int) -> Link:
@@ -180,8 +181,10 @@ class Reads:
     def cancel(self, request: Request) -> None:
         """Nobody waits for this request any more."""
         self._requests.get(request[0], set()).discard(request)
-        self._called_back(self.planner.cancel(request))
+        self._called_back(self.planner.cancel(request, GIVE_BACK_BLOCKS))
         self._leave_out()
+        if self.planner.is_calling_back:
+            self._let_go_soon()
 
     def session_over(self, session: int) -> None:
         self._gone.extend(self._requests.pop(session, ()))
@@ -192,16 +195,24 @@ class Reads:
         for session in list(self._requests):
             self.session_over(session)
 
+    def _let_go_soon(self) -> None:
+        if not self._letting_go:
+            self._letting_go = True
+            self._loop.call_soon(self._let_go)
+
     def _let_go(self) -> None:
         """Of requests that are gone, call back some reads; the others a turn later."""
-        left = GIVE_BACK_BLOCKS
-        while self._gone and left > 0:
-            names = self.planner.cancel(self._gone.popleft())
-            self._called_back(names)
-            left -= 1 + len(names)
+        self._letting_go = False
+        names = self.planner.call_back(GIVE_BACK_BLOCKS)
+        left = GIVE_BACK_BLOCKS - len(names)
+        while self._gone and left > 0 and not self.planner.is_calling_back:
+            more = self.planner.cancel(self._gone.popleft(), left)
+            left -= 1 + len(more)
+            names += more
+        self._called_back(names)
         self._leave_out()
-        if self._gone:
-            self._loop.call_soon(self._let_go)
+        if self._gone or self.planner.is_calling_back:
+            self._let_go_soon()
 
     def tend(self) -> None:
         """Give up what is too late."""
@@ -213,11 +224,10 @@ class Reads:
         self._give_up()
 
     def _give_up(self) -> None:
-        names, is_all = self.planner.tend(GIVE_BACK_BLOCKS)
-        self._called_back(names)
+        self._called_back(self.planner.tend(GIVE_BACK_BLOCKS))
         self._leave_out()
-        if not is_all:
-            self._loop.call_soon(self._give_up)
+        if self.planner.is_calling_back:
+            self._let_go_soon()
 
     def _leave_out(self) -> None:
         """What was to be added to a request that waits no more is not to be read."""

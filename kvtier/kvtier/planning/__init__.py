@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from kvtier.planning.links import Link
 from kvtier.planning.recompute import Recompute, predict
@@ -147,6 +147,7 @@ class Planner:
             OrderedDict()
         )  # who had better compute, the oldest first
         self._order: list[Ask] = []  # those with something to wait for, by place
+        self._going: deque[Ask] = deque()  # whose name is free, and who are in the order yet
         self._reads: dict[Hashable, Read] = {}
         self._queues: dict[tuple[Link, bool], list[tuple[Place, Ask]]] = {}
         self._urgent: Counter[Link] = Counter()  # reads of urgent requests, waiting or begun
@@ -424,7 +425,8 @@ class Planner:
         at = bisect_left(self._order, ask.place, key=_place)
         assert self._order[at] is ask
         del self._order[at]
-        self._asks.pop(ask.name, None)
+        if self._asks.get(ask.name) is ask:
+            del self._asks[ask.name]
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -480,55 +482,74 @@ class Planner:
 
     # --- requests that go --------------------------------------------------------------------
 
-    def cancel(self, name: Hashable) -> list[Hashable]:
-        """The request is gone: the blocks that are not to be read any more."""
+    def cancel(self, name: Hashable, most: int = 1 << 31) -> list[Hashable]:
+        """The request is gone: the blocks that are not to be read any more, of so many reads at most.
+        `call_back` goes on with the others."""
         self._refused.pop(name, None)
         ask = self._asks.pop(name, None)
-        return self._call_back(ask) if ask is not None else []
+        if ask is not None:
+            self._going.append(ask)
+        return self.call_back(most)
+
+    def call_back(self, most: int = 1 << 31) -> list[Hashable]:
+        """Of what requests that are gone waited for, so many reads: the blocks that are not to be read any
+        more."""
+        blocks: list[Hashable] = []
+        while self._going and most > 0:
+            ask = self._going[0]
+            some = list(islice(ask.reads, most))
+            most -= 1 + len(some)
+            for read in some:
+                if self._leave_read(ask, read):
+                    blocks.append(read.name)
+            if not ask.reads:
+                self._going.popleft()
+                at = bisect_left(self._order, ask.place, key=_place)
+                if at < len(self._order) and self._order[at] is ask:
+                    del self._order[at]
+        return blocks
+
+    @property
+    def is_calling_back(self) -> bool:
+        """Whether requests that are gone hold reads yet."""
+        return bool(self._going)
 
     def released(self, name: Hashable) -> None:
         """Its lease was released: it is gone, unless it asks again soon."""
         if (ask := self._asks.get(name)) is not None:
             ask.released_at = self._clock()
 
-    def tend(self, most: int = 1 << 31) -> tuple[list[Hashable], bool]:
-        """The blocks that are not to be read any more, as those who wait for them are gone, or their time
-        is over; and whether that is all. Those who are looked at last have some `most` reads together."""
-        now, blocks, looked_at = self._clock(), list[Hashable](), 0
+    def tend(self, most: int = 1 << 31) -> list[Hashable]:
+        """The blocks that are not to be read any more, as those who wait for them are gone, or their time is
+        over; of so many reads at most, as of `cancel`."""
+        now = self._clock()
         while self._refused and now - next(iter(self._refused.values())).said_at > LAPSE_S:
             self._refused.popitem(last=False)
         for ask in list(self._asks.values()):
             gone = now - ask.released_at > GONE_S
-            if gone or now > ask.end:
-                if looked_at >= most:
-                    return blocks, False
-                looked_at += 1 + len(ask.reads)
-                blocks += self.cancel(ask.name)
-                if not gone:
-                    self.late += 1
-                    ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
-                    ask.said_at = now
-                    self._refuse(ask)
-        return blocks, True
-
-    def _call_back(self, ask: Ask) -> list[Hashable]:
-        """It is gone, and waits for nothing."""
-        blocks: list[Hashable] = []
-        for read in list(ask.reads):
-            if len(read.asks) > 1:
-                led = read.asks[0] is ask
-                self._part(ask, read)
-                if led:
-                    self._lead(read.asks[0], read)
+            if not gone and now <= ask.end:
                 continue
-            read.asks.clear()
-            self._urgent[read.link] -= ask.urgent
-            self.waits -= 1
-            if not read.begun:
-                del self._reads[read.name]
-                blocks.append(read.name)
-        ask.reads.clear()
-        at = bisect_left(self._order, ask.place, key=_place)
-        if at < len(self._order) and self._order[at] is ask:
-            del self._order[at]
-        return blocks
+            del self._asks[ask.name]
+            self._going.append(ask)
+            if not gone:
+                self.late += 1
+                ask.verdict = Verdict(False, "late", ask.verdict.load_s, ask.recompute_s)
+                ask.said_at = now
+                self._refuse(ask)
+        return self.call_back(most)
+
+    def _leave_read(self, ask: Ask, read: Read) -> bool:
+        """One that is gone waits for this no more; whether nobody does, and it had not begun."""
+        if len(read.asks) > 1:
+            led = read.asks[0] is ask
+            self._part(ask, read)
+            if led:
+                self._lead(read.asks[0], read)
+            return False
+        read.asks.clear()
+        self._unlead(ask, read)
+        self._let_go(ask, read)
+        if read.begun:
+            return False
+        del self._reads[read.name]
+        return True

@@ -170,5 +170,5 @@ class World:
                     self.ask(load)
             if self.now >= tended + TEND_S:
                 tended = self.now
-                self.gone(self.planner.tend()[0])
+                self.gone(self.planner.tend())
             self.most_waiting = max(self.most_waiting, self.planner.waiting)
