@@ -292,6 +292,199 @@ def batches(requests: int, seed: int = 1) -> list[Timed]:
     return found
 
 
+# Harder kinds, among them what the ones above have in common.
+
+
+def sweeps(requests: int, seed: int = 1) -> list[Timed]:
+    """A job that reads 250 documents again and again, each time in another order, beside chat."""
+    chance, new = random.Random(seed), itertools.count(1)
+    texts = [[next(new) for _ in range(chance.randint(4, 30))] for _ in range(250)]
+    read: list[Timed] = []
+    while len(read) < requests // 2:
+        chance.shuffle(texts)
+        read += [((len(read) + at) * 2.0, [*text, next(new)]) for at, text in enumerate(texts)]
+    return _together([read[: requests // 2], chat(requests - requests // 2, seed)])
+
+
+def zipf(requests: int, seed: int = 1) -> list[Timed]:
+    """The same prompts over and over by Zipf's law, and nobody goes on."""
+    chance, new = random.Random(seed), itertools.count(1)
+    texts = [[next(new) for _ in range(chance.randint(1, 24))] for _ in range(4000)]
+    popular = list(itertools.accumulate(1 / (at + 1) for at in range(len(texts))))
+    asked = chance.choices(texts, cum_weights=popular, k=requests)
+    return [(at * 0.5, list(text)) for at, text in enumerate(asked)]
+
+
+def tenants(requests: int, seed: int = 1) -> list[Timed]:
+    """Chat of 40 tenants with prompts of 10 to 60 blocks; who of them is busy changes by and by."""
+    chance, new = random.Random(seed), itertools.count(1)
+    prompts = [[next(new) for _ in range(chance.randint(10, 60))] for _ in range(40)]
+    waiting: list[tuple[float, int, Request]] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(found) < requests:
+        now += chance.expovariate(0.5)
+        while waiting and waiting[0][0] < now and len(found) < requests:
+            when, _, before = heapq.heappop(waiting)
+            chain = before + [next(new) for _ in range(chance.randint(1, 4))]
+            found.append((when, chain))
+            if chance.random() < 0.75:
+                back = when + chance.lognormvariate(math.log(90), 1)
+                heapq.heappush(waiting, (back, len(found), chain))
+        busy = [(1.1 + math.sin(now / 600 + at)) / (at % 13 + 1) for at in range(len(prompts))]
+        [prompt] = chance.choices(prompts, busy)
+        heapq.heappush(waiting, (now, len(found), prompt))
+    return sorted(found)
+
+
+def branches(requests: int, seed: int = 1) -> list[Timed]:
+    """Searches by agents: each goes on from some step of its tree, most often a late one, and tries several
+    ways from there; a search ends after some hundred steps."""
+    chance, new = random.Random(seed), itertools.count(1)
+    tools = [next(new) for _ in range(12)]
+    trees: list[tuple[list[Request], int]] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(found) < requests:
+        now += chance.expovariate(2)
+        if len(trees) < 12:
+            first = tools + [next(new) for _ in range(chance.randint(2, 30))]
+            trees.append(([first], int(chance.paretovariate(0.8) * 20) % 400))
+        which = chance.randrange(len(trees))
+        steps, left = trees[which]
+        before = steps[-min(len(steps), int(chance.paretovariate(0.9)))]
+        for _ in range(chance.choice((1, 1, 1, 2, 4))):
+            chain = before + [next(new) for _ in range(chance.randint(1, 5))]
+            steps.append(chain[:500])
+            found.append((now, chain[:500]))
+            now += 0.2
+            left -= 1
+        trees[which] = (steps, left)
+        if left <= 0:
+            trees.pop(which)
+    return found[:requests]
+
+
+def drift(requests: int, seed: int = 1) -> list[Timed]:
+    """Prompts by Zipf's law, of which each becomes more popular and less by and by."""
+    chance, new = random.Random(seed), itertools.count(1)
+    texts = [[next(new) for _ in range(chance.randint(2, 16))] for _ in range(1500)]
+    found: list[Timed] = []
+    for at in range(requests):
+        place = min(len(texts) - 1, int(chance.paretovariate(0.7)) - 1)
+        found.append((at * 0.4, [*texts[place], *(next(new) for _ in range(chance.randint(0, 3)))]))
+        if at % 5 == 0:
+            one = chance.randrange(len(texts) - 1)
+            other = min(len(texts) - 1, int(one * chance.lognormvariate(0, 1)))
+            texts[one], texts[other] = texts[other], texts[one]
+    return found
+
+
+def bursts(requests: int, seed: int = 1) -> list[Timed]:
+    """Chat in bursts of some hundred requests a few times faster than the rest, with half an hour of nothing
+    between some of them."""
+    chance = random.Random(seed)
+    found: list[Timed] = []
+    before = now = 0.0
+    pace = 1.0
+    for at, (when, request) in enumerate(chat(requests, seed)):
+        if at % 300 == 0:
+            pace = chance.choice((0.1, 0.3, 1.0, 5.0))
+            now += 1800 if chance.random() < 0.2 else 0
+        now += (when - before) * pace
+        before = when
+        found.append((now, request))
+    return found
+
+
+def once(requests: int, seed: int = 1) -> list[Timed]:
+    """Nine of ten requests come once; the tenth is one of 150 prompts."""
+    chance, new = random.Random(seed), itertools.count(1)
+    texts = [[next(new) for _ in range(chance.randint(2, 20))] for _ in range(150)]
+    popular = [1 / (at + 1) ** 0.7 for at in range(len(texts))]
+    found: list[Timed] = []
+    for at in range(requests):
+        [text] = chance.choices(texts, popular)
+        own = [next(new) for _ in range(chance.randint(1, 20))]
+        found.append((at * 0.3, text + own[:2] if chance.random() < 0.1 else own))
+    return found
+
+
+def questions(requests: int, seed: int = 1) -> list[Timed]:
+    """A handful of questions each about long texts that are new, some texts at a time; and short chats."""
+    chance, new = random.Random(seed), itertools.count(1)
+    asked: list[tuple[float, int, Request]] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(asked) < requests:
+        now += chance.expovariate(0.2)
+        if chance.random() < 0.3:
+            chain: Request = []
+            for turn in range(chance.randint(1, 6)):
+                chain = chain + [next(new) for _ in range(chance.randint(1, 3))]
+                asked.append((now + turn * chance.lognormvariate(4, 0.7), len(asked), chain))
+        else:
+            text = [next(new) for _ in range(int(chance.lognormvariate(3.2, 0.8)))]
+            for _ in range(chance.randint(1, 15)):
+                when = now + chance.expovariate(1 / 150)
+                asked.append((when, len(asked), [*text, next(new)]))
+    found = [(when, chain) for when, _, chain in sorted(asked)]
+    return found[:requests]
+
+
+def two_services(requests: int, seed: int = 1) -> list[Timed]:
+    """Agents' calls and popular prompts by turns, some 500 requests of each."""
+    parts = [iter(tools(requests, seed)), iter(zipf(requests, seed))]
+    found: list[Timed] = []
+    shift = [0.0, 0.0]
+    now = 0.0
+    while len(found) < requests:
+        which = len(found) // 500 % 2
+        for at in range(min(500, requests - len(found))):
+            when, chain = next(parts[which])
+            if at == 0:
+                shift[which] = now - when
+            now = max(now, when + shift[which])
+            found.append((now, [2 * name + which for name in chain]))
+    return found
+
+
+def few(requests: int, seed: int = 1) -> list[Timed]:
+    """Some 30 prompts that end alike or not, so that a hundredth of them is a block or two."""
+    chance, new = random.Random(seed), itertools.count(1)
+    texts = [[next(new) for _ in range(chance.randint(1, 10))] for _ in range(30)]
+    ends = [[[*text, next(new)] for _ in range(3)] for text in texts]
+    popular = [1 / (at + 1) for at in range(len(texts))]
+    found: list[Timed] = []
+    for at in range(requests):
+        [some] = chance.choices(ends, popular)
+        found.append((at * 0.5, list(chance.choice(some))))
+    return found
+
+
+def long_contexts(requests: int, seed: int = 1) -> list[Timed]:
+    """Conversations about texts of 40 to 1,500 blocks; many are asked once, some again and again."""
+    chance, new = random.Random(seed), itertools.count(1)
+    waiting: list[tuple[float, int, Request]] = []
+    found: list[Timed] = []
+    now = 0.0
+    while len(found) < requests:
+        now += chance.expovariate(0.3)
+        chain = [next(new) for _ in range(min(1500, int(40 * chance.paretovariate(1))))]
+        while waiting and waiting[0][0] < now and len(found) < requests:
+            when, _, before = heapq.heappop(waiting)
+            longer = before + [next(new) for _ in range(chance.randint(1, 9))]
+            found.append((when, longer))
+            if chance.random() < 0.8:
+                back = when + chance.lognormvariate(math.log(200), 1)
+                heapq.heappush(waiting, (back, len(found), longer))
+        found.append((now, chain))
+        if chance.random() < 0.4:
+            back = now + chance.lognormvariate(math.log(200), 1)
+            heapq.heappush(waiting, (back, len(found), chain))
+    return sorted(found[:requests])
+
+
 def _together(parts: Sequence[list[Timed]]) -> list[Timed]:
     """At the same time, as long as the first; names of one are no names of another."""
     end = parts[0][-1][0]
@@ -319,4 +512,15 @@ KINDS: dict[str, Callable[[int, int], list[Timed]]] = {
     "phases": phases,
     "giants": giants,
     "batches": batches,
+    "sweeps": sweeps,
+    "zipf": zipf,
+    "tenants": tenants,
+    "branches": branches,
+    "drift": drift,
+    "bursts": bursts,
+    "once": once,
+    "questions": questions,
+    "two services": two_services,
+    "few": few,
+    "long contexts": long_contexts,
 }

@@ -10,47 +10,59 @@ Ages::Ages(unsigned kinds) : Chains(1 + kinds * epochs), kinds_(kinds) {
     open();
 }
 
+// A tick for each quarter of a second.
 void Ages::now(double seconds) {
+    const std::uint64_t before = quarters();
     Policy::now(seconds);
-    if (static_cast<std::uint64_t>(now_) > epochs_.back().start) open();
+    if (quarters() == before) return;
+    ticks_ += quarters() - before;
+    open();
+}
+
+// And one whenever some of what is in memory was told of: a clock may be coarse beside that.
+void Ages::began(std::size_t blocks) {
+    constexpr std::size_t part = 64, least = 16;
+    told_ += blocks;
+    if (told_ < std::max(in_memory() / part, least)) return;
+    ++ticks_;
+    open();
 }
 
 // Neighbours become one where both together are narrow beside their age.
 void Ages::open() {
     constexpr std::uint64_t narrow = 5;
-    const auto second = static_cast<std::uint64_t>(now_);
+    told_ = 0;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < epochs_.size(); ++i) {
-        const std::uint64_t end = i + 1 < epochs_.size() ? epochs_[i + 1].start : second;
+        const std::uint64_t end = i + 1 < epochs_.size() ? epochs_[i + 1].start : ticks_;
         const bool crowded = i == 1 && spare_slots_.empty();
-        if (kept > 0 && (crowded || narrow * (end - epochs_[kept - 1].start) <= second - end)) {
+        if (kept > 0 && (crowded || narrow * (end - epochs_[kept - 1].start) <= ticks_ - end)) {
             const Epoch older = epochs_[kept - 1];
             for (unsigned kind = 0; kind < kinds_; ++kind)
                 splice(1 + older.slot * kinds_ + kind, 1 + epochs_[i].slot * kinds_ + kind);
             spare_slots_.push_back(older.slot);
-            epochs_[kept - 1] = {older.start, epochs_[i].slot};
+            epochs_[kept - 1] = {older.start, older.quarters, epochs_[i].slot};
         } else {
             epochs_[kept++] = epochs_[i];
         }
     }
     epochs_.resize(kept);
-    epochs_.push_back({second, spare_slots_.back()});
+    epochs_.push_back({ticks_, quarters(), spare_slots_.back()});
     spare_slots_.pop_back();
     for (unsigned i = 0; i < epochs_.size(); ++i)
         place_[epochs_[i].slot] = static_cast<std::uint8_t>(i);
 }
 
 Chains::List Ages::list_of(Id id) const {
-    const auto second = static_cast<std::uint64_t>(now_);
-    const std::uint64_t then = second - std::min<std::uint64_t>(second, age(id));
+    const std::uint64_t then = ticks_ - std::min(ticks_, age(id));
     auto after = std::ranges::upper_bound(epochs_, then, {}, &Epoch::start);
     if (after != epochs_.begin()) --after;
     return 1 + after->slot * kinds_ + kind_of(about(id).own);
 }
 
-std::uint32_t Ages::rank(List list) const {
+std::uint64_t Ages::rank(List list) const {
     const unsigned place = place_[(list - 1) / kinds_];
-    return rank_of((list - 1) % kinds_, quarters() - epochs_[place].start * 4, place);
+    return rank_of((list - 1) % kinds_, quarters() - epochs_[place].quarters, place);
 }
 
 }  // namespace kvtier

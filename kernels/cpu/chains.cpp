@@ -71,6 +71,7 @@ void Chains::splice(List from, List to) {
 void Chains::added(std::span<const Id> ids, std::span<const Name> names,
                    std::span<const Id> parents) {
     check_ids(ids);
+    began(ids.size());
     for (std::size_t i = ids.size(); i-- > 0;) {
         const Id id = ids[i];
         nodes_.reach(id);
@@ -106,6 +107,7 @@ void Chains::added(std::span<const Id> ids, std::span<const Name> names,
 }
 
 void Chains::wanted(std::span<const Id> ids, std::span<const Name> names) {
+    began(ids.size());
     for (std::size_t i = ids.size(); i-- > 0;) {
         const Id id = ids[i];
         if (!in_memory(id)) continue;
@@ -186,7 +188,7 @@ std::vector<Id> Chains::victims(std::size_t n) const {
     std::vector<Id> named;
     named.reserve(n);
     std::unordered_map<Id, std::uint32_t> below;
-    using Waiting = std::tuple<std::uint32_t, std::uint32_t, Id>;  // rank, turn, block
+    using Waiting = std::tuple<std::uint64_t, std::uint32_t, Id>;  // rank, turn, block
     std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
     std::uint32_t turns = 0;
     auto name = [&](Id id) {
@@ -198,14 +200,14 @@ std::vector<Id> Chains::victims(std::size_t n) const {
         const List list = abouts_[parent].demoted ? last_to_first : list_of(parent);
         waiting.emplace(list == last_to_first ? 0 : rank(list), turns++, parent);
     };
-    auto name_waiting = [&](std::uint32_t now) {
+    auto name_waiting = [&](std::uint64_t now) {
         while (named.size() < n && !waiting.empty() && std::get<0>(waiting.top()) <= now) {
             const Id id = std::get<2>(waiting.top());
             waiting.pop();
             name(id);
         }
     };
-    auto walk = [&](List list, std::uint32_t now) {
+    auto walk = [&](List list, std::uint64_t now) {
         for (std::uint32_t link = links_[list].next; link != list && named.size() < n;) {
             const std::uint32_t next = links_[link].next;
             __builtin_prefetch(&links_[next]);
@@ -214,7 +216,7 @@ std::vector<Id> Chains::victims(std::size_t n) const {
             link = next;
         }
     };
-    std::vector<std::pair<std::uint32_t, List>> order;
+    std::vector<std::pair<std::uint64_t, List>> order;
     for (std::size_t at = 0; at < perhaps_.size(); ++at)
         for (std::uint64_t bits = perhaps_[at]; bits; bits &= bits - 1) {
             const auto list = static_cast<List>(at * 64 + std::countr_zero(bits));
@@ -228,7 +230,7 @@ std::vector<Id> Chains::victims(std::size_t n) const {
         name_waiting(now);
         walk(list, now);
     }
-    name_waiting(0xFFFFFFFF);
+    name_waiting(~std::uint64_t{0});
     if (named.size() == n) return named;
     // What others hang on that can't go.
     std::unordered_map<Id, bool> seen;

@@ -7,6 +7,7 @@ namespace kvtier {
 namespace {
 
 constexpr std::size_t most_room = 1U << 12;
+constexpr std::size_t most_entries = 4 * most_room;
 constexpr std::size_t slack = 16;  // of so many blocks' room, one more or less
 constexpr std::size_t few = 64;    // blocks
 
@@ -17,13 +18,17 @@ constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 Duel::Duel(Rank rank, const Constants& constants)
     : rank_(std::move(rank)), constants_(constants), index_(slots) {
     static_assert(orders == 3, "each pair of orders has a sum of its own");
-    entries_.reserve(orders * (most_room + most_room / slack) + 1);
+    entries_.reserve(most_entries);
 }
 
 void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
                 bool first) {
-    if (first) end_batch();
-    while (held >> shift_ > most_room) thin();
+    if (first) {
+        end_batch();
+        batch_.last = name;
+        while (held >> shift_ > most_room) thin();
+        room_ = std::max<std::size_t>(held >> shift_, 1);
+    }
     if (!samples(name)) return;
     const std::size_t slot = find(name);
     if (index_[slot] == 0) {
@@ -43,12 +48,11 @@ void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::
     entry.in = (1U << orders) - 1;
     if (Entry* behind = entry_of(head_)) behind->before = name;
     head_ = name;
-    if (tail_ == 0) tail_ = name;
-    const std::size_t room = std::max<std::size_t>(held >> shift_, 1);
-    for (unsigned order = 0; order < orders; ++order)
-        if (inside_[order] > room + room / slack) trim(order, room - room / slack);
+    if (batch_.tail == 0) batch_.tail = name;
+    ++batch_.length;
+    if (entries_.size() == most_entries) trim_all();
     if (static_cast<double>(++unjudged_) * constants_.judgements >=
-        static_cast<double>(std::max(room, few)))
+        static_cast<double>(std::max(room_, few)))
         judge();
 }
 
@@ -83,6 +87,12 @@ void Duel::thin() {
     index();
 }
 
+// Who is wanted together hits together, also where that is more than there is room for.
+void Duel::trim_all() {
+    for (unsigned order = 0; order < orders; ++order)
+        if (inside_[order] > room_ + room_ / slack) trim(order, room_ - room_ / slack);
+}
+
 void Duel::trim(unsigned order, std::size_t room) {
     std::vector<std::pair<std::uint64_t, std::size_t>> inside;  // rank and turn, and which
     inside.reserve(inside_[order]);
@@ -112,10 +122,28 @@ void Duel::end_batch() {
             variance_[pair(a, b)] += more * more;
         }
     of_request_.fill(0);
-    if (Entry* head = joined_ ? entry_of(head_) : nullptr) head->before = tail_before_;
-    tail_before_ = tail_;
-    head_ = tail_ = 0;
-    joined_ = false;
+    if (joined_ != 0) join();
+    trim_all();
+    batches_[batches_at_++ % batches_.size()] = batch_;
+    batch_ = {};
+    head_ = joined_ = 0;
+}
+
+// What is above is as recent as what hangs on it, and goes later.
+void Duel::join() {
+    const auto found = std::ranges::find(batches_, joined_, &Batch::last);
+    if (found == batches_.end()) return;
+    if (Entry* head = entry_of(head_)) head->before = found->tail;
+    std::uint32_t name = found->tail;
+    for (std::size_t left = found->length; left > 0 && name != 0; --left) {
+        Entry* above = entry_of(name);
+        if (above == nullptr) break;
+        above->turn = turn_++;
+        name = above->before;
+    }
+    if (batch_.tail == 0) batch_.tail = found->tail;
+    batch_.length += found->length;
+    found->last = 0;
 }
 
 // Only requests in which two differ say which is better.

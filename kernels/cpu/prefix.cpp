@@ -16,10 +16,10 @@ void Prefix::continued(Id id) {
 }
 
 // By age, which for those that matter more counts less.
-std::uint32_t Prefix::rank_of(unsigned kind, std::uint64_t age, unsigned) const {
+std::uint64_t Prefix::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
     constexpr std::uint64_t shared = 8, oldest = 0x7FFFFFFF;
     const std::uint64_t weight = eighths(kind / 2) * (kind % 2 ? shared : 1);
-    return static_cast<std::uint32_t>(oldest + 1 - std::min(oldest, (age + 1) * 512 / weight));
+    return (oldest + 1 - std::min(oldest, (age + 1) * 512 / weight)) * epochs + place;
 }
 
 void Attention::hinted(std::span<const Id> ids, double importance) {

@@ -13,17 +13,25 @@ namespace kvtier {
 namespace {
 
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
-constexpr std::size_t counters = 1U << 20, sketch_window = counters / 4;
-constexpr unsigned most_hits = 127, rows = 4;
+constexpr std::size_t counters = 3U << 18, sketch_window = counters / 4;
+constexpr unsigned rows = 4;
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
 
-// What a counter of 4 bits stands for.
-constexpr std::array<std::uint8_t, 16> steps{0,  1,  2,  3,  4,  6,  8,  12,
-                                             16, 20, 24, 32, 48, 64, 96, 127};
+// Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some
+// 2,000. So many times more it takes to the next one.
+constexpr unsigned last_level = 127;
+const auto times_more = [] {
+    std::array<std::uint16_t, last_level> widths{};
+    unsigned times = 0;
+    for (std::uint16_t& width : widths) {
+        width = static_cast<std::uint16_t>(std::max(1U, times / 20));
+        times += width;
+    }
+    return widths;
+}();
 
-unsigned step_of(unsigned times) {
-    return static_cast<unsigned>(std::ranges::upper_bound(steps, times) - steps.begin() - 1);
-}
+// Steps of those that were not wanted seldom: two levels in one from 24 on.
+unsigned step_of(unsigned level) { return level < 24 ? level - 4 : 20 + (level - 24) / 2; }
 
 unsigned new_kind_of(std::size_t n) {
     return n < 2 ? 0 : n < 3 ? 1 : n < 6 ? 2 : n < 16 ? 3 : n < 256 ? 4 : 5;
@@ -56,13 +64,13 @@ Value::Value(const Constants& constants)
     : Ages(kinds),
       constants_(constants),
       seen_(seen_slots),
-      sketch_(counters / 2),
+      sketch_(counters),
       duel_(
           [this](unsigned order, const Duel::Entry& entry) {
               return worth(order, entry.kind, quarters() - entry.at);
           },
           constants) {
-    static_assert(ages == all_ages && hit_kinds == steps.size() && kinds <= 256);
+    static_assert(ages == all_ages && kinds <= 256);
 }
 
 void Value::now(double seconds) {
@@ -72,54 +80,77 @@ void Value::now(double seconds) {
 
 std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {
     if (order == learned) return ranks_[kind][age_kind(age)];
-    return order == least_wanted ? kind / (2 * new_kinds) : 0;
+    if (order != least_wanted) return 0;
+    const unsigned family = kind / (2 * parts);
+    return family * parts + (family < seldom ? 0 : kind % parts);
 }
 
 // The oldest first where all else is equal.
-std::uint32_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
+std::uint64_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
     return 1 + ((worth(duel_.best(), kind, age) * epochs + place) * 256 + kind);
 }
 
 // ---- blocks ----
 
 unsigned Value::kind_of(std::uint32_t own) const {
-    return (step_of(own & hit_bits) * 2 + (own & last_bit ? 1 : 0)) * new_kinds +
-           (own >> new_shift);
+    unsigned family = (own & wanted_bits) / parts, part = (own & wanted_bits) % parts;
+    if (family >= seldom) {
+        const unsigned step = step_of((own & wanted_bits) - seldom * parts + seldom);
+        family = seldom + step / parts;
+        part = step % parts;
+    }
+    return (family * 2 + (own & last_bit ? 1 : 0)) * parts + part;
 }
 
-void Value::become(Id id, Name name, unsigned hits, unsigned new_kind, bool last) {
-    const unsigned own = std::min(hits, most_hits) | (last ? last_bit : 0) | new_kind << new_shift;
+void Value::become(Id id, Name name, unsigned level, unsigned came_with, bool last) {
+    const unsigned wanted =
+        level < seldom ? level * parts + came_with : seldom * parts + level - seldom;
+    const unsigned own = wanted | (last ? last_bit : 0);
     const std::uint32_t called = short_name(name);
     about(id).own = own;
-    if (last) lasts_[lasts_at_++ % lasts_.size()] = {id, called};
-    know(name, (own & hit_bits) + 1);
+    if (last) lasts_[requests_ % lasts_.size()] = {id, called};
+    know(name, level);
     watch(called, kind_of(own));
     duel_.used(called, static_cast<std::uint32_t>(quarters()), kind_of(own), in_memory(), last);
 }
 
 // One that is forgotten was wanted as often as the sketch remembers.
 void Value::met(Id id, Name name, bool again, std::size_t batch, bool last) {
-    const unsigned hits = again ? (about(id).own & hit_bits) + 1 : times_known(name);
-    become(id, name, hits, new_kind_of(batch), last);
+    if (again) {
+        used(id, name, last);
+        return;
+    }
+    requests_ += last;
+    const unsigned before = known(name);
+    become(id, name, before == 0 ? 0 : more(before - 1), new_kind_of(batch), last);
 }
 
 void Value::used(Id id, Name name, bool last) {
-    const unsigned own = about(id).own;
-    become(id, name, (own & hit_bits) + 1, own >> new_shift, last);
+    requests_ += last;
+    const unsigned wanted = about(id).own & wanted_bits;
+    const bool few = wanted < seldom * parts;
+    const unsigned level = few ? wanted / parts : wanted - seldom * parts + seldom;
+    become(id, name, more(level), few ? wanted % parts : 0, last);
+}
+
+// Where a level is several times, it is left by chance, which is the same for all of a request.
+unsigned Value::more(unsigned level) const {
+    if (level == last_level || mix(requests_) % times_more[level] != 0) return level;
+    return level + 1;
 }
 
 // It was not the last of its request: the rest is only there now.
 void Value::continued(Id id) {
-    duel_.joined();
     if (!(about(id).own & last_bit)) return;
     about(id).own &= ~last_bit;
-    for (std::size_t back = 1; back <= std::min(lasts_at_, lasts_.size()); ++back) {
-        const auto& [last, called] = lasts_[(lasts_at_ - back) % lasts_.size()];
+    for (std::size_t back = 0; back < std::min(requests_, lasts_.size()); ++back) {
+        const auto& [last, called] = lasts_[(requests_ - back) % lasts_.size()];
         if (last != id) continue;
         const unsigned kind = kind_of(about(id).own);
         Seen& seen = seen_[find(called)];
         if (seen.name != 0) seen.kind = kind & 255;
         duel_.corrected(called, kind);
+        duel_.joined(called);
         return;
     }
 }
@@ -197,15 +228,15 @@ void Value::refit() {
         }
         return found;
     };
-    constexpr unsigned families = kinds / new_kinds;
+    constexpr unsigned both = 2 * families;  // last of a request, or not
     Row hit{}, end{};
-    std::array<Row, families> family_hit{}, family_end{};
+    std::array<Row, both> family_hit{}, family_end{};
     for (unsigned kind = 0; kind < kinds; ++kind)
         for (unsigned j = 0; j < ages; ++j) {
             hit[j] += hits_[kind][j];
             end[j] += ends[kind][j];
-            family_hit[kind / new_kinds][j] += hits_[kind][j];
-            family_end[kind / new_kinds][j] += ends[kind][j];
+            family_hit[kind / parts][j] += hits_[kind][j];
+            family_end[kind / parts][j] += ends[kind][j];
         }
     const Row all = chances(hit, end, Row{}, 1e-6);
     std::array<double, ages> widths{};
@@ -214,7 +245,7 @@ void Value::refit() {
     Table worth{};
     std::vector<double> order;
     for (unsigned kind = 0; kind < kinds; ++kind) {
-        const unsigned family = kind / new_kinds;
+        const unsigned family = kind / parts;
         const Row near = chances(family_hit[family], family_end[family], all, constants_.few);
         const Row own = chances(hits_[kind], ends[kind], near, constants_.few_of_new);
         for (unsigned from = 0; from < ages; ++from) {
@@ -243,42 +274,30 @@ void Value::refit() {
 
 // ---- how often those were wanted that are gone ----
 
-// The least of four counters of 4 bits; all are halved when many were new.
-unsigned Value::times_known(Name name) const {
-    unsigned least = steps.size() - 1;
+// The least of four counters, which are one more than the level: 0 is unknown. All are halved when
+// many were new.
+unsigned Value::known(Name name) const {
+    unsigned least = last_level + 1;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {
         hash = mix(hash + row + 1);
-        const std::size_t at = hash % counters;
-        least = std::min<unsigned>(least, sketch_[at / 2] >> at % 2 * 4 & 15);
+        least = std::min<unsigned>(least, sketch_[hash % counters]);
     }
-    return steps[least];
+    return least;
 }
 
-// Between two steps a counter moves by chance, which is the same for all of a request: or else what
-// is gone each time before it is wanted would stay at a step.
-void Value::know(Name name, unsigned times) {
-    const unsigned known = step_of(times_known(name));
-    unsigned step = step_of(times);
-    if (step <= known) {
-        step = known;
-        if (known + 1 < steps.size() && mix(lasts_at_) % (steps[known + 1] - steps[known]) == 0)
-            ++step;
-    }
+void Value::know(Name name, unsigned level) {
     bool fresh = false;
     std::uint64_t hash = name;
     for (unsigned row = 0; row < rows; ++row) {
         hash = mix(hash + row + 1);
-        const std::size_t at = hash % counters;
-        const unsigned shift = at % 2 * 4, was = sketch_[at / 2] >> shift & 15;
-        fresh |= was == 0;
-        if (step > was)
-            sketch_[at / 2] =
-                static_cast<std::uint8_t>((sketch_[at / 2] & ~(15U << shift)) | step << shift);
+        std::uint8_t& counter = sketch_[hash % counters];
+        fresh |= counter == 0;
+        counter = static_cast<std::uint8_t>(std::max<unsigned>(counter, level + 1));
     }
     if (!fresh || ++sketched_ < sketch_window) return;
     sketched_ = 0;
-    for (std::uint8_t& two : sketch_) two = two >> 1 & 0x77;
+    for (std::uint8_t& one : sketch_) one /= 2;
 }
 
 std::size_t Value::memory_bytes() const {

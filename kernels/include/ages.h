@@ -19,21 +19,23 @@ class Ages : public Chains {
     virtual unsigned kind_of(std::uint32_t own) const = 0;
     // Lower for what goes sooner, never 0. Ages are quarters of a second; places count from 0, the
     // oldest, and are less than `epochs`.
-    virtual std::uint32_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const = 0;
+    virtual std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const = 0;
     std::uint64_t quarters() const { return static_cast<std::uint64_t>(now_ * 4); }
 
  private:
-    // What was wanted in the same seconds, in a list for each kind.
+    // What was wanted at about the same time, in a list for each kind.
     struct Epoch {
-        std::uint64_t start;
+        std::uint64_t start, quarters;  // from this tick on, and when that was
         unsigned slot;
     };
 
+    void began(std::size_t blocks) override;
     List list_of(Id id) const override;
-    std::uint32_t rank(List list) const override;
+    std::uint64_t rank(List list) const override;
     void open();
 
     unsigned kinds_;
+    std::size_t told_ = 0;       // blocks, in this tick
     std::vector<Epoch> epochs_;  // oldest first
     std::vector<unsigned> spare_slots_;
     std::array<std::uint8_t, epochs> place_{};  // of each slot in epochs_

@@ -28,7 +28,7 @@ class Chains : public Policy {
     using List = std::uint32_t;
     static constexpr List last_to_first = 0;  // of those that were demoted
     static constexpr std::uint32_t nowhere = 0, here = 1, read = 2, away = 3;
-    static constexpr unsigned stamp_bits = 17;  // seconds: 36 hours
+    static constexpr unsigned stamp_bits = 19;  // ticks
 
     // What is known of a block.
     struct About {
@@ -36,7 +36,7 @@ class Chains : public Policy {
         std::uint32_t listed : 1;  // nothing hangs on it, and it may go
         std::uint32_t demoted : 1;
         std::uint32_t stamp : stamp_bits;  // when it was wanted last
-        std::uint32_t own : 11;            // the policy's
+        std::uint32_t own : 9;             // the policy's
     };
     static_assert(sizeof(About) == 4);
 
@@ -44,19 +44,16 @@ class Chains : public Policy {
 
     // What a policy makes of it: a block comes, for the first time or `again`; is used; something
     // new hangs on it; goes. `last` of its batch.
+    virtual void began(std::size_t) {}  // so many blocks of a request are told of now
     virtual void met(Id id, Name name, bool again, std::size_t batch, bool last) = 0;
     virtual void used(Id id, Name name, bool last) = 0;
     virtual void continued(Id) {}
     // The list that it belongs to; and a number that is higher for lists that go later.
     virtual List list_of(Id id) const = 0;
-    virtual std::uint32_t rank(List list) const = 0;
+    virtual std::uint64_t rank(List list) const = 0;
 
-    std::uint32_t tick() const {
-        return static_cast<std::uint32_t>(now_) & ((1U << stamp_bits) - 1);
-    }
-    std::uint32_t age(Id id) const {
-        return (tick() - abouts_[id].stamp) & ((1U << stamp_bits) - 1);
-    }
+    // Ticks since it was wanted last.
+    std::uint64_t age(Id id) const { return (ticks_ - abouts_[id].stamp) & stamp_mask; }
     bool knows(Id id) const { return abouts_.reaches(id) && abouts_[id].where != nowhere; }
     bool in_memory(Id id) const {
         return abouts_.reaches(id) && (abouts_[id].where == here || abouts_[id].where == read);
@@ -66,10 +63,15 @@ class Chains : public Policy {
     bool empty(List list) const { return links_[list].next == list; }
     void splice(List from, List to);  // to the cold end of the other
     void relist(Id id);               // to the hot end of its list, if it may go
+    std::uint64_t ticks_ = 0;         // by which blocks are stamped
     Id parent_of(Id id) const { return nodes_[id].parent; }
     std::size_t in_memory() const { return in_memory_; }
 
  private:
+    static constexpr std::uint64_t stamp_mask = (1U << stamp_bits) - 1;
+
+    std::uint32_t tick() const { return static_cast<std::uint32_t>(ticks_ & stamp_mask); }
+
     struct Node {
         Id parent;
         std::uint32_t below;  // how many in memory hang on it; of a listed one its link

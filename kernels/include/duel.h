@@ -1,8 +1,8 @@
 // Which order of blocks hits most: a small cache for each of them, of a sample of all names.
 //
 // A sample of single blocks will do: each order keeps a block as long as the next of the sample
-// behind it in its chain, so that a block that is there can be reached. At most some 13,000 names,
-// 400 kB.
+// behind it in its chain, so that a block that is there can be reached. At most some 16,000 names,
+// 400 kB. What a request wants is weighed before anything goes for it.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace kvtier {
 
 // What could be chosen otherwise; docs/decisions/0016 says how much each matters.
 struct Constants {
-    double to_leave = 1.75, back = 1;  // standard deviations: for another order, for the first
-    double fading = 0.98;              // of what was hit, a judgement: half in four fillings
-    double judgements = 8;             // while the caches are filled once
-    double few = 2, few_of_new = 50;   // blocks that weigh as much as their relatives
-    std::uint64_t memory = 1U << 17;   // what was seen so many blocks ago counts 1/e
-    std::uint64_t more_seen = 8;       // of what was seen, one of so many more is news
+    double to_leave = 1, back = 1;      // standard deviations: for another order, for the first
+    double fading = 0.98;               // of what was hit, a judgement: half in four fillings
+    double judgements = 8;              // while the caches are filled once
+    double few = 20, few_of_new = 200;  // blocks that weigh as much as their relatives
+    std::uint64_t memory = 1U << 17;    // what was seen so many blocks ago counts 1/e
+    std::uint64_t more_seen = 8;        // of what was seen, one of so many more is news
 };
 
 class Duel {
@@ -37,8 +37,8 @@ class Duel {
     // `first` that is told of, and the others follow from there to its head.
     void used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
               bool first);
-    // This batch hangs on the one before it.
-    void joined() { joined_ = true; }
+    // This batch hangs on one of those before it, whose last block has this name.
+    void joined(std::uint32_t last) { joined_ = last; }
     void corrected(std::uint32_t name, unsigned kind);
     unsigned best() const { return best_; }
     std::size_t memory_bytes() const;
@@ -47,12 +47,18 @@ class Duel {
     static constexpr std::size_t slots = 1U << 15;
     static constexpr unsigned pairs = orders * (orders - 1) / 2;
 
+    struct Batch {
+        std::uint32_t last, tail, length;  // its last name; of the sample the last, and how many
+    };
+
     bool samples(std::uint32_t name) const { return std::uint64_t{name} >> (32 - shift_) == 0; }
     std::size_t find(std::uint32_t name) const;
     Entry* entry_of(std::uint32_t name);
     void end_batch();
+    void join();
     void index();
     void thin();
+    void trim_all();
     void trim(unsigned order, std::size_t room);
     void judge();
 
@@ -62,9 +68,11 @@ class Duel {
     std::vector<std::uint16_t> index_;  // 1 + where
     unsigned shift_ = 0;                // of 2^this names one is in the sample
     std::uint32_t turn_ = 0;
-    std::uint32_t head_ = 0, tail_ = 0, tail_before_ = 0;  // of the batch, of the one before
-    bool joined_ = false;
-    std::size_t unjudged_ = 0;
+    std::uint32_t head_ = 0, joined_ = 0;
+    Batch batch_{};
+    std::array<Batch, 64> batches_{};  // lately
+    std::size_t batches_at_ = 0;
+    std::size_t unjudged_ = 0, room_ = 1;
     std::array<std::size_t, orders> inside_{};
     std::array<double, orders> hits_{}, of_request_{};
     std::array<double, pairs> variance_{};

@@ -25,7 +25,7 @@ class Prefix : public Ages {
     unsigned kind_of(std::uint32_t own) const override {
         return (own >> level_shift) * 2 + (own & shared_bit ? 1 : 0);
     }
-    std::uint32_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const override;
+    std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const override;
 
     unsigned levels_;
 };

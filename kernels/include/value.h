@@ -1,7 +1,7 @@
 // Expected reuse, learned as it goes: blocks of a kind and an age are worth what such blocks were;
 // and where that does worse, how often they were wanted or how long ago.
 //
-// 12 bytes a block in its chain, and a mebibyte and a half for what is learned.
+// 12 bytes a block in its chain, and two mebibytes for what is learned.
 #pragma once
 #include <array>
 #include <vector>
@@ -18,18 +18,21 @@ class Value final : public Ages {
     std::size_t memory_bytes() const override;
 
  private:
-    // A kind is how often a block was wanted, whether it was the last of its request, and how many
-    // came with it. Ages go in steps of the square root of two, from a second to two days.
-    static constexpr unsigned hit_kinds = 16, new_kinds = 6, kinds = hit_kinds * 2 * new_kinds,
-                              ages = 36;
+    // A kind is how often a block was wanted, whether it was the last of its request, and, as long
+    // as it was wanted seldom, how many came with it: one of six. What was wanted more often is in
+    // six steps of that instead. Ages go in steps of the square root of two, from a second to two
+    // days.
+    static constexpr unsigned families = 16, parts = 6, kinds = families * 2 * parts, ages = 36;
+    static constexpr unsigned seldom = 4;
     // A block that is watched, wherever it is, since it was wanted last.
     struct Seen {
         std::uint32_t name;  // 0 where there is none
         std::uint32_t at : 24, kind : 8;
     };
     static_assert(sizeof(Seen) == 8);
-    // Own bits of a block: how often it was wanted after the first time; last; new kind.
-    static constexpr unsigned hit_bits = 127, last_bit = 128, new_shift = 8;
+    // Own bits of a block: how often it was wanted after the first time, and as long as that is
+    // seldom, how many came with it; last.
+    static constexpr unsigned wanted_bits = 255, last_bit = 256;
 
     // Orders: by what was learned; least wanted first, then oldest; and oldest first.
     static constexpr unsigned learned = 0, least_wanted = 1;
@@ -41,25 +44,26 @@ class Value final : public Ages {
     void used(Id id, Name name, bool last) override;
     void continued(Id id) override;
     unsigned kind_of(std::uint32_t own) const override;
-    std::uint32_t rank_of(unsigned kind, std::uint64_t aged, unsigned place) const override;
+    std::uint64_t rank_of(unsigned kind, std::uint64_t aged, unsigned place) const override;
 
     std::uint32_t worth(unsigned order, unsigned kind, std::uint64_t age) const;
     std::uint32_t waited(const Seen& seen) const;
-    void become(Id id, Name name, unsigned hits, unsigned new_kind, bool last);
+    void become(Id id, Name name, unsigned level, unsigned came_with, bool last);
+    unsigned more(unsigned level) const;
     std::size_t find(std::uint32_t name) const;
     void watch(std::uint32_t name, unsigned kind);
     void thin();
     void refit();
     void scale(double by);
-    unsigned times_known(Name name) const;
-    void know(Name name, unsigned times);
+    unsigned known(Name name) const;
+    void know(Name name, unsigned level);
 
     Constants constants_;
     std::vector<Seen> seen_;
     std::size_t watched_ = 0;
     std::uint32_t sample_ = 0xFFFFFFFF;                     // names up to this are watched
     std::array<std::pair<Id, std::uint32_t>, 64> lasts_{};  // of requests, lately
-    std::size_t lasts_at_ = 0;
+    std::size_t requests_ = 0;
 
     Table hits_{}, ends_{};  // at each age: wanted again, or watched no longer
     std::array<std::array<std::uint16_t, ages>, kinds> ranks_{};

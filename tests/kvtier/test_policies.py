@@ -210,6 +210,42 @@ def test_value_hits_about_as_much_as_what_suits_a_service(kind):
     assert caches[1].hits > caches[0].hits - 0.01 * caches[0].asked
 
 
+def hits_of(policy, blocks, requests):
+    cache = Cache([policy], blocks)
+    for now, chain in requests:
+        cache.request(now, chain)
+    return cache.hits / cache.asked
+
+
+def test_value_tells_what_is_wanted_hundreds_of_times_from_what_is_wanted_more_often():
+    """Thirty prompts in a tier for a few: the counts of all that may stay are large."""
+    rnd = random.Random(1)
+    prompts = [[100 * at + part for part in range(3 + at % 6)] for at in range(1, 31)]
+    popular = [1 / at for at in range(1, 31)]
+    requests = [
+        (at * 0.5, prompt) for at, prompt in enumerate(rnd.choices(prompts, popular, k=5000))
+    ]
+    assert hits_of(Value(), 24, requests) > hits_of(Lfu(), 24, requests) - 0.01
+
+
+def test_value_knows_what_was_wanted_last_where_the_clock_stands_still():
+    """Searches that go on from one of their last steps."""
+    rnd, made = random.Random(2), iter(range(1, 1 << 40))
+    searches, requests = [], []
+    while len(requests) < 1200:
+        if len(searches) < 12:
+            searches.append([[next(made) for _ in range(rnd.randint(2, 20))]])
+        at = rnd.randrange(len(searches))
+        steps = searches[at]
+        before = steps[-min(len(steps), int(rnd.paretovariate(0.9)))]
+        for _ in range(rnd.choice((1, 1, 2, 4))):
+            steps.append([*before, *(next(made) for _ in range(rnd.randint(1, 4)))])
+            requests.append((0.0, steps[-1]))
+        if len(steps) > 30:
+            searches.pop(at)
+    assert hits_of(Value(), 400, requests) > hits_of(Lru(), 400, requests) - 0.01
+
+
 def test_hints_keep_chains_that_matter_and_cut_the_tails_of_others():
     for kind in (Attention, AttentionModel):
         policy = kind()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -228,7 +228,7 @@ class Link:
     kids: int = 0  # in memory
     listed: int = -1
     demoted: bool = False
-    stamp: int = 0  # the second in which it was wanted last
+    stamp: int = 0  # the tick in which it was wanted last
     own: int = 0  # the policy's bits
 
     @property
@@ -244,8 +244,13 @@ class Chains:
         self.blocks: dict[int, Link] = {}
         self.lists: dict[int, OrderedDict[int, None]] = {}
         self.seconds = 0.0
+        self.ticks = 0  # by which blocks are stamped
+        self.inside = 0  # blocks in memory
 
     # What a policy makes of it.
+
+    def began(self, blocks: int) -> None:
+        """So many blocks of a request are told of now."""
 
     def met(self, number: int, name: int, again: bool, batch: int, last: bool) -> None:
         """A block came, for the first time or `again`; it may be the last of so many."""
@@ -271,10 +276,11 @@ class Chains:
     def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
         numbers = unpack(ids)
         called, above = unpack_names(names, numbers), unpack_parents(parents, numbers)
+        self.began(len(numbers))
         for at in reversed(range(len(numbers))):
             number, last = numbers[at], at + 1 == len(numbers)
             block = self.blocks.setdefault(number, Link())
-            block.stamp, block.demoted = int(self.seconds), False
+            block.stamp, block.demoted = self.ticks, False
             if block.in_memory:
                 self.used(number, called[at], last)
             else:
@@ -283,6 +289,7 @@ class Chains:
                     block.own = 0
                     block.parent = NO_PARENT if above[at] == number else above[at]
                 block.where = "here"
+                self.inside += 1
                 if block.parent != NO_PARENT:
                     parent = self.blocks.setdefault(block.parent, Link())
                     self._unlist(block.parent)
@@ -295,6 +302,7 @@ class Chains:
     def wanted(self, ids: bytes, names: bytes = b"") -> None:
         numbers = unpack(ids)
         called = unpack_names(names, numbers)
+        self.began(len(numbers))
         for at in reversed(range(len(numbers))):
             if self._use(numbers[at]):
                 self.used(numbers[at], called[at], at + 1 == len(numbers))
@@ -309,7 +317,7 @@ class Chains:
         block = self.blocks.get(number)
         if block is None or not block.in_memory:
             return False
-        block.stamp, block.demoted = int(self.seconds), False
+        block.stamp, block.demoted = self.ticks, False
         return True
 
     def held(self, ids: bytes) -> None:
@@ -338,6 +346,7 @@ class Chains:
             was, block.where = block.where, to
             if was == "away":
                 continue
+            self.inside -= 1
             self._unlist(number)
             if block.parent != NO_PARENT:
                 self.blocks[block.parent].kids -= 1
@@ -404,6 +413,8 @@ class Chains:
 
     def splice(self, older: int, newer: int) -> None:
         """What is in one list goes to the cold end of another."""
+        if not self.lists.get(older):
+            return
         moved = self.lists.pop(older, OrderedDict())
         for number in moved:
             self.blocks[number].listed = newer
@@ -435,6 +446,7 @@ class Chains:
 
 
 EPOCHS, NARROW = 128, 5
+TOLD_PART, TOLD_LEAST = 64, 16
 
 
 class Ages(Chains):
@@ -443,7 +455,8 @@ class Ages(Chains):
     def __init__(self, kinds: int) -> None:
         super().__init__()
         self.kinds = kinds
-        self._epochs: list[tuple[int, int]] = []  # start and slot, oldest first
+        self._epochs: list[tuple[int, int, int]] = []  # first tick, quarters, slot; oldest first
+        self._told = 0  # blocks, in this tick
         self._spare = list(reversed(range(EPOCHS)))
         self._open()
 
@@ -459,39 +472,46 @@ class Ages(Chains):
         return int(self.seconds * 4)
 
     def now(self, seconds: float) -> None:
+        """A tick for each quarter of a second."""
+        before = self.quarters
         super().now(seconds)
-        if int(self.seconds) > self._epochs[-1][0]:
+        if self.quarters > before:
+            self.ticks += self.quarters - before
+            self._open()
+
+    def began(self, blocks: int) -> None:
+        """And one whenever some of what is in memory was told of: a clock may be coarse beside that."""
+        self._told += blocks
+        if self._told >= max(self.inside // TOLD_PART, TOLD_LEAST):
+            self.ticks += 1
             self._open()
 
     def _open(self) -> None:
         """Neighbours become one where both together are narrow beside their age."""
-        second = int(self.seconds)
-        kept: list[tuple[int, int]] = []
-        ends = [start for start, _ in self._epochs[1:]] + [second]
-        for at, ((start, slot), end) in enumerate(self._pairs(ends)):
+        self._told = 0
+        kept: list[tuple[int, int, int]] = []
+        ends = [start for start, _, _ in self._epochs[1:]] + [self.ticks]
+        for at, ((start, quarters, slot), end) in enumerate(zip(self._epochs, ends, strict=False)):
             crowded = at == 1 and not self._spare
-            if kept and (crowded or NARROW * (end - kept[-1][0]) <= second - end):
-                older, old_slot = kept[-1]
+            if kept and (crowded or NARROW * (end - kept[-1][0]) <= self.ticks - end):
+                older, when, old_slot = kept[-1]
                 for kind in range(self.kinds):
                     self.splice(1 + old_slot * self.kinds + kind, 1 + slot * self.kinds + kind)
                 self._spare.append(old_slot)
-                kept[-1] = (older, slot)
+                kept[-1] = (older, when, slot)
             else:
-                kept.append((start, slot))
-        self._epochs = [*kept, (second, self._spare.pop())]
-
-    def _pairs(self, ends: list[int]) -> Iterator[tuple[tuple[int, int], int]]:
-        return zip(self._epochs, ends, strict=False)
+                kept.append((start, quarters, slot))
+        self._epochs = [*kept, (self.ticks, self.quarters, self._spare.pop())]
 
     def list_of(self, number: int) -> int:
         block = self.blocks[number]
-        slot = self._epochs[0][1]
-        for start, at in self._epochs:
+        slot = self._epochs[0][2]
+        for start, _, at in self._epochs:
             if start <= block.stamp:
                 slot = at
         return 1 + slot * self.kinds + self.kind_of(block.own)
 
     def rank(self, number: int) -> int:
         slot, kind = divmod(number - 1, self.kinds)
-        place = next(place for place, (_, at) in enumerate(self._epochs) if at == slot)
-        return self.rank_of(kind, self.quarters - 4 * self._epochs[place][0], place)
+        place = next(place for place, (_, _, at) in enumerate(self._epochs) if at == slot)
+        return self.rank_of(kind, self.quarters - self._epochs[place][1], place)

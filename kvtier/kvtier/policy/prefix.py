@@ -6,7 +6,7 @@ leaves of the tree of prefixes go first, by recency. `Prefix` is native, `Prefix
 """
 
 from kvtier.policy.base import NO_PARENT
-from kvtier.policy.model import Ages
+from kvtier.policy.model import EPOCHS, Ages
 from kvtier_kernels import Prefix
 
 __all__ = ["Prefix", "PrefixModel"]
@@ -39,4 +39,4 @@ class PrefixModel(Ages):
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
         weight = self.eighths[kind // 2] * (LONGER if kind % 2 else 1)
-        return OLDEST + 1 - min(OLDEST, (age + 1) * 512 // weight)
+        return (OLDEST + 1 - min(OLDEST, (age + 1) * 512 // weight)) * EPOCHS + place

@@ -13,7 +13,6 @@ simulations", USENIX ATC 2017.
 `Value` is native, `ValueModel` the same in Python, to the last bit.
 """
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,10 +22,11 @@ from kvtier_kernels import Value
 
 __all__ = ["Value", "ValueModel"]
 
-# A kind is how often a block was wanted, whether it was the last of its request, how many came with it.
-NEW_KINDS = 6
-KINDS = 16 * 2 * NEW_KINDS
-MOST_HITS, LAST, NEW_SHIFT = 127, 128, 8  # own bits
+# A kind is how often a block was wanted (a family, and six parts of it), and whether it was the last of its
+# request. As long as it was wanted seldom, its part is how many came with it.
+FAMILIES, PARTS, SELDOM = 16, 6, 4
+KINDS = FAMILIES * 2 * PARTS
+WANTED, LAST = 255, 256  # own bits
 AGES = 36
 ENDS = [int((1.4142135623730951 if at % 2 else 1.0) * 2.0 ** (at // 2 + 2)) for at in range(AGES)]
 WIDTHS = [(end - start) / 4 for start, end in zip([0, *ENDS], ENDS, strict=False)]
@@ -35,19 +35,27 @@ MOST_WATCHED = (1 << 16) // 4 * 3
 WATCHED_FOR = 3600 * 4  # in quarters of a second
 FIRST_NEWS, MORE_SEEN = 64, 8  # of what was seen, one of so many more is news
 MEMORY = 1 << 17  # a fit: what was seen so long ago counts 1/e
-FEW, FEW_OF_NEW = 2.0, 50.0  # blocks that weigh as much as their relatives
+FEW, FEW_OF_NEW = 20.0, 200.0  # blocks that weigh as much as their relatives
 
-COUNTERS, ROWS = 1 << 20, 4
-STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 127)  # of a counter of 4 bits
+COUNTERS, ROWS = 3 << 18, 4
 WINDOW = COUNTERS // 4
+
+# Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some 2,000. So
+# many times more it takes to the next one.
+LAST_LEVEL = 127
+TIMES_MORE: list[int] = []
+while len(TIMES_MORE) < LAST_LEVEL:
+    TIMES_MORE.append(max(1, sum(TIMES_MORE) // 20))
 
 LEARNED, LEAST_WANTED, OLDEST = range(3)  # orders
 MOST_ROOM = 1 << 12  # in a cache
+MOST_ENTRIES = 4 * MOST_ROOM
 SLACK = 16  # of so many blocks' room, one more or less
 JUDGEMENTS = 8  # while the caches are filled once
 FEW_BLOCKS = 64
+BATCHES = 64
 FADING = 0.98  # a judgement: half of it in four fillings
-TO_LEAVE, BACK = 1.75, 1.0  # standard deviations
+TO_LEAVE, BACK = 1.0, 1.0  # standard deviations
 
 Row = list[float]
 
@@ -63,6 +71,15 @@ class Entry:
     inside: set[int] = field(default_factory=set)
 
 
+@dataclass
+class Batch:
+    """Its last name; of those in the sample the last one, and how many."""
+
+    last: int = 0
+    tail: int = 0
+    length: int = 0
+
+
 class Duel:
     """A small cache for each order, of a sample of names. The ranks are lower for what goes sooner."""
 
@@ -72,8 +89,11 @@ class Duel:
         self._entries: dict[int, Entry] = {}
         self._shift = 0  # of 2^this names one is in the sample
         self._turn = self._unjudged = 0
-        self._head = self._tail = self._tail_before = 0  # of the batch, of the one before
-        self._joined = False
+        self._room = 1
+        self._head = self._joined = 0
+        self._batch = Batch()
+        self._batches = [Batch() for _ in range(BATCHES)]  # lately
+        self._batches_at = 0
         self._inside = [0] * 3
         self._hits = [0.0] * 3
         self._of_request = [0] * 3
@@ -84,12 +104,10 @@ class Duel:
         that is told of, and the others follow from there to its head."""
         if first:
             self._end_batch()
-        while held >> self._shift > MOST_ROOM:
-            self._shift += 1
-            self._entries = {one: at for one, at in self._entries.items() if self._samples(one)}
-            self._inside = [
-                sum(order in one.inside for one in self._entries.values()) for order in range(3)
-            ]
+            self._batch.last = name
+            while held >> self._shift > MOST_ROOM:
+                self._thin()
+            self._room = max(held >> self._shift, 1)
         if not self._samples(name):
             return
         entry = self._entries.setdefault(name, Entry())
@@ -104,18 +122,17 @@ class Duel:
         if self._head in self._entries:
             self._entries[self._head].before = name
         self._head = name
-        self._tail = self._tail or name
-        room = max(held >> self._shift, 1)
-        for order in range(3):
-            if self._inside[order] > room + room // SLACK:
-                self._trim(order, room - room // SLACK)
+        self._batch.tail = self._batch.tail or name
+        self._batch.length += 1
+        if len(self._entries) == MOST_ENTRIES:
+            self._trim_all()
         self._unjudged += 1
-        if self._unjudged * JUDGEMENTS >= max(room, FEW_BLOCKS):
+        if self._unjudged * JUDGEMENTS >= max(self._room, FEW_BLOCKS):
             self._judge()
 
-    def joined(self) -> None:
-        """This batch hangs on the one before it."""
-        self._joined = True
+    def joined(self, last: int) -> None:
+        """This batch hangs on one of those before it, whose last block has this name."""
+        self._joined = last
 
     def corrected(self, name: int, kind: int) -> None:
         if name in self._entries:
@@ -123,6 +140,18 @@ class Duel:
 
     def _samples(self, name: int) -> bool:
         return name >> (32 - self._shift) == 0
+
+    def _thin(self) -> None:
+        self._shift += 1
+        self._entries = {one: at for one, at in self._entries.items() if self._samples(one)}
+        for order in range(3):
+            self._inside[order] = sum(order in one.inside for one in self._entries.values())
+
+    def _trim_all(self) -> None:
+        """Who is wanted together hits together, also where that is more than there is room for."""
+        for order in range(3):
+            if self._inside[order] > self._room + self._room // SLACK:
+                self._trim(order, self._room - self._room // SLACK)
 
     def _trim(self, order: int, room: int) -> None:
         """A block stays as long as the one behind it, which was used before it."""
@@ -144,9 +173,30 @@ class Duel:
         for a, b in self._variance:
             self._variance[a, b] += (self._of_request[a] - self._of_request[b]) ** 2
         self._of_request = [0] * 3
-        if self._joined and self._head in self._entries:
-            self._entries[self._head].before = self._tail_before
-        self._tail_before, self._head, self._tail, self._joined = self._tail, 0, 0, False
+        if self._joined:
+            self._join()
+        self._trim_all()
+        self._batches[self._batches_at % BATCHES] = self._batch
+        self._batches_at += 1
+        self._batch, self._head, self._joined = Batch(), 0, 0
+
+    def _join(self) -> None:
+        """What is above is as recent as what hangs on it, and goes later."""
+        found = next((one for one in self._batches if one.last == self._joined), None)
+        if found is None:
+            return
+        if self._head in self._entries:
+            self._entries[self._head].before = found.tail
+        name = found.tail
+        for _ in range(found.length):
+            if name not in self._entries:
+                break
+            self._entries[name].turn = self._turn
+            self._turn += 1
+            name = self._entries[name].before
+        self._batch.tail = self._batch.tail or found.tail
+        self._batch.length += found.length
+        found.last = 0
 
     def _judge(self) -> None:
         """Only requests in which two differ say which is better."""
@@ -198,40 +248,54 @@ class ValueModel(Ages):
         """Of equals the oldest goes first."""
         if order == LEARNED:
             return self._ranks[kind][age_kind(age)]
-        return kind // (2 * NEW_KINDS) if order == LEAST_WANTED else 0
+        if order != LEAST_WANTED:
+            return 0
+        family = kind // (2 * PARTS)
+        return family * PARTS + (0 if family < SELDOM else kind % PARTS)
 
     # Blocks.
 
     def kind_of(self, own: int) -> int:
-        return (step_of(own & MOST_HITS) * 2 + bool(own & LAST)) * NEW_KINDS + (own >> NEW_SHIFT)
+        family, part = divmod(own & WANTED, PARTS)
+        if family >= SELDOM:
+            family, part = divmod(step_of(level_of(own)), PARTS)
+            family += SELDOM
+        return (family * 2 + bool(own & LAST)) * PARTS + part
 
     def met(self, number: int, name: int, again: bool, batch: int, last: bool) -> None:
         """One that is forgotten was wanted as often as the sketch remembers."""
-        own = self.blocks[number].own
-        hits = (own & MOST_HITS) + 1 if again else self._times_known(name)
-        self._become(number, name, hits, new_kind(batch), last)
+        if again:
+            self.used(number, name, last)
+            return
+        self._requests += last
+        before = self._known(name)
+        level = self._more(before - 1) if before else 0
+        self._become(number, name, level, new_kind(batch), last)
 
     def used(self, number: int, name: int, last: bool) -> None:
+        self._requests += last
         own = self.blocks[number].own
-        self._become(number, name, (own & MOST_HITS) + 1, own >> NEW_SHIFT, last)
+        came_with = (own & WANTED) % PARTS if (own & WANTED) < SELDOM * PARTS else 0
+        self._become(number, name, self._more(level_of(own)), came_with, last)
 
-    def _become(self, number: int, name: int, hits: int, new: int, last: bool) -> None:
-        own = min(hits, MOST_HITS) | (LAST if last else 0) | new << NEW_SHIFT
+    def _become(self, number: int, name: int, level: int, came_with: int, last: bool) -> None:
+        wanted = level * PARTS + came_with if level < SELDOM else SELDOM * PARTS + level - SELDOM
+        own = wanted | (LAST if last else 0)
         self.blocks[number].own = own
-        if last:
-            self._lasts.appendleft((number, short_name(name)))
-            self._requests += 1
-        self._know(name, (own & MOST_HITS) + 1)
         called, kind = short_name(name), self.kind_of(own)
+        if last:
+            self._lasts.appendleft((number, called))
+        self._know(name, level)
         self._watch(called, kind)
-        self._duel.used(called, self.quarters, kind, self._in_memory(), last)
+        self._duel.used(called, self.quarters, kind, self.inside, last)
 
-    def _in_memory(self) -> int:
-        return sum(block.in_memory for block in self.blocks.values())
+    def _more(self, level: int) -> int:
+        """Where a level is several times, it is left by chance, which is the same for all of a request."""
+        stays = level == LAST_LEVEL or mix(self._requests) % TIMES_MORE[level]
+        return level if stays else level + 1
 
     def continued(self, number: int) -> None:
         """It was not the last of its request: the rest is only there now."""
-        self._duel.joined()
         block = self.blocks[number]
         if not block.own & LAST:
             return
@@ -240,6 +304,7 @@ class ValueModel(Ages):
         if called is None:
             return
         self._duel.corrected(called, self.kind_of(block.own))
+        self._duel.joined(called)
         if called in self._seen:
             self._seen[called].kind = self.kind_of(block.own)
 
@@ -283,7 +348,7 @@ class ValueModel(Ages):
         for seen in self._seen.values():
             ends[seen.kind][age_kind(self.quarters - seen.at)] += 1
         every = range(KINDS)
-        families = [range(first, first + NEW_KINDS) for first in range(0, KINDS, NEW_KINDS)]
+        families = [range(first, first + PARTS) for first in range(0, KINDS, PARTS)]
         pool = chances(total(self._hits, every), total(ends, every), [0.0] * AGES, 1e-6)
         worth = []
         for family in families:
@@ -298,22 +363,17 @@ class ValueModel(Ages):
 
     # How often those were wanted that are gone.
 
-    def _times_known(self, name: int) -> int:
-        return STEPS[min(self._sketch.get(at, 0) for at in counters_of(name))]
+    def _known(self, name: int) -> int:
+        """One more than the level, or 0."""
+        return min(self._sketch.get(at, 0) for at in counters_of(name))
 
-    def _know(self, name: int, times: int) -> None:
-        """All are halved when many were new. Between two steps a counter moves by chance, which is the same
-        for all of a request: or else what is gone each time before it is wanted would stay at a step."""
+    def _know(self, name: int, level: int) -> None:
+        """All are halved when many were new."""
         fresh = False
-        known, step = step_of(self._times_known(name)), step_of(times)
-        if step <= known:
-            step = known
-            if known + 1 < len(STEPS):
-                step += mix(self._requests) % (STEPS[known + 1] - STEPS[known]) == 0
         for at in counters_of(name):
             was = self._sketch.get(at, 0)
             fresh |= was == 0
-            self._sketch[at] = max(was, step)
+            self._sketch[at] = max(was, level + 1)
         self._sketched += fresh
         if self._sketched >= WINDOW:
             self._sketched = 0
@@ -358,8 +418,14 @@ def best_rate(chance: Row, first: int) -> float:
     return best
 
 
-def step_of(times: int) -> int:
-    return bisect_right(STEPS, times) - 1
+def level_of(own: int) -> int:
+    wanted = own & WANTED
+    return wanted // PARTS if wanted < SELDOM * PARTS else wanted - SELDOM * PARTS + SELDOM
+
+
+def step_of(level: int) -> int:
+    """Of what was not wanted seldom: two levels in one from 24 on."""
+    return level - 4 if level < 24 else 20 + (level - 24) // 2
 
 
 def new_kind(batch: int) -> int:
