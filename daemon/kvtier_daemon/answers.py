@@ -19,8 +19,8 @@ from kvtier.layout import LIMIT_SHARDS
 from kvtier.planning import COMPUTE, PATIENCE_S
 from kvtier_daemon import looking
 from kvtier_daemon.deferring import Deferring
-from kvtier_daemon.events import KEY_DIGITS, Watcher
 from kvtier_daemon.explaining import explain
+from kvtier_daemon.observing.events import KEY_DIGITS, Watcher
 from kvtier_daemon.tenant import Tenant
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.catalog import SessionId
-from kvtier_daemon.events import Events
+from kvtier_daemon.observing.events import Events
 from kvtier_daemon.observing.spans import Latencies
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.recorder import Recorder

@@ -19,7 +19,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, beaten, links
 from kvtier_daemon import deferring
 from kvtier_daemon.answers import Answers
-from kvtier_daemon.events import Events
+from kvtier_daemon.observing.events import Events
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers import reads

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_daemon import benching
+from kvtier_daemon.beside import benching
 from kvtier_daemon.cli import main
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from daemons import Daemon
 from kvtier.errors import ConfigError
-from kvtier_daemon import reporting
+from kvtier_daemon.beside import reporting
 from specs import pattern, spec_of
 
 PROMPT = "my grandmother's maiden name"

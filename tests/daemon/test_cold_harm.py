@@ -18,8 +18,8 @@ from kvtier.catalog import Catalog
 from kvtier.errors import TierError
 from kvtier.policy.base import make
 from kvtier_daemon import app as app_module
-from kvtier_daemon import fsck
 from kvtier_daemon.app import App
+from kvtier_daemon.beside import fsck
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving import blocks as moving_blocks

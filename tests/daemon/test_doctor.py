@@ -16,9 +16,9 @@ import pytest
 
 import kvtier
 from kvtier.units import GIB, MIB
-from kvtier_daemon import doctor, doctor_vllm
+from kvtier_daemon.beside import doctor, doctor_vllm
+from kvtier_daemon.beside.doctor import Level, World
 from kvtier_daemon.config import load
-from kvtier_daemon.doctor import Level, World
 
 WARM = {"capacity_bytes": 1, "failure": ""}
 

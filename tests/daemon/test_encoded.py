@@ -26,7 +26,7 @@ from kvtier.codec.choice import BLOCK_MOST, FIRST_TRIES, Choice
 from kvtier.codec.frame import PAGE, RAW
 from kvtier.errors import TierError
 from kvtier.policy.base import make
-from kvtier_daemon.fsck import check
+from kvtier_daemon.beside.fsck import check
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving.blocks import FRAME
 from kvtier_daemon.scrub import Scrub

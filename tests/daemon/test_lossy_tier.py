@@ -19,7 +19,7 @@ from kvtier.codec.base import CACHEGEN, ECSQ, FP8, Q2, Q4, Q8
 from kvtier.codec.frame import LOSSY, PAGE, RAW, Frame
 from kvtier.codec.losses import NAMES, Losses
 from kvtier.codec.profile import Profile, step_of
-from kvtier_daemon.fsck import check
+from kvtier_daemon.beside.fsck import check
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.tiers.segment import Listed, decode_entries, encode_row

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
+from kvtier_daemon.beside.sizing import Prefill
 from kvtier_daemon.cli import main
 from kvtier_daemon.sim.report import percentiles, report, without_tiers
 from kvtier_daemon.sim.tiers import Machine, Simulation
 from kvtier_daemon.sim.trace import Requests, read
-from kvtier_daemon.sizing import Prefill
 
 SMALL = Path(__file__).parents[1] / "traces" / "small.jsonl"
 GIB = 1 << 30

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier_daemon.beside.sizing import (
+    Prefill,
+    break_even_bandwidth,
+    break_even_tokens,
+    read_config,
+)
 from kvtier_daemon.cli import main
-from kvtier_daemon.sizing import Prefill, break_even_bandwidth, break_even_tokens, read_config
 
 Config = dict[str, Any]
 BF16 = {"torch_dtype": "bfloat16"}

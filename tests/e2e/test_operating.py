@@ -27,7 +27,7 @@ from kvtier import Client, wire
 from kvtier_daemon.cli import COMMANDS
 from kvtier_daemon.cli.screens import VIEWS, History, Moment
 from kvtier_daemon.cli.status import ANSWER_S
-from kvtier_daemon.events import LIMIT_KEPT
+from kvtier_daemon.observing.events import LIMIT_KEPT
 from specs import pattern, spec_of
 
 NOBODY = 65_534

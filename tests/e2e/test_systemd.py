@@ -17,7 +17,7 @@ import pytest
 from daemons import kvtier
 from kvtier import Client, Unavailable
 from kvtier.errors import ConfigError
-from kvtier_daemon import installing
+from kvtier_daemon.beside import installing
 
 PROGRAM = Path("/opt/kvtier/bin/kvtier")
 MANAGER = Path("/lib/systemd/systemd")

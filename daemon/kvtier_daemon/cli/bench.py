@@ -41,7 +41,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from kvtier_daemon import benching
+    from kvtier_daemon.beside import benching
     from kvtier_daemon.cli.progress import progress
 
     with progress() as bar:
@@ -72,7 +72,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare two results of kvtier bench --json, or of benchmarks/. Exits with 1 if something is worse."""
-    from kvtier_daemon import benching
+    from kvtier_daemon.beside import benching
 
     report = benching.compare(benching.read(before), benching.read(after))
     if json:

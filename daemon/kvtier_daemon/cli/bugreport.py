@@ -38,7 +38,7 @@ def bugreport(
     """
     from datetime import UTC, datetime
 
-    from kvtier_daemon import reporting
+    from kvtier_daemon.beside import reporting
 
     parts = dict(_parts(config, log, socket))
     path = out or Path(f"kvtier-bugreport-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.tar.gz")
@@ -63,7 +63,7 @@ def _parts(config: Path | None, log: Path | None, socket: Path | None) -> Iterat
 
     from kvtier.client import default_socket
     from kvtier.errors import KvtierError
-    from kvtier_daemon import reporting
+    from kvtier_daemon.beside import reporting
     from kvtier_daemon.cli.doctor import as_json, examined
     from kvtier_daemon.cli.status import connected
 

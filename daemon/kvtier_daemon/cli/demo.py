@@ -16,7 +16,7 @@ def demo(
 
     Needs no GPU and no root, and leaves nothing behind.
     """
-    from kvtier_daemon.demo import run
+    from kvtier_daemon.beside.demo import run
 
     if not run(seconds, warm, json):
         raise typer.Exit(1)

@@ -12,8 +12,8 @@ import typer
 from kvtier_daemon.cli.flags import Json, Socket
 
 if TYPE_CHECKING:
+    from kvtier_daemon.beside.doctor import Found
     from kvtier_daemon.config import Loaded
-    from kvtier_daemon.doctor import Found
 
 EXIT_WARNED = 1
 EXIT_FAILED = 2
@@ -40,7 +40,7 @@ def doctor(
     socket: Socket = None,
 ) -> None:
     """Examine this machine, the configuration and the daemon. Exits with 1 for warnings, 2 for failures."""
-    from kvtier_daemon.doctor import Level
+    from kvtier_daemon.beside.doctor import Level
 
     found = examined(config, engine is not None, socket)
     worst = [one.level for one in found]
@@ -57,8 +57,8 @@ def doctor(
 
 def examined(config: Path | None, vllm: bool, socket: Path | None) -> list[Found]:
     """What all checks found."""
-    from kvtier_daemon import doctor as checks
-    from kvtier_daemon import doctor_vllm
+    from kvtier_daemon.beside import doctor as checks
+    from kvtier_daemon.beside import doctor_vllm
 
     world = checks.World()
     loaded, trouble = _loaded(config)
@@ -79,8 +79,8 @@ def _loaded(config: Path | None) -> tuple[Loaded | None, Found | None]:
     import os
 
     from kvtier.errors import ConfigError
+    from kvtier_daemon.beside.doctor import Found, Level
     from kvtier_daemon.config import load
-    from kvtier_daemon.doctor import Found, Level
 
     file = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
     if file is None and not any(name.startswith("KVTIER_WARM") for name in os.environ):
@@ -109,8 +109,8 @@ def _show(found: list[Found]) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from kvtier_daemon.beside.doctor import Level
     from kvtier_daemon.cli.drawing import row, table_of
-    from kvtier_daemon.doctor import Level
 
     colour = {Level.ok: "green", Level.warn: "yellow", Level.fail: "bold red"}
     table = table_of("", "~", "~")

@@ -21,7 +21,7 @@ def fsck(
     json: Json = False,
 ) -> None:
     """Check cold directories that no daemon is using. Exits with 1 if something is damaged and stays so."""
-    from kvtier_daemon.fsck import check
+    from kvtier_daemon.beside.fsck import check
     from kvtier_daemon.tiers.volume import Volume
 
     reports: dict[str, Any] = {}

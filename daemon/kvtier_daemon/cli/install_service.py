@@ -35,7 +35,7 @@ def install_service(
     Starts nothing. The configuration that is there already says what its sandbox has to let through. A file
     that somebody else wrote is left alone.
     """
-    from kvtier_daemon import installing
+    from kvtier_daemon.beside import installing
 
     commands: tuple[str, ...] = ("systemctl daemon-reload",)
     if uninstall:
@@ -72,7 +72,7 @@ def install_service(
 
 
 def _text(found: object, path: Path) -> str:
-    from kvtier_daemon.installing import Installation
+    from kvtier_daemon.beside.installing import Installation
 
     assert isinstance(found, Installation)
     return (found.files | found.once)[path]

@@ -11,8 +11,8 @@ from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate
 from kvtier_daemon.cli.progress import progress
 
 if TYPE_CHECKING:
+    from kvtier_daemon.beside.sizing import Prefill
     from kvtier_daemon.sim.trace import Requests
-    from kvtier_daemon.sizing import Prefill
 
 ENOUGH = 0.95  # of the best that the sizes tried give
 
@@ -79,9 +79,9 @@ def sim(
     Through the daemon's own policies and planner. With --blocks: one tier, and its hit rate. Without: memory
     and disk, and how long first tokens take.
     """
+    from kvtier_daemon.beside.sizing import Prefill
     from kvtier_daemon.cli.flags import amount, items
     from kvtier_daemon.sim.trace import read
-    from kvtier_daemon.sizing import Prefill
 
     requests = read(trace, block_tokens)
     prefill = Prefill(

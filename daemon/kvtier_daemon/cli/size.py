@@ -10,7 +10,7 @@ import typer
 from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate
 
 if TYPE_CHECKING:
-    from kvtier_daemon.sizing import Cache
+    from kvtier_daemon.beside.sizing import Cache
 
 LINKS = "3,7,25,50"  # GB/s: an NVMe of the third and the fifth generation, PCIe 4 and 5 by 16
 
@@ -59,8 +59,13 @@ def size(
 
     Bytes a token, how many sequences fit into a GPU, and when loading beats computing.
     """
+    from kvtier_daemon.beside.sizing import (
+        Prefill,
+        break_even_bandwidth,
+        break_even_tokens,
+        read_config,
+    )
     from kvtier_daemon.cli.flags import amount, numbers
-    from kvtier_daemon.sizing import Prefill, break_even_bandwidth, break_even_tokens, read_config
 
     path, described = _read(config)
     cache = read_config(
@@ -129,7 +134,7 @@ def size(
 
 def read_cache(config: Path) -> Cache:
     """Return the cache of the model that a config.json, or the directory that it is in, describes."""
-    from kvtier_daemon.sizing import read_config
+    from kvtier_daemon.beside.sizing import read_config
 
     path, described = _read(config)
     return read_config(described, str(path))

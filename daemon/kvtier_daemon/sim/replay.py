@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.policy.base import make
+from kvtier_daemon.beside.sizing import Prefill
 from kvtier_daemon.sim.trace import Requests
-from kvtier_daemon.sizing import Prefill
 from kvtier_kernels import Optimum, Replay
 
 OPTIMUM = "optimum"

@@ -19,10 +19,10 @@ from kvtier.key import KEY_BYTES
 from kvtier.planning import Link, Planner
 from kvtier.planning.beaten import Beaten, may_bring
 from kvtier.policy.base import make
+from kvtier_daemon.beside.sizing import Prefill
 from kvtier_daemon.moving.budget import Budget
 from kvtier_daemon.sim.disk import Disk
 from kvtier_daemon.sim.trace import Requests
-from kvtier_daemon.sizing import Prefill
 
 ADMISSIONS = ("auto", "all", "second-touch")
 SEGMENTS = 64

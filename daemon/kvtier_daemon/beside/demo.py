@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtier import Client, ConfigError, KvtierError, Unavailable
 from kvtier.units import MIB, format_bytes, parse_bytes
-from kvtier_daemon.workload import SPEC, Step
+from kvtier_daemon.beside.workload import SPEC, Step
 
 ENGINES = 2
 START_S = 20.0
@@ -104,7 +104,14 @@ def _watch(client: Client, path: str, seconds: float, quiet: bool) -> dict[str, 
     totals = Totals()
     engines = [
         subprocess.Popen(
-            [sys.executable, "-m", "kvtier_daemon.workload", path, str(number), str(seconds)],
+            [
+                sys.executable,
+                "-m",
+                "kvtier_daemon.beside.workload",
+                path,
+                str(number),
+                str(seconds),
+            ],
             stdout=subprocess.PIPE,
         )
         for number in range(ENGINES)

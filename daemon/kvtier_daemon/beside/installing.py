@@ -41,7 +41,7 @@ class Installation:
 
 def texts() -> Path:
     """Return the folder that the units' texts lie in: beside the sources, or where the wheel put them."""
-    beside = Path(__file__).parents[2] / "systemd"
+    beside = Path(__file__).parents[3] / "systemd"
     places = [beside, *(Path(sysconfig.get_path("data", scheme)) / "share/kvtier/systemd"
                         for scheme in (sysconfig.get_default_scheme(), "posix_user"))]  # fmt: skip
     for place in places:

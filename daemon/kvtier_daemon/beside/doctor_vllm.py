@@ -11,7 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier_daemon.doctor import Found, Level, World
+from kvtier_daemon.beside.doctor import Found, Level, World
 
 BASE: Final = "distributed/kv_transfer/kv_connector/v1/base.py"
 GROUP: Final = "vllm.general_plugins"
