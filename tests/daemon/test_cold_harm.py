@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from daemon.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.catalog import Catalog
 from kvtier.errors import TierError
 from kvtier.policy.base import make
-from kvtier_daemon import app as app_module
-from kvtier_daemon.app import App
+from kvtier_daemon import cold_life
 from kvtier_daemon.beside import fsck
+from kvtier_daemon.cold_life import ColdLife
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving import blocks as moving_blocks
@@ -501,29 +502,17 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
 
 
 def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Extent:
-        fd, nbytes, tenant = -1, 4096, "t"
-
-    class Two:
-        complete = False
-        extents: tuple[()] = ()
-        capacity_bytes = 1
-
-        def ready(self) -> list[Extent]:
-            return [Extent(), Extent()]
+    """Extents have numbers by their order: where one is missing, the next must not have its number."""
 
     class Whatever:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: 7
-
-    class Holder:
         extents: list[int]
+        said_off = ""
 
         def __init__(self) -> None:
-            self.extents, self.mover = [], None
+            self.extents = []
 
-        def add(self, _: object) -> None:
-            self.extents.append(0)
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: 7
 
     answers = iter([OSError(errno.ENOMEM, "no memory"), object()])
 
@@ -533,14 +522,14 @@ def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.Mo
             raise answer
         return answer
 
-    monkeypatch.setattr(app_module, "Mapping", mapping)
-    app, tenant, mover = App.__new__(App), Holder(), Holder()
-    tenant.mover = mover  # type: ignore[assignment]
-    app._unmapped = False
-    app.warm, app.cold, app._notifier = Two(), Whatever(), Whatever()  # type: ignore[assignment]
-    app.tenants = {"t": tenant}  # type: ignore[dict-item]
-    app._extents_ready()
-    assert len(mover.extents) in (0, 2), f"extent 0 is read to where {mover.extents[0]} is"
+    monkeypatch.setattr(cold_life, "MappedExtent", mapping)
+    life = ColdLife(*[Whatever()] * 5)  # type: ignore[arg-type]
+    mover, tenant = Whatever(), SimpleNamespace()
+    life.tier, tenant.mover = Whatever(), mover  # type: ignore[assignment]
+    for _ in range(2):
+        life.map(tenant, SimpleNamespace(fd=-1, nbytes=4096))  # type: ignore[arg-type]
+    assert next(answers, None) is not None, "after one that could not be mapped none is tried"
+    assert mover.extents == [], f"extent 0 is read to where {mover.extents[0]} is"
 
 
 def test_fsck_tells_of_a_frame_that_can_not_be_read(

@@ -15,6 +15,7 @@ import pytest
 from kvtier.catalog import Catalog
 from kvtier.catalog.cold import Cold
 from kvtier_daemon import app as app_module
+from kvtier_daemon import cold_life
 from kvtier_daemon.app import App
 from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.config import load
@@ -120,7 +121,7 @@ def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was the end of the cold tier, for all of them."""
-    monkeypatch.setattr(app_module, "USE_S", 0.01)
+    monkeypatch.setattr(cold_life, "USE_S", 0.01)
     calls = Counter[str]()
 
     async def work(app: App) -> None:
