@@ -48,6 +48,7 @@ nb::bytes zeroed(std::size_t size, char*& data) {
     PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
     if (!made) throw nb::python_error();
     data = PyBytes_AS_STRING(made);
+    std::memset(data, 0, size);
     return nb::steal<nb::bytes>(made);
 }
 
@@ -186,7 +187,6 @@ class PyStore {
         const std::vector<Name> names = store_.take_evicted();
         char* data;
         nb::bytes out = zeroed(names.size() * item, data);
-        std::memset(data, 0, names.size() * item);
         for (const Name& name : names) {
             std::memcpy(data, &name, 12);
             std::memcpy(data + 16, name.key.words.data(), key_bytes);
