@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Client, Unavailable
+from kvtier_daemon.observing.series import SERIES
 
 START_S = 20.0
 STOP_S = 15.0
@@ -33,7 +34,12 @@ class Daemon:
 
     def stats(self) -> dict[str, Any]:
         with self.connect() as client:
-            return client.stats()
+            stats = client.stats()
+        # Whatever a test brings about: no reason and no state that the metrics call "other".
+        for one in SERIES:
+            unknown = one.read(stats).keys() - set(one.values) if one.values else set()
+            assert not unknown, f"{one.name} knows no {one.label} {unknown}"
+        return stats
 
     def wait_for(
         self, holds: Callable[[dict[str, Any]], bool], seconds: float = 10.0

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from daemons import SERVE, Daemon, start_daemon
 from kvtier import Space
 from kvtier_daemon.observing import series
-from kvtier_daemon.observing.series import SERIES
+from kvtier_daemon.observing.series import OTHER, SERIES
 from specs import spec_of
 
 FOLDER = Path(series.__file__).parent
@@ -99,6 +99,18 @@ def test_every_series_is_there_from_the_start(daemon_of: Callable[..., Daemon]) 
         with space.load(keys):
             pass
         assert {key for key, _ in scraped(daemon).items()} == set(first), "a series came, or went"
+
+
+def test_a_reason_that_nobody_foresaw_is_counted_under_other(shown: Daemon) -> None:
+    """It was an error of the server's: not one number was shown any more."""
+    figures = json.loads(get(shown, "/status")[2])
+    before = {family.name: family for family in series.families(figures)}
+    figures["miss_tokens"] |= {"whim": 3, "mood": 4}
+    after = {family.name: family for family in series.families(figures)}
+    name = "kvtier_miss_tokens"
+    added = set(after[name].samples) - set(before[name].samples)
+    assert {(sample.labels, sample.value) for sample in added} == {((("reason", OTHER),), 7)}
+    assert after == before | {name: after[name]}
 
 
 def test_both_formats_say_the_same(shown: Daemon) -> None:
