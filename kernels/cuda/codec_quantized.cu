@@ -1,5 +1,5 @@
-// q8, q4 and q2 on a device: what docs/formats.md draws, to the bit. A unit is 4,096 elements of a
-// part. Scratch of the encoder: the lines of steps, as they are written.
+// q8, q4, q2 and fp8 on a device: what docs/formats.md draws, to the bit. A unit is 4,096 elements
+// of a part. Scratch of the encoder: the lines of steps, as they are written.
 
 #include "codec/quantized.h"
 #include "lanes.h"
@@ -24,14 +24,15 @@ struct Plan {
     uint32_t elements = 0, lines = 0, params = 0;
     uint32_t spans = 0, line = 0, group = 0, groups = 0;  // lines of a matrix, steps of a line
     uint32_t matrix_rows, channels, head, bits;
-    bool by_token;
+    bool floating, by_token;
 
     KVTIER_DEVICE Plan(const Part& part, uint32_t width, uint32_t rows_, uint32_t channels_,
                        uint32_t head_, bool by_token_)
         : matrix_rows(rows_),
           channels(channels_),
           head(head_),
-          bits(part.bits),
+          bits(part.bits & ~codec::kFloating),
+          floating((part.bits & codec::kFloating) != 0),
           by_token(by_token_) {
         const uint32_t raw_bytes = static_cast<uint32_t>(part.raw_bytes);
         if (matrix_rows == 0 || channels == 0 || head == 0 || channels > codec::kChannelsMost ||
@@ -71,6 +72,18 @@ struct Plan {
         }
         return {codec::float_of(get16(at) << 16), codec::float_of(get16(at + 2 * line) << 16)};
     }
+    KVTIER_DEVICE bool steps_of(uint32_t largest, float least, float most, Steps& is) const {
+        return floating ? codec::float_steps_of(largest, least, most, is)
+                        : codec::steps_of(bits, largest, least, most, is);
+    }
+    KVTIER_DEVICE uint32_t code_of(float value, const Steps& is) const {
+        const float inverse = codec::inverse_of(is.step);
+        return floating ? codec::e4m3_of(value * inverse) : codec::code_of(value, is.base, inverse);
+    }
+    KVTIER_DEVICE float value_of(uint8_t code, const Steps& is) const {
+        return floating ? codec::float_of_e4m3(code) * is.step
+                        : codec::value_of(code, is.base, is.step);
+    }
     KVTIER_DEVICE void put(uint8_t* to, const Owner& owner, const Steps& is) const {
         uint8_t* const at = to + place(owner.line, owner.step);
         if (bits != 8) put16(at, codec::bits_of(is.base) >> 16);
@@ -94,7 +107,7 @@ KVTIER_DEVICE bool decode(const Part& part, uint32_t unit) {
                     from[codec::kByTokenAt] != 0);
     if (plan.size == 0 || plan.size != part.text_bytes || from[codec::kByTokenAt] > 1 ||
         from[3] != 0 || from[codec::kElementAt] != static_cast<uint8_t>(kIs) ||
-        from[codec::kBitsAt] != plan.bits) {
+        from[codec::kBitsAt] != part.bits) {
         return false;
     }
     const uint8_t* const params = from + kQuantizedHeader;
@@ -106,7 +119,7 @@ KVTIER_DEVICE bool decode(const Part& part, uint32_t unit) {
             if (i + lane >= plan.elements) return;
             const uint32_t code = code_at(plan.bits, codes, (i + lane) % kUnit);
             const Steps steps = plan.steps(params, plan.owner(i + lane));
-            const float value = codec::value_of(static_cast<uint8_t>(code), steps.base, steps.step);
+            const float value = plan.value_of(static_cast<uint8_t>(code), steps);
             store<Bits>(out + uint64_t{i + lane} * kBytes<kIs>, Value<kIs>::narrowed(value));
         });
     }
@@ -199,8 +212,7 @@ KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
         const uint32_t none = ballot([&](uint32_t lane) {
             if (lane >= tile || step + lane >= plan.line) return false;
             Steps steps = {};
-            if (!codec::steps_of(plan.bits, largest, ranges[lane].least, ranges[lane].most,
-                                 steps)) {
+            if (!plan.steps_of(largest, ranges[lane].least, ranges[lane].most, steps)) {
                 return true;
             }
             plan.put(params, {line, step + lane}, steps);
@@ -224,7 +236,7 @@ KVTIER_DEVICE void place(const Part& part, uint32_t unit, uint8_t* out) {
         if (i >= plan.elements) return 0;
         const Steps steps = plan.steps(params, plan.owner(i));
         const auto bits = load<typename Value<kIs>::Bits>(in + uint64_t{i} * kBytes<kIs>);
-        return codec::code_of(Value<kIs>::widened(bits), steps.base, codec::inverse_of(steps.step));
+        return plan.code_of(Value<kIs>::widened(bits), steps);
     };
     const uint32_t packed = static_cast<uint32_t>(kUnit) * plan.bits / 8;
     const uint32_t all = static_cast<uint32_t>(plan.size - kQuantizedHeader - plan.params);
@@ -249,7 +261,7 @@ KVTIER_DEVICE void place(const Part& part, uint32_t unit, uint8_t* out) {
         if (lane != 0) return;
         put32(out, 0);
         out[codec::kElementAt] = static_cast<uint8_t>(kIs);
-        out[codec::kBitsAt] = static_cast<uint8_t>(plan.bits);
+        out[codec::kBitsAt] = static_cast<uint8_t>(part.bits);
         out[codec::kByTokenAt] = plan.by_token;
         put32(out + codec::kRowsAt, plan.matrix_rows);
         put32(out + codec::kChannelsAt, plan.channels);

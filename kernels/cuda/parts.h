@@ -26,7 +26,7 @@ struct Part {
     uint32_t kept;          // its bytes are kept as they are
     uint32_t unit, units;   // its first, and how many
     uint32_t first, parts;  // to be encoded: where its payload begins in the list, and how many
-    uint32_t bits;          // of codes, of 8, 4 or 2
+    uint32_t bits;          // of codes, of 8, 4 or 2; kFloating beside them
     uint32_t rows, channels, head, by_token;  // a grid
     uint32_t heads_first, position;
     uint32_t reserved;

@@ -21,6 +21,7 @@ from kvtier_kernels.cuda.codecs import (
     ECSQ,
     ENCODED_PART,
     FIX4,
+    FP8,
     PAYLOAD,
     Q4,
     Q8,
@@ -34,7 +35,7 @@ TOKENS, HEADS, DIM = 20, 2, 32
 TABLE = bytes([4, 20, 60, 88, 60, 20, 3, 1])
 ROPE = (struct.pack("<4Q", 1 << 60, 1 << 55, 1 << 50, 1 << 40), False)
 GRID = (TOKENS, HEADS * DIM, DIM, False)
-ALL = [FIX4, R32, Q8, Q4, ECSQ, CACHEGEN]
+ALL = [FIX4, R32, Q8, Q4, FP8, ECSQ, CACHEGEN]
 
 
 def drawn(seed: int, elements: int = TOKENS * HEADS * DIM) -> bytes:

@@ -21,7 +21,7 @@ from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
 from kvtier_kernels.reference.lossy import COSINES, SINES
 
-RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN = 0, 1, 2, 4, 5, 6, 7, 8
+RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 0, 1, 2, 4, 5, 6, 7, 8, 9
 ITEM = (2, 2, 4, 1, 1)  # bytes of an element: bf16, fp16, fp32, e4m3, e5m2
 MOST_BYTES = (1 << 31) - 1  # of a part
 ALIGNED = 256
@@ -73,10 +73,11 @@ KERNELS = {
                   ("kvtier_fix4_begin", "kvtier_fix4_measure"), "kvtier_fix4_place"),
     R32: Kernels("codec_lossless.cu", ("kvtier_r32_decode",),
                  ("kvtier_r32_begin", "kvtier_r32_measure"), "kvtier_r32_place"),
-    Q8: _QUANTIZED, Q4: _QUANTIZED, Q2: _QUANTIZED, ECSQ: _CALIBRATED, CACHEGEN: _CALIBRATED,
+    Q8: _QUANTIZED, Q4: _QUANTIZED, Q2: _QUANTIZED, FP8: _QUANTIZED, ECSQ: _CALIBRATED, CACHEGEN: _CALIBRATED,
 }  # fmt: skip
 SETTLE = "kvtier_settle"
-BITS = {Q8: 8, Q4: 4, Q2: 2}
+FLOATING = 16  # beside the bits, in a part's header
+BITS = {Q8: 8, Q4: 4, Q2: 2, FP8: FLOATING + 8}
 
 
 # Parts to be encoded: where each lies, what is known of it, and which payload it goes into; payloads are
