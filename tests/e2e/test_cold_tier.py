@@ -270,9 +270,9 @@ def test_each_codec_reads_what_the_others_have_stored_before_a_restart(
             for chain in range(chains):
                 assert whole(client, chain, spec, numbers) == CHAIN, (codec, chain)
                 assert whole(client, chain, opaque, numbers) == CHAIN, (codec, chain)
-            for each in (spec, opaque):
+            for written, each in enumerate((spec, opaque), 2 * chains + 1):
                 save(client, chains, each, numbers)
-                settled(daemon)
+                daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= written * CHAIN)  # noqa: B023
             spaces = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
             fits = codec in ("raw", "zstd") or dtype != "int8"
             for space in spaces:

@@ -9,6 +9,7 @@ import random
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ class RopeSaid(NamedTuple):
     interleaved: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
     """What a profile says of one, for kernels and twins."""
 
@@ -52,11 +53,13 @@ class Part:
 
     def __post_init__(self) -> None:
         count = self.shape.channels
-        self.exponents = self.exponents or bytes(
-            random.Random(count).choices(range(142, 161), k=count)
-        )
-        self.anchors = self.anchors or bytes([120] * count)
-        self.means = self.means or np.linspace(-2, 2, count, dtype="<f4").tobytes()
+        unsaid = {
+            "exponents": bytes(random.Random(count).choices(range(142, 161), k=count)),
+            "anchors": bytes([120] * count),
+            "means": np.linspace(-2, 2, count, dtype="<f4").tobytes(),
+        }
+        for name, made in unsaid.items():
+            object.__setattr__(self, name, getattr(self, name) or made)
 
     def native(self, codec: int) -> kernels.Calibration:
         ropes = [self.rope] if self.rope else []
@@ -65,35 +68,41 @@ class Part:
         )  # fmt: skip
         return kernels.Calibration(codec, self.level, self.group, ropes, [said])
 
-    def encode(self, codec: int, element: int, position: int, data: bytes) -> bytes | None:
-        """By the twin."""
-        if codec == ECSQ:
-            means = np.frombuffer(self.means, "<f4")
-            return lossy.encode_ecsq(
-                self.shape, self.level, means, quantizer(self.exponents), list(self.table),
-                self._rope(), element, position, data,
-            )  # fmt: skip
-        return lossy.encode_cachegen(
-            self.shape, self.level, self.group, quantizer(self.anchors), quantizer(self.exponents),
-            list(self.table), element, data,
-        )  # fmt: skip
-
-    def decode(self, codec: int, element: int, text: bytes, raw_bytes: int) -> bytes:
-        if codec == ECSQ:
-            means = np.frombuffer(self.means, "<f4")
-            return lossy.decode_ecsq(
-                self.shape, self.level, means, quantizer(self.exponents), list(self.table),
-                self._rope(), element, text, raw_bytes,
-            )  # fmt: skip
-        return lossy.decode_cachegen(
-            self.shape, self.level, self.group, quantizer(self.anchors), quantizer(self.exponents),
-            list(self.table), element, text, raw_bytes,
-        )  # fmt: skip
-
-    def _rope(self) -> Rope | None:
+    def turned(self) -> Rope | None:
         if self.rope is None:
             return None
         return Rope(np.frombuffer(self.rope.turns, "<u8"), self.rope.interleaved)
+
+
+# Twins are slow, and each level is compared with what they made once.
+@cache
+def encoded_by_twin(
+    part: Part, codec: int, element: int, position: int, data: bytes
+) -> bytes | None:
+    if codec == ECSQ:
+        means = np.frombuffer(part.means, "<f4")
+        return lossy.encode_ecsq(
+            part.shape, part.level, means, quantizer(part.exponents), list(part.table),
+            part.turned(), element, position, data,
+        )  # fmt: skip
+    return lossy.encode_cachegen(
+        part.shape, part.level, part.group, quantizer(part.anchors), quantizer(part.exponents),
+        list(part.table), element, data,
+    )  # fmt: skip
+
+
+@cache
+def decoded_by_twin(part: Part, codec: int, element: int, text: bytes, raw_bytes: int) -> bytes:
+    if codec == ECSQ:
+        means = np.frombuffer(part.means, "<f4")
+        return lossy.decode_ecsq(
+            part.shape, part.level, means, quantizer(part.exponents), list(part.table),
+            part.turned(), element, text, raw_bytes,
+        )  # fmt: skip
+    return lossy.decode_cachegen(
+        part.shape, part.level, part.group, quantizer(part.anchors), quantizer(part.exponents),
+        list(part.table), element, text, raw_bytes,
+    )  # fmt: skip
 
 
 def quantizer(exponents: bytes) -> Quantizer:
@@ -150,13 +159,13 @@ def decoded(
 def same(codec: int, part: Part, element: int, position: int, data: bytes) -> bytes | None:
     """What kernel and twin both encode it to, in both orders, and both decode alike; None if it is raw."""
     native, shape = part.native(codec), part.shape
-    twin = part.encode(codec, element, position, data)
+    twin = encoded_by_twin(part, codec, element, position, data)
     taken, text = encoded(native, element, position, data)
     if twin is None or len(twin) >= len(data):
         assert (taken, text) == (0, data)
         return None
     assert (taken, text) == (codec, twin)
-    back = part.decode(codec, element, twin, len(data))
+    back = decoded_by_twin(part, codec, element, twin, len(data))
     assert decoded(native, codec, element, text, len(data)) == back
     turned = heads_first(shape, element, data)
     assert encoded(native, element, position, turned, True) == (codec, twin)
@@ -270,7 +279,7 @@ def test_escapes_of_any_number_and_share_come_back(level) -> None:
             values = (numbers * 2.0**-5).astype("<f4")
             text = same(codec, part, FP32, 0, values.tobytes())
             assert text is not None
-            back = part.decode(codec, FP32, text, values.nbytes)
+            back = decoded_by_twin(part, codec, FP32, text, values.nbytes)
             assert (np.frombuffer(back, "<f4").reshape(700, 129) == values).all()
 
 
@@ -293,7 +302,7 @@ def test_parts_share_a_block_and_each_can_be_read_alone(level) -> None:
                 data = drawn(chance.choice([1, 16, 300]), shape, BF16, number)
                 if chance.random() < 0.2:
                     data = data[:-2] + b"\x80\x7f"  # infinite: this one is raw
-                twin = part.encode(codec, BF16, 77, data)
+                twin = encoded_by_twin(part, codec, BF16, 77, data)
                 parts.append(data)
                 raw = twin is None or len(twin) >= len(data)
                 texts.append((0, data) if raw or twin is None else (codec, twin))
@@ -329,9 +338,9 @@ def test_large_blocks_go_past_the_caches_and_are_the_same(level, guarded, codec)
         native = part.native(codec)
         data = drawn(tokens, shape, element)
         assert len(data) >= 1 << 20
-        twin = part.encode(codec, element, 5, data)
+        twin = encoded_by_twin(part, codec, element, 5, data)
         assert twin is not None
-        back = part.decode(codec, element, twin, len(data))
+        back = decoded_by_twin(part, codec, element, twin, len(data))
         if by_heads:
             data, back = (heads_first(shape, element, one) for one in (data, back))
         for offset in (0, 1, 8, 63):
@@ -409,7 +418,7 @@ def test_damaged_parts_are_refused_as_the_twins_refuse_them(level, guarded) -> N
         )
         part = Part(shape, rope_of(12), anchors=bytes([chance.choice([90, 120])] * shape.channels))
         native, data = part.native(codec), drawn(tokens, shape, element, number)
-        text = part.encode(codec, element, 3, data)
+        text = encoded_by_twin(part, codec, element, 3, data)
         assert text is not None
         other = damaged(chance, text)
         source, target = (
@@ -423,7 +432,7 @@ def test_damaged_parts_are_refused_as_the_twins_refuse_them(level, guarded) -> N
         )
         assert target.intact()
         try:
-            twin = part.decode(codec, element, other, len(data))
+            twin = decoded_by_twin(part, codec, element, other, len(data))
         except DamagedError:
             twin = None
         assert (target.array.tobytes() if sound else None) == twin
@@ -434,7 +443,7 @@ def test_damaged_parts_are_refused_as_the_twins_refuse_them(level, guarded) -> N
 def test_a_last_row_filled_up_otherwise_is_refused(level) -> None:
     shape = Shape(3, 5)
     part = Part(shape)
-    text = part.encode(ECSQ, BF16, 0, drawn(15, shape, BF16))
+    text = encoded_by_twin(part, ECSQ, BF16, 0, drawn(15, shape, BF16))
     assert text is not None
     numbers, _ = lossy._read_streams(text, 8, 225, 1, list(TABLE))  # and 31 more to fill up the row
     for filling in (0, 1):
@@ -448,7 +457,7 @@ def test_an_escape_too_many_or_too_few_is_refused(level) -> None:
     for codec in CODECS:
         part = Part(shape, anchors=bytes([90] * 128))  # whose anchors are far away
         data = drawn(21, shape, BF16)
-        text = part.encode(codec, BF16, 0, data)
+        text = encoded_by_twin(part, codec, BF16, 0, data)
         assert text is not None
         native, anchors_end = part.native(codec), 16 + 3 * 128
         places = [(12, len(text))]
@@ -464,7 +473,7 @@ def test_an_escape_too_many_or_too_few_is_refused(level) -> None:
                 struct.pack_into("<I", other, count_at, count + more)
                 assert decoded(native, codec, BF16, bytes(other), len(data)) is None
                 with pytest.raises(DamagedError):
-                    part.decode(codec, BF16, bytes(other), len(data))
+                    decoded_by_twin(part, codec, BF16, bytes(other), len(data))
 
 
 def test_infinities_of_fp16_are_not_the_numbers_that_they_look_like(level) -> None:
@@ -488,7 +497,10 @@ def test_a_damaged_part_is_named_among_sound_ones(level) -> None:
     said = (*shape, -1, part.means, part.anchors, part.exponents, TABLE)
     for codec in CODECS:
         native = kernels.Calibration(codec, 1, 10, [], [said] * 9)
-        texts = [part.encode(codec, BF16, 0, drawn(256, shape, BF16, seed)) for seed in range(9)]
+        texts = [
+            encoded_by_twin(part, codec, BF16, 0, drawn(256, shape, BF16, seed))
+            for seed in range(9)
+        ]
         payload = b"".join(text or b"" for text in texts)
         places, at = [], 0
         for number, text in enumerate(texts):
