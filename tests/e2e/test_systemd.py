@@ -117,6 +117,23 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     assert done.returncode == 2 and str(unit) in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_daemons_of_nodes_share_the_sandbox_and_no_place(tmp_path: Path) -> None:
+    def lines(unit: str, **options: object) -> set[str]:
+        text = plan(tmp_path, **options).files[tmp_path / installing.UNITS / unit]
+        return {line for line in text.splitlines() if line and not line.startswith("#")}
+
+    one, node = lines("kvtierd.service"), lines("kvtierd@.service", nodes=[0])
+    assert all("%i" in line for line in node - one) and len(node - one) == 5
+    names = {line.partition("=")[0] for line in one - node}
+    assert names == {
+        "Description",
+        "ExecStart",
+        "RuntimeDirectory",
+        "RuntimeDirectoryPreserve",
+        "StateDirectory",
+    }
+
+
 def test_a_program_that_the_sandbox_hides_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't see /home"):
         installing.plan(tmp_path, Path("/home/me/venv/bin/kvtier"), 255)

@@ -24,6 +24,22 @@ UNITS: Final = Path("etc/systemd/system")
 CONFIGS: Final = Path("etc/kvtier")
 OWN_STATE: Final = Path("/var/lib/kvtier")
 RELOADS_SINCE: Final = 253  # systemd with Type=notify-reload
+# Lines of the unit, and what stands for them in the template for NUMA nodes (%i), which have no socket unit.
+OF_NODES: Final = (
+    ("Description=KV cache of LLM inference engines",
+     "Description=KV cache of LLM inference engines, NUMA node %i"),
+    ("ExecStart=/usr/bin/env kvtier serve --config /etc/kvtier/kvtier.toml",
+     "ExecStart=/usr/bin/env kvtier serve --config /etc/kvtier/node%i/kvtier.toml\n"
+     "Environment=KVTIER_SOCKET=/run/kvtier-node%i/kvtier.sock KVTIER_STATE=/var/lib/kvtier-node%i"),
+    ("RuntimeDirectory=kvtier", "RuntimeDirectory=kvtier-node%i"),
+    ("# The socket may be kvtierd.socket's, and outlives the daemon.\nRuntimeDirectoryPreserve=yes", ""),
+    ("StateDirectory=kvtier", "StateDirectory=kvtier-node%i"),
+)  # fmt: skip
+HEAD_OF_NODES: Final = """\
+# A daemon for one NUMA node, kvtierd@0 for the first, which a drop-in keeps there with its memory and
+# threads. It reads /etc/kvtier/node0/kvtier.toml and its conf.d, keeps its tenants' secrets in
+# /var/lib/kvtier-node0 and listens at /run/kvtier-node0/kvtier.sock. Otherwise as kvtierd.service.
+"""
 # What the unit's sandbox hides from the program.
 HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 SHARE: Final = 4  # of the machine's memory that a first configuration takes
@@ -80,9 +96,11 @@ def plan(
         Path("etc/tmpfiles.d/kvtier.conf"): (folder / "kvtier.tmpfiles.conf").read_text(),
     }
     names = [f"kvtierd@{node}.service" for node in nodes] or ["kvtierd.service"]
-    unit = "kvtierd@.service" if nodes else "kvtierd.service"
-    files[UNITS / unit] = _unit((folder / unit).read_text(), program, version)
-    if not nodes:
+    text = (folder / "kvtierd.service").read_text()
+    if nodes:
+        files[UNITS / "kvtierd@.service"] = _unit(_of_nodes(text), program, version)
+    else:
+        files[UNITS / "kvtierd.service"] = _unit(text, program, version)
         files[UNITS / "kvtierd.socket"] = (folder / "kvtierd.socket").read_text()
     numbers: list[int | None] = [*nodes] or [None]
     for node, name in zip(numbers, names, strict=True):
@@ -175,6 +193,15 @@ def _unit(text: str, program: Path, version: int) -> str:
         reload = "Type=notify\nExecReload=/bin/kill -HUP $MAINPID"
         text = text.replace("Type=notify-reload", reload)
     return text
+
+
+def _of_nodes(text: str) -> str:
+    """Return the unit of the one daemon as the template for those of nodes, each with names of its own."""
+    text = text[text.index("[Unit]") :]
+    for one, of_node in OF_NODES:
+        assert text.count(f"{one}\n") == 1, one
+        text = text.replace(f"{one}\n", of_node and f"{of_node}\n")
+    return HEAD_OF_NODES + text
 
 
 def _is_ours(path: Path) -> bool:
