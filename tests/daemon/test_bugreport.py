@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from daemons import Daemon
+from daemons import Daemon, kvtier
 from kvtier.errors import ConfigError
 from kvtier_daemon.beside import reporting
 from specs import pattern, spec_of
@@ -20,14 +17,6 @@ from specs import pattern, spec_of
 PROMPT = "my grandmother's maiden name"
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
 PASSWORD = "correct-horse"
-
-
-def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False,
-        env=dict(os.environ, **environment),
-    )  # fmt: skip
 
 
 def test_nothing_that_was_planted_is_in_it(

@@ -15,18 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from daemons import Daemon
+from daemons import Daemon, kvtier
 from specs import pattern, spec_of
 
 NOBODY = 65_534
-
-
-def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False,
-        env=dict(os.environ, **environment),
-    )  # fmt: skip
 
 
 def refused(tmp_path: Path, *flags: str, **environment: str) -> str:

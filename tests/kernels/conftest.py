@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import kvtier_kernels as kernels
-from cuda_codecs import DeviceCodecs
+from cuda_codecs import DEVICE, DeviceCodecs, use
 from kvtier_kernels.cuda import Driver, codecs, compile_kernel
 
 Bytes = npt.NDArray[np.uint8]
@@ -59,6 +59,17 @@ def device_codecs(
 
 
 compiled_once = cache(compile_kernel)
+
+
+@pytest.fixture(params=[*kernels.implementations("codec"), DEVICE])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What encodes and decodes: each level of processors in turn, and a device."""
+    if request.param == DEVICE:
+        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
+    else:
+        kernels.force("codec", request.param)
+    yield request.param
+    kernels.force("codec", "auto")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtier_kernels as kernels
-from cuda_codecs import DEVICE, use
 from kvtier.codec.profile import inverses, steps
 from kvtier_kernels.reference import lossy
 from kvtier_kernels.reference.lossy import DamagedError, Quantizer, Rope, Shape
@@ -113,16 +111,6 @@ def rope_of(pairs: int, interleaved: bool = False) -> RopeSaid:
     angles = [10_000 ** (-pair / pairs) for pair in range(pairs)]
     turns = [round(angle / (2 * math.pi) * 2**64) for angle in angles]
     return RopeSaid(np.array(turns, "<u8").tobytes(), interleaved)
-
-
-@pytest.fixture(params=[*LEVELS, DEVICE])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == DEVICE:
-        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
-    else:
-        kernels.force("codec", request.param)
-    yield request.param
-    kernels.force("codec", "auto")
 
 
 def drawn(tokens: int, shape: Shape, element: int, seed: int = 0) -> bytes:

@@ -3,13 +3,12 @@
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
-from cuda_codecs import DEVICE, use
 from kvtier_kernels import reference
 from kvtier_kernels.reference.codec import FIX4, FORMS, R32, RAW, frequencies
 
@@ -17,19 +16,8 @@ CODECS = [FIX4, R32]
 ELEMENTS = range(5)
 BF16, FP16, FP32, E4M3, E5M2 = ELEMENTS
 ITEM = [2, 2, 4, 1, 1]
-LEVELS = kernels.implementations("codec")
 # In elements: around a row, a tile, a stream and several.
 COUNTS = [0, 1, 2, 31, 63, 64, 65, 200, 1000, 4097, 8192 + 64, 32767, 32768, 32769, 70001, 140000]
-
-
-@pytest.fixture(params=[*LEVELS, DEVICE])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == DEVICE:
-        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
-    else:
-        kernels.force("codec", request.param)
-    yield request.param
-    kernels.force("codec", "auto")
 
 
 def normal(element: int, count: int, seed: int = 0) -> bytes:

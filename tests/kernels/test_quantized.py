@@ -6,19 +6,16 @@ from __future__ import annotations
 import os
 import random
 import struct
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import kvtier_kernels as kernels
-from cuda_codecs import DEVICE, use
 from kvtier_kernels import reference
 from kvtier_kernels.reference.quantized import BITS, E4M3, FP8, Q2, Q4, Q8, WIDTHS, Grid
 
 BF16, FP16, FP32 = ELEMENTS = range(3)
-LEVELS = kernels.implementations("codec")
 Floats = npt.NDArray[np.float32]
 # One token, odd heads, heads of several groups, tokens beyond a group's, several matrices (the last number).
 SHAPES = [
@@ -28,16 +25,6 @@ SHAPES = [
     (Grid(16, 4, 4, False), 8), (Grid(31, 5000, 500, False), 1), (Grid(31, 5000, 500, True), 1),
     (Grid(16, 1024, 128, False), 2), (Grid(515, 64, 64, False), 1),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=[*LEVELS, DEVICE])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == DEVICE:
-        use(request.getfixturevalue("device_codecs"), monkeypatch.setattr)
-    else:
-        kernels.force("codec", request.param)
-    yield request.param
-    kernels.force("codec", "auto")
 
 
 def drawn(grid: Grid, matrices: int, seed: int = 0) -> Floats:
