@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from daemons import Daemon
-from e2e.test_cold_tier import CHAIN, SPEC, cold_daemon, save, settled, tokens
-from kvtier import Refused
+from e2e.test_cold_tier import CHAIN, SPEC, brought, cold_daemon, save, settled, tokens
+from kvtier import Client, Refused
 from specs import pattern, spec_of
 
 
@@ -131,3 +131,83 @@ def test_a_pin_is_taken_back(daemon_of: Callable[..., Daemon]) -> None:
         assert daemon.stats()["tenants"]["default"]["pinned_bytes"] == CHAIN * SPEC.block_bytes
         assert space.unpin(keys) == CHAIN
         assert daemon.stats()["tenants"]["default"]["pinned_bytes"] == 0
+
+
+def why(client: Client, chain: int, at: int = 0) -> str:
+    key = client.open(SPEC).keys(tokens(chain))[at]
+    return str(client.explain(keys=key)["keys"][0]["why"])
+
+
+def test_what_memory_gave_up_is_told_with_its_reason(daemon_of: Callable[..., Daemon]) -> None:
+    daemon = daemon_of(config='[warm]\nsize = "4MiB"\npolicy = "lru"\n')
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        save(client, 0)
+        assert space.pin(space.keys(tokens(0)), 0.2) > 0
+        daemon.wait_for(lambda stats: stats["tenants"]["default"]["pinned_bytes"] == 0)
+        for chain in (1, 2, 3):
+            save(client, chain)
+        space.forget(space.keys(tokens(3)))
+        assert [why(client, chain) for chain in (0, 1, 2, 3, 4)] == [
+            "expired", "evicted", "in_memory", "forgotten", "never_stored",
+        ]  # fmt: skip
+        for chain, by in ((0, True), (1, True), (3, False)):
+            told = explained(daemon, space.keys(tokens(chain))[0].hex())
+            assert ("s ago, by lru)" in told) is by, told
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ('admission = "second-touch"\ndaily_writes = "100MiB"\n', "once"),
+        ('admission = "all"\ndaily_writes = "4KiB"\n', "budget"),
+        ("", "off"),
+    ],
+)
+def test_what_no_disk_took_is_told_with_its_reason(
+    daemon_of: Callable[..., Daemon], disk: Path, more: str, reason: str
+) -> None:
+    daemon = cold_daemon(daemon_of, disk, "through", "lru", more)
+    with daemon.connect() as client:
+        if reason == "off":
+            client.tier("cold", "off")
+        for chain in range(12):
+            save(client, chain)
+            settled(daemon)
+        chain = next(one for one in range(12) if why(client, one) not in ("on_disk", "in_memory"))
+        assert why(client, chain) == reason
+        told = explained(daemon, client.open(SPEC).keys(tokens(chain))[0].hex())
+        assert "s ago, by lru)" in told
+
+
+def test_what_the_disk_gave_up_is_told_with_its_reason(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    warm = '[warm]\nsize = "16MiB"\npolicy = "lru"\n'
+    cold = (
+        f'[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\nsegment = "1MiB"\nwrite = "through"\n'
+    )
+    daemon = daemon_of(config=warm + cold)
+    chains = range(40)  # 80 MiB
+    with daemon.connect() as client:
+        for chain in chains:
+            save(client, chain)
+            if chain % 4 == 3:
+                settled(daemon)
+        assert why(client, 0) == "lost"
+        chain = next(one for one in chains if why(client, one) == "on_disk")
+        for segment in disk.rglob("*"):
+            if segment.is_file() and "index" not in segment.parts:
+                with segment.open("r+b") as file:
+                    for at in range(0, segment.stat().st_size, 4096):
+                        file.seek(at + 2048)
+                        file.write(b"damaged!")
+        space = client.open(SPEC)
+        brought(client, chain)
+        assert why(client, chain) == "spoilt"
+        other = next(one for one in chains if why(client, one) == "on_disk")
+        client.tier("cold", "off")
+        assert why(client, other) == "tier_off"
+        found = space.match(space.keys(tokens(other)))
+        assert found.ready + found.coming == 0
+        assert "the disk is off" in explained(daemon, str(client.explain()["lookups"][0]["number"]))

@@ -88,7 +88,8 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
             f" {lookup['space']}: {found}; {WHY.get(lookup['why'], lookup['why'])}"
         )
     for key in told.get("keys", []):
-        ago = f" ({key['ago_s']:.0f} s ago)" if "ago_s" in key else ""
+        by = f", by {key['policy']}" if "policy" in key else ""
+        ago = f" ({key['ago_s']:.0f} s ago{by})" if "ago_s" in key else ""
         yield f"{key['key']}: {WHY.get(key['why'], key['why'])}{ago}"
         for near in key.get("near", []):
             fields = ", ".join(

@@ -147,10 +147,13 @@ class Writing:
         self.gate()
 
     async def run(self) -> None:
-        """Write what is to be written, for as long as the daemon lives."""
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(WRITES_AT_ONCE):
-                tasks.create_task(self._write_on(), name=f"write {self._tenant} {number}")
+        """Write what is to be written, until the tier is closed."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(WRITES_AT_ONCE):
+                    tasks.create_task(self._write_on(), name=f"write {self._tenant} {number}")
+        finally:
+            self._catalog.blocks.keeps_back = OFF  # until another one writes
 
     async def _write_on(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.catalog.blocks import ID_BYTES, Blocks, last_first
 from kvtier.catalog.changes import Changes, Watch
 from kvtier.catalog.cold import COLD, PROMOTING, Cold
-from kvtier.catalog.departures import NOTES_BYTES, Departures, Lookups, near
+from kvtier.catalog.departures import BY_POLICY, NOTES_BYTES, Departures, Lookups, near
 from kvtier.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier.catalog.reading import Held, Reading
 from kvtier.catalog.spaces import Space, Spaces
@@ -268,6 +268,8 @@ class Catalog:
             why, ago = self.blocks.departures.of(key)
             if why:
                 told |= {"why": why, "ago_s": round(ago, 1)}
+                if why in BY_POLICY:
+                    told["policy"] = type(self._policy).__name__.lower()
             elif not best[0]:
                 told["why"] = "never_stored"
                 if space is not None and (others := near(space, list(self._spaces))):
