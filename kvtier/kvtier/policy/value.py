@@ -55,7 +55,7 @@ JUDGEMENTS = 8  # while the caches are filled once
 FEW_BLOCKS = 64
 BATCHES = 64
 FADING = 0.98  # a judgement: half of it in four fillings
-TO_LEAVE, BACK = 1.35, 0.7  # standard deviations
+TO_LEAVE, BACK = 1.0, 0.7  # standard deviations
 
 Row = list[float]
 
