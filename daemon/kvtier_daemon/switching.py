@@ -16,14 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvtier.errors import TierError
+from kvtier_daemon.switched import CLOSING, DRAINED, DRAINING, OFF, ON, OPENING, RECOVERING
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 
 log = logging.getLogger(__name__)
 
-ON, OPENING, DRAINING, DRAINED, CLOSING, OFF = (
-    "on", "opening", "draining", "drained", "closing", "off",
-)  # fmt: skip
 LOOK_S = 0.02
 SETTLE_S = 10.0
 USED_BLOCKS = 65_536
@@ -61,7 +59,7 @@ class Switching:
     def state(self, tier: str) -> str:
         state = self._states[tier]
         recovering = tier == "cold" and state == ON and not self._cold.recovered.is_set()
-        return "recovering" if recovering and not self._cold.given_up else state
+        return RECOVERING if recovering and not self._cold.given_up else state
 
     def report(self, tier: str) -> dict[str, Any]:
         """How it is, and how much is left to do of what was asked last."""
@@ -163,7 +161,7 @@ class Switching:
     def _off_cold(self, state: str) -> None:
         if state == OFF:
             return
-        if state == "recovering":
+        if state == RECOVERING:
             raise TierError("cold: is still looking at what it has: try again when it is on")
 
         async def close() -> None:

@@ -11,7 +11,6 @@ import os
 import socket as sockets
 import time
 from collections.abc import Sequence
-from tempfile import gettempdir
 from typing import Any
 
 import msgspec
@@ -219,6 +218,8 @@ def default_socket() -> str:
     """Where a daemon is looked for when nobody says where."""
     if named := os.environ.get("KVTIER_SOCKET"):
         return named
+    from tempfile import gettempdir  # and what it brings: for those who ask for the usual place
+
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     temporary = f"{gettempdir()}/kvtier-{os.geteuid()}"
     folder = f"{runtime}/kvtier" if runtime.startswith("/") else temporary

@@ -437,7 +437,11 @@ def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
         {"codec": "r32", "ratios": {"r32": 1.44}},
     ]
     assert cold_lines(coding={"spaces": spaces})[3] == (
-        " cold codecs     r32 in 2 spaces, 1.44 to 1.50 smaller, raw in 1 space"
+        " cold codecs     r32 in 2 spaces, 1.44 to 1.50 times smaller, raw in 1 space"
+    )
+    lossy = [{"codec": "q8", "lossy": True, "ratios": {"q8": 1.88}}]
+    assert cold_lines(coding={"spaces": lossy})[3] == (
+        " cold codecs     q8 (lossy) in 1 space, 1.88 times smaller"
     )
     spaces[0] |= {"asked": "q8", "why": "opaque"}
     lines = " ".join(line.strip() for line in cold_lines(coding={"spaces": spaces}))
@@ -458,6 +462,19 @@ def test_the_table_says_what_to_do_about_disks_that_fail():
     assert off.startswith(f"cold faults 5; off: {failure}; it is tried again") and "dmesg" in off
     over = said(failure="an extent can't be mapped", on=False, given_up=True)
     assert over == "cold faults off: an extent can't be mapped; mend that and restart the daemon"
+
+
+def test_the_table_says_which_tiers_are_switched_and_how_that_ends():
+    off = {"state": "off", "on": False, "failure": "switched off"}
+    warm = STATS["tiers"]["warm"] | {"state": "drained", "allocated_bytes": 64 * GIB}
+    lines = drawn(STATS | {"tiers": {"warm": warm, "cold": COLD | off}})
+    assert (lines[3].split(), lines[5].split()) == (["drained"], ["off"])
+    said = " ".join(" ".join(lines).split())
+    assert "warm tier drained: all is on disk too" in said and "`kvtier tier on warm` ends" in said
+    assert "cold tier off: as was asked" in said and "a miss until `kvtier tier on cold`" in said
+    assert "dmesg" not in said, "no disk is at fault"
+    on = drawn(STATS | {"tiers": {"cold": COLD | {"state": "on"}}})
+    assert not any("cold tier" in line for line in on)
 
 
 def test_a_daemon_that_has_done_nothing_yet_has_a_table_too():

@@ -83,6 +83,16 @@ def test_a_cold_tier_says_what_it_works_with() -> None:
     assert doctor.cold_engine(well | {"failure": "late"}).level is Level.warn
 
 
+@pytest.mark.parametrize("state", ["off", "drained"])
+def test_a_cold_tier_that_somebody_switched_is_no_broken_disk(state: str) -> None:
+    switched = {"engine": "io_uring", "on": False, "state": state, "failure": ""}
+    found = doctor.cold_engine(switched)
+    assert (found.level, found.fix) == (Level.warn, "kvtier tier on cold")
+    assert found.value.startswith(f"{state}: ")
+    broken = switched | {"given_up": True, "failure": "/d: gone"}
+    assert doctor.cold_engine(broken).level is Level.fail
+
+
 def tcp(address: str, inode: int) -> str:
     head = "  sl  local_address rem_address   st\n"
     rest = "00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0"

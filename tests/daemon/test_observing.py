@@ -180,6 +180,13 @@ def figures_of(**changes: Any) -> dict[str, Any]:
          "degraded: the cold tier is off until a restart: /d: gone"),
         ({"cold": {"on": False}}, True, "degraded: the cold tier is off, and is tried again: its disks"),
         ({"cold": {"failure": "slow"}}, True, "degraded: the cold tier: slow"),
+        ({"cold": {"on": False, "state": "off", "failure": "switched off"}}, True,
+         "degraded: the cold tier is off: as was asked"),
+        ({"cold": {"on": False, "state": "drained"}}, True, "degraded: the cold tier is drained: nothing is"),
+        ({"cold": {"on": False, "state": "drained", "failure": "/d: EIO"}}, True,
+         "degraded: the cold tier is off, and is tried again: /d: EIO"),
+        ({"cold": {"on": False, "state": "off", "given_up": True, "failure": "/d: gone"}}, True,
+         "degraded: the cold tier is off until a restart: /d: gone"),
     ],
 )  # fmt: skip
 def test_health_is_one_line_that_says_why(changes: dict[str, Any], ok: bool, text: str) -> None:

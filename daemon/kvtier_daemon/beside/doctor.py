@@ -24,6 +24,7 @@ from typing import Any, Final
 from kvtier.units import GIB, MIB, format_bytes
 from kvtier_daemon import preflight
 from kvtier_daemon.config import Config, Loaded
+from kvtier_daemon.switched import is_away, is_drained, meaning
 
 PROBE_BYTES: Final = 64 * 1024
 PAGE: Final = 4096
@@ -172,6 +173,8 @@ def started(loaded: Loaded, serves: bool) -> list[Found]:
 def cold_engine(cold: Mapping[str, Any]) -> Found:
     """What the daemon reads and writes by, as it says itself."""
     name = "cold tier"
+    if is_away(cold) or (is_drained(cold) and not cold.get("failure")):
+        return _warn(name, meaning("cold", cold), "kvtier tier on cold")
     if cold.get("given_up") or not cold.get("on", True):
         fix = "mend that, look at the disk with dmesg and smartctl, then restart the daemon"
         return _fail(name, f"off: {cold.get('failure') or 'it takes nothing'}", fix)

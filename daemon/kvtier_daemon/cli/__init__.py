@@ -5,6 +5,7 @@ imported when that command is run, so that `kvtier --help` stays fast however ma
 imports that cost something come inside the function.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -132,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - the last one who could say it in a line
         _say(error, BUG, debug)
         sys.exit(EXIT_BUG)
+    finally:
+        gc.freeze()  # what was imported is not looked through once more on leaving: 9 ms
 
 
 BUG = (

@@ -85,9 +85,7 @@ def compare(
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
-    from kvtier_daemon.cli.drawing import row, table_of
+    from kvtier_daemon.cli.drawing import console_of, row, table_of
 
     table = table_of("~", ">A", ">B", ">change", "")
     for one in report["rows"]:
@@ -95,6 +93,6 @@ def _show(report: Mapping[str, Any]) -> None:
             table, one["name"], f"{one['before']:.4g}", f"{one['after']:.4g} {one['unit']}",
             f"{one['change']:+.1%}", one["verdict"],
         )  # fmt: skip
-    Console(highlight=False).print(table)
+    console_of().print(table)
     for remark in report["remarks"]:
         typer.echo(remark)

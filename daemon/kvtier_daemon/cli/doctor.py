@@ -106,11 +106,10 @@ def _stats(socket: Path | None) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def _show(found: list[Found]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from kvtier_daemon.beside.doctor import Level
-    from kvtier_daemon.cli.drawing import row, table_of
+    from kvtier_daemon.cli.drawing import console_of, row, table_of
 
     colour = {Level.ok: "green", Level.warn: "yellow", Level.fail: "bold red"}
     table = table_of("", "~", "~")
@@ -119,7 +118,7 @@ def _show(found: list[Found]) -> None:
         if one.fix:
             text.append(f"\n→ {one.fix}", "bold")
         row(table, Text(one.level, colour[one.level]), one.name, text)
-    console = Console(highlight=False)
+    console = console_of()
     console.print(table)
     counts = {level: sum(one.level is level for one in found) for level in Level}
     console.print(", ".join(f"{n} {level}" for level, n in counts.items() if n))

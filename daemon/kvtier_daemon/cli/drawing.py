@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -17,6 +18,13 @@ class Bar(Protocol):
     """Draws how much of a whole a part is."""
 
     def __call__(self, part: float, whole: float, cells: int = BAR_CELLS) -> Text: ...
+
+
+def console_of() -> Console:
+    """Return what prints text as it is: a name with brackets or colons in it means nothing more."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def bar_of(full: str, empty: str) -> Bar:

@@ -70,10 +70,8 @@ def _as_json(block: Block) -> dict[str, Any]:
 
 
 def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    from rich.console import Console
-
     from kvtier.units import format_bytes
-    from kvtier_daemon.cli.drawing import row, table_of
+    from kvtier_daemon.cli.drawing import console_of, row, table_of
 
     table = table_of(
         ">space", "tenant~", "model~", ">block", ">warm", ">cold", ">bytes", ">used by"
@@ -87,16 +85,14 @@ def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                 format_bytes(space["memory_bytes"] + space["disk_bytes"]), str(space["sessions"]),
             )  # fmt: skip
     if table.row_count:
-        Console(highlight=False).print(table)
+        console_of().print(table)
     else:
         typer.echo("no space yet: nobody has opened one")
 
 
 def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> None:
-    from rich.console import Console
-
     from kvtier.units import format_bytes
-    from kvtier_daemon.cli.drawing import row, table_of
+    from kvtier_daemon.cli.drawing import console_of, row, table_of
 
     typer.echo(
         f"space {space['space']} of {space['tenant']}, {space['model']}: {space['memory_blocks']:,}"
@@ -111,6 +107,6 @@ def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> 
             block.state, format_bytes(block.frame_bytes) if block.on_disk else "-",
             str(block.leases), "yes" if block.wanted else "-",
         )  # fmt: skip
-    Console(highlight=False).print(table)
+    console_of().print(table)
     if len(found) == limit:
         typer.echo(f"the first {limit:,}; --limit says how many, --json has them in full")

@@ -14,6 +14,7 @@ import typer
 from kvtier_daemon.cli.drawing import (
     Bar,
     bar_of,
+    console_of,
     count,
     duration,
     falling,
@@ -22,6 +23,7 @@ from kvtier_daemon.cli.drawing import (
     table_of,
 )  # fmt: skip
 from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.switched import is_away, meaning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -47,9 +49,7 @@ def status(
 
         typer.echo(dumps(stats, indent=2))
         return
-    from rich.console import Console
-
-    draw(stats, Console(highlight=False))
+    draw(stats, console_of())
 
 
 def _ask(path: Path) -> Mapping[str, Any]:
@@ -179,6 +179,8 @@ def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
         ready = tier.get("allocated_bytes", capacity)
         if ready < capacity:
             row(table, "", bar(ready, capacity), percent(ready, capacity), "made so far", "")
+        if meaning(name, tier):
+            row(table, "", "", "", tier["state"], "")
     return table
 
 
@@ -211,7 +213,12 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
         name: [f"{state} {n:,}" for state, n in falling(tier.get("states", {}))]
         for name, tier in stats.get("tiers", {}).items()
     }
-    lines = {"bytes": moved, "evicted blocks": evicted}
+    switched = {
+        f"{name} tier": [text]
+        for name, tier in stats.get("tiers", {}).items()
+        if (text := meaning(name, tier))
+    }
+    lines = switched | {"bytes": moved, "evicted blocks": evicted}
     lines |= {f"{name} blocks": counts for name, counts in states.items()}
     if cold := stats.get("tiers", {}).get("cold"):
         lines |= _cold_notes(cold)
@@ -253,11 +260,12 @@ def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return how many spaces are stored by which codec, and what it makes of them."""
     ratios: dict[str, list[float]] = {}
     for space in spaces:
-        ratios.setdefault(space["codec"], []).append(space["ratios"].get(space["codec"], 1.0))
+        name = f"{space['codec']} (lossy)" if space.get("lossy") else space["codec"]
+        ratios.setdefault(name, []).append(space["ratios"].get(space["codec"], 1.0))
     without = Counter((one["asked"], one["why"]) for one in spaces if one.get("why"))
     return [
         f"{name} in {count(len(found), 'space')}"
-        + (f", {min(found):.2f} to {max(found):.2f} smaller" if name != "raw" else "")
+        + (f", {_smaller(found)}" if name != "raw" else "")
         for name, found in sorted(ratios.items())
     ] + [
         f"no {asked} in {count(spaces, 'space')}: {why}"
@@ -265,9 +273,16 @@ def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def _smaller(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{least} times smaller" if least == most else f"{least} to {most} times smaller"
+
+
 def _faults(cold: Mapping[str, Any]) -> list[str]:
     """Return how often the disks failed, what is wrong now, and what to do about it."""
     faults, failure = cold.get("faults", 0), cold.get("failure", "")
+    if is_away(cold):
+        return []
     if cold.get("given_up"):
         return [f"off: {failure}; mend that and restart the daemon"]
     if failure:

@@ -72,15 +72,14 @@ def _look(path: Path) -> Callable[[], Moment]:
 def _once(path: Path, interval: float, view: str) -> None:
     from time import sleep
 
-    from rich.console import Console
-
+    from kvtier_daemon.cli.drawing import console_of
     from kvtier_daemon.cli.screens import History, draw
 
     look, history = _look(path), History()
     history.add(look())
     sleep(interval)
     history.add(look())
-    console = Console(highlight=False)
+    console = console_of()
     console.print(draw(history, view, console.width, console.options.ascii_only))
 
 

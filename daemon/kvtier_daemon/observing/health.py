@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kvtier.units import format_bytes
 from kvtier_daemon.observing.lag import RECENT_S
+from kvtier_daemon.switched import is_away, is_drained, meaning
 
 STALL_S: Final = 2.0  # an engine's plugin has given it up by then
 
@@ -50,6 +51,8 @@ def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
     failure = cold["failure"] or "its disks take or give nothing"
     if cold["given_up"]:
         yield f"the cold tier is off until a restart: {failure}"
+    elif is_away(cold) or (is_drained(cold) and not cold["failure"]):
+        yield f"the cold tier is {meaning('cold', cold)}"
     elif not cold["on"]:
         yield f"the cold tier is off, and is tried again: {failure}"
     elif cold["failure"]:

@@ -221,6 +221,7 @@ class Choice:
                 "dtype": known.spec.dtype,
                 "asked": self._losses.asked(known.spec) or known.asked,
                 "codec": known.name,
+                "lossy": known.name in LOSSY,
                 "why": known.why,
                 "ratios": self._named(
                     known, {number: one.value for number, one in known.ratios.items()}, 3
