@@ -17,6 +17,7 @@ from kvtier_daemon.cli.drawing import (
     row,
     table_of,
 )  # fmt: skip
+from kvtier_daemon.switched import is_away, meaning
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -34,6 +35,9 @@ KEPT: Final = 240  # reports
 NARROW: Final = 80
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
 LABEL: Final = 20
+CHART_ROWS: Final = 4  # of the hit rate
+MOST_ROWS: Final = 6  # of a route's chart
+LIMIT_BAR: Final = 100
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,6 +79,19 @@ class History:
             if after.at > before.at
         ]
 
+    def hit_shares(self) -> list[float]:
+        """Of the tokens looked up in each interval, the part that was found."""
+        shares = []
+        for before, after in pairwise(self.moments):
+            looked = after.stats.get("lookup_tokens", 0) - before.stats.get("lookup_tokens", 0)
+            hits = _found(after.stats) - _found(before.stats)
+            shares.append(hits / looked if looked > 0 else 0.0)
+        return shares
+
+
+def _found(stats: Mapping[str, Any]) -> int:
+    return sum(stats.get("hit_tokens", {}).values())
+
 
 def _at(stats: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, int]:
     found: Any = stats
@@ -90,13 +107,26 @@ def _moved(stats: Mapping[str, Any], route: str) -> int:
     return int(counters.get(what, 0))
 
 
-def draw(history: History, view: str, width: int, ascii_only: bool = False) -> Group:
-    """One screen of `view`; 80 columns are enough for it."""
+@dataclass(slots=True, frozen=True)
+class Room:
+    """What there is to draw on. `rows` is 0 where nothing is to be filled."""
+
+    width: int
+    rows: int = 0
+    ascii_only: bool = False
+
+    def cells(self, spare: int) -> int:
+        """How long a bar may be beside so many columns of other things."""
+        return max(8, min(LIMIT_BAR, self.width - spare))
+
+
+def draw(history: History, view: str, room: Room) -> Group:
+    """One screen of `view`: 80 columns and 22 rows are enough for it, more are used."""
     from rich.console import Group
     from rich.padding import Padding
 
     parts = {"tiers": _overview, "hits": _hits, "moves": _moves, "clients": _clients}[view]
-    each = parts(history, width, ascii_only)
+    each = parts(history, room)
     return Group(*(Padding(part, (0, 0, 1, 1)) for part in [_head(history), *each]))
 
 
@@ -118,26 +148,37 @@ def _span(history: History) -> str:
     return f"last {history.moments[-1].at - history.moments[-2].at:.1f} s"
 
 
-def _cells(width: int, spare: int) -> int:
-    return max(8, min(60, width - spare))
-
-
 # --- the views -----------------------------------------------------------------------------------
 
 
-def _overview(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
-    """Tiers, hits, what moves, queues: a line or two for each."""
-    yield _tier_bars(history, width, ascii_only)
-    yield _shares(history, width, ascii_only, most=4)
-    yield _rate_lines(history, width, ascii_only)
-    yield _queues(history)
+def _overview(history: History, room: Room) -> Iterator[RenderableType]:
+    """Tiers, hits, what moves, queues: a line or two for each; where there is room, how the hits were, who is
+    connected, and what moved as curves."""
+    tiers, queues = _tier_bars(history, room), _queues(history)
+    shares = _shares(history, room, most=4)
+    routes = _routes(history)
+    taken = [1, tiers.row_count, shares.row_count, len(routes), queues.row_count]
+    left = room.rows - sum(lines + 1 for lines in taken)
+    charted = left > CHART_ROWS + 1 and not room.ascii_only
+    left -= (CHART_ROWS + 1) * charted
+    clients = list(_clients(history, room))
+    listed = left > sum(table.row_count + 2 for table in clients)
+    left -= sum(table.row_count + 2 for table in clients) * listed
+    yield tiers
+    yield shares
+    if charted:
+        yield _hit_chart(history, room)
+    yield _rate_lines(history, room, max(1, min(MOST_ROWS, 1 + left // len(routes))))
+    yield queues
+    if listed:
+        yield from clients
 
 
-def _tier_bars(history: History, width: int, ascii_only: bool) -> Table:
+def _tier_bars(history: History, room: Room) -> Table:
     from kvtier.units import format_bytes
 
-    bar = bar_of("#", "-") if ascii_only else bar_of("█", "░")
-    cells = _cells(width, 56)
+    bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
+    cells = room.cells(56)
     table = table_of("", "", ">", "", ">")
     for name, tier in history.now.stats.get("tiers", {}).items():
         capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
@@ -148,15 +189,22 @@ def _tier_bars(history: History, width: int, ascii_only: bool) -> Table:
         ready = tier.get("allocated_bytes", capacity)
         if ready < capacity:
             row(table, "", bar(ready, capacity, cells), percent(ready, capacity), "made so far", "")
-        if failure := tier.get("failure"):
-            row(table, "", "", "", failure[: width - 30], "")
     return table
 
 
-def _shares(history: History, width: int, ascii_only: bool, most: int) -> Table:
+def _hit_chart(history: History, room: Room) -> Table:
+    table = table_of("", ">", "")
+    shares = history.hit_shares()
+    now = shares[-1] if shares else 0.0
+    curve = _curve(shares[-(room.width - 40) :], CHART_ROWS, 1.0)
+    row(table, "hit rate".ljust(LABEL), percent(now, 1.0), curve)
+    return table
+
+
+def _shares(history: History, room: Room, most: int) -> Table:
     """Of the tokens looked up: what was hit in which tier, what was missed and why."""
-    bar = bar_of("#", "-") if ascii_only else bar_of("█", "░")
-    cells = _cells(width, 56)
+    bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
+    cells = room.cells(56)
     looked = history.grown("lookup_tokens")["lookup_tokens"]
     hits = history.grown("hit_tokens")
     misses = falling(history.grown("miss_tokens"))
@@ -184,13 +232,17 @@ def _shares(history: History, width: int, ascii_only: bool, most: int) -> Table:
     return table
 
 
-def _rate_lines(history: History, width: int, ascii_only: bool) -> Table:
+def _rate_lines(history: History, room: Room, rows: int) -> Table:
     table = table_of("", ">", "")
-    cells = _cells(width, 40)
     for route in _routes(history):
         rates = history.rates(route)
-        row(table, _ascii(route, ascii_only), _gigabytes(rates[-1] if rates else 0.0),
-            "" if ascii_only else _spark(rates[-cells:]))  # fmt: skip
+        curve = "" if room.ascii_only else _curve(rates[-(room.width - 40) :], rows)
+        row(
+            table,
+            _ascii(route, room.ascii_only).ljust(LABEL),
+            _rate(rates[-1] if rates else 0.0),
+            curve,
+        )
     return table
 
 
@@ -203,19 +255,27 @@ def _ascii(text: str, ascii_only: bool) -> str:
     return text.replace("→", "->") if ascii_only else text
 
 
-def _gigabytes(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e7 or not rate else f"{rate / 1e6:.2f} MB/s"
+def _rate(bytes_s: float) -> str:
+    """Return it in GB/s where that says something, and below in MB/s."""
+    if bytes_s >= 1e8 or not bytes_s:
+        return f"{bytes_s / 1e9:.2f} GB/s"
+    return f"{bytes_s / 1e6:.2f} MB/s"
 
 
-def _spark(rates: Sequence[float]) -> Text:
+def _curve(values: Sequence[float], rows: int, top: float = 0.0) -> Text:
+    """Return values as columns of eighths, `rows` lines high; `top`, or the largest, is all of that."""
     from rich.text import Text
 
-    top = max(rates, default=0.0)
+    top = top or max(values, default=0.0)
     steps = len(SPARKS) - 1
-    return Text(
-        "".join(SPARKS[min(steps, -int(-rate * steps // top)) if top else 0] for rate in rates),
-        "cyan",
+    heights = [
+        min(rows * steps, -int(-value * rows * steps // top)) if top else 0 for value in values
+    ]
+    lines = (
+        "".join(SPARKS[max(0, min(steps, height - below))] for height in heights)
+        for below in range((rows - 1) * steps, -1, -steps)
     )
+    return Text("\n".join(lines), "cyan")
 
 
 def _queues(history: History) -> Table:
@@ -229,21 +289,26 @@ def _queues(history: History) -> Table:
         if states.get(name)
     ]
     row(table, "slots held", ", ".join(held) or "none")
+    for name, tier in stats.get("tiers", {}).items():
+        if told := meaning(name, tier):
+            row(table, f"{name} tier", told)
+        if tier.get("failure") and not is_away(tier):
+            off = "" if tier.get("on", True) else "off: "
+            row(table, f"{name} tier", f"{off}{tier['failure']}")
     if cold:
         queues = ("reading", "writing", "leaving")
         row(table, "disk queues", ", ".join(f"{name} {cold.get(name, 0):,}" for name in queues))
-        if cold.get("failure"):
-            row(table, "disk", ("" if cold.get("on", True) else "off: ") + cold["failure"])
     evicted = [f"{why} {n:,}" for why, n in falling(history.grown("evicted_blocks"))]
     row(table, "evicted blocks", ", ".join(evicted) or "none")
     return table
 
 
-def _hits(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
-    """All reasons, and what became of saves."""
-    yield _shares(history, width, ascii_only, most=12)
-    bar = bar_of("#", "-") if ascii_only else bar_of("█", "░")
-    cells = _cells(width, 56)
+def _hits(history: History, room: Room) -> Iterator[RenderableType]:
+    """All reasons, what became of saves, and how the hits were."""
+    shares = _shares(history, room, most=12)
+    yield shares
+    bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
+    cells = room.cells(56)
     saved = history.grown("saved_tokens")["saved_tokens"]
     refused = falling(history.grown("refused_tokens"))
     offered = saved + sum(tokens for _, tokens in refused)
@@ -258,32 +323,38 @@ def _hits(history: History, width: int, ascii_only: bool) -> Iterator[Renderable
             f"{tokens:,}",
         )
     yield table
+    if room.rows > shares.row_count + table.row_count + CHART_ROWS + 5 and not room.ascii_only:
+        yield _hit_chart(history, room)
 
 
-def _moves(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+def _moves(history: History, room: Room) -> Iterator[RenderableType]:
     """Each route, with its last minutes; queues; what the disks were asked."""
     from rich.text import Text
 
-    for route in _routes(history):
+    queues, routes = _queues(history), _routes(history)
+    loads = falling(history.grown("tiers", "cold", "loads"))
+    left = room.rows - (queues.row_count + 3 + 2 * bool(loads)) - 2 * len(routes)
+    rows = max(1, min(MOST_ROWS, left // len(routes)))
+    for route in routes:
         rates = history.rates(route)
         now, top = (rates[-1] if rates else 0.0), max(rates, default=0.0)
-        lines = Text(f"{_ascii(route, ascii_only):<{LABEL}}{_gigabytes(now):>12}")
-        lines.append(f"   most {_gigabytes(top)}", "dim")
-        if not ascii_only:
-            lines.append("\n").append(_spark(rates[-(width - 4) :]))
+        lines = Text(f"{_ascii(route, room.ascii_only):<{LABEL}}{_rate(now):>12}")
+        lines.append(f"   most {_rate(top)}", "dim")
+        if not room.ascii_only:
+            lines.append("\n").append(_curve(rates[-(room.width - 4) :], rows))
         yield lines
-    yield _queues(history)
-    if loads := falling(history.grown("tiers", "cold", "loads")):
+    yield queues
+    if loads:
         table = table_of("", "~")
         row(table, "disk loads", ", ".join(f"{why} {n:,}" for why, n in loads))
         yield table
 
 
-def _clients(history: History, width: int, ascii_only: bool) -> Iterator[RenderableType]:
+def _clients(history: History, room: Room) -> Iterator[Table]:
     """Tenants, then who is connected."""
     from kvtier.units import format_bytes
 
-    wide = width > NARROW
+    wide = room.width > NARROW
     names = ("tenant~", ">fill", ">used", ">blocks", ">spaces", ">engines", ">leases")
     table = table_of(*names, *([">pinned"] if wide else []))
     for name, tenant in history.now.stats.get("tenants", {}).items():

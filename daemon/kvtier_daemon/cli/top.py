@@ -73,14 +73,15 @@ def _once(path: Path, interval: float, view: str) -> None:
     from time import sleep
 
     from kvtier_daemon.cli.drawing import console_of
-    from kvtier_daemon.cli.screens import History, draw
+    from kvtier_daemon.cli.screens import History, Room, draw
 
     look, history = _look(path), History()
     history.add(look())
     sleep(interval)
     history.add(look())
     console = console_of()
-    console.print(draw(history, view, console.width, console.options.ascii_only))
+    room = Room(console.width, ascii_only=console.options.ascii_only)
+    console.print(draw(history, view, room))
 
 
 def _as_json(path: Path, interval: float, once: bool) -> None:

@@ -15,8 +15,9 @@ from textual.widgets import Footer, Static
 from textual.worker import get_current_worker
 
 from kvtier.errors import KvtierError
-from kvtier_daemon.cli.screens import VIEWS, History, Moment, draw
+from kvtier_daemon.cli.screens import VIEWS, History, Moment, Room, draw
 
+CHROME_ROWS = 4  # the views, the keys, and what is between
 FASTEST_S, SLOWEST_S = 0.2, 60.0
 
 
@@ -120,5 +121,5 @@ class Top(App[None]):
         if self._held:
             names.append("  held", "bold")
         self.query_one("#views", Static).update(names)
-        width = max(40, self.size.width - 2)
-        self.query_one("#body", Static).update(draw(self._history, VIEWS[self._view], width))
+        room = Room(max(40, self.size.width - 2), self.size.height - CHROME_ROWS)
+        self.query_one("#body", Static).update(draw(self._history, VIEWS[self._view], room))

@@ -1,0 +1,88 @@
+"""What `kvtier top` draws, without a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvtier.units import GIB
+from kvtier_daemon.cli.screens import VIEWS, History, Moment, Room, draw
+
+CLIENT = {
+    "client": "engine 0", "tenant": "default", "pid": 7, "uid": 0, "spaces": 1, "up_s": 5.0,
+}  # fmt: skip
+
+
+def stats_of(at: int, **cold: Any) -> dict[str, Any]:
+    """A daemon that found three quarters of what was looked up, `at` seconds after its start."""
+    warm = {"capacity_bytes": 8 * GIB, "used_bytes": 6 * GIB, "blocks": 6000, "states": {}}
+    disk = {"capacity_bytes": 800 * GIB, "used_bytes": 99 * GIB, "blocks": 1_234_567}
+    moved = {"written": at * 10**8, "read": at * 3 * 10**7}
+    return {
+        "pid": 1, "version": "0.1.0", "uptime_s": at, "sessions": 2,
+        "tiers": {"warm": warm, "cold": disk | {"bytes": moved, "on": True, "failure": ""} | cold},
+        "lookup_tokens": 400 * at, "hit_tokens": {"warm": 200 * at, "cold": 100 * at},
+        "miss_tokens": {"absent": 100 * at}, "saved_tokens": 100 * at, "refused_tokens": {"present": at},
+        "bytes": {"saved": at * 10**9, "loaded": at * 2 * 10**9}, "evicted_blocks": {"demoted": 5 * at},
+        "tenants": {"default": {"capacity_bytes": 8 * GIB, "used_bytes": 6 * GIB, "blocks": 6000}},
+    }  # fmt: skip
+
+
+def drawn(view: str, room: Room, **cold: Any) -> list[str]:
+    history = History()
+    for at in range(1, 200):
+        history.add(Moment(float(at), stats_of(at, **cold), [CLIENT] * 3))
+    file = io.StringIO()
+    Console(file=file, width=room.width + 1).print(draw(history, view, room))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("width", "rows"), [(78, 20), (78, 41), (138, 20), (138, 41), (60, 12)])
+def test_a_screen_takes_no_more_room_than_there_is(view: str, width: int, rows: int) -> None:
+    lines = drawn(view, Room(width, rows))
+    assert max(len(line) for line in lines) <= width + 1
+    if rows >= 20:
+        assert len("\n".join(lines).rstrip().splitlines()) <= rows + 1
+
+
+def test_the_first_view_makes_use_of_a_large_screen() -> None:
+    few, many = drawn("tiers", Room(78, 20)), drawn("tiers", Room(138, 41))
+    assert not any("hit rate" in line or "engine 0" in line for line in few)
+    assert sum("engine 0" in line for line in many) == 3
+    rate = next(line for line in many if "hit rate" in line)
+    assert "75%" in rate
+    at = many.index(rate)
+    bars = [line.count("█") for line in many[at : at + 4]]
+    assert bars == [0, 98, 98, 98], "three quarters of four lines"
+    assert sum(bool(line) for line in many) > 30
+
+
+def test_a_tier_that_fails_or_is_switched_off_leaves_the_bars_as_they_are() -> None:
+    failure = "/mnt/nvme0/segments/default/000017: a write failed: Input/output error"
+    broken = drawn("tiers", Room(78, 20), on=False, failure=failure)
+    assert [line.split()[0] for line in broken[2:4]] == ["warm", "cold"]
+    assert "cold tier off: /mnt/nvme0" in " ".join(" ".join(broken).split())
+    off = drawn("tiers", Room(78, 20), on=False, state="off", failure="switched off")
+    assert [line.split()[0] for line in off[2:4]] == ["warm", "cold"]
+    said = " ".join(" ".join(off).split())
+    assert "until `kvtier tier on cold`" in said and "switched off" not in said
+
+
+def test_rates_are_in_the_unit_that_says_something() -> None:
+    lines = drawn("tiers", Room(78, 20))
+    said = [" ".join(line.split()[:5]) for line in lines if "→" in line]
+    assert said == [
+        "engines → warm 1.00 GB/s", "warm → engines 2.00 GB/s",
+        "warm → cold 0.10 GB/s", "cold → warm 30.00 MB/s",
+    ]  # fmt: skip
+
+
+def test_what_has_no_block_characters_gets_no_curves() -> None:
+    text = "\n".join(
+        drawn("tiers", Room(138, 41, ascii_only=True)) + drawn("moves", Room(78, 20, True))
+    )
+    assert text.isascii() and "engines -> warm" in text
