@@ -1,17 +1,23 @@
-"""What it costs to look: scrapes, status and the page at a million blocks, and what clients notice of it.
+"""What it costs to look: scrapes, commands and the page at a million blocks, and what clients notice of it.
 
-The floor is a HEAD of a page that is not there: the same connection, request and answer with nothing in it.
+The floor of a scrape is a HEAD of a page that is not there: the same connection, request and answer with
+nothing in it. The floor of a ping beside a command is a ping beside a client that pings without a pause: as
+many processes want the processors, and what the daemon does for one of them is nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -20,8 +26,14 @@ from prometheus_client.parser import text_string_to_metric_families
 import harness
 from bench_control import GROUP, MILLION, chain, fill, tiny_spec
 from harness import Daemon, Row, at_most, percentile
-from kvtier import Client
+from kvtier import Client, Space
+from kvtier_daemon.cli import asking
 
+COMMAND = [sys.executable, "-m", "kvtier_daemon.cli"]
+STARTS = 15  # of a command
+WATCHED_BY_S = 10.0
+PINGED_S = 3.0
+PAUSE_S = 0.001
 HTTP = '[http]\nlisten = "127.0.0.1:0"\n'
 SCRAPES = 200
 WATCHED_S = 6.0
@@ -116,8 +128,116 @@ def looking(folder: Path) -> list[Row]:
                     alone_p50=median(alone), alone_p99=percentile(alone, 0.99), longest=max(scraped),
                     alone_longest=max(alone), scrapes=scrapes)
         )  # fmt: skip
+        rows += commands(daemon, client, space)
         client.close()
     return rows
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def commands(daemon: Daemon, client: Client, space: Space) -> list[Row]:
+    """What they take themselves, then what a ping takes while the daemon answers them. At the end it holds
+    nothing any more."""
+    rows = []
+    python = taken(["-c", ""])
+    for words, bar in ((["--help"], 150.0), (["status"], 100.0), (["status", "--json"], 100.0)):
+        place = [] if words == ["--help"] else ["--socket", daemon.socket]
+        wall, cpu = taken(["-m", "kvtier_daemon.cli", *words, *place])
+        rows.append(
+            at_most(f"kvtier {' '.join(words)}: processor time beyond python's start", cpu - python[1], "ms",
+                    bar, wall=wall, python_wall=python[0])
+        )  # fmt: skip
+    took = timed(client.stats, 50)
+    rows.append(
+        Row("status: answered by the daemon in", median(took), "ms", more={"longest": max(took)})
+    )
+    for name, words in (("monitor", ["monitor"]), ("top", ["top", "--json"])):
+        before = processor_s(daemon)
+        watching = subprocess.Popen(
+            [*COMMAND, *words, "--socket", daemon.socket], stdout=subprocess.DEVNULL
+        )
+        time.sleep(WATCHED_BY_S)
+        watching.terminate()
+        watching.wait()
+        share = (processor_s(daemon) - before) / WATCHED_BY_S * 100
+        rows.append(at_most(f"kvtier {name}: of a core of the daemon's", share, "%", 1))
+    with pings(daemon) as alone:
+        time.sleep(PINGED_S)
+    with pings(daemon) as busy:
+        timed_for(client.ping, PINGED_S)
+    with pings(daemon) as listed:
+        for _ in range(3):
+            assert (
+                sum(1 for _ in asking.blocks(client, "", space.index)) == MILLION // GROUP * GROUP
+            )
+    with pings(daemon) as purged:
+        purge = [*COMMAND, "purge", "--all", "--yes", "--socket", daemon.socket]
+        subprocess.run(purge, check=True, stdout=subprocess.DEVNULL)
+    assert client.stats()["tiers"]["warm"]["blocks"] == 0, "the purge left something"
+    floor = percentile(busy, 0.99)
+    for name, took in (
+        ("keys of 1,000,000 blocks are listed", listed),
+        ("they are purged", purged),
+    ):
+        rows.append(
+            at_most(f"a ping while {name}: p99 beyond that beside a client that pings",
+                    percentile(took, 0.99) - floor, "ms", 2, p50=median(took), p99=percentile(took, 0.99),
+                    longest=max(took), floor_p50=median(busy), floor_p99=floor, floor_longest=max(busy),
+                    alone_p99=percentile(alone, 0.99), pings=len(took))
+        )  # fmt: skip
+    return rows
+
+
+def taken(words: list[str]) -> tuple[float, float]:
+    """The least milliseconds that such a process took, by the clock and of the processors."""
+    walls, cpus = [], []
+    for _ in range(STARTS):
+        started = time.perf_counter()
+        process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        walls.append((time.perf_counter() - started) * 1e3)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, words
+        cpus.append((used.ru_utime + used.ru_stime) * 1e3)
+    return min(walls), min(cpus)
+
+
+def timed_for(ask: Callable[[], object], seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        ask()
+
+
+@contextmanager
+def pings(daemon: Daemon) -> Iterator[list[float]]:
+    """How long pings take meanwhile, in ms: of a process of its own, which waits for nobody's lock."""
+    took: list[float] = []
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--pings", daemon.socket],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.readline()
+    yield took
+    process.stdin.close()
+    took += json.loads(process.stdout.read())
+    process.wait()
+    assert len(took) > 100, "hardly a ping"
+
+
+def ping(path: str) -> int:
+    """What `pings` runs: until its input ends."""
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    took: list[float] = []
+    with Client.connect(path, populate=False) as client:
+        print(flush=True)
+        while not over.is_set():
+            took += timed(client.ping, 1)
+            time.sleep(PAUSE_S)
+    print(json.dumps(took))
+    return 0
 
 
 def polling(folder: Path) -> list[Row]:
@@ -151,7 +271,10 @@ def polling(folder: Path) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
+    parser.add_argument("--pings", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.pings:
+        return ping(arguments.pings)
     rows: list[Row] = []
     probes = [harness.noise()]
     with tempfile.TemporaryDirectory() as name:
