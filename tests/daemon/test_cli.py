@@ -18,6 +18,7 @@ from kvtier.errors import KvtierError, ProtocolError, Unavailable
 from kvtier.units import GIB, MIB
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.status import draw
+from kvtier_daemon.config import load, settled
 
 STATS = {
     "version": "0.1.0",
@@ -485,6 +486,27 @@ def test_a_daemon_that_has_done_nothing_yet_has_a_table_too():
 
 def test_a_terminal_without_block_characters_gets_a_table():
     assert " warm  ###############---------  62%" in "\n".join(drawn(STATS, encoding="ascii"))
+
+
+def test_a_shown_configuration_is_one_that_says_the_same(run, tmp_path):
+    first = tmp_path / "first.toml"
+    first.write_text(
+        f"""socket = "{tmp_path}/k.sock"\nstate = "{tmp_path}"
+[warm]\nsize = 100000000
+[cold]\ndirectories = ["{tmp_path}/a", "{tmp_path}/b"]\nsize = "2TiB"\ndaily_writes = "700GiB"
+codecs = ["llama*=q8", "x:y=z=fp8"]
+[http]\nlisten = "[::1]:9410"\nhosts = ["here"]
+[tenants.a]\nuids = [7, "root"]\nquota = "40%"\n[tenants.b]\nuids = ["*"]\nquota = "60%"
+"""
+    )
+    code, shown, err = run("config", "show", str(first))
+    assert (code, err) == (0, "")
+    assert 'cold.size = "2 TiB"' in shown and 'http.listen = "[::1]:9410"' in shown
+    second = tmp_path / "second.toml"
+    second.write_text(shown)
+    assert settled(load(second).config) == settled(load(first).config)
+    code, _, err = run("bench", "compare", str(tmp_path / "gone"), str(first))
+    assert (code, err) == (2, f"kvtier: {tmp_path}/gone: No such file or directory\n")
 
 
 amounts = st.integers(0, 1 << 50)

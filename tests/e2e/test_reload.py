@@ -81,7 +81,7 @@ def test_a_reload_swaps_what_it_can_and_says_what_needs_a_restart(
     assert {key for key, one in told.items() if not one["live"]} <= waits
     done = kvtier("reload", "--socket", daemon.socket)
     assert done.returncode == 0, done.stderr
-    assert "warm.size: 16777216 -> 33554432 (needs a restart)" in done.stdout
+    assert 'warm.size: "16 MiB" -> "32 MiB" (needs a restart)' in done.stdout
     assert 'cold.write: "back" -> "through" (done)' in done.stdout
     with daemon.connect() as client:
         keys = client.settings()["keys"]

@@ -298,7 +298,9 @@ def read(path: Path) -> Mapping[str, Any]:
     """A result; ConfigError if the file is none."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(_is_row(row) for row in rows):

@@ -12,6 +12,9 @@ from kvtier_daemon.cli.flags import Json, Socket
 
 EXIT_WRONG: Final = 2
 SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
+AMOUNTS: Final = frozenset(
+    {"size", "extent", "segment", "history", "quota", "daily_writes", "scrub"}
+)
 
 app = typer.Typer(
     help="Check, show and compare configurations.",
@@ -63,9 +66,10 @@ def show(
     json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Show every value: of FILE with its conf.d and the environment, or what the daemon runs with.
+    """Show every value: of FILE with its conf.d and the environment, or what the daemon runs with. As TOML
+    that says the same.
 
-    A daemon tells root, and the user that it runs as. Amounts are bytes.
+    A daemon tells root, and the user that it runs as. In JSON, amounts are bytes.
     """
     if file is not None:
         from kvtier_daemon.config import load, settled
@@ -120,17 +124,33 @@ def change_lines(changes: Iterable[Mapping[str, Any]], live: str, restart: str) 
     """Yield a line for each change: what it was, what it is to be, and what that takes."""
     for one in changes:
         how = live if one["live"] else restart
-        yield f"{one['key']}: {_shown(one['running'])} -> {_shown(one['files'])} ({how})"
+        was, will = (_shown(one["key"], one[which]) for which in ("running", "files"))
+        yield f"{one['key']}: {was} -> {will} ({how})"
 
 
 def _lines(keys: Mapping[str, tuple[object, str]], origin: bool) -> Iterator[str]:
-    lines = {key: f"{key} = {_shown(value)}" for key, (value, _) in keys.items()}
+    lines = {
+        key: f"{'# ' * (value in (None, [], ()))}{key} = {_shown(key, value)}"
+        for key, (value, _) in keys.items()
+    }
     width = max(map(len, lines.values()), default=0)
     for key, line in lines.items():
         yield f"{line:{width}}  # {keys[key][1]}" if origin else line
 
 
-def _shown(value: object) -> str:
+def _shown(key: str, value: Any) -> str:
+    """Return it as a person would write it into the file: amounts with a unit, where that is exact."""
     from json import dumps
 
+    from kvtier.units import format_bytes, parse_bytes
+
+    last = key.rpartition(".")[2]
+    if last in AMOUNTS and isinstance(value, int):
+        named = format_bytes(value)
+        value = named if value and parse_bytes(named) == value else value
+    elif last == "listen" and value is not None:
+        host, port = value
+        value = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    elif last == "codecs" and value is not None:
+        value = [f"{model}={codec}" for model, codec in value]
     return "nothing" if value is None else dumps(value)
