@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvtier.errors import TierError
-from kvtier_daemon.switched import CLOSING, DRAINED, DRAINING, OFF, ON, OPENING, RECOVERING
+from kvtier_daemon.standing import CLOSING, DRAINED, DRAINING, OFF, ON, OPENING, RECOVERING
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 

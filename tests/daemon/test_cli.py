@@ -461,6 +461,8 @@ def test_the_table_says_what_to_do_about_disks_that_fail():
     assert said(faults=3) == "cold faults 3, and all works again"
     off = said(faults=5, failure=failure, on=False)
     assert off.startswith(f"cold faults 5; off: {failure}; it is tried again") and "dmesg" in off
+    full = said(faults=1, failure="/mnt/000020 can't be made: No space left on device")
+    assert "set cold.size to what it may have" in full and "smartctl" not in full
     over = said(failure="an extent can't be mapped", on=False, given_up=True)
     assert over == "cold faults off: an extent can't be mapped; mend that and restart the daemon"
 

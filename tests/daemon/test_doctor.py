@@ -84,11 +84,20 @@ def test_a_cold_tier_says_what_it_works_with() -> None:
 
 
 @pytest.mark.parametrize("state", ["off", "drained"])
-def test_a_cold_tier_that_somebody_switched_is_no_broken_disk(state: str) -> None:
+def test_a_cold_tier_that_is_switched_or_full_is_no_broken_disk(state: str) -> None:
     switched = {"engine": "io_uring", "on": False, "state": state, "failure": ""}
     found = doctor.cold_engine(switched)
     assert (found.level, found.fix) == (Level.warn, "kvtier tier on cold")
     assert found.value.startswith(f"{state}: ")
+    full = {
+        "engine": "io_uring",
+        "on": True,
+        "failure": "/d/000020 can't be made: No space left on device",
+    }
+    assert (
+        "cold.size" in doctor.cold_engine(full).fix
+        and "smartctl" not in doctor.cold_engine(full).fix
+    )
     broken = switched | {"given_up": True, "failure": "/d: gone"}
     assert doctor.cold_engine(broken).level is Level.fail
 

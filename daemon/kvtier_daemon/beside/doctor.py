@@ -24,7 +24,7 @@ from typing import Any, Final
 from kvtier.units import GIB, MIB, format_bytes
 from kvtier_daemon import preflight
 from kvtier_daemon.config import Config, Loaded
-from kvtier_daemon.switched import is_away, is_drained, meaning
+from kvtier_daemon.standing import is_away, is_drained, meaning, remedy
 
 PROBE_BYTES: Final = 64 * 1024
 PAGE: Final = 4096
@@ -176,13 +176,14 @@ def cold_engine(cold: Mapping[str, Any]) -> Found:
     if is_away(cold) or (is_drained(cold) and not cold.get("failure")):
         return _warn(name, meaning("cold", cold), "kvtier tier on cold")
     if cold.get("given_up") or not cold.get("on", True):
-        fix = "mend that, look at the disk with dmesg and smartctl, then restart the daemon"
-        return _fail(name, f"off: {cold.get('failure') or 'it takes nothing'}", fix)
+        failure = str(cold.get("failure") or "it takes nothing")
+        again = "then restart the daemon" if cold.get("given_up") else "it is tried again by itself"
+        return _fail(name, f"off: {failure}", f"{remedy(failure)}; {again}")
     if cold.get("engine") != "io_uring":
         fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
         return _warn(name, f"uses {cold.get('engine')}, not io_uring", fix)
     if cold.get("failure"):
-        return _warn(name, f"{cold['failure']}", "look at the disk with dmesg and smartctl")
+        return _warn(name, f"{cold['failure']}", remedy(str(cold["failure"])))
     return _ok(name, "uses io_uring")
 
 

@@ -17,7 +17,7 @@ from kvtier_daemon.cli.drawing import (
     row,
     table_of,
 )  # fmt: skip
-from kvtier_daemon.switched import is_away, meaning
+from kvtier_daemon.standing import is_away, meaning
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

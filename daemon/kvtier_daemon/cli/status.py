@@ -23,7 +23,7 @@ from kvtier_daemon.cli.drawing import (
     table_of,
 )  # fmt: skip
 from kvtier_daemon.cli.flags import Socket
-from kvtier_daemon.switched import is_away, meaning
+from kvtier_daemon.standing import is_away, meaning, remedy
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -287,9 +287,7 @@ def _faults(cold: Mapping[str, Any]) -> list[str]:
         return [f"off: {failure}; mend that and restart the daemon"]
     if failure:
         off = "" if cold.get("on", True) else "off: "
-        advice = (
-            "it is tried again by itself; if it stays so, look at the disk with dmesg and smartctl"
-        )
+        advice = f"it is tried again by itself; if it stays so, {remedy(failure)}"
         return [f"{faults:,}; {off}{failure}; {advice}"]
     return [f"{faults:,}, and all works again"] if faults else []
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvtier.units import format_bytes
 from kvtier_daemon.observing.lag import RECENT_S
-from kvtier_daemon.switched import is_away, is_drained, meaning
+from kvtier_daemon.standing import is_away, is_drained, meaning
 
 STALL_S: Final = 2.0  # an engine's plugin has given it up by then
 

@@ -1,7 +1,9 @@
-"""What a tier may have been switched to, and what that means for the person who looks."""
+"""How a tier stands: what it was switched to, what is wrong with it, and what ends that."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -37,3 +39,12 @@ def is_away(cold: Mapping[str, Any]) -> bool:
 def is_drained(cold: Mapping[str, Any]) -> bool:
     """Whether it takes nothing more because somebody wants it so; it may have faults beside that."""
     return cold.get("state", ON) in (DRAINING, DRAINED) and not cold.get("given_up")
+
+
+def remedy(failure: str) -> str:
+    """What a person does about a disk that failed so."""
+    if os.strerror(errno.ENOSPC) in failure or os.strerror(errno.EDQUOT) in failure:
+        return "free some of that file system, or set cold.size to what it may have and restart"
+    if os.strerror(errno.EROFS) in failure:
+        return "dmesg says why it was made read-only; mend that and mount it again"
+    return "look at the disk with dmesg and smartctl"
