@@ -81,6 +81,7 @@ def test_what_left_memory_comes_back_as_the_twin_says(
         assert cold["states"]["written"] == CHAINS * CHAIN, "nothing is written twice"
         (said,) = cold["coding"]["spaces"]
         assert (said["asked"], said["codec"], said["why"]) == (asked, asked, "")
+        assert said["lossy"]
         assert said["ratios"][asked] > 1.7
         assert cold["used_bytes"] < CHAINS * CHAIN * SPEC.block_bytes * 0.63
     daemon.stop()
@@ -125,4 +126,4 @@ def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path)
             ]
             settled(daemon)
         (said,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
-        assert (said["asked"], said["why"]) == ("auto", "")
+        assert (said["asked"], said["why"], said["lossy"]) == ("auto", "", False)
