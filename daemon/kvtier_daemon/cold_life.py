@@ -17,7 +17,8 @@ from kvtier_daemon.config import Cold, Config
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.settings import Settings
-from kvtier_daemon.switching import ON, Switching
+from kvtier_daemon.standing import ON
+from kvtier_daemon.switching import Switching
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.log import Segment
