@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvtier import Client, KvSpec, KvtierError
 from kvtier.client import Reader
 from kvtier.space import Space
+from kvtier_vllm.cores import spread
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -82,6 +83,7 @@ class Line:
             session.client.close()
 
     def _run(self) -> None:
+        spread()  # mapping a large arena takes seconds of a core
         # No session is kept here: its arena would stay mapped when it is of no more use.
         pause_s = PAUSE_S
         while self._wanted.wait() and not self._closing.is_set():

@@ -328,11 +328,13 @@ class WorkerSide:
         reader = self._readers.get(load.daemon_run)
         if reader is None:
             return "no_daemon", 0
+        # Those that a copy starts have the cores of its thread, and an engine's own may be bound to one.
+        most = min(self._options.copy_threads, len(os.sched_getaffinity(0)))
         moved = 0
         for read in load.shards[self._shard]:
             pieces = self._pieces[read.group]
             nbytes = pieces.block_bytes * len(read.block_ids)
-            threads = self._options.copy_threads if nbytes >= LARGE_COPY_BYTES else 1
+            threads = most if nbytes >= LARGE_COPY_BYTES else 1
             if not read.block_ids:
                 continue
             parts = self._layout.groups[read.group].parts

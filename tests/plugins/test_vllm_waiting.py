@@ -348,11 +348,40 @@ def test_copies_go_where_the_engine_does_not_compute(
     try:
         engine = engine_of(shared_daemon)
         engine.serve(PROMPT)
-        threads = [thread.native_id for thread in engine.workers[0]._threads]
+        side = engine.workers[0]
+        assert side._line is not None
+        threads = [thread.native_id for thread in (*side._threads, side._line._thread)]
         found = [os.sched_getaffinity(number) for number in threads if number]
     finally:
         os.sched_setaffinity(0, all_)
-    assert found == [os.sched_getaffinity(os.getppid()) | {min(all_)}] * 2
+    assert found == [os.sched_getaffinity(os.getppid()) | {min(all_)}] * 3
+
+
+def test_a_large_copy_takes_no_more_threads_than_its_own_has_cores(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a step it is the engine's own, which is bound to one; between steps it is ours."""
+    all_ = os.sched_getaffinity(0)
+    if len(all_) < 2:
+        pytest.skip("one core")
+    found: list[int] = []
+    scatter = Reader.scatter
+
+    def seen(reader: Reader, slots: Any, pieces: Any, pages: Any, threads: int, *more: Any) -> int:
+        found.append(threads)
+        return scatter(reader, slots, pieces, pages, threads, *more)
+
+    monkeypatch.setattr(Reader, "scatter", seen)
+    monkeypatch.setattr(worker, "LARGE_COPY_BYTES", 1)
+    os.sched_setaffinity(0, {min(all_)})
+    try:
+        for load in ("sync", "async"):
+            engine = engine_of(shared_daemon, load=load)
+            engine.serve(PROMPT)
+            assert engine.serve(PROMPT).cached
+    finally:
+        os.sched_setaffinity(0, all_)
+    assert found[0] == 1 and found[-1] == 2
 
 
 def test_copies_stay_near_the_memory_of_the_cores_that_compute() -> None:
