@@ -268,6 +268,18 @@ def test_a_wait_lasts_until_nothing_more_comes() -> None:
     assert timed.noted("wait") == (2, 5.0)
 
 
+def test_an_answer_that_comes_later_is_waited_for() -> None:
+    timed = Timed()
+    asked = wire.Load(1, 0, bytes(32), 100, [0], request=7, wait_ms=50)
+    timed.spans.answered(asked, None)
+    timed.now = 2.0
+    timed.load(5, request=7)
+    timed.now = 3.0
+    timed.tell(wire.Release(1, 5))
+    assert timed.noted("wait") == (1, 2.0)
+    assert timed.noted("load") == (1, 1.0), "there was no lease before the answer"
+
+
 def test_what_never_ends_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "LIMIT_BEGUN", 10)
     timed = Timed()

@@ -13,7 +13,8 @@ import pytest
 
 from daemons import Daemon
 from faults.oracle import content
-from kvtier import Client, Group, KvSpec, Match
+from kvtier import Client, Group, KvSpec, Lease, Match
+from kvtier.client import Answer
 from kvtier.codec.frame import PAGE
 from kvtier_daemon.index import Index
 from specs import pattern, spec_of
@@ -122,6 +123,32 @@ def test_what_left_memory_comes_back(
             assert whole(client, chain) == CHAIN, chain
             settled(daemon)
         assert daemon.stats()["tiers"]["cold"]["states"]["read"] > 300
+
+
+def test_who_waits_for_blocks_from_the_disk_has_them_and_its_session(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    daemon = cold_daemon(daemon_of, disk)
+    with daemon.connect() as client:
+        for chain in range(10):  # 20 MiB through 16
+            save(client, chain)
+            settled(daemon)
+        space = client.open(SPEC)
+        keys = space.keys(tokens(0))
+        # Both are there before a read can be over.
+        first = space.begin_lease(keys, 5000, request=7)
+        second = space.begin_lease(keys, 5000, request=7, wait_ms=1000)
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + 10.0
+        while len(answers) < 2 and time.monotonic() < deadline:
+            answers |= client.poll()
+            time.sleep(0.002)
+        asked, waited = answers[first], answers[second]
+        assert isinstance(asked, Lease) and isinstance(waited, Lease)
+        assert asked.coming and (waited.ready, waited.coming) == (CHAIN, 0)
+        stats = daemon.stats()
+        assert stats["latencies"]["wait"]["counts"][-1] == 1
+        assert stats["failures"]["internal"] == 0
 
 
 @pytest.mark.parametrize("way", [signal.SIGTERM, signal.SIGKILL])

@@ -43,25 +43,29 @@ class Spans:
         self._waits: dict[Hashable, float] = {}
 
     def answered(self, request: wire.Request, reply: wire.Reply | None) -> None:
-        """This request has this answer; one that was refused has none."""
+        """This request has this answer, or None for one that comes later; one that was refused has none."""
         step = STEPS.get(type(request))
         if step is not None:
             step(self, request, reply)
 
-    def _asked(self, request: wire.Match | wire.Load, reply: wire.Matched | wire.Loaded) -> None:
-        if not (reply.coming or self._waits):
+    def _asked(
+        self, request: wire.Match | wire.Load, reply: wire.Matched | wire.Loaded | None
+    ) -> None:
+        coming = reply is None or reply.coming
+        if not (coming or self._waits):
             return
         # Who has no number is known by what it asks for.
         name = request.request or (request.space, request.keys[-32:])
-        if reply.coming:
+        if coming:
             if name not in self._waits:
                 _begin(self._waits, name, self._clock())
         elif (began := self._waits.pop(name, None)) is not None:
             self._latencies.wait.note(self._clock() - began)
 
-    def _loaded(self, request: wire.Load, reply: wire.Loaded) -> None:
+    def _loaded(self, request: wire.Load, reply: wire.Loaded | None) -> None:
         self._asked(request, reply)
-        self._adopted(request, reply)
+        if reply is not None:
+            self._adopted(request, reply)
 
     def _adopted(self, request: wire.Load | wire.Adopt, reply: wire.Loaded) -> None:
         if reply.lease:
