@@ -18,13 +18,16 @@ COMMON: dict[str, Any] = {
 # Of experts: all of them for every token, so that no rounding can choose others.
 EXPERTS = 2
 TIED = 0.05
+# Of K, in an uneven model: these channels, and those that RoPE turns them with, are so many times as large.
+LARGE_CHANNELS = (3, 4)
+LARGE = 512.0
 
 
 def configuration(kind: str) -> Any:
     """What a model of this kind is made of."""
     import transformers
 
-    if kind == "llama":
+    if kind in ("llama", "uneven"):
         return transformers.LlamaConfig(num_hidden_layers=4, **COMMON)
     if kind == "mistral":
         return transformers.MistralConfig(num_hidden_layers=3, sliding_window=WINDOW, **COMMON)
@@ -84,8 +87,36 @@ def make_model(kind: str, folder: Path) -> Path:
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(TIED)
             model.model.norm.weight.fill_(1 / TIED)
+    if kind == "uneven":
+        make_uneven(model)
+        tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
+
+
+def make_uneven(model: Any) -> None:
+    """A few channels of K outweigh the others, as in models that were trained; Q makes up for it."""
+    import torch
+
+    dims = COMMON["head_dim"]
+    channels = [at + half for at in LARGE_CHANNELS for half in (0, dims // 2)]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.unflatten(0, (-1, dims))[:, channels] *= LARGE
+            layer.self_attn.q_proj.weight.unflatten(0, (-1, dims))[:, channels] /= LARGE
+
+
+def tokenizer() -> Any:
+    """A byte is a token: for calibration, which reads text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE(vocab={letter: at for at, letter in enumerate(letters)}, merges=[])
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 8) -> Path:

@@ -1,7 +1,8 @@
 """The connector under test, writing down what every page holds when it is saved and when it has been loaded.
 
 What a page holds is read from the tensors as the engine sees them, not from where the plugin says it is.
-A file named `break` in the folder of the records makes a load go wrong: `swap`, `zero`, or `stale`.
+A file named `break` in the folder of the records makes a load go wrong: `swap`, `zero`, or `stale`; one named
+`order` has the daemon told that pages lie in that order.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from kvtier import Client, KvSpec
 from kvtier.connection import Connection
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT, SLOT_BYTES
 from kvtier_vllm.connector import KvtierConnector
+from kvtier_vllm.layout import ORDER_MARK
 from kvtier_vllm.line import Line
 
 FOLDER = Path(os.environ["KVTIER_TEST_RECORDS"])
@@ -76,6 +80,21 @@ def watch_waiting() -> None:
     watched(Line, "first")
 
 
+def tell_orders() -> None:
+    """Have spaces opened from now on as the file `order` says that pages lie, while there is one."""
+    call = Client.open
+
+    def told(client: Client, spec: KvSpec) -> Any:
+        said = FOLDER / "order"
+        if said.exists():
+            layout, mark, _ = spec.layout.partition(ORDER_MARK)
+            assert mark
+            spec = msgspec.structs.replace(spec, layout=layout + mark + said.read_text())
+        return call(client, spec)
+
+    setattr(Client, "open", told)  # noqa: B010
+
+
 class RecordingConnector(KvtierConnector):
     """See above."""
 
@@ -83,6 +102,7 @@ class RecordingConnector(KvtierConnector):
         super().__init__(*args, **kwargs)
         self._asked: dict[str, tuple[float, float]] = {}
         watch_waiting()
+        tell_orders()
         if self._scheduler is not None:
             watch(self._scheduler, "queued", "matched", "allocated", "step", "reported", "finished")
 

@@ -1,0 +1,141 @@
+"""What an engine loads from a disk that stores its model with a loss: near what was saved, and what is said
+of it near what would have been said. One engine, over a daemon that restarts with another codec each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon, start_daemon
+from engines.calibrated import write_profile
+from prompts import BLOCK, prompt
+
+PROMPTS = 4
+AGAIN_S = 30.0  # until the plugin has found a daemon that was started again
+# How far a logprob may go: of bits enough for half a percent of each channel, of four bits of mantissa and
+# less, and of what was calibrated for a divergence of 1e-2.
+NEAR = {"q8": 0.3, "fp8": 0.9, "ecsq-hi": 0.9}
+
+
+@pytest.fixture(scope="module")
+def profile(model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_profile(model_of("uneven"), tmp_path_factory.mktemp("profile"))
+
+
+class Disk:
+    """A daemon's, which is started again with this codec or another; one at a time."""
+
+    def __init__(self, folder: Path, profile: Path) -> None:
+        self.folder = folder
+        self.profile = profile
+        self.daemon: Daemon | None = None
+        (folder / "cold").mkdir()
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "kvtier.sock")
+
+    def restart(self, codec: str) -> Daemon:
+        self.stop()
+        self.daemon = start_daemon(
+            self.folder,
+            config=f'[warm]\nsize = "64MiB"\n[cold]\ndirectories = ["{self.folder / "cold"}"]\n'
+            f'size = "256MiB"\nwrite = "through"\ncodecs = ["*={codec}"]\nprofiles = ["{self.profile}"]\n',
+        )
+        return self.daemon
+
+    def stop(self) -> None:
+        if self.daemon is not None:
+            self.daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def disk(profile: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    made = Disk(tmp_path_factory.mktemp("daemon"), profile)
+    made.restart("q8")
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(disk: Disk, engine_of: Callable[..., Any]) -> Any:
+    return engine_of("uneven", disk.socket, extra={"patience_ms": 10_000})
+
+
+def over_the_disk(engine: Any, disk: Disk, codec: str, seed: int) -> tuple[list[Any], list[Any]]:
+    """Prompts as they were computed, and as they are once they come from the disk; every page that was loaded
+    has lost something."""
+    prompts = [prompt(seed + number) for number in range(PROMPTS)]
+    blocks = 10 * PROMPTS
+    computed = saved(engine, disk.restart(codec), prompts, blocks)
+    daemon = disk.restart(codec)
+    engine.forget_records()
+    loaded = found(engine, prompts)
+    assert [one["cached"] for one in loaded] == [10 * BLOCK] * PROMPTS
+    (said,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
+    assert (said["asked"], said["codec"], said["why"]) == (codec, codec, "")
+    count, wrong = engine.compare()
+    assert count == blocks * 4 == len(wrong), "what was loaded has lost nothing"
+    return computed, loaded
+
+
+def saved(engine: Any, daemon: Daemon, prompts: list[list[int]], blocks: int) -> list[Any]:
+    """Have them computed until the engine has found the daemon, and all of them is on its disk."""
+    deadline = time.monotonic() + AGAIN_S
+    while True:
+        engine.reset()
+        computed: list[Any] = engine.generate(prompts, 8)
+        if daemon.stats()["tiers"]["warm"]["blocks"] or time.monotonic() > deadline:
+            break
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= blocks, 30.0)
+    return computed
+
+
+def found(engine: Any, prompts: list[list[int]]) -> list[Any]:
+    """Each of them once it is loaded: so small a model may be sooner done with computing it."""
+    answers = []
+    deadline = time.monotonic() + AGAIN_S
+    for tokens in prompts:
+        while True:
+            engine.reset()
+            (answer,) = engine.generate([tokens], 8)
+            if answer["cached"] or time.monotonic() > deadline:
+                break
+        answers.append(answer)
+    return answers
+
+
+def distance(computed: list[Any], loaded: list[Any]) -> float:
+    """How far logprobs are from each other at most, as far as the same was said before. Of two tokens that
+    were the likeliest the logprobs are no further apart than the distributions."""
+    found = 0.0
+    for one, other in zip(computed, loaded, strict=True):
+        pairs = zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True)
+        for token, same, logprob, near in pairs:
+            found = max(found, abs(logprob - near))
+            if token != same:
+                break
+    return found
+
+
+@pytest.mark.parametrize("codec", NEAR)
+def test_what_a_lossy_codec_gives_back_is_near(engine: Any, disk: Disk, codec: str) -> None:
+    seed = 100 * (1 + list(NEAR).index(codec))
+    far = distance(*over_the_disk(engine, disk, codec, seed))
+    print(f"{codec}: logprobs {far:.3f} apart at most")
+    assert 0.0 < far < NEAR[codec]
+
+
+def test_pages_taken_in_another_order_are_seen(engine: Any, disk: Disk) -> None:
+    """The control: K as V lies, and V as K, so that a channel's step is made of others."""
+    (engine.records / "order").write_text("hptd|hpdt")
+    try:
+        far = distance(*over_the_disk(engine, disk, "q8", 900))
+    finally:
+        (engine.records / "order").unlink()
+    print(f"another order: logprobs {far:.3f} apart")
+    assert far > NEAR["q8"]
