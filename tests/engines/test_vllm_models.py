@@ -132,7 +132,7 @@ def test_an_adapter_s_blocks_are_of_its_content(
 def test_a_model_with_states_is_served_without(
     shared_daemon: Daemon, engine_of: Callable[..., Any]
 ) -> None:
-    """Declined, in one line."""
+    """Declined, in one line, and what the engine finds in its own cache it finds still."""
     # Its linear attention is there in bfloat16 only.
     engine = engine_of("qwen3_next", shared_daemon.socket, dtype="bfloat16")
     before = shared_daemon.stats()["saved_tokens"]
@@ -140,6 +140,9 @@ def test_a_model_with_states_is_served_without(
     engine.reset()
     (again,) = engine.generate([prompt(1, 700)], 40)
     check_same(first, again)
+    # It keeps states where one of its blocks ends soon before the prompt does: not in the one above.
+    computed, kept = (engine.generate([prompt(2, 600)], 1)[0]["cached"] for _ in range(2))
+    assert computed == 0 < kept
     assert shared_daemon.stats()["saved_tokens"] == before
     engine.stop()
     assert engine.log.read_text().count("kvtier:") == 1
