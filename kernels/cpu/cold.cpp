@@ -122,23 +122,33 @@ IdList Store::lossy(Ids ids) const {
     return found;
 }
 
-// How many keys are before each, as far as is known. Neighbours share most of their way up.
+// How many keys are before each, as far as is known. Neighbours share most of their way up, in
+// whatever order they are named: what a way meets of those that were asked for is known after it.
 std::vector<std::uint32_t> Store::depths(Ids ids) const {
-    std::vector<std::uint32_t> found(ids.size());
-    std::unordered_map<Id, std::uint32_t> known;  // of those that were asked for
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        static_cast<void>(block(ids[i]));
-        std::uint32_t steps = 0, below = 0;
-        Id node = records_.node_of(ids[i]);
-        for (Id at = node; records_[at].parent != none; ++steps) {
-            if (auto there = known.find(at); there != known.end()) {
-                below = there->second;
-                break;
-            }
-            at = records_[at].parent;
-        }
-        found[i] = known[node] = steps + below;
+    constexpr std::uint32_t unknown = none;
+    std::unordered_map<Id, std::uint32_t> asked;
+    for (Id id : ids) {
+        static_cast<void>(block(id));
+        asked.emplace(records_.node_of(id), unknown);
     }
+    std::vector<std::pair<Id, std::uint32_t>> met;  // and how many steps up the way
+    for (Id id : ids) {
+        met.clear();
+        std::uint32_t steps = 0, above = 0;
+        for (Id at = records_.node_of(id);; at = records_[at].parent, ++steps) {
+            if (auto there = asked.find(at); there != asked.end()) {
+                above = there->second;
+                if (above != unknown) break;
+                met.emplace_back(at, steps);
+            }
+            above = 0;
+            if (records_[at].parent == none) break;
+        }
+        for (auto [node, at] : met) asked[node] = above + steps - at;
+    }
+    std::vector<std::uint32_t> found;
+    found.reserve(ids.size());
+    for (Id id : ids) found.push_back(asked[records_.node_of(id)]);
     return found;
 }
 

@@ -1,5 +1,6 @@
 // What there is, record by record and some at a time: for people, who wait longer than engines.
 #include <algorithm>
+#include <unordered_map>
 
 #include "store.h"
 
@@ -7,13 +8,15 @@ namespace kvtier {
 
 std::pair<Id, std::vector<Tally>> Store::tally(Id first, Id look) const {
     std::vector<Tally> found;
+    std::unordered_map<std::uint32_t, std::size_t> which;  // of those is a space's
     const Id end = first + std::min(look, records_.limit() - std::min(first, records_.limit()));
     for (Id id = first; id < end; ++id) {
         if (!records_.known(id) || records_[id].is() == State::absent) continue;
         const Record& record = records_[id];
         const Place& place = places_[record.place];
-        auto at = std::ranges::find(found, place.space, &Tally::space);
-        if (at == found.end()) at = found.insert(at, Tally{place.space, 0, 0, 0, 0, 0});
+        const auto [there, is_new] = which.try_emplace(place.space, found.size());
+        if (is_new) found.push_back(Tally{place.space, 0, 0, 0, 0, 0});
+        Tally* const at = &found[there->second];
         if (record.is() == State::ready) {
             ++at->memory;
             at->memory_bytes += place.block_bytes;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import struct
+import time
 
 import pytest
 
@@ -180,6 +182,50 @@ def test_how_deep_a_block_lies_is_told(store, plain):
     store.forget(ids[:4])
     assert unpack(store.depths(ids[4:])) == [1, 2]  # a ghost is a key, too
     assert store.depths(b"") == b""
+
+
+def test_how_deep_blocks_lie_is_told_in_any_order(store, plain):
+    stem = save(store, plain, range(20))
+    twig = save(store, plain, range(100, 110), parent=9)
+    lies = dict(zip(unpack(stem + twig), [*range(20), *range(10, 20)], strict=True))
+    for seed in range(20):
+        some = random.Random(seed).choices(list(lies), k=12)
+        assert unpack(store.depths(pack(*some))) == [lies[one] for one in some]
+    last_first = unpack(stem + twig)[::-1]
+    assert unpack(store.depths(pack(*last_first))) == [lies[one] for one in last_first]
+
+
+def took(work):
+    """The least of some tries."""
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def test_what_is_evicted_last_first_is_as_soon_told_how_deep_it_lies():
+    store, count = Store(), 16_384
+    open_arena(store, count * PAGE)
+    space = store.add_space([(FULL, 0, PAGE)], [1])
+    ids, _ = store.reserve(space, 0, 0, None, keys(*range(count)), bytes(count))
+    one, some = ids[-4:], pack(*unpack(ids)[: -129 : -1])
+    # A walk up the chain for all of them, not for each.
+    assert took(lambda: store.depths(some)) < 32 * took(lambda: store.depths(one))
+
+
+def test_many_spaces_are_counted_as_soon_as_one():
+    one, many, count = Store(), Store(), 16_384
+    for store, spaces in ((one, 1), (many, 4096)):
+        open_arena(store, count * PAGE)
+        each = count // spaces
+        for number in range(spaces):
+            space = store.add_space([(FULL, 0, PAGE)], [1])
+            names = keys(*range(number * each, (number + 1) * each))
+            store.reserve(space, 0, 0, None, names, bytes(each))
+    assert len(many.tally(0, count)[1]) == 4096 * len(one.tally(0, count)[1])
+    assert took(lambda: many.tally(0, count)) < 30 * took(lambda: one.tally(0, count))
 
 
 def test_a_bad_frame_is_a_block_that_is_nowhere(store, plain):
