@@ -22,6 +22,7 @@ from kvtier.policy.base import make
 from kvtier.wire import SLOT
 from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.drive import Drive
+from kvtier_daemon.tiers.shelf import NO_ROOM
 from kvtier_daemon.tiers.volume import open_direct
 from kvtier_daemon.tiers.warm import table_bytes
 from kvtier_kernels import Mapping, Store
@@ -29,6 +30,9 @@ from kvtier_kernels import Mapping, Store
 PAGE = 4096
 EXTENT_BYTES = 16 * PAGE  # a slab
 LEASE_S = 10.0
+# A full file system says nothing of segments, which have their blocks; nor do a queue that is long, and one
+# that has ended.
+NOT_ITS_FAULT = (*NO_ROOM, errno.ETIMEDOUT, errno.ECANCELED)
 WHO = SessionId(1)
 NOBODYS = "."  # no tenant can be called so
 SPEC = KvSpec.dense(
@@ -92,7 +96,7 @@ class DiskProbe:
         def over(lane_is_reads: bool, code: int) -> None:
             os.close(fd)
             self._asked.discard(drive)
-            if code:
+            if code and code not in NOT_ITS_FAULT:
                 lane = drive.reads if lane_is_reads else drive.writes
                 drive.fault(lane, f"{directory}: a probe failed", code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -86,6 +87,19 @@ def test_a_disk_that_does_not_take_it_has_a_fault(
     )
     drive = probed(tmp_path, lambda *_: None)
     assert drive.faults == 1 and "a probe failed" in drive.writes.failure
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT])
+def test_a_disk_that_has_no_room_for_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Segments have their blocks: a full file system switches no tier off."""
+
+    def work(one: DiskProbe, disks: Any, drive: Drive) -> None:
+        monkeypatch.setattr(drive, "write_text", lambda fd, at, text, over: over(code, None))
+
+    drive = probed(tmp_path, work)
+    assert not drive.faults and not drive.failure
 
 
 def test_another_page_than_was_written_is_a_fault_of_reading(
