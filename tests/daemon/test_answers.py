@@ -308,6 +308,35 @@ def test_who_waits_is_told_how_far_it_is_after_the_time_it_gave(tmp_path: Path) 
     with_client(tmp_path, work)
 
 
+@pytest.mark.parametrize("why", ["late", "off", "shut"])
+def test_who_waits_for_what_will_not_come_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    async def work(client: Client) -> None:
+        tier = client.held.bench.tier
+        with monkeypatch.context() as none_begins:
+            none_begins.setattr(reads, "READ_BLOCKS", 0)
+            client.load(request=7)
+            client.wait(60_000)
+            await client.held.turn()
+            assert not client.sent
+            if why == "late":
+                now = client.held.reads.planner._clock() + 2 * PATIENCE_S
+                none_begins.setattr(client.held.reads.planner, "_clock", lambda: now)
+                client.held.reads.tend()
+            elif why == "shut":
+                tier.shut()
+        if why == "off":
+            tier.drives[0].give_up("gone")
+            client.held.reads._pump_soon(tier.drives[0])
+        for _ in range(20):
+            await client.held.turn()
+        told = client.last()
+        assert (told.id, told.ready, told.coming) == (2, 0, 0)
+
+    with_client(tmp_path, work)
+
+
 def test_who_waits_no_more_is_told_so_and_holds_nothing(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         client.load(request=7)

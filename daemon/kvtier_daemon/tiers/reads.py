@@ -230,7 +230,9 @@ class Reads:
             self._let_go_soon()
 
     def _leave_out(self) -> None:
-        """What was to be added to a request that waits no more is not to be read."""
+        """What was to be added to a request that waits no more is not to be read, and who waits for such a
+        request is told."""
+        self._tell_soon()
         left = deque(one for one in self._batches if self.planner.is_waiting(one[0]))
         for request, batch in self._batches if len(left) < len(self._batches) else ():
             if not self.planner.is_waiting(request):
@@ -285,6 +287,7 @@ class Reads:
             for name in names:
                 self.planner.over(name, False)
             self._called_back(names)
+            self._tell_soon()
             self._pump_soon(drive)
             return
         reading: dict[str, list[Incoming]] = {}
