@@ -79,11 +79,15 @@ class ColdLife:
             self._moving.cancel()
 
     async def close(self) -> bool:
-        """Have it known what is to be found again, and close the files; False where a disk hangs."""
-        if self.tier is None or not self.is_there:
+        """Have it known what is to be found again, and close the files; False where a disk hangs, now or when
+        the tier was switched off."""
+        if self._switching is None:
             return True
-        self._remember(self.tier)
-        return await self.tier.close()
+        let_go = await self._switching.settled()
+        if self.tier is not None and self.is_there:
+            self._remember(self.tier)
+            let_go &= await self.tier.close()
+        return let_go
 
     @property
     def is_there(self) -> bool:
@@ -163,6 +167,7 @@ class ColdLife:
             if before is not None:
                 tenant.mover.inherit(before)
         # In the order in which they came, so that each has the number that it would have had.
+        self._unmapped = False
         for extent in self._warm.extents:
             self.map(self._tenants[extent.tenant], extent)
         catalogs = {name: tenant.catalog for name, tenant in self._tenants.items()}
@@ -173,14 +178,14 @@ class ColdLife:
         if self._tasks is not None:
             self._move_of(tier)
 
-    async def _stop(self, tier: ColdTier) -> bool:
+    async def _stop(self, tier: ColdTier, timeout_s: float) -> bool:
         """Have nothing moved any more, and the files closed; whether that went well."""
         tier.shut()
         if self._moving is not None:
             self._moving.cancel()
             await asyncio.wait([self._moving])
         self._remember(tier)
-        return await tier.close()
+        return await tier.close(timeout_s)
 
     def _dirty(self, tenant: str, ids: bytes) -> None:
         mover = self._tenants[tenant].mover

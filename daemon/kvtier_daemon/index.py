@@ -38,6 +38,7 @@ PAGES_PER_ENTRY: Final = 4
 COALESCED: Final = 4096
 KEPT: Final = 262_144
 RETRY_S: Final = 1.0
+CLOSE_S: Final = 10.0
 CHECK_S: Final = 10.0
 CHECK_BYTES_PER_S: Final = 8 << 20
 # What the child that looks at a file exits with, or an errno.
@@ -105,7 +106,7 @@ class Index:
             except queue.Empty:
                 return
 
-    def close(self, timeout_s: float = 10.0) -> bool:
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Write what is left, and close. Waits for the disk; False if that was for nothing."""
         self._queue.put(None)
         self._thread.join(timeout_s)

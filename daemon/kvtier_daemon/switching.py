@@ -23,14 +23,15 @@ from kvtier_daemon.tiers.cold import ColdTier
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
-SETTLE_S = 10.0
+CLOSE_S = SETTLE_S = 10.0
 USED_BLOCKS = 65_536
 DROP_SEGMENTS = 8  # in one go
 
 
 class Switching:
     """Of a daemon that has a cold tier. `open_cold` makes another one, raising TierError; `take` has the
-    tenants use it; `stop` ends what moves blocks to and from it, and closes it: whether that went well."""
+    tenants use it; `stop` ends what moves blocks to and from it, and closes it in so many seconds: whether
+    that went well."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Switching:
         cold: ColdTier,
         open_cold: Callable[[], ColdTier],
         take: Callable[[ColdTier], None],
-        stop: Callable[[ColdTier], Awaitable[bool]],
+        stop: Callable[[ColdTier, float], Awaitable[bool]],
     ) -> None:
         self._loop = loop
         self._tenants = tenants
@@ -50,11 +51,19 @@ class Switching:
         self._states = {"warm": ON, "cold": ON}
         self._failures = {"warm": "", "cold": ""}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._hangs = False  # a disk that was to let go
 
     @property
     def cold_is_there(self) -> bool:
         """Whether it has files open, and may be looked after."""
         return self._states["cold"] not in (CLOSING, OFF, OPENING)
+
+    async def settled(self) -> bool:
+        """Wait until the cold tier is neither being opened nor being closed; False if a disk has not let go
+        of files, and perhaps memory, of ours."""
+        if self._states["cold"] in (CLOSING, OPENING):
+            await asyncio.wait([self._tasks["cold"]])
+        return not self._hangs
 
     def state(self, tier: str) -> str:
         state = self._states[tier]
@@ -125,12 +134,16 @@ class Switching:
             tenant.mover.drain(True)
 
         async def drained() -> None:
-            movers = [tenant.mover for tenant in self._tenants.values()]
-            while not all(mover is None or mover.is_drained for mover in movers):  # noqa: ASYNC110
+            while not self._is_drained():  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
             self._over("warm", DRAINED)
 
         self._begin("warm", DRAINING, drained)
+
+    def _is_drained(self) -> bool:
+        # They are others once the cold tier was off.
+        movers = [tenant.mover for tenant in self._tenants.values()]
+        return all(mover is None or mover.is_drained for mover in movers)
 
     def _on_warm(self, state: str) -> None:
         for tenant in self._tenants.values():
@@ -168,12 +181,13 @@ class Switching:
             cold = self._cold
             cold.recovered.clear()  # what is forgotten from now on is so when it is on again
             cold.said_off = "switched off; `kvtier tier on cold` has it used again"
-            closed = await self._stop(cold)
+            closed = await self._stop(cold, CLOSE_S)
             until = self._loop.time() + SETTLE_S
-            while not self._nothing_moves() and self._loop.time() < until:  # noqa: ASYNC110
+            while closed and not self._nothing_moves() and self._loop.time() < until:
                 await asyncio.sleep(LOOK_S)
             if not (closed and self._nothing_moves()):
                 # What is with the disk may come back yet, to memory that is ours.
+                self._hangs = True
                 self._failures["cold"] = (
                     "a disk hangs, so its files stay open; restart the daemon when it is mended"
                 )

@@ -325,3 +325,27 @@ def test_blocks_that_a_start_could_not_name_are_not_written(
         assert await after_a_start(tmp_path, range(1)) == [0]
 
     run(work())
+
+
+def test_what_is_forgotten_while_a_tier_is_off_is_bounded_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "EARLY_BYTES", 2 * len(key(0)))
+
+    async def forgets() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        recovered = tenant.bench.tier.recovered
+        for _ in range(3):
+            recovered.clear()
+            some = [tenant.forget(at) for at in range(3)]
+            answers = [asyncio.ensure_future(one) for one in some]
+            await asyncio.sleep(0)
+            recovered.set()
+            assert [bool(why) for why in await asyncio.gather(*answers)] == [False, False, True]
+        assert tenant.running is not None
+        tenant.running.cancel()
+        await asyncio.gather(tenant.running, return_exceptions=True)
+        await tenant.bench.tier.close()
+
+    run(forgets())

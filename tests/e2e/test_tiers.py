@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from daemons import Daemon, kvtier
-from kvtier import Refused
+from kvtier import Refused, wire
 from kvtier.space import Space
 from specs import pattern, spec_of
 
@@ -144,6 +144,22 @@ def test_a_cold_tier_that_is_off_lets_its_disk_go_and_comes_back_with_all_that_i
         others = [keys for keys in prompts if keys is not cold]
         assert all(loaded(space, keys) == len(keys) for keys in others)
     assert daemon.stats()["failures"]["internal"] == 0
+
+
+def test_a_warm_tier_is_drained_though_the_cold_one_was_off_meanwhile(
+    tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    daemon = started(daemon_of, tmp_path / "it")
+    with daemon.connect() as client:
+        space = client.open(spec_of("both"))
+        prompts = [save(space, number) for number in range(40)]
+        for which, order in (("warm", "drain"), ("cold", "off")):
+            client.link.ask(wire.Tier(client.link.new_id(), which, order), wire.Report)
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "off")
+        assert daemon.stats()["tiers"]["warm"]["state"] == "draining"
+        assert tier(daemon, "on", "cold")["state"] in ("on", "recovering")
+        daemon.wait_for(lambda stats: stats["tiers"]["warm"]["state"] == "drained")
+        wait_for_disk(daemon, sum(map(len, prompts)))
 
 
 def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(

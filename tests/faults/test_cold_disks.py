@@ -425,6 +425,29 @@ def test_a_daemon_ends_though_its_disk_hangs(
     assert [one.load(chain) for chain in (1, 2, 3)] == [CHAIN] * 3
 
 
+@pytest.mark.parametrize("ends", ["when it is off", "at once"])
+def test_a_tier_whose_disk_hangs_is_switched_off_and_the_daemon_serves_and_ends(
+    shim: Shim, serve: Serve, ends: str
+) -> None:
+    one = serve(shim.path, "threads", shim.env, CLOSE_S=3.0)
+    one.save(0, 1, 2, 3)
+    with shim.failing(HANGS, *WRITES), one.daemon.connect(timeout_s=1.5) as asks:
+        save(one.client, 20)
+        one.until(lambda: shim.struck(*WRITES) > 0, "nothing hangs")
+        told = asks.tier("cold", "off")
+        if ends != "at once":
+            deadline = time.monotonic() + 60
+            while told["state"] == "closing":
+                assert time.monotonic() < deadline
+                told = asks.tier("cold")  # and is answered
+                assert one.load(20) == CHAIN
+            assert told["state"] == "off" and "a disk hangs" in told["failure"]
+        one.daemon.process.terminate()
+        assert one.daemon.process.wait(60) == 75
+    one.start()
+    assert [one.load(chain) for chain in (1, 2)] == [CHAIN] * 2
+
+
 # --- the directory ----------------------------------------------------------------------------
 
 

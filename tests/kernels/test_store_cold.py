@@ -210,7 +210,7 @@ def test_what_is_evicted_last_first_is_as_soon_told_how_deep_it_lies():
     open_arena(store, count * PAGE)
     space = store.add_space([(FULL, 0, PAGE)], [1])
     ids, _ = store.reserve(space, 0, 0, None, keys(*range(count)), bytes(count))
-    one, some = ids[-4:], pack(*unpack(ids)[: -129 : -1])
+    one, some = ids[-4:], pack(*unpack(ids)[:-129:-1])
     # A walk up the chain for all of them, not for each.
     assert took(lambda: store.depths(some)) < 32 * took(lambda: store.depths(one))
 

@@ -71,7 +71,7 @@ class Forgetting:
         """What was forgotten may have been found since."""
         for identity, keys in self._early:
             self._catalog.forget_again(identity, keys)
-        self._early = []
+        self._early, self._early_bytes = [], 0
 
     def copied(self, segment: Segment, before: bytes, after: bytes) -> None:
         """The frame at this place of a segment that leaves is at that one, too."""

@@ -596,7 +596,9 @@ class ColdTier:
                     shelf.close_files()
         for volume in self._volumes:
             self._loop.remove_reader(volume.index.event_fd)
-        closed = [volume.close() for volume in self._volumes]
+        closed = await asyncio.gather(
+            *(asyncio.to_thread(volume.close, timeout_s) for volume in self._volumes)
+        )
         return all(ended) and decoded and all(closed)
 
     def _all_shelves(self) -> list[Shelf]:

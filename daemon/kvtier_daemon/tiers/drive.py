@@ -322,12 +322,21 @@ class Drive:
         if self._waiting:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._quiet.wait(), timeout_s)
-        return self.stop(max(0.0, until - self._clock()))
+        self._let_go()
+        return await asyncio.to_thread(self._end, max(0.0, until - self._clock()))
 
     def stop(self, timeout_s: float) -> bool:
         """End at once. False as `close` says."""
+        self._let_go()
+        return self._end(timeout_s)
+
+    def _let_go(self) -> None:
+        """The loop hears nothing of it any more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._loop.remove_reader(self._event_fd)
+
+    def _end(self, timeout_s: float) -> bool:
+        """Waits for threads."""
         left = self.disk.stop(timeout_s)
         os.close(self._event_fd)
         return not left and not wait(list(self._jobs), timeout_s).not_done

@@ -20,7 +20,7 @@ import msgspec
 
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
-from kvtier_daemon.index import FIRST_MAP_BYTES, Index
+from kvtier_daemon.index import CLOSE_S, FIRST_MAP_BYTES, Index
 from kvtier_daemon.tiers.segment import Head
 from kvtier_daemon.tiers.use import Uses
 
@@ -134,9 +134,9 @@ class Volume:
                 os.close(above)
         return folder
 
-    def close(self) -> bool:
-        """False if the disk doesn't let go: the directory stays locked."""
-        if not self.index.close():
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Waits for the disk; False if it doesn't let go: the directory stays locked."""
+        if not self.index.close(timeout_s):
             return False
         os.close(self._lock_fd)
         os.close(self._folder_fd)
