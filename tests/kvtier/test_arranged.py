@@ -134,7 +134,7 @@ def test_a_layer_can_be_decoded_alone_and_half_of_one_can_not() -> None:
     [
         "", "hpdt", "hpdt|hptd|hptd", "hpd|hptd", "hpdtt|hptd", "hpdt/16|hptd", "hpdt/16t%8|hptd",
         "hpdt/5t%5|hptd", "hpdt/0t%0|hptd", "hpdx|hptd", "hpdt%16|hptd", "h pdt|hptd",
-        "t/16hpdt%16|t/16hptd%16",
+        "t/16hpdt%16|t/16hptd%16", "hpdt|phtd", "phdt|hptd",
     ],
 )  # fmt: skip
 def test_what_is_no_order_is_opaque(order: str) -> None:

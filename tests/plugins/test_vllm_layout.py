@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -17,6 +19,7 @@ from kvtier.layout import space_id
 from kvtier_vllm.identity import Adapters, folder_digest, weights_identity
 from kvtier_vllm.layout import check_hashes, describe, read_layout
 from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.order import page_order
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -236,3 +239,22 @@ def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
     assert one and extras(weights(tmp_path / "two", a=1)) == one
     assert extras(weights(tmp_path / "one", a=22)) not in (one, None)
     assert extras(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("error", [AttributeError, ValueError, AssertionError, KeyError])
+def test_an_engine_that_does_not_say_how_pages_lie_stores_without_loss(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Whatever its own calls raise by now."""
+
+    def says(*_: object) -> str:
+        raise error("changed")
+
+    types = {name: name for name in ("bfloat16", "float16", "float32")}
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**types))
+    backend = SimpleNamespace(ops=None, _get_attn_isa=says)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.cpu_attn", backend)
+    tensor = MagicMock(device=SimpleNamespace(type="cpu"), shape=(8, 2, 16, 128), dtype="bfloat16")
+    tensor.dim.return_value = 4
+    assert page_order(tensor, 1) == ""
+    assert tensor.dim.called

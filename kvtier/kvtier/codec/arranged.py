@@ -52,13 +52,17 @@ def order_of(spec: KvSpec, group: int) -> Order | None:
     if len(orders) != PARTS or max(sizes.values()) > LIMIT_AXIS:
         return None
     found: dict[str, array[int]] = {axis: array("I") for axis in "htd"}
+    apart: set[int] = set()  # how far V is from K
     for part, text in enumerate(orders):
         places = _places(text, sizes)
         if places is None:
             return None
+        apart.add(places["p"][1])
         for axis in "htd":
             base = places["p"][part] if axis == "h" else 0
             found[axis].extend(base + place for place in places[axis])
+    if len(apart) > 1:  # one would lie where the other does
+        return None
     return Order(*(found[axis].tobytes() for axis in "htd"))
 
 
