@@ -89,7 +89,7 @@ class App:
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages
         )
         self._notifier = Notifier.from_environment()
-        self._settings = Settings(loaded, self._notifier, self._swap)
+        self._settings = Settings(loaded, self._notifier, self._swap, self._count_failure)
         self._unforeseen = Unforeseen(self._count_failure)
         self._cold = ColdLife(self._settings, self.tenants, self.warm, losses, self._unforeseen)
         self._listener = listener
@@ -226,12 +226,17 @@ class App:
     async def _tell_on(self) -> None:
         """Keep `systemctl status` up to date."""
         told = ""
-        while True:
-            await asyncio.sleep(TELL_S)
+
+        def tell() -> None:
+            nonlocal told
             line = self._figures.line()
             if line != told:
                 self._notifier.status(line)
                 told = line
+
+        while True:
+            await asyncio.sleep(TELL_S)
+            self._unforeseen.tried("the status line", tell)
 
     async def _show_life(self, every_s: float) -> None:
         """Say that the daemon does what it is there for, as long as it does: a block goes into memory each

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,13 +19,20 @@ log = logging.getLogger(__name__)
 
 class Settings:
     """`config` is in force. `swap` has the daemon go on with another one, which differs from it in what can
-    be swapped alone."""
+    be swapped alone; `count_failure` is called for what should not have failed."""
 
-    def __init__(self, loaded: Loaded, notifier: Notifier, swap: Callable[[Config], None]) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        notifier: Notifier,
+        swap: Callable[[Config], None],
+        count_failure: Callable[[], None],
+    ) -> None:
         self.config = loaded.config
         self._loaded = loaded
         self._notifier = notifier
         self._swap = swap
+        self._count_failure = count_failure
         self._one_at_a_time = asyncio.Lock()
 
     async def answer(self, order: str) -> dict[str, Any]:
@@ -49,8 +55,13 @@ class Settings:
         while True:
             await asked.wait()
             asked.clear()
-            with contextlib.suppress(ConfigError):  # it is in the log
+            try:
                 await self.answer("reload")
+            except ConfigError:
+                pass  # it is in the log
+            except Exception:
+                log.exception("the configuration could not be read again; the daemon goes on as before")
+                self._count_failure()
 
     async def _read_again(self) -> Loaded:
         # A file may lie on a disk that hangs.
@@ -64,7 +75,7 @@ class Settings:
         self._notifier.reloading()
         try:
             loaded = await self._read_again()
-        except ConfigError as error:
+        except Exception as error:
             log.error("nothing was reloaded: %s", error)
             self._notifier.ready(f"not reloaded, and serving as before: {error}")
             raise

@@ -68,6 +68,8 @@ def of_file(file: Path) -> Leaves:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # bad TOML, or bytes that are no UTF-8
         raise ConfigError(f"{file}: is no TOML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: is no TOML of ours: nested too deeply") from error
     lines = _lines(text)
     return {path: Leaf(value, str(file), line=lines.get(path, 0)) for path, value in flatten(tree)}
 

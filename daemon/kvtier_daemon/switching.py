@@ -183,7 +183,8 @@ class Switching:
             cold.said_off = "switched off; `kvtier tier on cold` has it used again"
             closed = await self._stop(cold, CLOSE_S)
             until = self._loop.time() + SETTLE_S
-            while closed and not self._nothing_moves() and self._loop.time() < until:
+            # What is with a disk that has not let go is never heard of again.
+            while closed and not self._nothing_moves() and self._loop.time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
             if not (closed and self._nothing_moves()):
                 # What is with the disk may come back yet, to memory that is ours.

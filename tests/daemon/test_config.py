@@ -254,6 +254,7 @@ def test_a_variable_with_the_wrong_underscores_is_refused_with_the_right_one(rea
         ("[tenants.a]\nquota = '120%'", "tenants.a.quota: '120%' is no share"),
         ("[tenants.'A/../b']\nuids = [1]", 'tenants."A/../b": expected a name of up to 32'),
         ("=", "is no TOML: "),
+        ("a = " + "[" * 100_000, "is no TOML of ours: nested too deeply"),
     ],
 )
 def test_an_error_names_the_file_the_key_and_what_was_expected(read, tmp_path, text, message):

@@ -18,7 +18,8 @@ from kvtier_daemon import app as app_module
 from kvtier_daemon import cold_life
 from kvtier_daemon.app import App
 from kvtier_daemon.claim import claim_socket, release_socket
-from kvtier_daemon.config import load
+from kvtier_daemon.config import Loaded, load
+from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.server import Server
@@ -115,6 +116,47 @@ def test_what_fails_of_one_tenant_is_done_for_the_others(
     served(tmp_path, work, tenants)
     assert caplog.text.count("this is told once") == 2
     assert "planted" in caplog.text and "another" in caplog.text
+
+
+def test_a_reload_and_a_status_line_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app_module, "TELL_S", 0.01)
+
+    async def work(app: App) -> None:
+        assert app._server is not None
+        monkeypatch.setattr(Figures, "line", planted)
+        while not app._server.failures["internal"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        before = app._server.failures["internal"]
+        monkeypatch.setattr(Loaded, "again", planted)
+        os.kill(os.getpid(), signal.SIGHUP)
+        while app._server.failures["internal"] == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        assert (await app.settings("reload"))["changes"] == []
+
+    served(tmp_path, work)
+    assert "nothing was reloaded: planted" in caplog.text
+
+
+def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(
+    tmp_path: Path,
+) -> None:
+    async def work(app: App) -> None:
+        app._cold._unmapped = True
+        await app.tier("cold", "off")
+        while (await app.tier("cold", "status"))["state"] != "off":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await app.tier("cold", "on")
+        while (await app.tier("cold", "status"))["state"] != "on":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        (tenant,) = app.tenants.values()
+        assert tenant.mover is not None
+        assert len(tenant.mover.extents) == len(app.warm.extents) > 0
+
+    served(tmp_path, work)
 
 
 def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
