@@ -127,13 +127,13 @@ class App:
             recorder,
             self,
         )
+        lag = Lag(loop)
+        self._figures.serving(self._server, lag)
         if self.config.cold is not None:
             self._notifier.extend_timeout(START_S)  # its index may have to be read
             self._cold.open(loop)
         loop.add_reader(self.warm.start(), self._extents_ready)
         self._say_whether_it_grows()
-        lag = Lag(loop)
-        self._figures.serving(self._server, lag)
         looked_at = await self._show(loop)
         # What start-up made stays for good: a collection need not walk it again.
         gc.collect()

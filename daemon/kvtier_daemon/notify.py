@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up the daemon
+PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up start and stop
 
 
 def watchdog_s(environ: Mapping[str, str] | None = None) -> float:
@@ -42,7 +42,7 @@ class Notifier:
 
     def status(self, text: str) -> bool:
         """Say in a line what the daemon is at, for `systemctl status`."""
-        return self._send(STATUS=text)
+        return self._send(wait=False, STATUS=text)
 
     def reloading(self) -> bool:
         """Say that the configuration is read again; `ready` says that this is over."""
@@ -55,21 +55,22 @@ class Notifier:
 
     def alive(self) -> bool:
         """Say that the daemon does what it is there for."""
-        return self._send(WATCHDOG="1")
+        return self._send(wait=False, WATCHDOG="1")
 
     def extend_timeout(self, seconds: float) -> bool:
         """Ask for `seconds` from now on for the start or the stop that is under way."""
         return self._send(EXTEND_TIMEOUT_USEC=str(round(seconds * 1_000_000)))
 
-    def _send(self, **assignments: str) -> bool:
-        """Return whether somebody took the message."""
+    def _send(self, wait: bool = True, **assignments: str) -> bool:
+        """Return whether somebody took the message. What is said again and again waits for nobody: clients
+        are served meanwhile."""
         if self._address is None:
             return False
         # A line break would begin the next assignment.
         lines = [f"{key}={' '.join(text.split())}" for key, text in assignments.items() if text]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                sender.settimeout(PATIENCE_S)
+                sender.settimeout(PATIENCE_S if wait else 0)
                 sender.connect(self._address)
                 sender.sendall("\n".join(lines).encode())
         except OSError:  # the manager is gone or busy; that is no reason to fail

@@ -57,6 +57,11 @@ def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path, monkeypatch):
         notifier = Notifier(str(tmp_path / "n"))
         assert notifier.ready() is True
         assert any(not notifier.status("busy") for _ in range(10_000))
+        assert not notifier.stopping()
+        monkeypatch.setattr("kvtier_daemon.notify.PATIENCE_S", 30.0)
+        began = time.monotonic()
+        assert not notifier.status("busy") and not notifier.alive()
+        assert time.monotonic() < began + 30, "clients waited for it"
 
 
 def test_the_process_itself_is_asked_when_no_environment_is_handed_in(monkeypatch):

@@ -14,10 +14,12 @@ import pytest
 
 from kvtier.catalog import Catalog
 from kvtier.catalog.cold import Cold
+from kvtier.errors import TierError
 from kvtier_daemon import app as app_module
 from kvtier_daemon import cold_life
 from kvtier_daemon.app import App
 from kvtier_daemon.claim import claim_socket, release_socket
+from kvtier_daemon.cold_life import ColdLife
 from kvtier_daemon.config import Loaded, load
 from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.mover import Mover
@@ -46,7 +48,9 @@ def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "")
         app = App(loaded, {name: bytes(32) for name in config.tenants}, listener)
         serving = asyncio.create_task(app.serve())
         async with asyncio.timeout(20):
-            while app._server is None or app.cold is None:  # noqa: ASYNC110
+            while app._server is None or app.cold is None:
+                if serving.done():
+                    await serving  # it has failed
                 await asyncio.sleep(0.01)
             await app.cold.recovered.wait()
             await work(app)
@@ -139,6 +143,33 @@ def test_a_reload_and_a_status_line_may_fail(
 
     served(tmp_path, work)
     assert "nothing was reloaded: planted" in caplog.text
+
+
+def test_who_asks_a_daemon_that_can_not_start_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears clients from before its disks are opened, until it has ended."""
+    asked = []
+
+    def fails(app: ColdLife, *_: Any) -> None:
+        asked.append(made[0]._figures.of(None))
+        raise TierError("no room")
+
+    async def work(_: App) -> None:
+        raise AssertionError("it can't serve")
+
+    begin = App.__init__
+    made: list[App] = []
+
+    def makes(app: App, *arguments: Any) -> None:
+        made.append(app)
+        begin(app, *arguments)
+
+    monkeypatch.setattr(App, "__init__", makes)
+    monkeypatch.setattr(ColdLife, "open", fails)
+    with pytest.raises(TierError, match="no room"):
+        served(tmp_path, work)
+    assert len(asked) == 1
 
 
 def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(
