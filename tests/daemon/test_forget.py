@@ -327,6 +327,22 @@ def test_blocks_that_a_start_could_not_name_are_not_written(
     run(work())
 
 
+def test_who_waits_for_an_index_is_told_that_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Index, "flush", lambda *_: None)  # it has no time to answer
+
+    async def closes() -> None:
+        tier = Bench([tmp_path]).tier
+        flushing = asyncio.create_task(tier.flush())
+        await asyncio.sleep(0)
+        assert await tier.close()
+        async with asyncio.timeout(10):
+            assert "closed" in await flushing
+
+    run(closes())
+
+
 def test_what_is_forgotten_while_a_tier_is_off_is_bounded_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -599,6 +599,10 @@ class ColdTier:
         closed = await asyncio.gather(
             *(asyncio.to_thread(volume.close, timeout_s) for volume in self._volumes)
         )
+        for flushing in self._flushing.values():
+            if not flushing.done():
+                flushing.set_result("the cold tier was closed before its index answered")
+        self._flushing.clear()
         return all(ended) and decoded and all(closed)
 
     def _all_shelves(self) -> list[Shelf]:
