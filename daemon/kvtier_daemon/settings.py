@@ -60,7 +60,9 @@ class Settings:
             except ConfigError:
                 pass  # it is in the log
             except Exception:
-                log.exception("the configuration could not be read again; the daemon goes on as before")
+                log.exception(
+                    "the configuration could not be read again; the daemon goes on as before"
+                )
                 self._count_failure()
 
     async def _read_again(self) -> Loaded:

@@ -21,8 +21,8 @@ from kvtier_daemon.app import App
 from kvtier_daemon.claim import claim_socket, release_socket
 from kvtier_daemon.cold_life import ColdLife
 from kvtier_daemon.config import Loaded, load
-from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.mover import Mover
+from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.server import Server
 from kvtier_daemon.tiers.reads import Reads
