@@ -60,6 +60,12 @@ KNOWN: dict[str, tuple[Config, int, int, int]] = {
     "Llama-3-70B": (
         llama(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64), 327_680, 327_680, 0,
     ),
+    "Llama-3.2-11B-Vision": (  # layers that look at the image alone
+        llama(
+            model_type="mllama", num_hidden_layers=40,
+            cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38],
+        ), 131_072, 131_072, 0,
+    ),
     "Llama-2-7B": (llama(num_key_value_heads=None), 524_288, 524_288, 0),
     "one head": (llama(multi_query=True, num_key_value_heads=None), 16_384, 16_384, 0),
     "DeepSeek-V3": (DEEPSEEK, 70_272, 70_272, 0),

@@ -315,6 +315,10 @@ def _layers(
             found.append(state)
     if shared:
         remarks.append(f"the last {shared} layers read the caches of others")
+    if crossed := fields.items("cross_attention_layers"):
+        remarks.append(
+            f"{len(crossed)} layers keep an image's tokens and none of the text's: not counted"
+        )
     if not found:
         raise fields.wrong(LAYERS[0], "no layer keeps anything")
     return found
@@ -362,6 +366,8 @@ def _kinds(fields: _Fields) -> list[str]:
         return _every(interval, count, "state")
     if (blocks := fields.items("block_configs")) is not None:
         return ["none" if _is_no_attention(block) else "full" for block in blocks]
+    if (crossed := fields.items("cross_attention_layers")) is not None:
+        return ["none" if index in crossed else "full" for index in range(count)]
     model = fields.get("model_type")
     if model == "falcon_h1":
         return ["both"] * count
