@@ -126,3 +126,13 @@ def test_a_directory_in_use_is_left_alone(
         await bench.tier.close()
 
     asyncio.run(work())
+
+
+def test_what_is_no_directory_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["fsck", str(tmp_path), str(tmp_path / "none")])
+    assert left.value.code == 2
+    assert f"{tmp_path / 'none'}: no directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "nothing is begun before all are there"

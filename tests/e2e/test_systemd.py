@@ -91,6 +91,8 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     assert shown.returncode == 0, shown.stderr
     assert "systemctl enable --now" in shown.stdout and str(PROGRAM) in shown.stdout
     assert list(tmp_path.iterdir()) == []
+    missing = kvtier("install-service", "--dry-run", *flags[:3], "/opt/none/kvtier")
+    assert missing.returncode == 0 and "/opt/none/kvtier is not there" in missing.stderr
     assert kvtier("install-service", *flags).returncode == 0
     unit = tmp_path / installing.UNITS / "kvtierd.service"
     assert f"ExecStart={PROGRAM} serve" in unit.read_text()

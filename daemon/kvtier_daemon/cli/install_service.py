@@ -44,12 +44,17 @@ def install_service(
             installing.remove(paths)
         verb = "removed"
     else:
+        program = (program or installing.own_program()).absolute()
         found = installing.plan(
-            root, program or installing.own_program(), installing.systemd_version(), http=http,
+            root, program, installing.systemd_version(), http=http,
             nodes=node or (),
         )  # fmt: skip
         paths = [*found.files, *found.once] if dry_run else installing.write(found)
         verb, commands = "written", found.commands
+        if not any(place.exists() for place in (program, root / program.relative_to("/"))):
+            typer.echo(
+                f"{program} is not there: install kvtier so before the service is started", err=True
+            )
     if json:
         from json import dumps
 
