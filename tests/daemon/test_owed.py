@@ -14,6 +14,7 @@ from kvtier.layout import space_id
 from kvtier.planning import WHY
 from kvtier.policy.base import make
 from kvtier_daemon.answers import Answers
+from kvtier_daemon.observing.events import Events
 from kvtier_kernels import Store
 from specs import spec_of
 
@@ -49,7 +50,9 @@ class Asking:
         tenant = SimpleNamespace(name="t", catalog=self.catalog, mover=mover, brings=True)
         self.tenant: Any = tenant
         server: Any = SimpleNamespace(
-            clock=lambda: 0.0, recorder=SimpleNamespace(looked_up=lambda *_: None)
+            clock=lambda: 0.0,
+            recorder=SimpleNamespace(looked_up=lambda *_: None),
+            events=Events(lambda: 0.0),
         )
         self.answers = Answers(
             SimpleNamespace(id=1, name="one", read_only=False), server  # type: ignore[arg-type]
