@@ -74,14 +74,18 @@ class HostPart {
         : codec_(codec) {
         constexpr size_t kWidths[] = {2, 2, 4, 1, 1};
         const size_t elements = raw_bytes / kWidths[static_cast<size_t>(element)];
-        const bool fixed = codec >= codec::Codec::kQ8 && codec <= codec::Codec::kQ2;
+        const bool fp8 = codec == codec::Codec::kFp8;
+        const bool fixed = fp8 || (codec >= codec::Codec::kQ8 && codec <= codec::Codec::kQ2);
         // More units than a part has are none too many.
         const size_t units = elements / (fixed ? 4096 : codec::kStreamSymbols) + 1;
         part_.raw_bytes = raw_bytes;
         part_.element = static_cast<uint32_t>(element);
         part_.units = static_cast<uint32_t>(units);
         part_.parts = 1;
-        part_.bits = codec == codec::Codec::kQ8 ? 8 : codec == codec::Codec::kQ4 ? 4 : 2;
+        part_.bits = fp8                          ? 8 | codec::kFloating
+                     : codec == codec::Codec::kQ8 ? 8
+                     : codec == codec::Codec::kQ4 ? 4
+                                                  : 2;
         if (known != nullptr) part_.known = known->at();
         measures_.resize(units);
         owners_.resize(units);
