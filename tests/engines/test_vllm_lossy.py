@@ -98,8 +98,8 @@ def saved(engine: Any, daemon: Daemon, prompts: list[list[int]], blocks: int) ->
 def found(engine: Any, prompts: list[list[int]]) -> list[Any]:
     """Each of them once it is loaded: so small a model may be sooner done with computing it."""
     answers = []
-    deadline = time.monotonic() + AGAIN_S
     for tokens in prompts:
+        deadline = time.monotonic() + AGAIN_S
         while True:
             engine.reset()
             (answer,) = engine.generate([tokens], 8)

@@ -207,7 +207,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Part, int, int, bytes]:
         shape, rope, table, draw(st.sampled_from([1, 2, 10, 256])), draw(st.integers(0, 2)),
         bytes(chance.integers(*draw(st.sampled_from([(120, 165), (0, 256)])), count).tolist()),
         bytes(chance.integers(*draw(st.sampled_from([(100, 125), (0, 256)])), count).tolist()),
-        (chance.standard_normal(count) * draw(st.sampled_from([0, 1, 2.0**30]))).astype("<f4").tobytes(),
+        (chance.uniform(-4, 4, count) * draw(st.sampled_from([0, 1, 2.0**30]))).astype("<f4").tobytes(),
     )  # fmt: skip
     kind = draw(st.sampled_from(["normal", "constant", "specials", "denormal"]))
     words = np.frombuffer(
