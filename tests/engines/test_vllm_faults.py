@@ -103,6 +103,7 @@ class Impostor(threading.Thread):
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
+                self._held.append(client)
                 client.settimeout(1.0)
                 self._serve(client)
 
@@ -116,15 +117,14 @@ class Impostor(threading.Thread):
             answer = self._answer(hello)
             if answer is not None:
                 client.sendall(answer)
-            self._held.append(client)
 
     def close(self) -> None:
         # Wakes the thread from its accept.
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
+        self.join()
         for client in self._held:
             client.close()
-        self.join()
 
 
 def other_schema(hello: wire.Hello) -> bytes:
