@@ -15,6 +15,7 @@
 #include "codec/calibration.h"
 #include "codec/codec.h"
 #include "codec/numbers.h"
+#include "codec/recipe.h"
 #include "codec/reorder.h"
 #include "python_bytes.h"
 #include "unlocked.h"
@@ -135,7 +136,8 @@ class Calibration {
             std::memcpy(turns.data(), text.data(), 8 * turns.size());
             known.push_back(std::make_shared<const Rope>(std::move(turns), interleaved));
         }
-        parts_.reserve(parts.size());
+        std::vector<Channels> made;
+        made.reserve(parts.size());
         for (const auto& [heads, dim, exact, rope, means, anchors, exponents, table] : parts) {
             if (rope < -1 || rope >= static_cast<int>(known.size())) {
                 throw nb::value_error("part: no such rope");
@@ -146,28 +148,30 @@ class Calibration {
             const auto bytes = [](const nb::bytes& text) {
                 return reinterpret_cast<const uint8_t*>(text.c_str());
             };
-            parts_.emplace_back(
+            made.emplace_back(
                 codec_, level, group,
                 Channels::Said{heads, dim, exact,
                                rope < 0 ? nullptr : known[static_cast<size_t>(rope)],
                                numbers.data(), numbers.size(), bytes(anchors), bytes(exponents),
                                bytes(table), anchors.size(), exponents.size(), table.size()});
         }
+        parts_ = std::make_shared<const std::vector<Channels>>(std::move(made));
     }
 
     // None where nothing is known of the part.
     const Channels* part(int64_t number) const {
         if (number == -1) return nullptr;
-        if (number < 0 || static_cast<uint64_t>(number) >= parts_.size()) {
+        if (number < 0 || static_cast<uint64_t>(number) >= parts_->size()) {
             throw nb::value_error("part: none of those known");
         }
-        return &parts_[static_cast<size_t>(number)];
+        return &(*parts_)[static_cast<size_t>(number)];
     }
     Codec codec() const { return codec_; }
+    const std::shared_ptr<const std::vector<Channels>>& parts() const { return parts_; }
 
  private:
     Codec codec_;
-    std::vector<Channels> parts_;
+    std::shared_ptr<const std::vector<Channels>> parts_;
 };
 
 std::vector<Number> encode_calibrated_parts(const Calibration& by, uint32_t element,
@@ -241,15 +245,21 @@ std::vector<uint32_t> numbers_of(const nb::bytes& text, const char* name) {
     return numbers;
 }
 
-void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
-                   const nb::bytes& dims, nb::handle src, nb::handle dst, bool back) {
-    if (width != 2 && width != 4) throw nb::value_error("width: 2 or 4");
+Order order_of(size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
+               const nb::bytes& dims) {
     Order order{parts,
                 numbers_of(heads, "heads: 4 bytes each"),
                 numbers_of(tokens, "tokens: 4 bytes each"),
                 numbers_of(dims, "dims: 4 bytes each"),
                 {}};
     if (!order.prepare()) throw nb::value_error("a place is outside of its page");
+    return order;
+}
+
+void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
+                   const nb::bytes& dims, nb::handle src, nb::handle dst, bool back) {
+    if (width != 2 && width != 4) throw nb::value_error("width: 2 or 4");
+    const Order order = order_of(parts, heads, tokens, dims);
     Held from, to;
     from.take(src, Access::kRead, Shape::kContiguous, "src");
     to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
@@ -258,6 +268,38 @@ void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb:
     }
     const Unlocked unlocked;
     reorder(order, width, from.data(), to.data(), from.size() / (order.page() * width), back);
+}
+
+SharedRecipe recipe_of_grids(uint32_t codec) {
+    auto recipe = std::make_shared<Recipe>();
+    recipe->codec = codec_of(codec);
+    if (recipe->codec <= Codec::kR32) throw nb::value_error("codec: a lossy one");
+    return {std::move(recipe)};
+}
+
+// Layer, part, and the part's number in the calibration.
+using Numbered = std::tuple<uint16_t, uint8_t, int64_t>;
+
+SharedRecipe recipe_by(const Calibration& by, nb::bytes profile, bool heads_first,
+                       const std::vector<Numbered>& numbers) {
+    if (profile.size() != kProfileBytes) throw nb::value_error("profile: 16 bytes");
+    auto recipe = std::make_shared<Recipe>();
+    recipe->codec = by.codec();
+    std::memcpy(recipe->profile.data(), profile.c_str(), kProfileBytes);
+    recipe->channels = by.parts();
+    recipe->heads_first = heads_first;
+    for (const auto& [layer, part, number] : numbers) {
+        if (by.part(number) == nullptr) continue;
+        recipe->numbers[Recipe::place(layer, part)] = static_cast<size_t>(number);
+    }
+    return {std::move(recipe)};
+}
+
+SharedRecipe recipe_of_pages(const SharedRecipe& by, size_t parts, const nb::bytes& heads,
+                             const nb::bytes& tokens, const nb::bytes& dims) {
+    auto recipe = std::make_shared<Recipe>(*by.shared);
+    recipe->order = order_of(parts, heads, tokens, dims);
+    return {std::move(recipe)};
 }
 
 }  // namespace
@@ -273,6 +315,10 @@ void bind_codec(nb::module_& m) {
         .def(nb::init<uint32_t, uint32_t, size_t, const std::vector<Turns>&,
                       const std::vector<Said>&>(),
              "codec"_a, "level"_a, "group_tokens"_a, "ropes"_a, "parts"_a);
+    nb::class_<SharedRecipe>(m, "Recipe", nb::is_final())
+        .def_static("by_grids", recipe_of_grids, "codec"_a)
+        .def_static("by_calibration", recipe_by, "by"_a, "profile"_a, "heads_first"_a, "numbers"_a)
+        .def("of_pages", recipe_of_pages, "parts"_a, "heads"_a, "tokens"_a, "dims"_a);
     m.def("encode_calibrated", encode_calibrated_parts, "by"_a, "element"_a, "block"_a, "sizes"_a,
           "heads_first"_a, "position"_a, "into"_a);
     m.def("decode_calibrated", decode_calibrated_parts, "by"_a, "element"_a, "payload"_a,

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
@@ -161,7 +162,7 @@ class Disk {
         submit(std::move(batch));
     }
 
-    void read_frames(nb::handle packed) {
+    void read_frames(nb::handle packed, const std::vector<codec::SharedRecipe>& lossy) {
         std::list<Operation> batch;
         each<PackedFrame>(packed, [&](const PackedFrame& frame, const std::string& name) {
             const PackedOperation& from = frame.operation;
@@ -176,6 +177,8 @@ class Disk {
             to.urgent = (from.flags & kUrgent) != 0;
             to.encoded = to.staged = true;
             to.element = codec::element_of(frame.element);
+            if (frame.lossy > lossy.size()) throw nb::index_error((name + ": no recipe").c_str());
+            if (frame.lossy != 0) to.lossy = lossy[frame.lossy - 1].shared;
             to.block = to.payload;
             to.block_bytes = from.nbytes;
             to.payload = nullptr;
@@ -487,7 +490,8 @@ void bind_disk(nb::module_& m) {
              nb::arg("decoders") = 1)
         .def("register", &Disk::add_extent, nb::arg("mapping"), nb::arg("fixed") = true)
         .def("read", &Disk::read, nb::arg("ops"))
-        .def("read_frames", &Disk::read_frames, nb::arg("ops"))
+        .def("read_frames", &Disk::read_frames, nb::arg("ops"),
+             nb::arg("lossy") = std::vector<kvtier::codec::SharedRecipe>())
         .def("moved", &Disk::moved)
         .def("write", &Disk::write, nb::arg("ops"), nb::arg("headers") = nb::bytes("", 0))
         .def("sync", &Disk::sync, nb::arg("token"), nb::arg("fd"), nb::arg("deadline_ms") = 0)

@@ -125,9 +125,13 @@ size_t Operation::codec() const { return frame_codec(payload); }
 void Operation::finish() {
     if (error != 0) return;
     if (encoded) {
-        if (!decode_frame(element, payload, frame_header, payload + frame_header, nbytes,
-                          digest.data(), block, block_bytes)) {
-            error = EBADMSG;
+        try {
+            const bool sound =
+                decode_frame(lossy.get(), element, payload, frame_header, payload + frame_header,
+                             nbytes, digest.data(), block, block_bytes);
+            if (!sound) error = EBADMSG;
+        } catch (const std::bad_alloc&) {
+            error = ENOMEM;
         }
         return;
     }

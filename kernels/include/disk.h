@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/recipe.h"
 #include "disk_ring.h"
 #include "mapping.h"
 #include "xxh3.h"
@@ -57,7 +58,8 @@ struct PackedFrame {
     PackedOperation operation;
     uint64_t payload_bytes;
     uint32_t header_bytes;
-    uint32_t element;
+    uint16_t element;
+    uint16_t lossy;  // which of the recipes it may be of, from 1; 0 is none
 };
 static_assert(sizeof(PackedFrame) == 80);
 
@@ -115,6 +117,7 @@ struct Operation {
     bool encoded = false;  // a read of a frame, to be decoded into its slot
     bool staged = false;   // what it reads takes memory of ours until it was decoded
     codec::Element element = codec::Element{};
+    std::shared_ptr<const codec::Recipe> lossy;  // of which it may be, if of any
     uint32_t extent = 0;
     uint64_t file_offset = 0;    // as the kernel sees it: a multiple of a page
     uint64_t total = 0;          // bytes for the kernel, whole pages
@@ -204,7 +207,7 @@ class DiskQueue {
         uint64_t block_bytes = 0;
         int64_t nanoseconds = 0;
     };
-    static constexpr size_t kCodecs = 8;
+    static constexpr size_t kCodecs = 10;
     struct Moved {
         uint64_t read_bytes = 0;
         int64_t reading_ns = 0;

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "codec/codec.h"
+#include "codec/recipe.h"
 
 namespace kvtier {
 
@@ -22,14 +24,21 @@ bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, si
 size_t encode_frame(codec::Codec codec, codec::Element element, uint8_t* header,
                     size_t header_bytes, const uint8_t* block, size_t block_bytes, uint8_t* into);
 
+// The same by a lossy codec; there are grids for all parts or for none. The frame is of what comes
+// back, so decoding it is part of this, and the block's digest is of that. A block that is not what
+// its header's digest says is not encoded: it would be sound then.
+size_t encode_frame(const codec::Recipe& by, codec::Element element, uint8_t* header,
+                    size_t header_bytes, const uint8_t* block, size_t block_bytes,
+                    std::span<const codec::Grid> grids, uint32_t position, uint8_t* into);
+
 // The codec that a header says, which nobody has checked.
 uint16_t frame_codec(const uint8_t* header);
 
 // Checks a frame, of whose payload this is the digest, and writes its block, of so many bytes. The
-// header is as before when it returns. False where the frame is damaged, or of another block; then
-// what lies in `block` means nothing.
-bool decode_frame(codec::Element element, uint8_t* header, size_t header_bytes,
-                  const uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
-                  uint8_t* block, size_t block_bytes);
+// header is as before when it returns. False where the frame is damaged, of another block, or of a
+// lossy codec that is not the one that is given, if any; then what lies in `block` means nothing.
+bool decode_frame(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
+                  size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
+                  const uint8_t* digest, uint8_t* block, size_t block_bytes);
 
 }  // namespace kvtier

@@ -89,10 +89,11 @@ class Disk:
         all others. Flag 2 verifies: EBADMSG unless the xxh3-128 of the bytes is the digest. ENODATA
         where the file ends before. After an error the memory holds anything."""
 
-    def read_frames(self, ops: Buffer) -> None:
+    def read_frames(self, ops: Buffer, lossy: Sequence[Recipe] = ()) -> None:
         """Queues reads of encoded frames, as `read` does, that are decoded into their slots. The operation
         says where the frame begins, its digest is that of the payload, and nbytes are the block's; it is
-        followed by the payload's bytes u64, those of the header u32, and the type of the elements u32.
+        followed by the payload's bytes u64, those of the header u32, the type of the elements u16, and
+        which of the recipes the frame may be of u16, from 1; 0 is none.
         EBADMSG where anything of it is not what was written, and then the slot holds anything."""
 
     def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
@@ -224,11 +225,30 @@ def encode_frame(codec: int, element: int, header: _Memory, block: _Memory, into
     Returns the payload's bytes; where no part shrinks they are the block's, and the header is as before.
     ValueError where the header is none of this block."""
 
+def encode_lossy_frame(
+    by: Recipe,
+    element: int,
+    header: _Memory,
+    block: _Memory,
+    into: _Memory,
+    grids: Sequence[tuple[int, int, int, bool]],
+    position: int,
+) -> int:
+    """The same by a lossy codec; there are grids for all parts or for none. The frame is of what comes back:
+    decoding it is part of this, and the block's digest that of the outcome. Returns the block's bytes, too,
+    where the block is not what its header's digest says."""
+
 def decode_frame(
-    element: int, header: _Memory, payload: _Memory, digest: bytes, into: _Memory
+    element: int,
+    header: _Memory,
+    payload: _Memory,
+    digest: bytes,
+    into: _Memory,
+    lossy: Recipe | None = None,
 ) -> bool:
     """Writes the block of an encoded frame to `into`, which has its size; `digest` is the payload's. False
-    where a bit of header, payload or block is not what it should be; then `into` holds anything."""
+    where a bit of header, payload or block is not what it should be, or the codec is a lossy one other than
+    that which is given; then `into` holds anything."""
 
 def encode_parts(
     codec: int,
@@ -250,6 +270,24 @@ def decode_parts(
     """Decodes parts, given by codec, offset, bytes and raw bytes, one after the other into `into`, without
     the GIL. Returns how many there are, or the number of one that is damaged; then what lies in `into`
     means nothing. Never reads outside of the payload or writes outside of `into`."""
+
+@final
+class Recipe:
+    """How whole frames of one lossy codec are made and read. Any thread may use it."""
+
+    @staticmethod
+    def by_grids(codec: int) -> Recipe:
+        """Of a codec that needs no profile."""
+
+    @staticmethod
+    def by_calibration(
+        by: Calibration, profile: bytes, heads_first: bool, numbers: Sequence[tuple[int, int, int]]
+    ) -> Recipe:
+        """Of a calibrated one; `numbers` are of layers and parts, and which part of the calibration each
+        is. What is not among them stays raw. `profile` is its name, 16 bytes."""
+
+    def of_pages(self, parts: int, heads: bytes, tokens: bytes, dims: bytes) -> Recipe:
+        """The same for blocks of pages, each a layer's parts in this order, as `reorder_pages` has it."""
 
 @final
 class Calibration:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from conformance.codec_tests import kv
+from kvtier import KvSpec
 from kvtier.codec import base, framing, raw
+from kvtier.codec.arranged import Arranged
+from kvtier.codec.base import Codec
 from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.frame import (
     ENTRY,
@@ -22,8 +26,9 @@ from kvtier.codec.frame import (
     seal,
     stamp,
 )
-from kvtier.codec.grid import grids
+from kvtier.codec.grid import HEADS_FIRST, grids
 from kvtier.codec.known import BY_NAME
+from kvtier.codec.losses import FIXED, Loss, Losses
 from kvtier.errors import FrameError
 from kvtier.layout import DTYPE_BYTES
 from kvtier_kernels import decode_frame, xxh3_128
@@ -189,6 +194,130 @@ def test_a_layer_is_decoded_alone(codec: str) -> None:
         one_layer(one, bytes(bad), 3)
 
 
+LATENT = KvSpec.mla(
+    model="latent", layers=5, latent_dim=128, rope_dim=16, dtype="bfloat16", block_tokens=16, weights="rev:1",
+)  # fmt: skip
+LARGE = spec_of(
+    "large", block_tokens=128, kv_heads=8, head_dim=64, layers=11
+)  # five runs, of which one shorter
+LOSSY_SPECS = {
+    "tokens": spec_of(),
+    "heads": spec_of(layout=HEADS_FIRST),
+    "pages": spec_of(layout="page:hpdt|hptd"),
+    "float16": spec_of(dtype="float16", layout="page:pthd|pthd"),
+    "float32": spec_of(dtype="float32", layout="page:thpd|thpd"),
+    "large": LARGE,
+    "large pages": msgspec.structs.replace(LARGE, layout="page:pthd|pthd"),
+    "latent": LATENT,
+}
+
+
+def lossy_codec(spec: KvSpec, asked: str) -> Codec:
+    exact = 16 if spec is LATENT else 0
+    found = Losses([(spec.model, asked)], [profile_of(spec, exact_dims=exact)]).look(spec)
+    assert isinstance(found, Loss), found
+    codec = found.codec(0, 0)
+    assert codec is not None
+    return codec
+
+
+def lossy_block(spec: KvSpec) -> bytes:
+    return kv(spec.dtype, spec.block_bytes)
+
+
+def lossy_header(spec: KvSpec, raw_digest: bytes = b"") -> bytearray:
+    return Template(SPACE, 0, 1, RAW, raw.entries(spec, 0)).blank(raw_digest)
+
+
+def lossy_frame(spec: KvSpec, codec: Codec) -> tuple[bytes, bytes]:
+    block, header, lies = lossy_block(spec), lossy_header(spec), grids(spec, 0, ordered=True)
+    into = bytearray(len(block))
+    nbytes = framing.encode_lossy(codec, spec.dtype, header, block, into, lies, 32)
+    assert nbytes < len(block)
+    stamp(header, KEY, PARENT, 7, 8)
+    return seal(bytes(header), into[:nbytes]), bytes(into[:nbytes])
+
+
+@pytest.mark.parametrize("asked", ["q8", "q2", "fp8", "ecsq-mid", "cachegen-lo"])
+@pytest.mark.parametrize("name", LOSSY_SPECS)
+def test_the_kernel_makes_the_lossy_frame_that_its_twin_makes(name: str, asked: str) -> None:
+    """And gives back what the twin gives back."""
+    spec = LOSSY_SPECS[name]
+    if spec is LATENT and asked in FIXED:
+        return  # K and V alone have their grids
+    codec, block = lossy_codec(spec, asked), lossy_block(spec)
+    ordered = isinstance(codec, Arranged)
+    assert ordered == spec.layout.startswith("page:")
+    found = []
+    for encode in (framing.encode_lossy, framing.encode_lossy_by):
+        header, into = lossy_header(spec, xxh3_128(block)), bytearray(len(block))
+        nbytes = encode(codec, spec.dtype, header, block, into, grids(spec, 0, ordered), 32)
+        found.append((nbytes, bytes(header), bytes(into[:nbytes])))
+    assert found[0] == found[1]
+    header, payload = lossy_frame(spec, codec)
+    back, by_twin, digest = bytearray(len(block)), bytearray(len(block)), xxh3_128(payload)
+    element, text = base.ELEMENTS[spec.dtype], bytearray(header)
+    assert decode_frame(element, text, payload, digest, back, codec.recipe)
+    framing.decode(header + payload, len(header), digest, spec.dtype, by_twin, codec)
+    assert back == by_twin != block and text == header
+
+
+def test_a_block_that_is_not_its_writers_is_not_encoded_with_a_loss() -> None:
+    spec = LOSSY_SPECS["tokens"]
+    block, codec = lossy_block(spec), lossy_codec(spec, "q8")
+    for encode in (framing.encode_lossy, framing.encode_lossy_by):
+        header = lossy_header(spec, b"another digest..")
+        before, into = bytes(header), bytearray(len(block))
+        assert encode(codec, spec.dtype, header, block, into, grids(spec, 0), 0) == len(block)
+        assert header == before
+
+
+@pytest.mark.parametrize("asked", ["q4", "fp8", "ecsq-hi", "cachegen-lo"])
+@pytest.mark.parametrize("name", ["tokens", "pages"])
+def test_a_bit_anywhere_of_a_lossy_frame_is_seen(name: str, asked: str) -> None:
+    spec = LOSSY_SPECS[name]
+    codec, chance = lossy_codec(spec, asked), random.Random(6)
+    header, payload = lossy_frame(spec, codec)
+    digest = xxh3_128(payload)
+    assert both_decode(spec, codec, header, payload, digest)
+    for _ in range(100):
+        text = bytearray(header + payload)
+        at = chance.randrange(len(text))
+        text[at] ^= 1 << chance.randrange(8)
+        cut = len(header)
+        assert not both_decode(spec, codec, bytes(text[:cut]), bytes(text[cut:]), digest)
+    # As if an encoder were wrong: all digests but that of the block are right.
+    odd = bytearray(header)
+    odd[152:168] = b"x" * 16
+    assert not both_decode(spec, codec, seal(bytes(odd), payload), payload, digest)
+    # Streams and entries that mean nothing, under digests that are right; a bit may make no difference.
+    wrong = 0
+    for at in range(0, len(payload), len(payload) // 50):
+        text = bytearray(payload)
+        text[at] ^= 1 << chance.randrange(8)
+        again = xxh3_128(text)
+        wrong += not both_decode(spec, codec, seal(header, text), bytes(text), again)
+    assert wrong > 25
+    for number, fields in enumerate([{"raw_bytes": 2}, {"codec": 0}, {"codec": 1}, {"nbytes": 0}]):
+        odd = bytearray(sealed_again(header, payload, number % 2, **fields))
+        assert not both_decode(spec, codec, bytes(odd), payload, digest)
+
+
+def both_decode(
+    spec: KvSpec, codec: Codec | None, header: bytes, payload: bytes, digest: bytes
+) -> bool:
+    """Whether the kernel decodes a frame by this codec; the twin says the same."""
+    into, by_twin = bytearray(spec.block_bytes), True
+    try:
+        framing.decode(header + payload, len(header), digest, spec.dtype, into, codec)
+    except FrameError:
+        by_twin = False
+    recipe = codec.recipe if codec is not None else None
+    element = base.ELEMENTS[spec.dtype]
+    assert decode_frame(element, bytearray(header), payload, digest, into, recipe) == by_twin
+    return by_twin
+
+
 def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None:
     spec = spec_of()
     block, pieces = block_of(), raw.entries(spec, 0)
@@ -215,6 +344,7 @@ def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None
     ):
         with pytest.raises(FrameError, match=why):
             framing.decode(text_of, size, digest, "bfloat16", back, given)
+        assert not both_decode(spec, given, text_of[:size], text_of[size:], digest)
     fixed, header = BY_NAME["q8"], blank()
     lies = grids(spec, 0)
     nbytes = framing.encode_lossy(fixed, "bfloat16", header, block, into, lies, 0)
@@ -223,4 +353,5 @@ def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None
     framing.decode(text, size, digest, "bfloat16", back, fixed)
     with pytest.raises(FrameError, match="nobody asked for"):
         framing.decode(text, size, digest, "bfloat16", back)
+    assert not both_decode(spec, None, text[:size], text[size:], digest)
     assert len(pieces) == len(lies)

@@ -10,7 +10,7 @@ import pytest
 from kvtier import Group, KvSpec
 from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.choice import Choice, Rates
-from kvtier.codec.losses import LARGE, NAMES, NO_PROFILE, OPAQUE, SHAPE, TYPE, Loss, Losses
+from kvtier.codec.losses import NAMES, NO_PROFILE, OPAQUE, SHAPE, TYPE, Loss, Losses
 from kvtier.errors import ProfileError
 from kvtier.layout import space_id
 from losses_by_twins import profile_of
@@ -62,7 +62,6 @@ def test_no_two_losses_have_one_identity() -> None:
         (spec_of("model", layers=5), "ecsq-mid", SHAPE),
         (spec_of("model", kv_heads=8), "ecsq-mid", SHAPE),
         (spec_of("model", head_dim=32), "cachegen-lo", SHAPE),
-        (spec_of("model", block_tokens=8192 + 16), "q8", LARGE),
         (spec_of("model2"), "ecsq-mid", NO_PROFILE),
     ],
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Blocks encoded on their way to the disks, and frames of codecs that the disks' workers can't decode, in
 threads beside the loop; and what of that pays.
 
-What was encoded lies in memory of the tier's own until it is written. A worker that reads a `fix4` or `r32`
-frame decodes it by itself.
+What was encoded lies in memory of the tier's own until it is written. A worker that reads a frame decodes it
+by itself, but for `zstd`.
 """
 
 from __future__ import annotations
@@ -205,15 +205,14 @@ class Coding:
 
     def decode(
         self, codec: int, text: memoryview, header_bytes: int, digest: bytes, spec: KvSpec, extent: int,
-        offset: int, nbytes: int, done: Callable[[int], None], lossy: Codec | None = None,
+        offset: int, nbytes: int, done: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """Write the block of this frame to its slot; `done` is told an errno or 0. `lossy` is the one lossy
-        codec that it may be of."""
+        """Write the block of this frame to its slot; `done` is told an errno or 0."""
         into = self._view(extent, offset, nbytes)
 
         def work() -> float:
             began = time.perf_counter()
-            framing.decode(text, header_bytes, digest, spec.dtype, into, lossy)
+            framing.decode(text, header_bytes, digest, spec.dtype, into)
             return time.perf_counter() - began
 
         def over(future: asyncio.Future[float]) -> None:

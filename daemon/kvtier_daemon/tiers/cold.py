@@ -24,9 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.codec.base import ELEMENTS, Codec
+from kvtier.codec.base import ELEMENTS, ZSTD, Codec
 from kvtier.codec.frame import PAGE, pages
-from kvtier.codec.framing import NATIVE
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Outgoing, Wrote
@@ -37,7 +36,7 @@ from kvtier_daemon.tiers.reads import Reads
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Shelf
 from kvtier_daemon.tiers.volume import Volume, space_key
-from kvtier_kernels import Mapping
+from kvtier_kernels import Mapping, Recipe
 
 log = logging.getLogger(__name__)
 
@@ -367,15 +366,16 @@ class ColdTier:
         """Bring blocks into their slots; `done` is told of each, with EBADMSG where it is not what it should
         be."""
         ops: dict[Drive, bytearray] = {}
-        encoded: dict[Drive, bytearray] = {}
+        encoded: dict[Drive, tuple[bytearray, list[Recipe]]] = {}
         for block in blocks:
             segment = self.segments[block.segment]
             shelf = self._numbering.shelves[block.segment]
             segment.reading += 1
             if block.coding is not None:
                 over = self._read_one(shelf, segment, block, done)
-                encoded.setdefault(shelf.drive, bytearray()).extend(
-                    self._read_encoded(shelf.drive, segment, block, block.coding, urgent, over)
+                theirs, recipes = encoded.setdefault(shelf.drive, (bytearray(), []))
+                theirs += self._read_encoded(
+                    shelf.drive, segment, block, block.coding, recipes, urgent, over
                 )
                 continue
             ops.setdefault(shelf.drive, bytearray()).extend(
@@ -385,22 +385,28 @@ class ColdTier:
                     self._read_one(shelf, segment, block, done),
                 )
             )  # fmt: skip
-        for drive, theirs in ops.items():
-            drive.read(theirs)
-        for drive, theirs in encoded.items():
-            drive.read_encoded(theirs)
+        for drive, raw in ops.items():
+            drive.read(raw)
+        for drive, (theirs, recipes) in encoded.items():
+            drive.read_encoded(theirs, recipes)
 
     def _read_encoded(
-        self, drive: Drive, segment: Segment, block: Incoming, how: Decoding, urgent: bool, over: Over
+        self, drive: Drive, segment: Segment, block: Incoming, how: Decoding, recipes: list[Recipe],
+        urgent: bool, over: Over,
     ) -> bytes:  # fmt: skip
-        """The operation that reads and decodes this; nothing where a thread beside the loop has to decode
-        it."""
+        """The operation that reads and decodes this, by one of the recipes if by any; nothing where a thread
+        beside the loop has to decode it."""
         at, header_bytes = block.page * PAGE, block.header_pages * PAGE
         element = ELEMENTS.get(how.spec.dtype)
-        if how.codec in NATIVE and element is not None:
+        if how.codec != ZSTD and element is not None:
+            recipe = how.lossy.recipe if how.lossy is not None else None
+            if recipe is not None and recipe not in recipes:
+                recipes.append(recipe)
+            number = recipes.index(recipe) + 1 if recipe is not None else 0
             sizes = (header_bytes, block.payload_bytes, how.block_bytes)
             return drive.encoded_op(
-                segment.fd, at, sizes, block.extent, block.offset, block.digest, element, urgent, over
+                segment.fd, at, sizes, block.extent, block.offset, block.digest, element, number, urgent,
+                over,
             )  # fmt: skip
 
         def have_read(code: int, text: memoryview | None) -> None:
@@ -409,7 +415,7 @@ class ColdTier:
                 return
             self.coding.decode(
                 how.codec, text, header_bytes, block.digest, how.spec, block.extent, block.offset,
-                how.block_bytes, lambda code: over(code, None), how.lossy,
+                how.block_bytes, lambda code: over(code, None),
             )  # fmt: skip
 
         drive.read_staged(segment.fd, at, header_bytes + block.payload_bytes, have_read, urgent)

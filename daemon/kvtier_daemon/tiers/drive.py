@@ -14,7 +14,7 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -22,7 +22,7 @@ from kvtier.codec.base import ELEMENTS
 from kvtier.codec.choice import LATELY_S, Average, Rates
 from kvtier.codec.frame import PAGE
 from kvtier.planning import Link
-from kvtier_kernels import Disk, Mapping
+from kvtier_kernels import Disk, Mapping, Recipe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,8 +32,8 @@ Args = TypeVarTuple("Args")
 OPERATION = struct.Struct("<QiIQQIIQ")
 DIGEST_TAIL = struct.Struct("<16s")
 HEADER_TAIL = struct.Struct("<QQ")
-# Digest and bytes of the payload, bytes of the header, elements.
-FRAME_TAIL = struct.Struct("<16sQII")
+# Digest and bytes of the payload, bytes of the header, elements, a recipe's number.
+FRAME_TAIL = struct.Struct("<16sQIHH")
 URGENT, DIGEST, SEAL = 1, 2, 4
 READ_MS = 5000
 HANGS_S = 5.0  # without a completion, while there is something to complete
@@ -201,17 +201,18 @@ class Drive:
 
     def encoded_op(
         self, fd: int, at: int, sizes: tuple[int, int, int], extent: int, offset: int, digest: bytes,
-        element: int, urgent: bool, over: Over,
+        element: int, recipe: int, urgent: bool, over: Over,
     ) -> bytes:  # fmt: skip
-        """A frame for `read_encoded`; the sizes are of its header, its payload, and its block."""
+        """A frame for `read_encoded`; the sizes are of its header, its payload, and its block. `recipe` is
+        which of those it may be of, from 1, or 0."""
         token = self._read_token(over)
         header_bytes, nbytes, block_bytes = sizes
         return OPERATION.pack(
             token, fd, URGENT if urgent else 0, at, block_bytes, extent, READ_MS, offset
-        ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element)
+        ) + FRAME_TAIL.pack(digest, nbytes, header_bytes, element, recipe)
 
-    def read_encoded(self, ops: bytes | bytearray) -> None:
-        self.disk.read_frames(ops)
+    def read_encoded(self, ops: bytes | bytearray, recipes: Sequence[Recipe]) -> None:
+        self.disk.read_frames(ops, recipes)
 
     def read(self, ops: bytes | bytearray) -> None:
         self.disk.read(ops)

@@ -110,6 +110,8 @@ class Arranged:
         self.name = codec.name
         self.number = codec.number
         self.profile = codec.profile
+        assert codec.recipe is not None, "a lossless codec looks at no channels"
+        self.recipe = codec.recipe.of_pages(PARTS, order.heads, order.tokens, order.dims)
 
     def bound(self, nbytes: int) -> int:
         return self.codec.bound(nbytes)

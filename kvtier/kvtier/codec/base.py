@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvtier.codec.frame import RAW, ZERO_DIGEST, Entry
 from kvtier.codec.grid import Grid
 from kvtier.errors import FrameError
-from kvtier_kernels import decode_parts, encode_parts
+from kvtier_kernels import Recipe, decode_parts, encode_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,6 +42,10 @@ class Codec(Protocol):
     @property
     def profile(self) -> bytes:
         """The name of the one that it was made for; zeros where it needs none."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How the kernels make and read whole frames of it, where it is lossy."""
 
     def bound(self, nbytes: int) -> int:
         """The most that a block of so many bytes takes."""
@@ -77,6 +81,7 @@ class Native:
         self.name = name
         self.number = number
         self.lossy = lossy
+        self.recipe = Recipe.by_grids(number) if lossy else None
 
     def bound(self, nbytes: int) -> int:
         return nbytes

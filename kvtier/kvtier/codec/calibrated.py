@@ -12,7 +12,7 @@ from kvtier.codec.frame import Entry
 from kvtier.codec.grid import HEADS_FIRST, TOKENS_FIRST, Grid
 from kvtier.codec.profile import CACHEGEN_LEVELS, ECSQ_LEVELS, Name, Part, Profile
 from kvtier.errors import ProfileError
-from kvtier_kernels import Calibration, decode_calibrated, encode_calibrated
+from kvtier_kernels import Calibration, Recipe, decode_calibrated, encode_calibrated
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -59,6 +59,10 @@ class Calibrated:
         ropes = [(_native(rope.turns, "Q"), rope.interleaved) for rope in profile.ropes]
         self.calibration = Calibration(
             self.number, names.index(level), profile.group_tokens, ropes, said
+        )
+        known = [(layer, part, number) for (layer, part), number in self._numbers.items()]
+        self.recipe = Recipe.by_calibration(
+            self.calibration, profile.name, self._heads_first, known
         )
 
     def bound(self, nbytes: int) -> int:

@@ -17,8 +17,8 @@ from kvtier.codec.base import ELEMENTS, FIX4, R32, ZSTD, Codec
 from kvtier.codec.frame import RAW
 from kvtier.codec.framing import NATIVE, suits
 from kvtier.codec.known import BY_NAME, BY_NUMBER, CODECS
-from kvtier.codec.losses import BLOCK_MOST, Loss, Losses
 from kvtier.codec.losses import NAMES as LOSSY
+from kvtier.codec.losses import Loss, Losses
 from kvtier.layout import KvSpec
 
 AUTO = "auto"
@@ -31,6 +31,7 @@ LATELY_BYTES = 1 << 28
 GAIN = 1.05  # of what is done otherwise, so that nothing changes for nothing
 FIRST_TRIES = 4  # blocks of a new space
 TRY_EVERY = 256  # blocks
+BLOCK_MOST = 32 << 20  # a frame that the workers do not decode is read as one
 LIMIT_SPACES = 256  # the first ones are learnt anew
 
 

@@ -1,7 +1,7 @@
 """A block into a frame and back: headers that say how each part is encoded, whole blocks, single layers.
 
-`fix4` and `r32` frames are made and read by the kernels in one call without the GIL; the same in Python is
-for other codecs, and their twin.
+Frames of all codecs but `zstd` are made and read by the kernels in one call without the GIL; the same in
+Python is for that one, and their twin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtier.codec.frame import (
 from kvtier.codec.grid import Grid
 from kvtier.codec.known import BY_NUMBER
 from kvtier.errors import FrameError
-from kvtier_kernels import encode_frame, xxh3_128
+from kvtier_kernels import encode_frame, encode_lossy_frame, xxh3_128
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -69,6 +69,22 @@ def encode_lossy(
 ) -> int:
     """The same by a lossy codec: the frame is of what comes back, so the raw digest is of that, and decoding
     it is part of this. What is not what its header's digest says is not encoded: it would be sound then."""
+    assert codec.recipe is not None, "a lossless codec"
+    lies = [(one.rows, one.channels, one.head, one.by_token) for one in grids]
+    element = ELEMENTS[dtype]
+    return encode_lossy_frame(codec.recipe, element, header, block, into, lies, position)
+
+
+def encode_lossy_by(
+    codec: Codec,
+    dtype: str,
+    header: bytearray,
+    block: Buffer,
+    into: Buffer,
+    grids: Sequence[Grid],
+    position: int,
+) -> int:
+    """The same by a codec's own means."""
     source = memoryview(block).cast("B")
     size, known = len(source), header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES]
     if known != ZERO_DIGEST and xxh3_128(source) != known:

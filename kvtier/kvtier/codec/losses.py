@@ -30,9 +30,8 @@ NAMES = (*FIXED, *CALIBRATED)
 NUMBERS = frozenset({codec.number for codec in FIXED.values()} | {ECSQ, CACHEGEN})
 DTYPES = ("bfloat16", "float16", "float32")
 LIMIT_SPECS = 256  # the others are looked at anew
-BLOCK_MOST = 32 << 20  # such a frame is read as one
 # Why a space stays lossless that was not to be.
-NO_PROFILE, OPAQUE, TYPE, SHAPE, LARGE = "no_profile", "opaque", "dtype", "shape", "large"
+NO_PROFILE, OPAQUE, TYPE, SHAPE = "no_profile", "opaque", "dtype", "shape"
 
 Place = tuple[int, int]  # group, shard
 
@@ -107,8 +106,8 @@ class Losses:
         return None
 
     def _fixed(self, spec: KvSpec, asked: str) -> Loss | str:
-        if why := _unfit(spec):
-            return why
+        if spec.dtype not in DTYPES:
+            return TYPE
         codecs: dict[Place, Codec] = {}
         for number, group in enumerate(spec.cache_groups):
             order = order_of(spec, number)
@@ -123,8 +122,8 @@ class Losses:
         profile = profile or self._profiles.get((spec.model, ""))
         if profile is None:
             return NO_PROFILE
-        if why := _unfit(spec):
-            return why
+        if spec.dtype not in DTYPES:
+            return TYPE
         order = order_of(spec, 0)
         if order is None and not grid.is_known(spec, 0):
             return OPAQUE
@@ -145,14 +144,6 @@ class Losses:
             name, level = CALIBRATED[asked]
             self._made[key] = Calibrated(name, profile, level, layout, share=share)
         return self._made[key]
-
-
-def _unfit(spec: KvSpec) -> str:
-    """Why no lossy codec can have such a space, whatever it knows; or nothing."""
-    if spec.dtype not in DTYPES:
-        return TYPE
-    sizes = (spec.group_block_bytes(number) for number in range(len(spec.cache_groups)))
-    return LARGE if max(sizes) > BLOCK_MOST else ""
 
 
 def _fits(spec: KvSpec, profile: Profile, layout: str) -> bool:

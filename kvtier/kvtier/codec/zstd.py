@@ -36,6 +36,7 @@ class Zstd:
     number = base.ZSTD
     lossy = False
     profile = ZERO_DIGEST
+    recipe = None
 
     def bound(self, nbytes: int) -> int:
         return nbytes
