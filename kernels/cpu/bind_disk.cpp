@@ -35,6 +35,7 @@ constexpr size_t kDepthMost = 1024;
 constexpr size_t kThreadsMost = 16;
 constexpr size_t kDecodersMost = 16;
 constexpr size_t kPoolMost = 64;  // a pool's threads, and so its depth
+constexpr uint64_t kStagedBytes = uint64_t{128} << 20;
 constexpr uint64_t kBytesMost = uint64_t{64} << 20;
 // What an object that goes without having been stopped waits for the kernel.
 constexpr double kGrace = 1;
@@ -93,7 +94,8 @@ PyType_Slot text_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&Text::get
 // Moves blocks for as long as it lives. A forked child has the object but not the threads.
 class Disk {
  public:
-    Disk(int notify_fd, const std::string& engine, size_t depth, size_t threads, size_t decoders)
+    Disk(int notify_fd, const std::string& engine, size_t depth, size_t threads, size_t decoders,
+         uint64_t staged_bytes)
         : depth_(depth), decoders_(decoders), owner_(getpid()) {
         if (engine != "auto" && engine != "io_uring" && engine != "threads") {
             throw nb::value_error("engine: auto, io_uring or threads");
@@ -112,7 +114,8 @@ class Disk {
             engine_ = "io_uring";
             why_ = engine == "auto" ? "the kernel offers it" : "asked for";
         }
-        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, decoders_);
+        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, decoders_,
+                                             staged_bytes);
         if (engine_ == "io_uring") {
             for (size_t i = 0; i < threads; i++) {
                 auto ring = std::make_shared<RingWorker>(queue_, (depth + threads - 1) / threads);
@@ -485,9 +488,9 @@ void bind_disk(nb::module_& m) {
     using kvtier::Disk;
     nb::class_<kvtier::Text>(m, "Text", nb::type_slots(kvtier::text_slots), nb::is_final());
     nb::class_<Disk>(m, "Disk", nb::is_final())
-        .def(nb::init<int, const std::string&, size_t, size_t, size_t>(), nb::arg("notify_fd"),
+        .def(nb::init<int, const std::string&, size_t, size_t, size_t, uint64_t>(), nb::arg("notify_fd"),
              nb::arg("engine") = "auto", nb::arg("depth") = 8, nb::arg("threads") = 1,
-             nb::arg("decoders") = 1)
+             nb::arg("decoders") = 1, nb::arg("staged_bytes") = kvtier::kStagedBytes)
         .def("register", &Disk::add_extent, nb::arg("mapping"), nb::arg("fixed") = true)
         .def("read", &Disk::read, nb::arg("ops"))
         .def("read_frames", &Disk::read_frames, nb::arg("ops"),

@@ -17,8 +17,6 @@ namespace {
 
 // EAGAIN or EINTR this often in a row is an error like any other.
 constexpr int kRetriesMost = 100;
-// Of memory for encoded frames, beside one that is larger by itself.
-constexpr uint64_t kStagedMost = uint64_t{128} << 20;
 constexpr uint64_t kLargePage = uint64_t{2} << 20;
 // Reads, the urgent ones aside, that may begin while a write waits.
 constexpr size_t kReadsInARow = 16;
@@ -54,18 +52,33 @@ Pages Pages::unset(uint64_t nbytes) {
 }
 
 Pages PagesAgain::take(uint64_t nbytes) {
+    Pages taken;
+    std::vector<Pages> dropped;  // unmapped without the mutex
     {
         const std::lock_guard lock(mutex_);
-        for (Pages& pages : free_) {
-            if (pages.size() < nbytes) continue;
-            std::swap(pages, free_.back());
-            Pages taken = std::move(free_.back());
-            free_.pop_back();
-            bytes_ -= taken.size();
-            return taken;
+        // The smallest that does, if not much of it is wasted.
+        size_t best = free_.size();
+        for (size_t i = 0; i < free_.size(); i++) {
+            const uint64_t size = free_[i].size();
+            if (size < nbytes || size / 2 > std::max(nbytes, kLargePage)) continue;
+            if (best == free_.size() || size < free_[best].size()) best = i;
+        }
+        if (best != free_.size()) {
+            taken = out_of(best);
+        } else {
+            // What is kept of other sizes makes room for what is new.
+            while (!free_.empty() && nbytes + bytes_ > most_) dropped.push_back(out_of(0));
         }
     }
-    return Pages::unset(nbytes);
+    return taken.data() != nullptr ? std::move(taken) : Pages::unset(nbytes);
+}
+
+Pages PagesAgain::out_of(size_t at) {
+    std::swap(free_[at], free_.back());
+    Pages pages = std::move(free_.back());
+    free_.pop_back();
+    bytes_ -= pages.size();
+    return pages;
 }
 
 void PagesAgain::give(Pages pages) {
@@ -145,13 +158,14 @@ void Operation::finish() {
     }
 }
 
-DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders)
+DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most)
     : notify_fd_(notify_fd),
       depth_(depth),
       spare_(depth < 2 ? 0 : std::max<size_t>(1, depth / 8)),
       writes_most_(std::max<size_t>(1, depth / 2)),
       decoders_(decoders),
-      again_(kStagedMost) {}
+      again_(staged_most),
+      staged_most_(staged_most) {}
 
 DiskQueue::~DiskQueue() { close(notify_fd_); }
 
@@ -284,7 +298,7 @@ DiskQueue::Operations* DiskQueue::next() {
 // Nothing is read to memory of ours while as much again waits to be decoded, or takes too much of
 // it until it is; what needs none goes on.
 DiskQueue::Operations* DiskQueue::earlier(Operations& reads, Operations& staged) {
-    const bool may = read_.size() < depth_ && staged_bytes_ < kStagedMost;
+    const bool may = read_.size() < depth_ && staged_bytes_ < staged_most_;
     if (staged.empty() || !may) return reads.empty() ? nullptr : &reads;
     if (reads.empty() || staged.front().sequence < reads.front().sequence) return &staged;
     return &reads;

@@ -98,6 +98,8 @@ class PagesAgain {
     void give(Pages pages);
 
  private:
+    Pages out_of(size_t at);  // with the mutex held
+
     const uint64_t most_;
     std::mutex mutex_;
     std::vector<Pages> free_;
@@ -179,7 +181,8 @@ struct Completion {
 // asks holds Python's lock, which no worker ever needs.
 class DiskQueue {
  public:
-    DiskQueue(int notify_fd, size_t depth, size_t decoders);  // owns the descriptor
+    // Owns the descriptor; `staged_most` is of memory for encoded frames, beside one that is larger.
+    DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most);
     DiskQueue(const DiskQueue&) = delete;
     DiskQueue& operator=(const DiskQueue&) = delete;
     ~DiskQueue();
@@ -272,6 +275,7 @@ class DiskQueue {
     Operations read_, decoding_;  // encoded frames that are in memory
     const size_t decoders_;
     PagesAgain again_;
+    const uint64_t staged_most_;
     Moved moved_;
     size_t reads_in_kernel_ = 0;
     uint64_t staged_bytes_ = 0;  // from the kernel until they are decoded

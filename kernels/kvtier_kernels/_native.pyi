@@ -73,12 +73,14 @@ class Disk:
         depth: int = 8,
         threads: int = 1,
         decoders: int = 1,
+        staged_bytes: int = ...,
     ) -> None:
         """`engine` is "io_uring", with a ring for each of `threads`; "threads", one for each operation of
         the depth, 64 at most; or "auto": the first if the kernel allows it. OSError where it was asked
         for and is refused. `depth` is how much the kernel has at most: all of it for urgent reads, an
         eighth less for others, half for writes. One write goes after 16 reads, urgent ones aside.
-        `decoders` threads decode what `read_frames` has read while more is read."""
+        `decoders` threads decode what `read_frames` has read while more is read; no frame
+        is read while `staged_bytes` of others, 128 MiB if nobody says, wait for them."""
 
     def register(self, mapping: Mapping, fixed: bool = True) -> int:
         """Makes a mapping known and returns its index, `extent` in operations. A `fixed` one is
@@ -122,7 +124,7 @@ class Disk:
     ) -> None:
         """Queues a read of at most 64 MiB, aligned or not, that `done` has the bytes of. If `staged`, it has
         a view of the worker's own memory, read-only: what is in use of that counts with what waits to be
-        decoded, of which there is 128 MiB at most before another read begins."""
+        decoded, of which there is `staged_bytes` at most before another read begins."""
 
     def done(self) -> list[tuple[int, int, Any]]:
         """What is over since the last call: token, errno or 0, and the bytes, the view or the digest."""

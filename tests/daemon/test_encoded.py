@@ -35,6 +35,7 @@ from kvtier_daemon.tiers.batch import Outgoing
 from kvtier_daemon.tiers.coding import threads_here
 from kvtier_daemon.tiers.cold import Incoming
 from kvtier_daemon.tiers.recovery import Recovered
+from kvtier_daemon.tiers.staging import STAGED_BYTES
 from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Store
 from specs import spec_of
@@ -504,22 +505,8 @@ def test_what_was_forgotten_while_it_was_encoded_is_not_written(
         await tenant.on_disk(3)
         await asyncio.sleep(0.1)
         assert tenant.mover.counts["written"] == 3
-        assert [area.users for area in coding._free] == [0], "its memory is free again"
+        assert coding.staging.used == 0, "its memory is free again"
         await tenant.close()
-
-    run(work())
-
-
-def test_memory_that_is_used_again_is_the_smallest_that_does(tmp_path: Path) -> None:
-    async def work() -> None:
-        bench = Bench([tmp_path])
-        coding = bench.tier.coding
-        areas = {size: coding._take(size << 20) for size in (64, 8, 16)}
-        for area in areas.values():
-            coding._give(area)
-        for size in (8, 16, 64):
-            assert coding._take(size << 20) is areas[size]
-        assert await bench.tier.close()
 
     run(work())
 
@@ -528,13 +515,13 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
+        staging = tenant.bench.tier.coding.staging
         for first in range(0, 480, 16):
             tenant.save("bfloat16", first, 16)
             await until(lambda first=first: tenant.mover.counts["written"] >= first + 16)  # type: ignore[misc]
-        assert len(tenant.bench.tier._mappings) <= 5, "the arena's, and some areas"
-        free = tenant.bench.tier.coding._free
-        assert len(free) == len(tenant.bench.tier._mappings) - 1
-        assert all(area.users == 0 for area in free)
+        assert len(tenant.bench.tier._mappings) == 2, "the arena's, and what is encoded to"
+        await until(lambda: not staging.used)
+        assert list(staging._holes.values()) == [{0: STAGED_BYTES}], "whole again"
         disk = tenant.bench.tier.drives[0].disk
         if disk.engine == "io_uring":
             assert disk.registered_bytes == SLOTS * BLOCK, "pinned is the arena alone"
@@ -640,8 +627,7 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
             await tenant.on_disk(4)
         assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {RAW}
         assert tier.coding.failures >= 1 and tier.takes
-        assert not any(area.users for area in tier.coding._free)
-        assert len(tier.coding._free) == len(tier._mappings) - 1, "no memory is lost"
+        assert tier.coding.staging.used == 0, "no memory is lost"
         tenant.save("bfloat16", 4, 4)
         await tenant.on_disk(8)
         assert {one[3] for one in tenant.frames(tenant.ids["bfloat16", 4])} == {R32}

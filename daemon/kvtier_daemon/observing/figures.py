@@ -197,6 +197,10 @@ class Figures:
             "coding": {
                 "link_bytes_s": [round(link) for link in tier.bandwidths(tenants[0].name)],
                 "failures": tier.coding.failures,
+                "staged_bytes": tier.coding.staging.used,
+                "staged_limit_bytes": tier.coding.staging.most,
+                "waited": tier.coding.staging.waited,
+                "refused": tier.coding.staging.refused,
                 "spaces": [one for mover in movers for one in mover.choice.report()],
             },
             "engine": tier.engine,

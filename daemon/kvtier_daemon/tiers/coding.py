@@ -28,6 +28,7 @@ from kvtier.codec.grid import grids
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Coded, Outgoing
+from kvtier_daemon.tiers.staging import Staging
 from kvtier_kernels import Mapping, xxh3_128
 
 log = logging.getLogger(__name__)
@@ -46,15 +47,6 @@ def threads_here() -> int:
     return max(1, min(THREADS_MOST, len(os.sched_getaffinity(0)) // 2))
 
 
-@dataclass(slots=True, eq=False)
-class Area:
-    """Memory that encoded blocks lie in, until none of them is to be written any more."""
-
-    extent: int
-    nbytes: int
-    users: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a thread does with a block: encode it, by one codec or to see what each makes of it."""
@@ -64,6 +56,7 @@ class Job:
     header: bytearray
     source: memoryview
     into: memoryview
+    extent: int
     offset: int
     tries: tuple[Codec, ...]
 
@@ -79,25 +72,24 @@ class Took:
 
 
 class Coding:
-    """For all tenants. `room` makes memory known to the disks, `blank(block)` is a header for it."""
+    """For all tenants. `blank(block)` is a header for it."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         mapping_of: Callable[[int], Mapping],
-        room: Callable[[int], tuple[int, int]],
+        staging: Staging,
         blank: Callable[[Outgoing], bytearray],
         threads: int,
     ) -> None:
         self.rates = Rates(threads)
         self._loop = loop
         self._mapping_of = mapping_of
-        self._room = room
+        self.staging = staging
         self._blank = blank
         self._encoders = _started(threads, "kvtier-encode")
         self._decoders = _started(threads, "kvtier-decode")
         self._jobs: set[Future[Any]] = set()
-        self._free: list[Area] = []
         self.failures = 0  # to encode; the blocks were written as they are
         self._tells_at = 0.0
 
@@ -128,41 +120,71 @@ class Coding:
         self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
         todo: Sequence[int], choice: Choice,
     ) -> list[Outgoing]:  # fmt: skip
-        area = self._take(sum(pages(blocks[at].block_bytes) for at in todo))
+        sizes = [pages(blocks[at].block_bytes) for at in todo]
+        place = await self.staging.take(sum(sizes))
+        if place is None:
+            return list(blocks)
+        kept = [0] * len(todo)  # bytes at the front of each one's
+
+        def give_back(_: object = None) -> None:
+            extent, offset = place
+            for taken, front in zip(sizes, kept, strict=True):
+                self.staging.give(extent, offset + front, taken - front)
+                offset += taken
+
         try:
-            jobs, offset = [], 0
-            for at in todo:
-                block, size = blocks[at], blocks[at].block_bytes
-                header = self._blank(block)
-                source = self._view(block.extent, block.offset, size)
-                into = self._view(area.extent, offset, size)
-                tries = choice.candidates(block.spec, size) if at in tried else ()
-                jobs.append(Job(block, codecs[at], header, source, into, offset, tries))
-                offset += pages(size)
-            found = await self._beside(self._encoders, _encode_all, jobs)
+            jobs = self._jobs_of(blocks, codecs, tried, todo, choice, place)
+            encoding = self._beside(self._encoders, _encode_all, jobs)
+        except BaseException:
+            give_back()
+            raise
+        try:
+            found = await asyncio.shield(encoding)
+        except asyncio.CancelledError:
+            encoding.add_done_callback(give_back)  # the thread goes on, and writes to it
+            raise
+        except Exception:
+            give_back()
+            raise
+        try:
             over = list(blocks)
-            for at, job, (nbytes, took) in zip(todo, jobs, found, strict=True):
+            for job, (_, took) in zip(jobs, found, strict=True):
                 for one in took:
                     self._note(job.block, choice, one, len(job.source))
-                if nbytes is not None and pages(nbytes) < pages(len(job.source)):
-                    over[at] = replace(job.block, coded=self._coded(job, nbytes, area))
             for block in {block.space: block for block in blocks}.values():
                 of_space = [at for at, one in enumerate(blocks) if one.space == block.space]
                 choice.wrote(
                     block.space, block.spec, len(of_space), sum(at in tried for at in of_space)
                 )
-        except Exception:
-            self._give(area)
-            raise
-        area.users = sum(block.coded is not None for block in over)
-        if not area.users:
-            self._give(area)
-        return over
+            for number, (at, job, (nbytes, _)) in enumerate(zip(todo, jobs, found, strict=True)):
+                if nbytes is not None and pages(nbytes) < pages(len(job.source)):
+                    kept[number] = pages(nbytes)
+                    over[at] = replace(job.block, coded=self._coded(job, nbytes))
+            return over
+        finally:
+            give_back()
 
-    def _coded(self, job: Job, nbytes: int, area: Area) -> Coded:
+    def _jobs_of(
+        self, blocks: Sequence[Outgoing], codecs: Sequence[Codec], tried: set[int],
+        todo: Sequence[int], choice: Choice, place: tuple[int, int],
+    ) -> list[Job]:  # fmt: skip
+        """Each is encoded to pages of its own, one after the other from this place on."""
+        extent, offset = place
+        jobs = []
+        for at in todo:
+            block, size = blocks[at], blocks[at].block_bytes
+            header = self._blank(block)
+            source = self._view(block.extent, block.offset, size)
+            into = self._view(extent, offset, size)
+            tries = choice.candidates(block.spec, size) if at in tried else ()
+            jobs.append(Job(block, codecs[at], header, source, into, extent, offset, tries))
+            offset += pages(size)
+        return jobs
+
+    def _coded(self, job: Job, nbytes: int) -> Coded:
         return Coded(
-            bytes(job.header), job.codec.number, nbytes, area.extent, job.offset,
-            lambda: self._let_go(area),
+            bytes(job.header), job.codec.number, nbytes, job.extent, job.offset,
+            lambda: self.staging.give(job.extent, job.offset, pages(nbytes)),
         )  # fmt: skip
 
     def pieces(self, blocks: Sequence[Outgoing], choice: Choice) -> Iterator[list[Outgoing]]:
@@ -256,23 +278,6 @@ class Coding:
 
     def _view(self, extent: int, offset: int, nbytes: int) -> memoryview:
         return memoryview(self._mapping_of(extent))[offset : offset + nbytes]
-
-    def _take(self, nbytes: int) -> Area:
-        fitting = [area for area in self._free if area.nbytes >= nbytes]
-        if not fitting:
-            return Area(*self._room(nbytes))
-        # The smallest one: a larger one may be wanted by those who can't do with this.
-        area = min(fitting, key=lambda one: one.nbytes)
-        self._free.remove(area)
-        return area
-
-    def _let_go(self, area: Area) -> None:
-        area.users -= 1
-        if not area.users:
-            self._give(area)
-
-    def _give(self, area: Area) -> None:
-        self._free.append(area)
 
 
 def _started(threads: int, name: str) -> ThreadPoolExecutor:

@@ -35,6 +35,7 @@ from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.reads import Reads
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Shelf
+from kvtier_daemon.tiers.staging import STAGED_BYTES, Staging
 from kvtier_daemon.tiers.volume import Volume, space_key
 from kvtier_kernels import Mapping, Recipe
 
@@ -120,7 +121,11 @@ class ColdTier:
         threads = threads_here()
         try:
             self.coding = Coding(
-                loop, self._mappings.__getitem__, self.room, self._numbering.blank, threads
+                loop,
+                self._mappings.__getitem__,
+                Staging(loop, self.room),
+                self._numbering.blank,
+                threads,
             )
         except RuntimeError as error:
             raise TierError(f"cold: no threads can be had: {error}") from error
@@ -143,7 +148,10 @@ class ColdTier:
                         text = f"tenant {tenant} would have {segments} segments of {segment_bytes} bytes"
                         raise TierError(f"cold: {directory}: {text}, and three are needed")
                 try:
-                    drive = Drive(loop, str(volume.directory), engine, clock, threads)
+                    drive = Drive(
+                        loop, str(volume.directory), engine, clock, threads,
+                        STAGED_BYTES // len(directories),
+                    )  # fmt: skip
                 except (OSError, RuntimeError) as error:
                     text = f"cold: {volume.directory}: no worker can be had ({engine}): {error}"
                     raise TierError(text) from error

@@ -22,6 +22,7 @@ from kvtier.codec.base import ELEMENTS
 from kvtier.codec.choice import LATELY_S, Average, Rates
 from kvtier.codec.frame import PAGE
 from kvtier.planning import Link
+from kvtier_daemon.tiers.staging import STAGED_BYTES
 from kvtier_kernels import Disk, Mapping, Recipe
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Drive:
         engine: str,
         clock: Callable[[], float],
         decoders: int = 1,
+        staged_bytes: int = STAGED_BYTES,
     ) -> None:
         self.reads, self.writes = Lane(f"reading {name}", clock), Lane(f"writing {name}", clock)
         self.link = Link(clock)
@@ -147,7 +149,7 @@ class Drive:
         self._last_token = 0
         self._quiet = asyncio.Event()  # nothing is under way
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.disk = Disk(self._event_fd, engine, decoders=decoders)
+        self.disk = Disk(self._event_fd, engine, decoders=decoders, staged_bytes=staged_bytes)
         self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
         loop.add_reader(self._event_fd, self._completed)
         self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
