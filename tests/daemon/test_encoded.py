@@ -30,8 +30,9 @@ from kvtier_daemon.beside.fsck import check
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving.blocks import FRAME
 from kvtier_daemon.scrub import Scrub
+from kvtier_daemon.tiers import coding as encoding
 from kvtier_daemon.tiers import cold
-from kvtier_daemon.tiers.batch import Outgoing
+from kvtier_daemon.tiers.batch import Landed, Outgoing
 from kvtier_daemon.tiers.coding import threads_here
 from kvtier_daemon.tiers.cold import Incoming
 from kvtier_daemon.tiers.recovery import Recovered
@@ -525,6 +526,45 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         disk = tenant.bench.tier.drives[0].disk
         if disk.engine == "io_uring":
             assert disk.registered_bytes == SLOTS * BLOCK, "pinned is the arena alone"
+        await tenant.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Pieces of half of it, and of most of it; a disk that is slow keeps them."""
+    most, seen = (blocks + 1) * BLOCK, [0]
+    monkeypatch.setattr(encoding, "PIECE_BYTES", blocks * BLOCK)
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path, "r32")
+        tier = tenant.bench.tier
+        staging, write, later = tier.coding.staging, tier.write, tenant.bench.loop.call_later
+        staging.most = most
+        place_of = staging._cut
+
+        def cut(nbytes: int) -> tuple[int, int] | None:
+            place = place_of(nbytes)
+            seen[0] = max(seen[0], staging.used)
+            return place
+
+        def slow(
+            name: str, some: Sequence[Outgoing], done: Callable[[list[Landed], list[int]], None]
+        ) -> int:
+            return write(name, some, lambda *over: later(0.03, done, *over) and None)
+
+        monkeypatch.setattr(staging, "_cut", cut)
+        monkeypatch.setattr(tier, "write", slow)
+        await tenant.start()
+        tenant.save("bfloat16", 0, 48)
+        await tenant.on_disk(48)
+        assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {R32}
+        assert BLOCK < seen[0] <= most and staging.waited and not staging.refused
+        await until(lambda: not staging.used)
+        await tenant.same("bfloat16", 0, 48)
         await tenant.close()
 
     run(work())

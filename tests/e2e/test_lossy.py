@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import time
 from collections.abc import Callable
+from itertools import count, islice
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from daemons import Daemon
 from e2e.test_cold_tier import CHAIN, brought, cold_daemon, save, settled, tokens
+from faults.disks import mounted
 from kvtier import Client, KvSpec
 from kvtier.codec import profile as files
-from losses_by_twins import block_of, once_lost, once_lost_soon, profile_of
+from kvtier.codec import raw
+from kvtier.codec.losses import Loss, Losses
+from losses_by_twins import block_of, floats_of, once_lost, once_lost_soon, profile_of
 from specs import spec_of
 
 SPEC = spec_of("lossy e2e")
@@ -32,12 +41,14 @@ def content(key: bytes, nbytes: int) -> bytes:
     return block_of(key, SPEC)
 
 
-def began(daemon_of: Callable[..., Daemon], disk: Path, asked: str) -> Daemon:
+def began(
+    daemon_of: Callable[..., Daemon], disk: Path, asked: str, on: Path | None = None
+) -> Daemon:
     more = f'profiles = ["{disk.parent / "profile.kvtp"}"]\n'
     if asked:
         more += f'codecs = ["lossy*={asked}"]\n'
     folder = disk.parent / "daemon"
-    return cold_daemon(daemon_of, disk, "through", more=more, folder=folder)
+    return cold_daemon(daemon_of, on or disk, "through", more=more, folder=folder)
 
 
 def found(client: Client, chain: int, spec: KvSpec = SPEC) -> list[tuple[bytes, bytes]]:
@@ -127,3 +138,197 @@ def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path)
             settled(daemon)
         (said,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
         assert (said["asked"], said["why"], said["lossy"]) == ("auto", "", False)
+
+
+MLA = KvSpec.mla(
+    model="lossy mla", layers=6, latent_dim=128, rope_dim=32, dtype="bfloat16", block_tokens=16, weights="rev:1",
+)  # fmt: skip
+LARGE = msgspec.structs.replace(MLA, block_tokens=24_000)  # 44 MiB a block
+
+
+def mla_daemon(daemon_of: Callable[..., Daemon], disk: Path, asked: str, large: bool) -> Daemon:
+    (disk.parent / "mla.kvtp").write_bytes(files.encode(profile_of(MLA, exact_dims=32)))
+    cold = f'''[warm]
+size = "{128 if large else 16}MiB"
+[cold]
+directories = ["{disk}"]
+size = "{64 * (48 if large else 1)}MiB"
+segment = "{48 if large else 1}MiB"
+write = "through"
+profiles = ["{disk.parent / "mla.kvtp"}"]
+codecs = ["lossy*={asked}"]
+'''
+    return daemon_of(config=cold, folder=disk.parent / "daemon")
+
+
+def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> bytes:
+    """By the kernels, part by part."""
+    loss = Losses([(spec.model, asked)], [profile_of(MLA, exact_dims=32)]).look(spec)
+    assert isinstance(loss, Loss)
+    codec, back = loss.codec(0, 0), bytearray(len(block))
+    assert codec is not None
+    into = bytearray(len(block))
+    entries = codec.encode(block, raw.entries(spec, 0), spec.dtype, into, (), position)
+    codec.decode(into, entries, spec.dtype, back)
+    return bytes(back)
+
+
+@pytest.mark.parametrize(
+    ("spec", "blocks", "asked"),
+    [(MLA, 32, "ecsq-mid"), (MLA, 32, "cachegen-lo"), (LARGE, 1, "ecsq-mid")],
+    ids=["ecsq", "cachegen", "44 MiB"],
+)
+def test_latents_lose_and_what_rope_has_turned_is_as_it_was(
+    daemon_of: Callable[..., Daemon], disk: Path, spec: KvSpec, blocks: int, asked: str
+) -> None:
+    """Of blocks of any size; other chains push them out of memory."""
+    daemon = mla_daemon(daemon_of, disk, asked, large=spec is LARGE)
+    daemon.wait_for_arena()
+    chains = 20 if spec is MLA else 4
+    per_chain = blocks * spec.block_tokens
+    with daemon.connect() as client:
+        space = client.open(spec)
+
+        def keys_of(chain: int) -> list[bytes]:
+            return space.keys([chain * 1_000_000 + n for n in range(per_chain)])
+
+        for chain in range(chains):
+            keys = keys_of(chain)
+            space.save(keys, [block_of(key, spec) for key in keys], checksum=False)
+            if spec is LARGE or chain % 4 == 3:
+                settled(daemon)
+        cold = daemon.stats()["tiers"]["cold"]
+        assert cold["states"]["written"] == chains * blocks
+        assert cold["coding"]["failures"] == 0 and cold["coding"]["staged_bytes"] == 0
+        assert cold["used_bytes"] < chains * blocks * (spec.block_bytes * 0.45 + 8192)
+        keys, lossy = keys_of(0), 0
+        deadline = time.monotonic() + 10
+        while space.match(keys).coming and time.monotonic() < deadline:
+            time.sleep(0.002)
+        with space.load(keys, deadline_ms=5000) as views:
+            assert len(views) == blocks
+            for at, (key, view) in enumerate(zip(keys, views, strict=True)):
+                saved, found = block_of(key, spec), bytes(view or b"")
+                if found == saved:
+                    continue
+                lossy += 1
+                assert found == latents_once_lost(asked, spec, at * spec.block_tokens, saved)
+                rows = [floats_of(one).reshape(-1, 160) for one in (saved, found)]
+                assert (rows[0][:, 128:] == rows[1][:, 128:]).all(), "what RoPE has turned"
+                off = np.abs(rows[0][:, :128] - rows[1][:, :128])
+                assert 0 < off.max() < 4.0
+        assert lossy == blocks
+
+
+def test_a_profile_that_was_replaced_is_another_identity(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    """Found again when the first one is back; what was stored by neither is given for the other."""
+    path = disk.parent / "profile.kvtp"
+    first, second = (files.encode(profile_of(SPEC, step=step)) for step in (0, 6))
+    for turn, text in enumerate((first, second, first, second)):
+        path.write_bytes(text)
+        daemon = began(daemon_of, disk, "ecsq-mid")
+        with daemon.connect() as client:
+            known = min(turn, 2) * CHAIN
+            daemon.wait_for(lambda stats, known=known: stats["tiers"]["cold"]["blocks"] >= known)
+            blocks = found(client, 0)
+            if turn < 2:
+                assert blocks == []
+                save(client, 0, SPEC, content)
+                settled(daemon)
+            for at, (key, block) in enumerate(blocks):
+                saved = block_of(key, SPEC)
+                step = 6 * (turn % 2)
+                if at % 8 == 3:
+                    assert block == once_lost("ecsq-mid", SPEC, 16 * at, saved, step)
+            assert turn < 2 or len(blocks) == CHAIN
+            # A file that changes while it serves changes nothing.
+            path.write_bytes(first if text == second else second)
+            client.open(SPEC)
+        daemon.stop()
+
+
+@pytest.mark.parametrize("asked", ["q4", "ecsq-mid"])
+def test_damage_on_the_disk_is_a_miss_or_what_the_twin_says(
+    daemon_of: Callable[..., Daemon], disk: Path, asked: str
+) -> None:
+    daemon = began(daemon_of, disk, asked)
+    with daemon.connect() as client:
+        for chain in range(CHAINS):
+            save(client, chain, SPEC, content)
+            settled(daemon)
+    daemon.process.send_signal(signal.SIGKILL)
+    daemon.process.wait()
+    chance, hurt = random.Random(4), 0
+    for path in sorted((disk / "segments").rglob("0*")):
+        with path.open("r+b") as file:
+            for _ in range(4):
+                file.seek(chance.randrange(path.stat().st_size))
+                if byte := file.read(1):
+                    file.seek(-1, 1)
+                    file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]))
+                    hurt += 1
+    assert hurt > 20
+    daemon = began(daemon_of, disk, asked)
+    with daemon.connect() as client:
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] > 0)
+        time.sleep(0.5)
+        came = 0
+        for chain in range(CHAINS):
+            came += check(asked, found(client, chain), whole=False)
+            settled(daemon)
+        assert 0 < came < CHAINS * CHAIN
+        assert daemon.stats()["tiers"]["cold"]["faults"] == 0, "the disk is sound"
+
+
+def test_a_kill_at_any_moment_leaves_what_the_twin_says_or_nothing(
+    daemon_of: Callable[..., Daemon], disk: Path
+) -> None:
+    chance, came = random.Random(5), 0
+    for cycle in range(4):
+        daemon = began(daemon_of, disk, "ecsq-mid")
+        with daemon.connect() as client:
+            time.sleep(0.3)
+            for chain in range(4 * cycle):
+                came += check("ecsq-mid", found(client, chain), whole=False)
+            for chain in range(4 * cycle, 4 * cycle + 4):
+                save(client, chain, SPEC, content)
+            time.sleep(chance.random() * 0.3)  # some are being encoded, some written
+            daemon.process.send_signal(signal.SIGKILL)
+            daemon.process.wait()
+    assert came > 4 * CHAIN
+
+
+def test_a_full_disk_costs_blocks_and_no_byte(daemon_of: Callable[..., Daemon], disk: Path) -> None:
+    folder = disk.parent / "mounted"
+    folder.mkdir()
+    with mounted(folder, 128 << 20) as file_system:
+        daemon = began(daemon_of, disk, "ecsq-mid", on=file_system.path)
+        with daemon.connect() as client:
+            chains = count()
+            for chain in islice(chains, 10):
+                save(client, chain, SPEC, content)
+                settled(daemon)
+            file_system.fill()
+            deadline = time.monotonic() + 20
+            while "No space left" not in (cold := daemon.stats()["tiers"]["cold"])["failure"]:
+                assert time.monotonic() < deadline, cold
+                save(client, next(chains), SPEC, content)
+                settled(daemon)
+            last = next(chains)
+            assert sum(
+                check("ecsq-mid", found(client, chain), whole=False) for chain in range(0, last, 3)
+            )
+            file_system.drain()
+            wanted = cold["states"]["written"] + 2 * CHAIN
+            deadline = time.monotonic() + 20
+            while daemon.stats()["tiers"]["cold"]["states"]["written"] < wanted:
+                assert time.monotonic() < deadline, "nothing is written though there is room"
+                last = next(chains)
+                save(client, last, SPEC, content)
+                settled(daemon)
+            for chain in range(last - 4, last + 1):
+                check("ecsq-mid", found(client, chain), whole=False)
+            assert daemon.stats()["tiers"]["cold"]["coding"]["staged_bytes"] == 0
+        assert daemon.stop() == 0

@@ -99,6 +99,7 @@ class Staging:
         wanted = nbytes if nbytes > self.most else self.most
         if not any(size >= wanted for size in self._sizes.values() if self._suits(size, nbytes)):
             extent, size = self._room(wanted)
+            size = size if wanted > self.most else wanted
             self._sizes[extent], self._holes[extent] = size, {0: size}
 
     def _suits(self, size: int, nbytes: int) -> bool:
