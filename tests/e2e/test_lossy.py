@@ -141,7 +141,8 @@ def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path)
 
 
 MLA = KvSpec.mla(
-    model="lossy mla", layers=6, latent_dim=128, rope_dim=32, dtype="bfloat16", block_tokens=16, weights="rev:1",
+    model="lossy mla", layers=6, latent_dim=128, rope_dim=32, dtype="bfloat16", block_tokens=16,
+    weights="rev:1",
 )  # fmt: skip
 LARGE = msgspec.structs.replace(MLA, block_tokens=24_000)  # 44 MiB a block
 
