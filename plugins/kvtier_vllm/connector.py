@@ -35,6 +35,7 @@ from kvtier_vllm.layout import Layout, check_hashes, describe, find_pages, read_
 from kvtier_vllm.messages import PagesTold, Report, Step
 from kvtier_vllm.metrics import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.options import Unsupported, read_options
+from kvtier_vllm.order import backends_of
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
 
@@ -242,8 +243,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._layout is None:
             return
         try:
-            pages, arrays = find_pages(self._layout, kv_caches, self._kv_cache_config.num_blocks)
-            config = self._kv_cache_config
+            config, backends = self._kv_cache_config, backends_of(self._vllm_config)
+            pages, arrays = find_pages(self._layout, kv_caches, config.num_blocks, backends)
             zeroes = getattr(config, "needs_kv_cache_zeroing", True)
             device = open_device(pages, arrays, self._options, config.num_blocks, zeroes)
         except Unsupported as error:

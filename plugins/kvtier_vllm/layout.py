@@ -28,6 +28,7 @@ CHUNKED = ("ChunkedLocalAttentionSpec",)
 UNIFORM = "UniformTypeKVCacheSpecs"
 HASHES = ("sha256_cbor", "sha256")
 ORDER_MARK = " page:"
+NO_BACKENDS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -230,10 +231,16 @@ class Pages:
     digest: str
 
 
-def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[Pages, list[Any]]:
+def find_pages(
+    layout: Layout,
+    caches: Mapping[str, Any],
+    blocks: int,
+    backends: Mapping[str, str] = NO_BACKENDS,
+) -> tuple[Pages, list[Any]]:
     """Where the pages of these tensors are, and the tensors' storages as plain bytes. Raises Unsupported
     where a page is not one run of bytes, or not in memory that can be reached, all of it on one device. Where
-    the order of elements within all of them is known, the digest ends with it."""
+    the order of elements within all of them is known, the digest ends with it; `backends` are what layers'
+    attention is called."""
     orders: set[str] = set()
     storages: dict[int, int] = {}
     arrays: list[Any] = []
@@ -253,7 +260,7 @@ def find_pages(layout: Layout, caches: Mapping[str, Any], blocks: int) -> tuple[
                 storages[at] = len(arrays)
                 arrays.append(_bytes_of(tensor))
             pages.append(_page(storages[at], name, tensor, nbytes, blocks))
-            orders.add(page_order(tensor, tensor.shape[0] // blocks))
+            orders.add(page_order(tensor, tensor.shape[0] // blocks, backends.get(name, "")))
             inner = [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride()[1:])]
             told.append([tensor.device.type, tensor.shape[0] // blocks, nbytes, *inner])
         groups.append(tuple(pages))

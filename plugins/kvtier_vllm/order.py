@@ -1,7 +1,8 @@
-"""How the elements of an engine's pages lie, found out by writing one: lossy codecs want to know.
+"""How the elements of an engine's pages lie: lossy codecs want to know.
 
 vLLM's CPU kernels turn K around, or put K and V into tiles, as suits the processor; the shapes of the tensors
-don't say so. What is written is looked at, and nothing is believed of what fits no order that we know.
+don't say so. What is written is looked at, and nothing is believed of what fits no order that we know. Those
+of a GPU that we know write of each head and token K, then V, and where those lie the tensors' strides say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ log = logging.getLogger(__name__)
 
 # Of K and of V, as layouts say it (`kvtier.codec.arranged`): by their heads, tokens and dims.
 VEC, AMX = "hpdt|hptd", "hpt/16d/2t%16d%2|hpd/16t/2d%16t%2"
+BY_STRIDES = ("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN")
+FLOATS = (
+    "torch.bfloat16",
+    "torch.float16",
+    "torch.float32",
+)  # others keep scales among the elements
 LIMIT = 256  # whole numbers that bf16 tells apart
 TILE = 16
 
@@ -25,9 +32,25 @@ def _known(heads: int, tokens: int, dims: int, dtype: Any) -> str:
     return _written(heads, tokens, dims, dtype)
 
 
-def page_order(tensor: Any, kernel_blocks: int) -> str:
+def backends_of(vllm_config: Any) -> dict[str, str]:
+    """What each layer's attention is called, where the engine says it."""
+    try:
+        layers = vllm_config.compilation_config.static_forward_context
+        return {
+            name: layer.attn_backend.get_name()
+            for name, layer in layers.items()
+            if hasattr(layer, "attn_backend")
+        }
+    except Exception as error:  # noqa: BLE001  # the engine's own, in whatever version
+        log.info("kvtier: what attention there is can't be found out: %s", error)
+        return {}
+
+
+def page_order(tensor: Any, kernel_blocks: int, backend: str = "") -> str:
     """The order of the pages of a layer's tensor, [blocks, heads, tokens, 2 x dims], of which each is so many
     of the attention kernel's blocks; empty where nobody knows."""
+    if backend in BY_STRIDES:
+        return _by_strides(tensor, kernel_blocks)
     import torch
 
     if tensor.device.type != "cpu" or tensor.dim() != 4 or not tensor[0].is_contiguous():
@@ -49,6 +72,29 @@ def page_order(tensor: Any, kernel_blocks: int) -> str:
         f"t/{tokens}{part.replace('t', f't%{tokens}')}" if found == VEC else ""
         for part in found.split("|")
     ).strip("|")
+
+
+def _by_strides(tensor: Any, kernel_blocks: int) -> str:
+    """Each head's tokens one after the other (vLLM's HND), or each token's heads (NHD)."""
+    if len(tensor.shape) != 4 or str(tensor.dtype) not in FLOATS:
+        return ""
+    _, heads, tokens, width = tensor.shape
+    found = list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+
+    def lies(*steps: int) -> bool:
+        return all(
+            size == 1 or step == mine for (size, step), mine in zip(found, steps, strict=True)
+        )
+
+    if width % 2:
+        return ""
+    if lies(width, heads * width, 1):
+        part = "thpd"  # the kernel's blocks follow one another: as if they were one
+    elif lies(tokens * width, width, 1):
+        part = "htpd" if kernel_blocks == 1 else f"t/{tokens}ht%{tokens}pd"
+    else:
+        return ""
+    return f"{part}|{part}"
 
 
 def _written(heads: int, tokens: int, dims: int, dtype: Any) -> str:

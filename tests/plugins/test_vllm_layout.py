@@ -10,16 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from kvtier import KvSpec
 from kvtier.codec.arranged import order_of
 from kvtier.codec.losses import Loss, Losses
 from kvtier.layout import space_id
+from kvtier_kernels import reorder_pages
 from kvtier_vllm.identity import Adapters, folder_digest, weights_identity
 from kvtier_vllm.layout import check_hashes, describe, read_layout
 from kvtier_vllm.options import Options, Unsupported
-from kvtier_vllm.order import page_order
+from kvtier_vllm.order import BY_STRIDES, backends_of, page_order
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -258,3 +260,79 @@ def test_an_engine_that_does_not_say_how_pages_lie_stores_without_loss(
     tensor.dim.return_value = 4
     assert page_order(tensor, 1) == ""
     assert tensor.dim.called
+
+
+class Strided:
+    """As much of a GPU's tensor as is looked at; strides are of elements."""
+
+    def __init__(self, array: Any, dtype: str = "torch.bfloat16") -> None:
+        self.shape, self.dtype = array.shape, dtype
+        self._strides = tuple(step // array.itemsize for step in array.strides)
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+
+BLOCKS, KV_HEADS, TOKENS, DIMS = 3, 2, 16, 8
+
+
+def cache_of(layout: str, kernel_blocks: int = 1, heads: int = KV_HEADS) -> Any:
+    """An engine's view, [blocks, heads, tokens, K and V], of memory that lies so; a kernel's block has fewer
+    tokens."""
+    sizes = {"b": BLOCKS * kernel_blocks, "h": heads, "n": TOKENS // kernel_blocks, "c": 2 * DIMS}
+    memory = np.zeros([sizes[axis] for axis in layout], np.uint16)
+    return memory.transpose([layout.index(axis) for axis in "bhnc"])
+
+
+@pytest.mark.parametrize("backend", BY_STRIDES)
+@pytest.mark.parametrize("kernel_blocks", [1, 4])
+@pytest.mark.parametrize("heads", [1, KV_HEADS])
+@pytest.mark.parametrize("layout", ["bhnc", "bnhc"])
+def test_strides_say_how_pages_of_a_gpu_lie(
+    layout: str, heads: int, kernel_blocks: int, backend: str
+) -> None:
+    """K and V as the engine's kernels write them are found where the order says."""
+    cache = cache_of(layout, kernel_blocks, heads)
+    order = page_order(Strided(cache), kernel_blocks, backend)
+    sizes = HEADS | {
+        "num_kv_heads": heads, "head_size": DIMS, "page_size_bytes": 2 * TOKENS * heads * DIMS * 2,
+    }  # fmt: skip
+    spec = described(full(**sizes), pages=f"0123 page:{order}")
+    found = order_of(spec, 0)
+    assert found is not None and spec.block_tokens == TOKENS
+    # As `reshape_and_cache_flash` is told where they go.
+    k, v = np.split(cache.transpose(0, 2, 1, 3), 2, axis=-1)
+    numbers = np.arange(2 * TOKENS * heads * DIMS, dtype=np.uint16).reshape(2, TOKENS, heads, DIMS)
+    block = slice(kernel_blocks, 2 * kernel_blocks)
+    for half, values in zip((k, v), numbers, strict=True):
+        half[block] = values.reshape(kernel_blocks, -1, heads, DIMS)
+    memory = cache.base if cache.base is not None else cache
+    page = memory[block].tobytes()
+    ordered = bytearray(len(page))
+    reorder_pages(2, 2, found.heads, found.tokens, found.dims, page, ordered, False)
+    assert ordered == numbers.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "backend"),
+    [
+        (Strided(cache_of("bhcn")), "FLASH_ATTN"),
+        (Strided(cache_of("hbnc")[:, :, :, ::2]), "FLASH_ATTN"),
+        (Strided(cache_of("bhnc"), "torch.uint8"), "FLASH_ATTN"),
+        (Strided(cache_of("bhnc"), "torch.float8_e4m3fn"), "FLASHINFER"),
+        (Strided(cache_of("bhnc")[:, 0]), "FLASH_ATTN"),
+        (Strided(cache_of("bhnc")[..., :15]), "FLASH_ATTN"),
+    ],
+)
+def test_what_is_not_of_these_strides_or_types_is_of_no_known_order(
+    tensor: Strided, backend: str
+) -> None:
+    assert page_order(tensor, 1, backend) == ""
+
+
+def test_what_attention_the_layers_have_is_what_the_engine_says() -> None:
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    layers = {"a": SimpleNamespace(attn_backend=backend), "b": SimpleNamespace()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert backends_of(config) == {"a": "FLASH_ATTN"}
+    assert backends_of(SimpleNamespace()) == {}
