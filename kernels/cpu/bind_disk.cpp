@@ -114,8 +114,7 @@ class Disk {
             engine_ = "io_uring";
             why_ = engine == "auto" ? "the kernel offers it" : "asked for";
         }
-        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, decoders_,
-                                             staged_bytes);
+        queue_ = std::make_shared<DiskQueue>(duplicate(notify_fd), depth_, decoders_, staged_bytes);
         if (engine_ == "io_uring") {
             for (size_t i = 0; i < threads; i++) {
                 auto ring = std::make_shared<RingWorker>(queue_, (depth + threads - 1) / threads);
@@ -488,9 +487,10 @@ void bind_disk(nb::module_& m) {
     using kvtier::Disk;
     nb::class_<kvtier::Text>(m, "Text", nb::type_slots(kvtier::text_slots), nb::is_final());
     nb::class_<Disk>(m, "Disk", nb::is_final())
-        .def(nb::init<int, const std::string&, size_t, size_t, size_t, uint64_t>(), nb::arg("notify_fd"),
-             nb::arg("engine") = "auto", nb::arg("depth") = 8, nb::arg("threads") = 1,
-             nb::arg("decoders") = 1, nb::arg("staged_bytes") = kvtier::kStagedBytes)
+        .def(nb::init<int, const std::string&, size_t, size_t, size_t, uint64_t>(),
+             nb::arg("notify_fd"), nb::arg("engine") = "auto", nb::arg("depth") = 8,
+             nb::arg("threads") = 1, nb::arg("decoders") = 1,
+             nb::arg("staged_bytes") = kvtier::kStagedBytes)
         .def("register", &Disk::add_extent, nb::arg("mapping"), nb::arg("fixed") = true)
         .def("read", &Disk::read, nb::arg("ops"))
         .def("read_frames", &Disk::read_frames, nb::arg("ops"),

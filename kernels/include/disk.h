@@ -181,7 +181,8 @@ struct Completion {
 // asks holds Python's lock, which no worker ever needs.
 class DiskQueue {
  public:
-    // Owns the descriptor; `staged_most` is of memory for encoded frames, beside one that is larger.
+    // Owns the descriptor; `staged_most` is of memory for encoded frames, beside one that is
+    // larger.
     DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most);
     DiskQueue(const DiskQueue&) = delete;
     DiskQueue& operator=(const DiskQueue&) = delete;
