@@ -303,6 +303,19 @@ def test_a_bit_anywhere_of_a_lossy_frame_is_seen(name: str, asked: str) -> None:
         assert not both_decode(spec, codec, bytes(odd), payload, digest)
 
 
+@pytest.mark.parametrize(("made_by", "said"), [("fix4", "r32"), ("r32", "fix4")])
+def test_parts_of_another_codec_than_the_frame_says_are_no_frame(made_by: str, said: str) -> None:
+    """Though they decode to the block."""
+    header, payload = made(made_by)
+    fields = list(HEADER.unpack_from(header))
+    fields[2] = BY_NAME[said].number
+    odd = bytearray(header)
+    HEADER.pack_into(odd, 0, *fields)
+    digest = xxh3_128(payload)
+    assert both_decode(spec_of(), None, header, payload, digest)
+    assert not both_decode(spec_of(), None, seal(bytes(odd), payload), payload, digest)
+
+
 def both_decode(
     spec: KvSpec, codec: Codec | None, header: bytes, payload: bytes, digest: bytes
 ) -> bool:
