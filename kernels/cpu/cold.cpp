@@ -67,16 +67,17 @@ void Store::note_frame(Id id, const Frame& frame, const char* digest) {
 }
 
 IdList Store::framed(Ids ids, const char* frames, const char* digests) {
+    auto awaited = [&](Id id) { return records_[id].is() == State::ready && !records_[id].framed; };
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
-        const Record& record = block(ids[i]);
-        need(digests || record.is() != State::ready ||
+        static_cast<void>(block(ids[i]));
+        need(digests || !awaited(ids[i]) ||
                  (records_.summed(ids[i]) && frame_at(frames, i).codec == 0),
              "a frame needs the digest of its payload");
     }
     IdList late;
     for (std::size_t i = 0; i < ids.size(); ++i)
-        if (records_[ids[i]].is() == State::ready)
+        if (awaited(ids[i]))
             note_frame(ids[i], frame_at(frames, i),
                        digests ? digests + i * checksum_bytes : nullptr);
         else
@@ -324,6 +325,15 @@ Left Store::drop_segment(std::uint32_t segment) {
     return left;
 }
 
+// Whether a frame that was found lacks nothing but to be known of: that of a block in memory which
+// has none. A raw one's digest becomes that of the block's bytes, so it must be; what another says
+// is of its payload alone, and every frame under this name is as good.
+bool Store::is_frame_of(Id id, const Frame& frame, const char* digest) const {
+    if (records_[id].is() != State::ready || records_[id].framed) return false;
+    return frame.codec || (records_.summed(id) && !std::memcmp(records_.checksum(id).bytes.data(),
+                                                               digest, checksum_bytes));
+}
+
 Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::uint32_t segment,
                         std::span<const std::uint32_t> used) {
     constexpr std::size_t step = 12, ring = 32, breath = 256;
@@ -373,6 +383,9 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
             if (records_[there].is() == State::cold) {
                 over.died.push_back(records_.frame(there));
                 note(there, frame, row.digest());
+            } else if (is_frame_of(there, frame, row.digest())) {
+                note(there, frame, row.digest());
+                ++over.made;
             } else {
                 over.died.push_back(frame);
             }

@@ -55,8 +55,8 @@ struct Match {
     std::vector<Part> parts;  // what the READY prefix is restored from
 };
 
-// What became of a footer's rows: `died` are frames of blocks that have another one, or are in
-// memory.
+// What became of a footer's rows: `made` have a frame now and had none, `died` are frames of blocks
+// that have another one, or other bytes in memory.
 struct Restored {
     std::size_t made = 0, unfit = 0;
     std::vector<Frame> died;
@@ -143,7 +143,7 @@ class Store {
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 
-    // The disk (cold.cpp). Those whose frame came too late are returned.
+    // The disk (cold.cpp). Those whose frame came too late, or after another, are returned.
     IdList framed(Ids ids, const char* frames, const char* digests);
     IdList moved(Ids ids, const char* before, const char* frames);
     std::size_t promote(Ids ids);  // how many, the leading ones
@@ -158,7 +158,8 @@ class Store {
     // The frames of blocks that are used since the last call, of so many at most that were.
     std::vector<Frame> take_used(std::size_t limit);
     Left drop_segment(std::uint32_t segment);
-    // Rows as a segment's footer has them; how many made a block, and how many fit no block here.
+    // Rows as a segment's footer has them; how many blocks are on disk now that were not, and how
+    // many fit no block here.
     // Frames at the pages in `used`, which ascend, were wanted since they were written.
     Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment,
                      std::span<const std::uint32_t> used);
@@ -286,6 +287,7 @@ class Store {
     void detach(Id id);
     std::vector<State> end_reads(Ids ids, State to, State without_frame);
     void note_frame(Id id, const Frame& frame, const char* digest);
+    bool is_frame_of(Id id, const Frame& frame, const char* digest) const;
     bool lies_in(Id id, std::uint32_t segment) const {
         return records_.known(id) && records_[id].framed && records_.frame(id).segment == segment;
     }

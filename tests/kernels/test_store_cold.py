@@ -37,6 +37,12 @@ def write(store, ids, segment=1, first_page=1, codec=0, flags=1):
     return late
 
 
+def move(store, one, segment):
+    """Brings its frame into another segment."""
+    before, _ = store.frames(one)
+    assert store.moved(one, before, FRAME.pack(segment, 1, *FRAME.unpack(before)[2:])) == b""
+
+
 def saved_cold(store, space, names, **where):
     """A chain on disk, and nowhere else."""
     ids = save(store, space, names)
@@ -273,7 +279,7 @@ def test_a_damaged_frame_that_is_not_the_blocks_any_more_is_nobodys(store, plain
 def test_who_is_still_in_a_segment_is_told(store, plain):
     ids = save(store, plain, [1, 2, 3])
     write(store, ids[:8])
-    write(store, ids[4:8], segment=2)
+    move(store, ids[4:8], 2)
     assert store.still(ids + pack(999), 1) == ids[:4]
     assert store.still(ids, 2) == ids[4:8]
 
@@ -406,7 +412,7 @@ def test_what_a_match_finds_counts_as_used_until_it_is_looked_at(store, plain):
     assert store.in_segment(1, look=True) == (ids, bytes([1, 1, 3]))
     assert store.in_segment(1) == (ids, bytes([0, 0, 2]))
     store.match(plain, keys(1, 2, 3))
-    write(store, ids[:4], segment=2)
+    move(store, ids[:4], 2)
     assert store.in_segment(2) == (ids[:4], b"\0")
     assert store.in_segment(1) == (ids[4:], bytes([1, 3]))
 
@@ -442,7 +448,7 @@ def test_use_is_told_once_and_only_of_frames_that_are_there(store, plain):
     store.match(plain, keys(1, 2))
     store.match(plain, keys(1, 2, 3))
     assert store.take_used(1) == struct.pack("<II", 1, 5)
-    write(store, ids[4:8], segment=2)
+    move(store, ids[4:8], 2)
     assert store.take_used(9) == struct.pack("<II", 1, 1)
     store.match(plain, keys(1, 2, 3, 4))
     store.forget(ids[12:])
@@ -541,11 +547,35 @@ def test_a_segment_is_restored_after_a_restart(store, plain):
     store.check()
 
 
-def test_what_is_in_memory_is_not_restored_over(store, plain):
-    ids = save(store, plain, [1])
+def test_a_block_in_memory_gets_its_frame_back(store, plain):
+    """As after its disk was switched off and on: nothing of it has to be written again."""
+    ids = save(store, plain, [1, 2])
+    frames = FRAME.pack(7, 1, PAGE, 0, 1, 0, 0) + FRAME.pack(7, 3, 9, 3, 1, 1, 0)
+    assert store.framed(ids, frames, digest(1) + digest(2)) == b""
+    store.drop_segment(7)
+    assert store.dirty(ids) == ids
+    rows = row(1, page=5) + row(2, key(1), page=7, codec=3)
+    assert store.restore(plain, rows, 8, pack(7)) == (2, 0, b"")
+    assert store.dirty(ids) == b"" and store.in_segment(8) == (ids, bytes([0, 1]))
+    assert store.checksums(ids) == (digest(1) + bytes(16), bytes([1, 0]))
+    # Only one of them can be told of when it is forgotten.
+    assert store.restore(plain, row(1, page=9), 9) == (0, 0, struct.pack("<II", 9, 9))
+    assert write(store, ids[:4], segment=9) == ids[:4]
+    assert store.forget(ids[:4])[2] == struct.pack("<II", 8, 5)
+    store.check()
+
+
+@pytest.mark.parametrize("checksums", [b"", bytes(16)], ids=["unknown", "others"])
+def test_a_raw_frame_that_may_have_other_bytes_is_none_of_a_block_in_memory(
+    store, plain, checksums
+):
+    """Its digest would become the checksum of the bytes in memory."""
+    ids, _ = store.reserve(plain, 0, 0, None, keys(1), bytes(1))
+    store.commit(ids, checksums)
     assert store.restore(plain, row(1, page=5), 7) == (0, 0, struct.pack("<II", 7, 5))
     assert store.dirty(ids) == ids
     assert store.in_segment(7) == (b"", b"")
+    assert store.checksums(ids) == (bytes(16), bytes([bool(checksums)]))
 
 
 def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):

@@ -107,6 +107,11 @@ class Block:
     def restorable(self) -> bool:
         return self.state in RESTORABLE
 
+    @property
+    def awaits_frame(self) -> bool:
+        """Whether it is in memory alone, and may be written."""
+        return self.state == READY and self.frame is None
+
     def own_checksum(self) -> bytes | None:
         """That of its bytes; with another codec than raw, only the payload's is known."""
         return None if self.frame and self.frame.codec else self.checksum
@@ -635,19 +640,19 @@ class Store:
 
     def framed(self, ids: bytes, frames: bytes, checksums: bytes) -> bytes:
         """READY blocks have these frames from now on, with the digests of their payloads; without
-        digests a block must have its own checksum and a raw frame. Those that are READY no more are
-        returned: nobody knows of their frames."""
+        digests a block must have its own checksum and a raw frame. Those that are READY no more, or have
+        got a frame meanwhile, are returned: nobody knows of these frames."""
         blocks = self._known(ids)
         packed = split_for(blocks, frames, FRAME.size)
         digests = split_for(blocks, checksums, 16) if checksums else [None] * len(blocks)
         made = [Frame(*FRAME.unpack(one)) for one in packed]
         for block, frame, digest in zip(blocks, made, digests, strict=True):
             own = block.own_checksum() is not None and frame.codec == 0
-            if block.state == READY and digest is None and not own:
+            if block.awaits_frame and digest is None and not own:
                 raise ValueError("a frame needs the digest of its payload")
         late: list[int] = []
         for block, frame, digest in zip(blocks, made, digests, strict=True):
-            if block.state == READY:
+            if block.awaits_frame:
                 self._note_frame(block, frame, digest)
             else:
                 late.append(block.id)
@@ -863,10 +868,11 @@ class Store:
     def restore(
         self, space: int, rows: bytes, segment: int, used: bytes = b""
     ) -> tuple[int, int, bytes]:
-        """Makes COLD blocks of the rows of a segment's footer, each of this space: (how many, how many
-        rows fit no block of it, segment and page of each frame that died). One that is COLD already has
-        the newer frame from now on, and one that is in memory stays as it is. Those whose frames are at
-        the pages in `used`, 4 bytes each in ascending order, count as used."""
+        """Makes COLD blocks of the rows of a segment's footer, each of this space: (how many blocks are on
+        disk now that were not, how many rows fit no block of it, segment and page of each frame that died).
+        One that is COLD already has the newer frame from now on; one that is in memory has this one if it
+        has none, unless that is raw and not of the same bytes, as its checksum says. Those whose frames are
+        at the pages in `used`, 4 bytes each in ascending order, count as used."""
         found = self._space(space)
         wanted = unpack(used)
         if wanted != sorted(wanted):
@@ -886,6 +892,14 @@ class Store:
                 continue
             frame = Frame(segment, page, payload_bytes, codec, header_pages, flags & 255)
             block = self._find(place, key)
+            if block is not None and block.awaits_frame:
+                if codec or block.checksum == digest:
+                    self._note_frame(block, frame, digest)
+                    block.used = page in wanted
+                    made += 1
+                else:
+                    died += frame.place()
+                continue
             if block is not None:
                 died += (block.frame if block.state == COLD and block.frame else frame).place()
                 if block.state == COLD:

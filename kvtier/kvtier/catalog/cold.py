@@ -478,9 +478,10 @@ class Cold:
     def restore(
         self, identity: bytes, spec: KvSpec, rows: bytes, segment: int, used: bytes = b""
     ) -> tuple[int, int]:
-        """Know what a segment's footer lists of this space: (blocks that are new, rows that are none of
-        its blocks). Of two frames of a block the one restored later counts. `used` has the pages, 4 bytes
-        each in ascending order, of frames whose blocks were wanted since they were written."""
+        """Know what a segment's footer lists of this space: (blocks that are on disk now and were not, rows
+        that are none of its blocks). Of two frames of a block the one restored later counts; one in memory
+        that has none gets this one. `used` has the pages, 4 bytes each in ascending order, of frames whose
+        blocks were wanted since they were written."""
         space = self._spaces.open(identity, spec, NOBODY)
         try:
             self._spaces.settle(space)
