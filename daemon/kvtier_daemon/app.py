@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import kvtier
 from kvtier.catalog import Catalog
@@ -17,7 +19,7 @@ from kvtier.policy.base import make
 from kvtier.units import format_bytes
 from kvtier_daemon import profiles
 from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
-from kvtier_daemon.cold_life import ColdLife
+from kvtier_daemon.cold_life import END_S, ColdLife
 from kvtier_daemon.config import Config, Loaded, tenant_of
 from kvtier_daemon.notify import Notifier, watchdog_s
 from kvtier_daemon.observing import web
@@ -41,7 +43,8 @@ TEND_S = 0.1
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 TELL_S = 5.0
 WATCHDOG_PARTS = 3  # of the time after which the manager gives up
-START_S, STOP_S = 120.0, 60.0
+START_S = 60.0  # for which more time is asked, again and again
+STOP_S = 25.0  # less than the unit's TimeoutStopSec
 
 
 def run(loaded: Loaded) -> None:
@@ -116,6 +119,8 @@ class App:
             loop.add_signal_handler(number, stopped.set)
         reload = asyncio.Event()
         loop.add_signal_handler(signal.SIGHUP, reload.set)
+        if self.config.cold is not None:
+            await self._open_cold(loop, stopped)
         recorder = Recorder(self.config.state, time.monotonic)
         self._server = Server(
             loop,
@@ -129,9 +134,6 @@ class App:
         )
         lag = Lag(loop)
         self._figures.serving(self._server, lag)
-        if self.config.cold is not None:
-            self._notifier.extend_timeout(START_S)  # its index may have to be read
-            self._cold.open(loop)
         loop.add_reader(self.warm.start(), self._extents_ready)
         self._say_whether_it_grows()
         looked_at = await self._show(loop)
@@ -166,17 +168,42 @@ class App:
         self._notifier.stopping("writing what is to be found again")
         self._notifier.extend_timeout(STOP_S)
         log.info("going down")
+        if sys.stderr is not None:
+            # Whatever else hangs, it says where it was, and ends.
+            faulthandler.dump_traceback_later(STOP_S, exit=True)
         self._server.close("it was asked to stop")
         if not await self._cold.close():
-            log.critical("a disk hangs, or a codec: what it was doing can't be waited for")
-            release_socket(self._listener)
-            logging.shutdown()
-            os._exit(EXIT_HUNG)
+            self._leave("a disk hangs, or a codec: what it was doing can't be waited for")
         if looked_at is not None:
             looked_at.close()
         lag.stop()
         loop.remove_reader(self.warm.event_fd)
         self.warm.close()
+
+    async def _open_cold(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+        """Open the cold tier, for as long as that takes: an index may be long, or its disk slow."""
+        opening, stopping = (
+            loop.create_task(self._cold.open(loop)),
+            loop.create_task(stopped.wait()),
+        )
+        while not (opening.done() or stopping.done()):
+            self._notifier.extend_timeout(START_S)
+            await asyncio.wait(
+                [opening, stopping], timeout=START_S / 2, return_when=asyncio.FIRST_COMPLETED
+            )
+        stopping.cancel()
+        if not opening.done():
+            await asyncio.wait([opening], timeout=END_S)
+        if not opening.done():
+            self._leave("it is to stop, and a disk hangs while its files are opened")
+        await opening
+
+    def _leave(self, why: str) -> NoReturn:
+        """End at once. What is under way has files, and perhaps memory, of ours."""
+        log.critical("%s", why)
+        release_socket(self._listener)
+        logging.shutdown()
+        os._exit(EXIT_HUNG)
 
     # --- what those who run it ask for -------------------------------------------------------
 

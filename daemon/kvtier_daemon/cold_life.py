@@ -20,7 +20,7 @@ from kvtier_daemon.settings import Settings
 from kvtier_daemon.standing import ON
 from kvtier_daemon.switching import Switching
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import ColdTier
+from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.segment import ENTRY
@@ -35,6 +35,7 @@ RESTORE_ROWS = 4096  # in one go: about a millisecond
 USE_S = 2.0
 USE_BLOCKS, USE_PIECES = 1024, 64  # in one go: less than that
 LAST_USE_S = 1.0
+END_S = 10.0  # that an order has to be carried out in when the daemon ends; and then the tier to be closed
 
 
 class ColdLife:
@@ -60,9 +61,9 @@ class ColdLife:
         self._moving: asyncio.Task[None] | None = None
         self._unmapped = False  # an extent that the tier can't use, so none after it
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open its files. Nothing moves before `start`."""
-        tier = self._another()
+    async def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Open its files, beside the loop. Nothing moves before `start`. Raises TierError."""
+        tier = await self._another()
         self._take(tier)
         self._switching = Switching(
             loop, self._tenants, tier, self._another, self._take, self._stop
@@ -75,18 +76,19 @@ class ColdLife:
             self._move_of(self.tier)
 
     def end_moving(self) -> None:
+        self._tasks = None  # nor does another one begin
         if self._moving is not None:
             self._moving.cancel()
 
     async def close(self) -> bool:
         """Have it known what is to be found again, and close the files; False where a disk hangs, now or when
-        the tier was switched off."""
+        the tier was switched off or on."""
         if self._switching is None:
             return True
-        let_go = await self._switching.settled()
+        let_go = await self._switching.settled(END_S)
         if self.tier is not None and self.is_there:
             self._remember(self.tier)
-            let_go &= await self.tier.close()
+            let_go &= await self.tier.close(END_S)
         return let_go
 
     @property
@@ -139,7 +141,7 @@ class ColdLife:
 
     # --- one after the other -----------------------------------------------------------------
 
-    def _another(self) -> ColdTier:
+    async def _another(self) -> ColdTier:
         config = self._settings.config
         cold = config.cold
         assert cold is not None
@@ -147,8 +149,9 @@ class ColdLife:
             name: tenant.quota_bytes / config.warm.size_bytes
             for name, tenant in self._tenants.items()
         }
+        volumes = await asyncio.to_thread(open_volumes, cold.directories, cold.size_bytes)
         return ColdTier(
-            asyncio.get_running_loop(), cold.directories, cold.size_bytes, cold.segment_bytes, shares,
+            asyncio.get_running_loop(), volumes, cold.size_bytes, cold.segment_bytes, shares,
             self._leaving, cold.engine,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ ON, OPENING, DRAINING, DRAINED, CLOSING, OFF = (
     "on", "opening", "draining", "drained", "closing", "off",
 )  # fmt: skip
 RECOVERING: Final = "recovering"
+SWITCHED_OFF: Final = "switched off; `kvtier tier on cold` has it used again"
 AWAY: Final = (CLOSING, OFF, OPENING)  # its disks are not used
 MEANING: Final = {
     ("warm", DRAINING): "what is in memory alone is being written to the disks",
@@ -28,6 +29,8 @@ MEANING: Final = {
 def meaning(name: str, tier: Mapping[str, Any]) -> str:
     """What this tier's state means, or nothing where it is simply used."""
     state = tier.get("state", ON)
+    if state == OFF and tier.get("failure", "") not in ("", SWITCHED_OFF):
+        return f"{state}: {tier['failure']}"
     return f"{state}: {MEANING[name, state]}" if (name, state) in MEANING else ""
 
 

@@ -16,7 +16,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvtier.errors import TierError
-from kvtier_daemon.standing import CLOSING, DRAINED, DRAINING, OFF, ON, OPENING, RECOVERING
+from kvtier_daemon.standing import (
+    CLOSING,
+    DRAINED,
+    DRAINING,
+    OFF,
+    ON,
+    OPENING,
+    RECOVERING,
+    SWITCHED_OFF,
+)  # fmt: skip
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 
@@ -29,16 +38,16 @@ DROP_SEGMENTS = 8  # in one go
 
 
 class Switching:
-    """Of a daemon that has a cold tier. `open_cold` makes another one, raising TierError; `take` has the
-    tenants use it; `stop` ends what moves blocks to and from it, and closes it in so many seconds: whether
-    that went well."""
+    """Of a daemon that has a cold tier. `open_cold` makes another one, beside the loop, raising TierError;
+    `take` has the tenants use it; `stop` ends what moves blocks to and from it, and closes it in so many
+    seconds: whether that went well."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         tenants: Mapping[str, Tenant],
         cold: ColdTier,
-        open_cold: Callable[[], ColdTier],
+        open_cold: Callable[[], Awaitable[ColdTier]],
         take: Callable[[ColdTier], None],
         stop: Callable[[ColdTier, float], Awaitable[bool]],
     ) -> None:
@@ -58,17 +67,20 @@ class Switching:
         """Whether it has files open, and may be looked after."""
         return self._states["cold"] not in (CLOSING, OFF, OPENING)
 
-    async def settled(self) -> bool:
-        """Wait until the cold tier is neither being opened nor being closed; False if a disk has not let go
-        of files, and perhaps memory, of ours."""
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait until the cold tier is neither being opened nor being closed; False if that takes longer, or a
+        disk has not let go of files, and perhaps memory, of ours."""
         if self._states["cold"] in (CLOSING, OPENING):
-            await asyncio.wait([self._tasks["cold"]])
-        return not self._hangs
+            await asyncio.wait([self._tasks["cold"]], timeout=timeout_s)
+        return not self._hangs and self._states["cold"] not in (CLOSING, OPENING)
 
     def state(self, tier: str) -> str:
         state = self._states[tier]
-        recovering = tier == "cold" and state == ON and not self._cold.recovered.is_set()
-        return RECOVERING if recovering and not self._cold.given_up else state
+        return RECOVERING if tier == "cold" and state == ON and self._is_recovering else state
+
+    @property
+    def _is_recovering(self) -> bool:
+        return not self._cold.recovered.is_set() and not self._cold.given_up
 
     def report(self, tier: str) -> dict[str, Any]:
         """How it is, and how much is left to do of what was asked last."""
@@ -101,8 +113,10 @@ class Switching:
             begin(state)
         return self.report(tier)
 
-    def _begin(self, tier: str, state: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Go on with this instead of what was asked before."""
+    def _begin(
+        self, tier: str, state: str, work: Callable[[], Awaitable[None]], failed: str = ""
+    ) -> None:
+        """Go on with this instead of what was asked before; `failed` is the state that it fails to."""
         if (before := self._tasks.pop(tier, None)) is not None:
             before.cancel()
         self._states[tier] = state
@@ -111,9 +125,15 @@ class Switching:
         async def run() -> None:
             try:
                 await work()
+            except TierError as error:
+                log.error("%s", error)
+                self._failures[tier] = str(error).removeprefix(f"{tier}: ")
             except Exception as error:
                 log.exception("%s tier: what was asked for failed", tier)
                 self._failures[tier] = f"it failed: {error!r}; the daemon's log says how"
+            else:
+                return
+            self._over(tier, failed or state)
 
         self._tasks[tier] = self._loop.create_task(run(), name=f"switch {tier}")
 
@@ -174,27 +194,28 @@ class Switching:
     def _off_cold(self, state: str) -> None:
         if state == OFF:
             return
-        if state == RECOVERING:
+        if self._is_recovering:
             raise TierError("cold: is still looking at what it has: try again when it is on")
 
         async def close() -> None:
             cold = self._cold
             cold.recovered.clear()  # what is forgotten from now on is so when it is on again
-            cold.said_off = "switched off; `kvtier tier on cold` has it used again"
+            cold.said_off = SWITCHED_OFF
+            self._hangs = True  # until it has let go
             closed = await self._stop(cold, CLOSE_S)
             until = self._loop.time() + SETTLE_S
             # What is with a disk that has not let go is never heard of again.
             while closed and not self._nothing_moves() and self._loop.time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
-            if not (closed and self._nothing_moves()):
-                # What is with the disk may come back yet, to memory that is ours.
-                self._hangs = True
+            # What is with the disk may come back yet, to files and memory that are ours.
+            self._hangs = not (closed and self._nothing_moves())
+            if self._hangs:
                 self._failures["cold"] = (
                     "a disk hangs, so its files stay open; restart the daemon when it is mended"
                 )
             self._over("cold", OFF)
 
-        self._begin("cold", CLOSING, close)
+        self._begin("cold", CLOSING, close, OFF)
 
     def _on_cold(self, state: str) -> None:
         if state in (DRAINING, DRAINED):
@@ -203,11 +224,27 @@ class Switching:
             self._over("cold", ON)
         if state != OFF:
             return
-        if not self._nothing_moves():
-            raise TierError("cold: a disk hangs with blocks of ours: restart the daemon")
-        cold = self._open_cold()
+        if self._hangs:
+            raise TierError("cold: a disk hangs with files of ours: restart the daemon")
 
         async def open_again() -> None:
+            cold = None
+            try:
+                cold = await self._open_cold()
+                await use(cold)
+            except Exception as error:
+                told = str(error).removeprefix("cold: ")
+                why = told if isinstance(error, TierError) else "the daemon's log says why"
+                self._cold.said_off = (
+                    f"switched off, and not on again: {why}; `kvtier tier on cold` tries once more"
+                )
+                if cold is not None:
+                    cold.said_off = self._cold.said_off
+                    self._hangs = not await self._stop(cold, CLOSE_S)
+                raise
+            self._over("cold", ON)
+
+        async def use(cold: ColdTier) -> None:
             for number in range(len(self._cold.segments)):
                 for tenant in self._tenants.values():
                     tenant.catalog.cold.drop_segment(number)
@@ -223,9 +260,8 @@ class Switching:
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-            self._over("cold", ON)
 
-        self._begin("cold", OPENING, open_again)
+        self._begin("cold", OPENING, open_again, OFF)
 
     def _nothing_moves(self) -> bool:
         colds = [tenant.catalog.cold for tenant in self._tenants.values()]

@@ -14,7 +14,7 @@ from kvtier.codec.choice import Choice
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
 from kvtier_daemon.tiers.batch import Landed, Outgoing
-from kvtier_daemon.tiers.cold import ColdTier, Decoding, Incoming
+from kvtier_daemon.tiers.cold import ColdTier, Decoding, Incoming, open_volumes
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import decode_entries
@@ -48,7 +48,9 @@ class Bench:
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         shares = dict.fromkeys(tenants, share / len(tenants))
-        self.tier = ColdTier(self.loop, folders, size, SEGMENT, shares, self.leave, engine)
+        self.tier = ColdTier(
+            self.loop, open_volumes(folders, size), size, SEGMENT, shares, self.leave, engine
+        )
         self.choice = Choice(self.tier.coding.rates, codec)  # of every other block
         self.memory, self.extent = self.arena()
 

@@ -14,7 +14,7 @@ from daemon.test_cold import MIB, SEGMENT, SIZE, SPACE, Bench, files_of, run, us
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
 from kvtier_daemon.tiers import shelf as shelves
-from kvtier_daemon.tiers.cold import ColdTier
+from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_daemon.tiers.log import Stage
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.shelf import GROW_AGAIN_S
@@ -243,7 +243,9 @@ def test_what_one_tenant_has_too_much_goes_before_another_has_more(
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        tier = ColdTier(loop, [tmp_path], size, SEGMENT, {"a": 0.8, "b": 0.2}, lambda *_: None)
+        tier = ColdTier(
+            loop, open_volumes([tmp_path], size), size, SEGMENT, {"a": 0.8, "b": 0.2}, lambda *_: None
+        )  # fmt: skip
         await tier.recover(nothing)
         while not tier.shelves["a"][0].log.open:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -21,7 +21,7 @@ from kvtier.catalog.reading import Held
 from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier_daemon.mover import Mover
-from kvtier_daemon.tiers.cold import ColdTier
+from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_kernels import Mapping, Store, views
 
 ME = SessionId(1)
@@ -54,7 +54,7 @@ class Cold:
 
     async def _open(self, folder: Path, engine: str, codec: str) -> None:
         self._tier = ColdTier(
-            self._loop, [folder], 36 * MIB, SEGMENT, SHARES,
+            self._loop, open_volumes([folder], 36 * MIB), 36 * MIB, SEGMENT, SHARES,
             lambda shelf, segment: self.mover.leave(shelf, segment), engine,
         )  # fmt: skip
         self.mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True, codec=codec)

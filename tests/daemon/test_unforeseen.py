@@ -6,21 +6,18 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apps import served
 from kvtier.catalog import Catalog
 from kvtier.catalog.cold import Cold
-from kvtier.errors import TierError
 from kvtier_daemon import app as app_module
 from kvtier_daemon import cold_life
 from kvtier_daemon.app import App
-from kvtier_daemon.claim import claim_socket, release_socket
-from kvtier_daemon.cold_life import ColdLife
-from kvtier_daemon.config import Loaded, load
+from kvtier_daemon.config import Loaded
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.recorder import Recorder
@@ -30,38 +27,6 @@ from kvtier_daemon.tiers.reads import Reads
 
 def planted(*_: Any) -> None:
     raise RuntimeError("planted")
-
-
-def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "") -> None:
-    """A daemon in this process, for as long as that works."""
-    (folder / "disk").mkdir()
-    file = folder / "kvtier.toml"
-    file.write_text(
-        f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\n'
-        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n{more}'
-    )
-    loaded = load(file, environ={})
-    config = loaded.config
-    listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
-
-    async def run() -> None:
-        app = App(loaded, {name: bytes(32) for name in config.tenants}, listener)
-        serving = asyncio.create_task(app.serve())
-        async with asyncio.timeout(20):
-            while app._server is None or app.cold is None:
-                if serving.done():
-                    await serving  # it has failed
-                await asyncio.sleep(0.01)
-            await app.cold.recovered.wait()
-            await work(app)
-            assert not serving.done()
-            os.kill(os.getpid(), signal.SIGTERM)
-            await serving
-
-    try:
-        asyncio.run(run())
-    finally:
-        release_socket(listener)
 
 
 @pytest.mark.parametrize("owner, name", [(Catalog, "expire"), (Server, "tend"), (Reads, "tend")])
@@ -143,33 +108,6 @@ def test_a_reload_and_a_status_line_may_fail(
 
     served(tmp_path, work)
     assert "nothing was reloaded: planted" in caplog.text
-
-
-def test_who_asks_a_daemon_that_can_not_start_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It hears clients from before its disks are opened, until it has ended."""
-    asked = []
-
-    def fails(app: ColdLife, *_: Any) -> None:
-        asked.append(made[0]._figures.of(None))
-        raise TierError("no room")
-
-    async def work(_: App) -> None:
-        raise AssertionError("it can't serve")
-
-    begin = App.__init__
-    made: list[App] = []
-
-    def makes(app: App, *arguments: Any) -> None:
-        made.append(app)
-        begin(app, *arguments)
-
-    monkeypatch.setattr(App, "__init__", makes)
-    monkeypatch.setattr(ColdLife, "open", fails)
-    with pytest.raises(TierError, match="no room"):
-        served(tmp_path, work)
-    assert len(asked) == 1
 
 
 def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(

@@ -425,6 +425,63 @@ def test_a_daemon_ends_though_its_disk_hangs(
     assert [one.load(chain) for chain in (1, 2, 3)] == [CHAIN] * 3
 
 
+def test_a_disk_that_hangs_when_it_is_switched_on_holds_up_neither_clients_nor_the_end(
+    shim: Shim, serve: Serve
+) -> None:
+    one = serve(shim.path, "threads", shim.env, END_S=2.0)
+    one.save(0, 1)
+    with one.daemon.connect(timeout_s=5.0) as asks:
+        asks.tier("cold", "off")
+        one.until(lambda: asks.tier("cold")["state"] == "off", "it is not off")
+        with shim.failing(HANGS, "write"):
+            asks.tier("cold", "on")
+            one.until(lambda: shim.struck("write") > 0, "nothing hangs")
+            assert asks.tier("cold")["state"] == "opening"
+            save(one.client, 20)
+            assert one.load(20) == CHAIN
+            one.daemon.process.terminate()
+            assert one.daemon.process.wait(60) == 75
+    one.start()
+    assert [one.load(chain) for chain in (0, 1)] == [CHAIN] * 2
+
+
+def test_a_daemon_that_can_not_open_its_disk_yet_can_be_stopped(shim: Shim, tmp_path: Path) -> None:
+    config = tmp_path / "kvtier.toml"
+    config.write_text(
+        f'socket = "{tmp_path}/s"\nstate = "{tmp_path}/state"\n[warm]\nsize = "4MiB"\n'
+        f'[cold]\ndirectories = ["{shim.path}"]\nsize = "80MiB"\nsegment = "1MiB"\n'
+    )
+    words = (sys.executable, "-c", HASTY, ":".join(sys.path), json.dumps({"END_S": 1.0}), "serve")
+    with shim.failing(HANGS, "write"):
+        daemon = subprocess.Popen(
+            [*words, "--config", str(config)],
+            env=shim.env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 60
+        while not shim.struck("write"):
+            assert time.monotonic() < deadline, "nothing hangs"
+            time.sleep(0.01)
+        daemon.terminate()
+        _, log = daemon.communicate(timeout=60)
+    assert daemon.returncode == 75 and "hangs while its files are opened" in log
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_daemon_ends_whatever_it_waits_for(shim: Shim, serve: Serve) -> None:
+    one = serve(shim.path, "threads", shim.env, END_S=1000.0, STOP_S=2.0)
+    one.save(0, 1)
+    with shim.failing(HANGS, *WRITES):
+        save(one.client, 20)
+        one.until(lambda: shim.struck(*WRITES) > 0, "nothing hangs")
+        one.daemon.process.terminate()
+        assert one.daemon.process.wait(60) == 1
+    assert "Timeout (0:00:02)!" in one.log()
+    one.start()
+    assert [one.load(chain) for chain in (0, 1)] == [CHAIN] * 2
+
+
 @pytest.mark.parametrize("ends", ["when it is off", "at once"])
 def test_a_tier_whose_disk_hangs_is_switched_off_and_the_daemon_serves_and_ends(
     shim: Shim, serve: Serve, ends: str

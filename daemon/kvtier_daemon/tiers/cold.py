@@ -45,6 +45,7 @@ BURIED = struct.Struct("<II")
 DOUBTED_MOST = FITS_MOST = 4096
 ROOM_LEAST = 8 << 20
 LOOK_S = 10.0
+INDEX_S = 1.0  # that an index has to be written and closed in, at least
 NOWHERE: frozenset[int] = frozenset()
 
 
@@ -84,15 +85,26 @@ Read = Callable[[Incoming, int], None]  # and an errno or 0
 Restored = Callable[[str, Recovered, int], Awaitable[None]]
 
 
+def open_volumes(directories: Sequence[Path], size_bytes: int) -> list[Volume]:
+    """The directories, which share that size. Waits for the disks; TierError if one can't be used."""
+    with contextlib.ExitStack() as undo:
+        volumes = []
+        for directory in directories:
+            volumes.append(Volume(directory, size_bytes // len(directories)))
+            undo.callback(volumes[-1].close)
+        undo.pop_all()
+    return volumes
+
+
 class ColdTier:
-    """Raises TierError where a directory can't be used. `leaving(shelf, segment)` is called when the oldest
-    segment of a shelf is to be used again: whoever is told brings away what deserves it, and then says
-    `left`."""
+    """Closes the volumes, also where it raises TierError as it can't use them. `leaving(shelf, segment)` is
+    called when the oldest segment of a shelf is to be used again: whoever is told brings away what deserves
+    it, and then says `left`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        directories: Sequence[Path],
+        volumes: Sequence[Volume],
         size_bytes: int,
         segment_bytes: int,
         shares: dict[str, float],
@@ -106,7 +118,7 @@ class ColdTier:
         self.recovered = asyncio.Event()
         self.shelves: dict[str, list[Shelf]] = {tenant: [] for tenant in shares}
         self.drives: list[Drive] = []
-        self._volumes: list[Volume] = []
+        self._volumes = list(volumes)
         self._numbering = Numbering()
         self._described: dict[tuple[Volume, str, bytes], asyncio.Future[bool]] = {}
         self._described_bytes: Counter[tuple[Volume, str]] = Counter()
@@ -118,27 +130,26 @@ class ColdTier:
         self._turn = 0
         self.reads = Reads(loop, self, clock)
         self._mappings: dict[int, Mapping] = {}
-        threads = threads_here()
-        try:
-            self.coding = Coding(
-                loop,
-                self._mappings.__getitem__,
-                Staging(loop, self.room),
-                self._numbering.blank,
-                threads,
-            )
-        except RuntimeError as error:
-            raise TierError(f"cold: no threads can be had: {error}") from error
         self._looks_at = clock() + LOOK_S
         self._closing = False
         self.accepts = True  # what is to be written
         self.said_off = ""  # by those who run the daemon: why nothing is served
+        threads = threads_here()
         with contextlib.ExitStack() as undo:
-            undo.callback(self.coding.stop)
-            for directory in directories:
-                volume = Volume(directory, size_bytes // len(directories))
+            for volume in volumes:
                 undo.callback(volume.close)
-                self._volumes.append(volume)
+            try:
+                self.coding = Coding(
+                    loop,
+                    self._mappings.__getitem__,
+                    Staging(loop, self.room),
+                    self._numbering.blank,
+                    threads,
+                )
+            except RuntimeError as error:
+                raise TierError(f"cold: no threads can be had: {error}") from error
+            undo.callback(self.coding.stop)
+            for volume in volumes:
                 most = {
                     tenant: int(volume.segments_bytes * share) // segment_bytes
                     for tenant, share in shares.items()
@@ -146,11 +157,11 @@ class ColdTier:
                 for tenant, segments in most.items():
                     if segments < 3:
                         text = f"tenant {tenant} would have {segments} segments of {segment_bytes} bytes"
-                        raise TierError(f"cold: {directory}: {text}, and three are needed")
+                        raise TierError(f"cold: {volume.directory}: {text}, and three are needed")
                 try:
                     drive = Drive(
                         loop, str(volume.directory), engine, clock, threads,
-                        STAGED_BYTES // len(directories),
+                        STAGED_BYTES // len(volumes),
                     )  # fmt: skip
                 except (OSError, RuntimeError) as error:
                     text = f"cold: {volume.directory}: no worker can be had ({engine}): {error}"
@@ -610,14 +621,19 @@ class ColdTier:
                     shelf.close_files()
         for volume in self._volumes:
             self._loop.remove_reader(volume.index.event_fd)
-        closed = await asyncio.gather(
-            *(asyncio.to_thread(volume.close, timeout_s) for volume in self._volumes)
-        )
+        left_s = max(INDEX_S, until - self._clock())
+        closing = [
+            self._loop.create_task(asyncio.to_thread(volume.close, left_s))
+            for volume in self._volumes
+        ]
+        # To close the files of an index may wait for a disk for longer than what is written to it may.
+        _, hang = await asyncio.wait(closing, timeout=left_s + INDEX_S)
+        closed = not hang and all(one.result() for one in closing)
         for flushing in self._flushing.values():
             if not flushing.done():
                 flushing.set_result("the cold tier was closed before its index answered")
         self._flushing.clear()
-        return all(ended) and decoded and all(closed)
+        return all(ended) and decoded and closed
 
     def _all_shelves(self) -> list[Shelf]:
         return [shelf for shelves in self.shelves.values() for shelf in shelves]

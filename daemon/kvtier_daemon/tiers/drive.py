@@ -340,9 +340,10 @@ class Drive:
 
     def _end(self, timeout_s: float) -> bool:
         """Waits for threads."""
+        until = self._clock() + timeout_s
         left = self.disk.stop(timeout_s)
         os.close(self._event_fd)
-        return not left and not wait(list(self._jobs), timeout_s).not_done
+        return not left and not wait(list(self._jobs), max(0.0, until - self._clock())).not_done
 
 
 def anonymous(nbytes: int) -> Mapping:

@@ -1,0 +1,138 @@
+"""What goes wrong while the cold tier is switched: it is off with a reason, and can be asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps import served
+from kvtier.errors import TierError
+from kvtier_daemon import cold_life
+from kvtier_daemon.app import App
+from kvtier_daemon.observing.health import health
+from kvtier_daemon.scrub import Scrub
+from kvtier_daemon.tiers import cold as cold_module
+from kvtier_daemon.tiers.cold import ColdTier, open_volumes
+from kvtier_daemon.tiers.volume import Volume
+
+
+async def reached(app: App, state: str) -> dict[str, Any]:
+    """What is told of the cold tier once it is in this state."""
+    async with asyncio.timeout(20):
+        while (told := await app.tier("cold", "status"))["state"] != state:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return told
+
+
+async def switched(app: App, order: str, state: str) -> dict[str, Any]:
+    await app.tier("cold", order)
+    return await reached(app, state)
+
+
+def test_the_loop_goes_on_while_a_disk_takes_long_to_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> list[Volume]:
+        begun.set()
+        assert goes_on.wait(20), "the loop waits for the disk"
+        return open_volumes(*arguments)
+
+    async def work(app: App) -> None:
+        await switched(app, "off", "off")
+        monkeypatch.setattr(cold_life, "open_volumes", slow)
+        await switched(app, "on", "opening")
+        while not begun.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for order in ("on", "off", "drain"):
+            with pytest.raises(TierError, match="is opening"):
+                await app.tier("cold", order)
+        goes_on.set()
+        await reached(app, "on")
+
+    served(tmp_path, work)
+
+
+@pytest.mark.parametrize("where", ["open", "use"])
+@pytest.mark.parametrize("error", [TierError("cold: planted"), RuntimeError("planted")])
+def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    async def work(app: App) -> None:
+        await switched(app, "off", "off")
+        with monkeypatch.context() as broken:
+            broken.setattr(
+                *{"open": (cold_life, "open_volumes"), "use": (Scrub, "__init__")}[where], fails
+            )
+            told = await switched(app, "on", "opening")
+            assert not told["failure"]
+            told = await reached(app, "off")
+        assert "planted" in told["failure"]
+        cold = app._figures.of(None)["tiers"]["cold"]
+        assert "not on again" in cold["failure"] and cold["state"] == "off"
+        assert "not on again" in health(app._figures.of(None)).text
+        assert not (await switched(app, "on", "on"))["failure"]
+        assert app.cold is not None and app.cold.takes
+        assert health(app._figures.of(None)).text == "ok"
+
+    served(tmp_path, work)
+
+
+def test_a_tier_that_is_still_looked_through_is_not_closed_though_it_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = asyncio.Event()
+    recover = ColdTier.recover
+
+    async def slow(*arguments: Any) -> None:
+        await goes_on.wait()
+        await recover(*arguments)
+
+    async def work(app: App) -> None:
+        await switched(app, "off", "off")
+        monkeypatch.setattr(ColdTier, "recover", slow)
+        await switched(app, "on", "recovering")
+        await switched(app, "drain", "drained")
+        with pytest.raises(TierError, match="still looking"):
+            await app.tier("cold", "off")
+        goes_on.set()
+        assert app.cold is not None
+        await app.cold.recovered.wait()
+        await switched(app, "off", "off")
+
+    served(tmp_path, work)
+
+
+def test_an_index_that_can_not_be_closed_holds_up_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close its files may wait for the disk too, which no time is given for."""
+    mended = threading.Event()
+
+    def hangs(_: Volume, __: float) -> bool:
+        return mended.wait(20)
+
+    async def work() -> None:
+        volumes = open_volumes([tmp_path], 48 << 20)
+        tier = ColdTier(
+            asyncio.get_running_loop(), volumes, 48 << 20, 1 << 20, {"t": 1.0}, lambda *_: None
+        )
+        with monkeypatch.context() as broken:
+            broken.setattr(Volume, "close", hangs)
+            broken.setattr(cold_module, "INDEX_S", 0.05)
+            began = time.monotonic()
+            assert not await tier.close(0.1)
+            assert time.monotonic() - began < 10
+            mended.set()
+        assert all(volume.close() for volume in volumes)
+
+    asyncio.run(work())
