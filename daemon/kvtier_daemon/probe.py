@@ -92,6 +92,10 @@ class DiskProbe:
             self._asked.discard(drive)
             return
         fd, page = opening.result(), secrets.token_bytes(PAGE)
+        if drive.is_over:
+            os.close(fd)
+            self._asked.discard(drive)
+            return
 
         def over(lane_is_reads: bool, code: int) -> None:
             os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvtier.errors import TierError
 from kvtier_daemon import probe
 from kvtier_daemon.probe import DiskProbe, Probe
 from kvtier_daemon.tiers.drive import Drive
+from kvtier_daemon.tiers.volume import open_direct
 
 
 def test_a_block_comes_back_however_often() -> None:
@@ -118,3 +120,35 @@ def test_another_page_than_was_written_is_a_fault_of_reading(
 
     drive = probed(tmp_path, work)
     assert drive.faults == 1 and "a probe failed" in drive.reads.failure
+
+
+def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the tier is switched off meanwhile: the number of that file is another's soon."""
+    opens, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> int:
+        opens.set()
+        assert goes_on.wait(20)
+        return open_direct(*arguments)
+
+    monkeypatch.setattr(probe, "open_direct", slow)
+
+    async def run() -> None:
+        drive = Drive(asyncio.get_running_loop(), "it", "threads", time.monotonic)
+        one = DiskProbe()
+        one.begin(Disks(tmp_path, drive))  # type: ignore[arg-type]
+        await asyncio.to_thread(opens.wait)
+        closing = asyncio.create_task(drive.close(5))
+        while not drive.is_over:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        goes_on.set()
+        assert await closing
+        async with asyncio.timeout(20):
+            while one._asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    held = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in held if path.is_relative_to(tmp_path)]

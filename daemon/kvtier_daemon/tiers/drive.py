@@ -148,6 +148,7 @@ class Drive:
         self._over: deque[tuple[int, int, bytes | None]] = deque()
         self._last_token = 0
         self._quiet = asyncio.Event()  # nothing is under way
+        self.is_over = False  # what is asked of it now is never heard of
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.disk = Disk(self._event_fd, engine, decoders=decoders, staged_bytes=staged_bytes)
         self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
@@ -335,6 +336,7 @@ class Drive:
 
     def _let_go(self) -> None:
         """The loop hears nothing of it any more."""
+        self.is_over = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._loop.remove_reader(self._event_fd)
 
