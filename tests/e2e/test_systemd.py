@@ -4,6 +4,7 @@ host lets one be started in namespaces of its own."""
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,10 @@ from kvtier.errors import ConfigError
 from kvtier_daemon.beside import installing
 
 PROGRAM = Path("/opt/kvtier/bin/kvtier")
-MANAGER = Path("/lib/systemd/systemd")
+REPOSITORY = Path(__file__).parents[2]
+# Of another distribution perhaps, whose manager knows more than the host's: what debootstrap makes will do.
+ROOT = Path(os.environ.get("SYSTEMD_ROOT", "/"))
+MANAGER = ROOT / "lib/systemd/systemd"
 # The rest is the sandbox, which is for the manager of the system.
 KEPT = (
     "Type=",
@@ -32,12 +36,19 @@ KEPT = (
     "Listen",
     "SocketMode=",
 )
+ENTER = """
+set -e
+for place in {places}; do mkdir -p "{root}$place"; mount --rbind "$place" "{root}$place"; done
+mount -t proc proc {root}/proc
+mount -t cgroup2 cgroup2 {root}/sys/fs/cgroup
+exec chroot {root} bash -c {shell}
+"""
 SHELL = """
 set -e
 mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd/system "$XDG_RUNTIME_DIR"
 chmod 700 "$XDG_RUNTIME_DIR"
-{manager} --user >/dev/null 2>&1 &
+/lib/systemd/systemd --user >/dev/null 2>&1 &
 set +e
 while read -r line; do eval "$line"; echo; echo "exit $?"; done
 """
@@ -163,9 +174,14 @@ class Manager:
             os.environ, XDG_RUNTIME_DIR="/run/user/0", XDG_CONFIG_HOME=str(folder / "config"),
             KVTIER_STATE=str(folder / "state"),
         )  # fmt: skip
+        shell = SHELL
+        if Path("/") != ROOT:
+            places = ["/dev", "/sys", folder, sys.prefix, sys.base_prefix, REPOSITORY]
+            shell = ENTER.format(
+                root=ROOT, places=shlex.join(map(str, places)), shell=shlex.quote(shell)
+            )
         self._process = subprocess.Popen(
-            ["unshare", "-mpf", "--kill-child", "--mount-proc", "bash", "-c",
-             SHELL.format(manager=MANAGER)],
+            ["unshare", "-mpf", "--kill-child", "--mount-proc", "bash", "-c", shell],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
@@ -180,6 +196,9 @@ class Manager:
             assert line, f"the shell ended: {lines}"
             lines.append(line)
         return "".join(lines).strip()
+
+    def version(self) -> int:
+        return int(self.run("systemctl --version").split()[1])
 
     def show(self, name: str, unit: str = "kvtierd.service") -> str:
         return self.run(f"systemctl --user show -P {name} {unit}")
@@ -238,7 +257,7 @@ def installed(manager: Manager, watchdog: str = "30") -> Path:
         f'socket = "{path}"\nlog_level = "info"\n[warm]\nsize = "16MiB"\n'
         f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n'
     )
-    found = installing.plan(folder / "root", PROGRAM, installing.systemd_version())
+    found = installing.plan(folder / "root", PROGRAM, manager.version())
     for name in ("kvtierd.service", "kvtierd.socket"):
         text = found.files[folder / "root" / installing.UNITS / name]
         lines = [line for line in text.splitlines() if line.startswith(("[", *KEPT))]
@@ -293,12 +312,34 @@ def test_it_is_started_by_its_socket_told_of_reloaded_and_stopped(manager: Manag
         asked(path, Client.ping)
 
 
+def test_a_reload_is_over_when_the_manager_says_so(manager: Manager) -> None:
+    if (version := manager.version()) < installing.RELOADS_SINCE:
+        pytest.skip(
+            f"systemd {version} knows no notify-reload: SYSTEMD_ROOT names a newer one"
+        )
+    path = installed(manager)
+    manager.run("systemctl --user start kvtierd.socket kvtierd.service")
+    assert manager.show("Type") == "notify-reload"
+    config, main = manager.folder / "kvtier.toml", manager.show("MainPID")
+    text = config.read_text()
+    for wanted in range(7, 27):
+        config.write_text(f"max_clients = {wanted}\n{text}")
+        assert manager.run("systemctl --user reload kvtierd.service") == ""
+        assert asked(path, lambda it: it.settings()["keys"]["max_clients"][0]) == wanted  # type: ignore[attr-defined]
+        assert (manager.show("ActiveState"), manager.show("SubState")) == ("active", "running")
+    config.write_text(f"max_clients = 0\n{text}")
+    assert manager.run("systemctl --user reload kvtierd.service") == ""
+    assert "not reloaded, and serving as before" in manager.show("StatusText")
+    assert (manager.show("MainPID"), manager.show("ReloadResult")) == (main, "success")
+
+
 def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Manager) -> None:
     path = installed(manager, watchdog="4")
     manager.run("systemctl --user start kvtierd.socket kvtierd.service")
     main = manager.show("MainPID")
     time.sleep(9)  # twice as long as it may be silent
     assert (manager.show("MainPID"), manager.show("NRestarts")) == (main, "0")
+    assert main != "0", "it does not run"
     manager.run(f"kill -{signal.SIGSTOP.value} {main}")
     manager.wait_for(lambda: manager.show("NRestarts") == "1", "the watchdog bit")
     asked(path, Client.ping)
