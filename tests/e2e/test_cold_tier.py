@@ -20,6 +20,7 @@ from kvtier_daemon.index import Index
 from specs import pattern, spec_of
 
 SPEC = spec_of("cold e2e")
+SETTLED_TURNS = 4  # of the daemon's own clock, 50 ms each
 CHAIN = 32  # blocks: 2 MiB
 Content = Callable[[bytes, int], bytes]  # of a block with this key and so many bytes
 
@@ -65,15 +66,18 @@ def test_who_asks_how_far_it_is_is_counted_once(
 
 
 def settled(daemon: Daemon) -> None:
-    """Wait until nothing more is written, nor being so."""
-    last = None
+    """Wait until nothing more is written, nor being so, though the daemon had its turns: a writer looks for
+    something in each of them."""
+    last, since = None, 0
     while True:
-        cold = daemon.stats()["tiers"]["cold"]
+        stats = daemon.stats()
+        cold, turns = stats["tiers"]["cold"], stats["loop"]["counts"][-1]
         now = cold["states"]["written"], cold["writing"], cold["reading"]
-        if now == last and now[1:] == (0, 0):
+        if now != last or now[1:] != (0, 0):
+            last, since = now, turns
+        elif turns >= since + SETTLED_TURNS:
             return
-        last = now
-        time.sleep(0.15)
+        time.sleep(0.05)
 
 
 def brought(client: Client, chain: int, seconds: float = 10.0, spec: KvSpec = SPEC) -> Match:
