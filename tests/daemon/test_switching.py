@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from apps import served
 from kvtier.errors import TierError
+from kvtier_daemon import app as app_module
 from kvtier_daemon import cold_life
 from kvtier_daemon.app import App
 from kvtier_daemon.observing.health import health
@@ -136,3 +139,39 @@ def test_an_index_that_can_not_be_closed_holds_up_no_end(
         assert all(volume.close() for volume in volumes)
 
     asyncio.run(work())
+
+
+def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves while memory is allocated, however much that is."""
+    monkeypatch.setattr(app_module, "START_S", 0.1)
+    heard: list[str] = []
+
+    def slow(*arguments: Any) -> list[Volume]:
+        until = time.monotonic() + 20
+        while len(heard) < 3:
+            assert time.monotonic() < until, "no more time was asked for"
+            heard.append(manager.recv(4096).decode())
+        return open_volumes(*arguments)
+
+    async def work(app: App) -> None:
+        async with asyncio.timeout(20):
+            while not app.warm.complete:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        manager.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard.append(manager.recv(4096).decode())
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "manager"))
+        manager.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "manager"))
+        monkeypatch.setattr(cold_life, "open_volumes", slow)
+        served(tmp_path, work)
+    assert heard[:3] == ["EXTEND_TIMEOUT_USEC=100000"] * 3
+    ready = next(at for at, text in enumerate(heard) if text.startswith("READY=1"))
+    assert not any("warm tier" in text for text in heard[:ready])
+    assert any("warm tier" in text for text in heard[ready:])
+    assert not any("EXTEND" in text for text in heard[ready:])

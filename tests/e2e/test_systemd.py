@@ -314,9 +314,7 @@ def test_it_is_started_by_its_socket_told_of_reloaded_and_stopped(manager: Manag
 
 def test_a_reload_is_over_when_the_manager_says_so(manager: Manager) -> None:
     if (version := manager.version()) < installing.RELOADS_SINCE:
-        pytest.skip(
-            f"systemd {version} knows no notify-reload: SYSTEMD_ROOT names a newer one"
-        )
+        pytest.skip(f"systemd {version} knows no notify-reload: SYSTEMD_ROOT names a newer one")
     path = installed(manager)
     manager.run("systemctl --user start kvtierd.socket kvtierd.service")
     assert manager.show("Type") == "notify-reload"

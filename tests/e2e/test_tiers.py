@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -165,6 +167,27 @@ def test_a_warm_tier_is_drained_though_the_cold_one_was_off_meanwhile(
         wait_for_disk(daemon, sum(map(len, prompts)))
 
 
+def at_random(daemon: Daemon, chance: random.Random) -> None:
+    """Orders that wait for nothing, and for no order before them; then all is on again."""
+    orders = [("cold", "off"), ("cold", "on"), ("cold", "drain"), ("warm", "drain"), ("warm", "on")]
+    with daemon.connect() as client:
+
+        def ask(which: str, order: str) -> str:
+            with contextlib.suppress(Refused):
+                client.tier(which, order)
+            return str(client.tier(which)["state"])
+
+        for _ in range(60):
+            ask(*chance.choice(orders))
+            if chance.random() < 0.1:
+                daemon.process.send_signal(signal.SIGHUP)
+            time.sleep(chance.random() * 0.1)
+        until = time.monotonic() + 60
+        while ask("cold", "on") != "on" or ask("warm", "on") != "on":
+            assert time.monotonic() < until, "it does not come back"
+            time.sleep(0.02)
+
+
 def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
@@ -200,6 +223,7 @@ def test_tiers_are_switched_under_traffic_and_never_a_wrong_byte(
                 tier(daemon, *order, "--timeout", "30")
             daemon.wait_for(lambda stats: stats["tiers"]["cold"]["state"] == "on")
             tier(daemon, "on", "warm")
+        at_random(daemon, random.Random(31))
     finally:
         over.set()
         for thread in threads:
