@@ -10,6 +10,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -535,14 +536,15 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
 def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    """Pieces of half of it, and of most of it; a disk that is slow keeps them."""
+    """Pieces of half of it, and of most of it; a disk that is slow keeps them until somebody waits."""
     most, seen = (blocks + 1) * BLOCK, [0]
+    landed: list[Callable[[], None]] = []
     monkeypatch.setattr(encoding, "PIECE_BYTES", blocks * BLOCK)
 
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         tier = tenant.bench.tier
-        staging, write, later = tier.coding.staging, tier.write, tenant.bench.loop.call_later
+        staging, write = tier.coding.staging, tier.write
         staging.most = most
         place_of = staging._cut
 
@@ -554,13 +556,22 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
         def slow(
             name: str, some: Sequence[Outgoing], done: Callable[[list[Landed], list[int]], None]
         ) -> int:
-            return write(name, some, lambda *over: later(0.03, done, *over) and None)
+            return write(name, some, lambda *over: landed.append(partial(done, *over)))
+
+        async def land() -> None:
+            await until(lambda: staging.waited)
+            while True:
+                while landed:
+                    landed.pop()()
+                await asyncio.sleep(0.001)
 
         monkeypatch.setattr(staging, "_cut", cut)
         monkeypatch.setattr(tier, "write", slow)
         await tenant.start()
         tenant.save("bfloat16", 0, 48)
+        landing = tenant.bench.loop.create_task(land())
         await tenant.on_disk(48)
+        landing.cancel()
         assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()))} == {R32}
         assert BLOCK < seen[0] <= most and staging.waited and not staging.refused
         await until(lambda: not staging.used)

@@ -90,7 +90,10 @@ def open_volumes(directories: Sequence[Path], size_bytes: int) -> list[Volume]:
     with contextlib.ExitStack() as undo:
         volumes = []
         for directory in directories:
-            volumes.append(Volume(directory, size_bytes // len(directories)))
+            try:
+                volumes.append(Volume(directory, size_bytes // len(directories)))
+            except RuntimeError as error:
+                raise TierError(f"cold: no threads can be had: {error}") from error
             undo.callback(volumes[-1].close)
         undo.pop_all()
     return volumes
