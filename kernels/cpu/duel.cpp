@@ -10,6 +10,7 @@ constexpr std::size_t most_room = 1U << 12;
 constexpr std::size_t most_entries = 4 * most_room;
 constexpr std::size_t slack = 16;  // of so many blocks' room, one more or less
 constexpr std::size_t few = 64;    // blocks
+constexpr std::size_t some = 4;  // batches: what is asked for at once can be all there is room for
 
 constexpr unsigned pair(unsigned a, unsigned b) { return a + b - 1; }
 
@@ -50,10 +51,8 @@ void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::
     head_ = name;
     if (batch_.tail == 0) batch_.tail = name;
     ++batch_.length;
+    ++unjudged_;
     if (entries_.size() == most_entries) trim_all();
-    if (static_cast<double>(++unjudged_) * constants_.judgements >=
-        static_cast<double>(std::max(room_, few)))
-        judge();
 }
 
 // It was told before that it is of another kind.
@@ -122,6 +121,9 @@ void Duel::end_batch() {
             variance_[pair(a, b)] += more * more;
         }
     of_request_.fill(0);
+    if (++unjudged_batches_ >= some && static_cast<double>(unjudged_) * constants_.judgements >=
+                                           static_cast<double>(std::max(room_, few)))
+        judge();
     if (joined_ != 0) join();
     trim_all();
     batches_[batches_at_++ % batches_.size()] = batch_;
@@ -146,9 +148,9 @@ void Duel::join() {
     found->last = 0;
 }
 
-// Only requests in which two differ say which is better.
+// Only requests in which two differ say which is better, and those that are told of to their end.
 void Duel::judge() {
-    unjudged_ = 0;
+    unjudged_ = unjudged_batches_ = 0;
     unsigned top = best_;
     double most = 0;
     for (unsigned order = 0; order < orders; ++order) {

@@ -244,10 +244,17 @@ void Value::refit() {
         widths[j] = (ends_of_ages()[j] - (j ? ends_of_ages()[j - 1] : 0)) / 4.0;
     Table worth{};
     std::vector<double> order;
+    std::array<Row, both> near{};
+    // Who was wanted more often leans on those before, and is so much likelier.
+    for (unsigned family = 0; family < both; ++family) {
+        Row relatives = family < 2 ? all : near[family - 2];
+        if (family >= 2)
+            for (double& one : relatives)
+                one = std::min(one * (1 + 1.0 / std::min(family / 2, seldom - 1)), 0.999);
+        near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few);
+    }
     for (unsigned kind = 0; kind < kinds; ++kind) {
-        const unsigned family = kind / parts;
-        const Row near = chances(family_hit[family], family_end[family], all, constants_.few);
-        const Row own = chances(hits_[kind], ends[kind], near, constants_.few_of_new);
+        const Row own = chances(hits_[kind], ends[kind], near[kind / parts], constants_.few_of_new);
         for (unsigned from = 0; from < ages; ++from) {
             double left = 1, got = 0, spent = 0, best = 0;
             for (unsigned j = from; j < ages; ++j) {

@@ -15,7 +15,7 @@ namespace kvtier {
 struct Constants {
     double to_leave = 1, back = 0.7;    // standard deviations: for another order, for the first
     double fading = 0.98;               // of what was hit, a judgement: half in four fillings
-    double judgements = 8;              // while the caches are filled once
+    double judgements = 8;              // while the caches are filled once, at most
     double few = 20, few_of_new = 200;  // blocks that weigh as much as their relatives
     std::uint64_t memory = 1U << 17;    // what was seen so many blocks ago counts 1/e
     std::uint64_t more_seen = 8;        // of what was seen, one of so many more is news
@@ -72,7 +72,7 @@ class Duel {
     Batch batch_{};
     std::array<Batch, 64> batches_{};  // lately
     std::size_t batches_at_ = 0;
-    std::size_t unjudged_ = 0, room_ = 1;
+    std::size_t unjudged_ = 0, unjudged_batches_ = 0, room_ = 1;
     std::array<std::size_t, orders> inside_{};
     std::array<double, orders> hits_{}, of_request_{};
     std::array<double, pairs> variance_{};

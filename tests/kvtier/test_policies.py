@@ -228,6 +228,36 @@ def test_value_tells_what_is_wanted_hundreds_of_times_from_what_is_wanted_more_o
     assert hits_of(Value(), 24, requests) > hits_of(Lfu(), 24, requests) - 0.01
 
 
+@pytest.mark.parametrize(("blocks", "asked"), [(64, 700), (100, 1500)])
+def test_value_weighs_orders_by_requests_where_one_is_half_of_all_there_is_room_for(blocks, asked):
+    """What a few of them hit says little, and by blocks it would be forgotten before the next ones come."""
+    rnd, made = random.Random(4), iter(range(1, 1 << 40))
+    prompts = [[next(made) for _ in range(rnd.randint(10, 60))] for _ in range(12)]
+    popular = [1 / at for at in range(1, 13)]
+    open_, requests = [], []
+    for at in range(asked):
+        if open_ and rnd.random() < 0.5:
+            chain = [*open_.pop(rnd.randrange(len(open_))), next(made)]
+        else:
+            [chain] = rnd.choices(prompts, popular)
+        open_ = [*open_, chain][-8:]
+        requests.append((at * 0.5, chain[:blocks]))
+    assert hits_of(Value(), blocks, requests) > hits_of(Lfu(), blocks, requests) - 0.01
+
+
+def test_what_value_learns_ranks_by_how_often_before_it_saw_much_of_each():
+    """Texts by popularity alone; of the other orders none is taken."""
+    rnd, made = random.Random(1), iter(range(10**6, 1 << 40))
+    texts = [[20 * at + part for part in range(4 + at % 6)] for at in range(1, 1001)]
+    popular = [1 / at for at in range(1, 1001)]
+    requests = [
+        (at / 4, [*text, next(made), next(made)])
+        for at, text in enumerate(rnd.choices(texts, popular, k=1000))
+    ]
+    learned = Value.with_constants(to_leave=1e9)
+    assert hits_of(learned, 400, requests) > hits_of(Lfu(), 400, requests) - 0.01
+
+
 def test_value_knows_what_was_wanted_last_where_the_clock_stands_still():
     """Searches that go on from one of their last steps."""
     rnd, made = random.Random(2), iter(range(1, 1 << 40))

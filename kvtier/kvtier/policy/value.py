@@ -51,8 +51,8 @@ LEARNED, LEAST_WANTED, OLDEST = range(3)  # orders
 MOST_ROOM = 1 << 12  # in a cache
 MOST_ENTRIES = 4 * MOST_ROOM
 SLACK = 16  # of so many blocks' room, one more or less
-JUDGEMENTS = 8  # while the caches are filled once
-FEW_BLOCKS = 64
+JUDGEMENTS = 8  # while the caches are filled once, at most
+FEW_BLOCKS, SOME_BATCHES = 64, 4
 BATCHES = 64
 FADING = 0.98  # a judgement: half of it in four fillings
 TO_LEAVE, BACK = 1.0, 0.7  # standard deviations
@@ -88,7 +88,7 @@ class Duel:
         self._rank = rank
         self._entries: dict[int, Entry] = {}
         self._shift = 0  # of 2^this names one is in the sample
-        self._turn = self._unjudged = 0
+        self._turn = self._unjudged = self._unjudged_batches = 0
         self._room = 1
         self._head = self._joined = 0
         self._batch = Batch()
@@ -124,11 +124,9 @@ class Duel:
         self._head = name
         self._batch.tail = self._batch.tail or name
         self._batch.length += 1
+        self._unjudged += 1
         if len(self._entries) == MOST_ENTRIES:
             self._trim_all()
-        self._unjudged += 1
-        if self._unjudged * JUDGEMENTS >= max(self._room, FEW_BLOCKS):
-            self._judge()
 
     def joined(self, last: int) -> None:
         """This batch hangs on one of those before it, whose last block has this name."""
@@ -173,6 +171,10 @@ class Duel:
         for a, b in self._variance:
             self._variance[a, b] += (self._of_request[a] - self._of_request[b]) ** 2
         self._of_request = [0] * 3
+        self._unjudged_batches += 1
+        enough = self._unjudged * JUDGEMENTS >= max(self._room, FEW_BLOCKS)
+        if enough and self._unjudged_batches >= SOME_BATCHES:
+            self._judge()
         if self._joined:
             self._join()
         self._trim_all()
@@ -199,8 +201,9 @@ class Duel:
         found.last = 0
 
     def _judge(self) -> None:
-        """Only requests in which two differ say which is better."""
-        self._unjudged, top, most = 0, self.best, 0.0
+        """Only requests in which two differ say which is better, and those that are told of to their end."""
+        self._unjudged = self._unjudged_batches = 0
+        top, most = self.best, 0.0
         for order in range(3):
             more = self._hits[order] - self._hits[self.best]
             needed = BACK if order == LEARNED else TO_LEAVE
@@ -350,11 +353,18 @@ class ValueModel(Ages):
         every = range(KINDS)
         families = [range(first, first + PARTS) for first in range(0, KINDS, PARTS)]
         pool = chances(total(self._hits, every), total(ends, every), [0.0] * AGES, 1e-6)
+        near: list[Row] = []
         worth = []
         for family in families:
-            near = chances(total(self._hits, family), total(ends, family), pool, FEW)
+            relatives = pool
+            if (
+                len(near) > 1
+            ):  # who was wanted more often leans on those before, and is so much likelier
+                more = 1 + 1 / min(len(near) // 2, SELDOM - 1)
+                relatives = [min(one * more, 0.999) for one in near[-2]]
+            near.append(chances(total(self._hits, family), total(ends, family), relatives, FEW))
             for kind in family:
-                own = chances(self._hits[kind], ends[kind], near, FEW_OF_NEW)
+                own = chances(self._hits[kind], ends[kind], near[-1], FEW_OF_NEW)
                 worth.append([best_rate(own, first) for first in range(AGES)])
         order = {one: at for at, one in enumerate(sorted({one for row in worth for one in row}))}
         self._ranks = [[order[one] for one in row] for row in worth]
