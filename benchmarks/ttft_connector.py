@@ -58,7 +58,7 @@ class BenchConnector(KvtierConnector):
         self._journal = Journal(Path(os.environ["KVTIER_BENCH_RECORDS"]))
         self._floor_blocks = int(os.environ["KVTIER_BENCH_FLOOR_BLOCKS"])
         self._floors = 0
-        self._default = self._scheduler._options if self._scheduler is not None else None
+        self._default = self._scheduler._loads.options if self._scheduler is not None else None
 
     # --- the scheduler's side
 
@@ -70,7 +70,7 @@ class BenchConnector(KvtierConnector):
         wish = self._wish(request)
         if self._scheduler is not None and self._default is not None:
             load = wish.get("load", self._default.load)
-            self._scheduler._options = msgspec.structs.replace(self._default, load=load)
+            self._scheduler._loads.options = msgspec.structs.replace(self._default, load=load)
         return wish
 
     def on_new_request(self, request: Any) -> None:
@@ -106,7 +106,7 @@ class BenchConnector(KvtierConnector):
                 -self._floors, request.request_id, FLOOR, wish["load"] == "sync",
                 [[Read(0, list(ids[stop - count : stop]), slots)]],
             )  # fmt: skip
-            self._scheduler._loads.append(load)
+            self._scheduler._loads.begun.append(load)
             return
         self._journal.timed(
             "allocated",

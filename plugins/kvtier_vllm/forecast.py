@@ -10,6 +10,7 @@ from kvtier.planning import Recompute
 KEEP = 0.98  # of what is known, with each load
 LOAD_BYTES_S = 2e9  # until one was measured
 STEPS = 32
+LIMIT_BEGUN = 64  # steps whose start is remembered, for engines that have several at once
 LEAST_TOKENS = 16  # a step of fewer is decoding: its time says little of prefill
 
 
@@ -20,9 +21,21 @@ class Forecast:
         self._recompute = Recompute()
         self._load = [0.0, 0.0]
         self._steps: deque[float] = deque(maxlen=STEPS)
+        self._begun: deque[tuple[int, float, int, float]] = deque(maxlen=LIMIT_BEGUN)
+
+    def step_began(self, number: int, now: float, tokens: int, context: float) -> None:
+        """A step computes so many tokens, each of them after `context` others on average."""
+        self._begun.append((number, now, tokens, context))
+
+    def step_ended(self, number: int, now: float) -> None:
+        """This one is over, and so are those before it."""
+        while self._begun and self._begun[0][0] <= number:
+            begun, began, tokens, context = self._begun.popleft()
+            if begun == number and tokens:
+                self.stepped(tokens, context, now - began)
 
     def stepped(self, tokens: int, context: float, seconds: float) -> None:
-        """A step took so long for so many tokens, each of them after `context` others on average."""
+        """A step took so long for so many tokens, each of them after `context` others."""
         self._steps.append(seconds)
         if tokens >= LEAST_TOKENS:
             self._recompute.stepped(tokens, context, seconds)

@@ -1,8 +1,8 @@
-"""A request as the scheduler's side knows it, what it loads, and what it wants kept."""
+"""A request as the scheduler's side knows it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier import Keys
@@ -20,13 +20,28 @@ class Hit:
     good: bool = True
 
 
-@dataclass(slots=True, frozen=True)
-class Pin:
-    """What is to stay for so long, once it is here."""
+@dataclass(slots=True)
+class Wait:
+    """A request's, until it has pages: `since` when it is held back, whether that was `counted` already, and
+    whether it `gave_up`: then it is computed."""
 
-    session: Session
-    keys: Keys
-    seconds: float
+    since: float | None = None
+    counted: bool = False
+    gave_up: bool = False
+
+    def begin(self, now: float) -> float:
+        """Since when it waits."""
+        if self.since is None:
+            self.since = now
+        return self.since
+
+    def end(self, now: float) -> float | None:
+        """It waits no more; how long it did, the first time."""
+        since, self.since = self.since, None
+        if self.counted or since is None:
+            return None
+        self.counted = True
+        return now - since
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +62,7 @@ class Prompt:
     wait_s: float = 0.0  # how long the daemon may take to answer the next time it is asked
     lease: Lease | None = None
     leased_at: float = 0.0
-    waits_since: float | None = None
+    wait: Wait = field(default_factory=Wait)
     known: int | None = None  # how many leading blocks the daemon has
     saved: int | None = None  # how many leading blocks need no save any more
     tries: int = 0  # saves that left a hole
@@ -55,10 +70,43 @@ class Prompt:
     over: bool = False
     unfilled: bool = False  # its load has failed, and it was not computed since
     due: float | None = None
-    gave_up: bool = False
-    waited: bool = False
     computed: int = 0
     coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
     hit: Hit | None = None
     pinned: bool = False
     between: bool = False  # steps, it is loaded
+
+    def loadable(self, block_tokens: int) -> int:
+        """How many leading blocks can be loaded: one token is left to compute."""
+        tokens: int = self.request.num_tokens
+        return (tokens - 1) // block_tokens
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has an answer or blocks to come."""
+        return bool(self.ticket or (self.lease is not None and self.lease.coming))
+
+    def take_lease(self) -> Lease | None:
+        """What it holds, which is the caller's from now on. No answer that is still to come is taken."""
+        lease, self.lease, self.ticket = self.lease, None, 0
+        return lease
+
+    def release(self) -> None:
+        """Hold nothing, and take no answer that is still to come."""
+        lease = self.take_lease()
+        if lease is not None:
+            lease.release()
+
+    def leave(self) -> None:
+        """Forget what is known by its session."""
+        self.release()
+        if self.session is not None:
+            # What that one had, the next may not: all is offered again, and taken where it lacks.
+            self.known, self.saved = 0, None
+        self.session = self.keys = None
+
+    def belong(self, session: Session) -> None:
+        """What is known of it is of this session."""
+        if self.session is not session:
+            self.leave()
+            self.session = session

@@ -139,7 +139,7 @@ class RecordingConnector(KvtierConnector):
                 pages, parts = ids[group.group_id], group.parts
                 wanted = [at for at in range(first * parts, lease.ready * parts) if pages[at]]
                 record(
-                    what="wanted", load=name_of(side._loads[-1]), group=number,
+                    what="wanted", load=name_of(side._loads.begun[-1]), group=number,
                     pages=[pages[at] for at in wanted],
                     keys=[f"{keys[at // parts].hex()}.{at % parts}" for at in wanted],
                 )  # fmt: skip

@@ -132,7 +132,7 @@ class Serving:
             preemptions=sum(one.value for one in preempted),
             held=side.in_flight,
             counts=dict(side.counts),
-            connected=side._session() is not None,
+            connected=side._daemon.session is not None,
         )
 
 

@@ -281,7 +281,7 @@ def test_where_events_are_off_the_daemon_is_not_asked(warm: Daemon, engine_of: E
     for _ in range(2):
         engine.serve(PROMPT)
     assert engine.scheduler.take_events() == []
-    session = engine.scheduler._session()
+    session = engine.scheduler._daemon.session
     assert session is not None
     assert wire.Watch not in session.client.link._told.values()
 
@@ -367,11 +367,11 @@ def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
     """Though its request is over by then."""
     engine = engine_of(warm)
     engine.serve(PROMPT)
-    monkeypatch.setattr("kvtier_vllm.scheduler.LIMIT_HASHES", 3)
+    monkeypatch.setattr("kvtier_vllm.naming.LIMIT_HASHES", 3)
     pinned: list[int] = []
-    plain = engine.scheduler._begin_pin
+    plain = engine.scheduler._pins._begin
     monkeypatch.setattr(
-        engine.scheduler, "_begin_pin", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
+        engine.scheduler._pins, "_begin", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
     )
     wishes = {"load": False, "save": False, "pin": 600}
     engine.finish(engine.run(engine.add(PROMPT, kv_transfer_params={"kvtier": wishes})))

@@ -170,7 +170,10 @@ def test_what_was_promised_is_loaded_from_a_daemon_that_died(
 
 def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
-    assert engine.scheduler._line is not None and engine.scheduler._line.first() is not None
+    assert (
+        engine.scheduler._daemon.line is not None
+        and engine.scheduler._daemon.line.first() is not None
+    )
     # The rank connects in the very step that has the first save for it.
     for worker in engine.workers:
         assert worker._line is None
@@ -243,10 +246,10 @@ def test_arenas_of_runs_that_are_long_over_are_let_go(
 def test_a_very_long_prompt_is_named_and_saved_some_of_it_in_each_step(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_vllm.scheduler.LIMIT_HASHES", 3)
+    monkeypatch.setattr("kvtier_vllm.naming.LIMIT_HASHES", 3)
     monkeypatch.setattr("kvtier_vllm.saving.LIMIT_BLOCKS", 3)
     engine = engine_of(cold_daemon)
-    engine.until(lambda: engine.scheduler._session() is not None)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
     request = engine.add(PROMPT)
     keys = engine.scheduler._prompts[request.request_id].keys
     assert keys is not None and len(keys) == 3
@@ -293,15 +296,16 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     assert prompt.lease is not None and prompt.lease.ready == 8
     prompt.lease.coming, prompt.lease.eta_ms = 4, 5000.0
     monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
+    prompt.wait.since = None  # where the answer took a step
     now = began = prompt.asked_at = side._clock()
     monkeypatch.setattr(side, "_clock", lambda: now)
     asked, waits = [], []
     for at_s in (0.0, 0.9, 0.97, 0.99, 1.0):
         now = began + at_s
-        side._to_ask.clear()
+        side._questions._soon.clear()
         assert side.matched(request, 0) == (None, False)
-        asked.append(bool(side._to_ask))
-        waits.append(prompt.wait_s if side._to_ask else None)
+        asked.append(bool(side._questions._soon))
+        waits.append(prompt.wait_s if side._questions._soon else None)
     # What was asked for last might not have been answered then.
     assert asked == [False, True, True, False, False]
     assert waits[1] == pytest.approx(0.05) and waits[2] == pytest.approx(0.01)
@@ -321,7 +325,7 @@ def test_what_nobody_waits_for_any_more_is_withdrawn(
     engine = engine_of(cold_daemon)
     engine.serve(PROMPT)
     side = engine.scheduler
-    session = side._session()
+    session = side._daemon.session
     assert session is not None
     cancelled = []
     cancel = session.space.cancel
@@ -438,8 +442,8 @@ def test_a_rank_that_stays_away_costs_its_patience_once(
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=200)
     engine.serve(PROMPT)
-    seat = engine.scheduler._seats[0]
-    engine.scheduler._seats[0] = Seat(bytes(16), seat.identity, seat.extents)
+    seat = engine.scheduler._seats.by_rank[0]
+    engine.scheduler._seats.by_rank[0] = Seat(bytes(16), seat.identity, seat.extents)
     engine.finish(engine.run(engine.add(PROMPT)))
     assert engine.scheduler.counts["miss:rank_away"] + engine.scheduler.counts["miss:late"] == 1
     asked = engine.add(PROMPT)
@@ -687,13 +691,13 @@ def test_another_daemon_is_offered_all_of_it(
     engine.serve(range(1000, 1000 + BLOCK))
     request = engine.run(engine.add(PROMPT))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
-    seat = engine.scheduler._seats[0]
+    seat = engine.scheduler._seats.by_rank[0]
     daemon.process.kill()
     daemon.process.wait()
     daemon_of(folder=folder)
-    line = engine.scheduler._line
+    line = engine.scheduler._daemon.line
     assert line is not None
-    engine.until(lambda: engine.scheduler._seats[0].daemon_run != seat.daemon_run)
+    engine.until(lambda: engine.scheduler._seats.by_rank[0].daemon_run != seat.daemon_run)
     engine.until(lambda: bool(line.session) and line.session.reader.daemon_run != seat.daemon_run)
     grow(engine, request, 2 * BLOCK)
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -708,7 +712,11 @@ def test_what_was_computed_before_a_daemon_came_is_saved(
     engine = engine_of(str(folder / "kvtier.sock"))
     request = engine.run(engine.add(PROMPT))
     daemon = daemon_of(folder=folder)
-    engine.until(lambda: bool(engine.scheduler._seats) and engine.scheduler._session() is not None)
+    engine.until(
+        lambda: (
+            bool(engine.scheduler._seats.by_rank) and engine.scheduler._daemon.session is not None
+        )
+    )
     grow(engine, request, 2 * BLOCK)
     engine.until(lambda: engine.scheduler.counts["saved"] == 10)
     engine.finish(request)
@@ -752,14 +760,14 @@ def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
     side = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
     prompt = Prompt(None, b"", True, True)
     coming: Any = SimpleNamespace(ready=0, coming=8, eta_ms=100.0)
-    answers = [side._worth_waiting(prompt, coming, 0, now) for now in (0.0, 0.2, 0.3, 0.9)]
+    answers = [side._patience.worth_waiting(prompt, coming, 0, now) for now in (0.0, 0.2, 0.3, 0.9)]
     assert answers == [True, True, False, False]
     # Once a step was measured, that decides: 8 blocks in a millisecond here, in a second there.
     side._forecast.stepped(8 * BLOCK, 0.0, 0.001)
-    assert not side._worth_waiting(prompt, coming, 0, 0.0)
+    assert not side._patience.worth_waiting(prompt, coming, 0, 0.0)
     slow = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
     slow._forecast.stepped(8 * BLOCK, 0.0, 1.0)
-    assert slow._worth_waiting(prompt, coming, 0, 0.9)
+    assert slow._patience.worth_waiting(prompt, coming, 0, 0.9)
 
 
 def test_the_end_waits_a_moment_for_what_is_in_flight(

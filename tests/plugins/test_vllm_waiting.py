@@ -18,7 +18,7 @@ import pytest
 from daemons import Daemon
 from fake_engine import BLOCK, FakeEngine
 from kvtier.client import Reader, Saving
-from kvtier_vllm import ear, scheduler, worker
+from kvtier_vllm import ear, questions, worker
 from kvtier_vllm.cores import _cores, around
 from kvtier_vllm.ear import Ear
 from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Seat
@@ -98,10 +98,10 @@ def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
 def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "LISTEN_S", 1e9)
+    monkeypatch.setattr(questions, "LISTEN_S", 1e9)
     engine = engine_of(shared_daemon)
     engine.serve(PROMPT)
-    session = engine.scheduler._session()
+    session = engine.scheduler._daemon.session
     assert session is not None
     polls = []
     plain = session.client.poll
@@ -110,7 +110,7 @@ def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
         engine.carry_out({}, {}, [])
     assert not polls
     assert engine.serve(PROMPT).cached == 8 * BLOCK and polls
-    monkeypatch.setattr(scheduler, "LISTEN_S", 0.0)
+    monkeypatch.setattr(questions, "LISTEN_S", 0.0)
     before = len(polls)
     engine.carry_out({}, {}, [])
     assert len(polls) == before + 1
@@ -120,11 +120,11 @@ def test_what_the_socket_did_not_take_goes_with_a_later_step(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nothing that was asked is still to be answered."""
-    monkeypatch.setattr(scheduler, "LISTEN_S", 1e9)
+    monkeypatch.setattr(questions, "LISTEN_S", 1e9)
     daemon = daemon_of()
     engine = engine_of(daemon)
     engine.serve(PROMPT)
-    session = engine.scheduler._session()
+    session = engine.scheduler._daemon.session
     assert session is not None
     connection = session.client.link.connection
     daemon.process.send_signal(signal.SIGSTOP)
@@ -274,7 +274,7 @@ def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
     engine.serve(range(8000, 8000 + 8 * BLOCK))
     side = engine.scheduler
     request = engine.add(range(8000, 8000 + 8 * BLOCK + 1))
-    prompt, session = side._prompts[request.request_id], side._session()
+    prompt, session = side._prompts[request.request_id], side._daemon.session
     engine.waiting.remove(request)
     engine.until(lambda: not side.in_flight["tickets"])
     assert session is not None
@@ -325,9 +325,9 @@ def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
         prompt.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
         prompt.asked_at = prompt.leased_at = now
         now += after_s
-        side._to_ask.clear()
+        side._questions._soon.clear()
         assert side.matched(request, 0) == (None, False)
-        return bool(side._to_ask)
+        return bool(side._questions._soon)
 
     assert (asks(0.002), asks(0.003)) == (False, True)
     side._prompts |= {f"other {number}": prompt for number in range(2 * 8)}
