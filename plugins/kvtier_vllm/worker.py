@@ -25,10 +25,11 @@ from kvtier.client import Reader
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
+from kvtier_vllm.copying import Copying, Overwritten, take_hole
 from kvtier_vllm.cores import spread
 from kvtier_vllm.layout import Layout, Pages
 from kvtier_vllm.line import Line, Session
-from kvtier_vllm.messages import Copied, Hole, Load, Report, Save, Seat, Step, Write
+from kvtier_vllm.messages import Copied, Load, Report, Save, Seat, Step, Write
 from kvtier_vllm.options import Options
 
 if TYPE_CHECKING:
@@ -39,46 +40,11 @@ log = logging.getLogger("vllm.kvtier")
 
 LARGE_COPY_BYTES = 32 << 20
 DRAIN_S = 0.5
-# What leaves blocks of a save out, and which of it would do so again.
-DROPS = ("drop:error", "drop:no_daemon", "drop:overwritten", "drop:lost")
-FINAL = ("drop:error", "not_saved:no_room")
-GROWS = "not_saved:growing"
-HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving", GROWS)
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
 # Of copies beside a step that computes: they take what the engine leaves of the cores.
 NICE = 10
-
-
-class Overwritten(Exception):  # noqa: N818
-    """The pages of a save are somebody else's now."""
-
-
-class Copying:
-    """A save as its thread and the step see it. It is copied a piece at a time: what has not begun may be
-    called off, and one piece is waited for, some milliseconds. The daemon is never asked within one."""
-
-    def __init__(self, save: Save, after: Event | None) -> None:
-        self.save = save
-        self.after = after
-        self._off = False
-        self._piece = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._piece.acquire()
-        if self._off:
-            self._piece.release()
-            raise Overwritten
-
-    def __exit__(self, *_: object) -> None:
-        self._piece.release()
-
-    def end(self) -> None:
-        """From now on nothing is copied from these pages."""
-        self._off = True
-        with self._piece:
-            pass
 
 
 @dataclass(slots=True)
@@ -411,11 +377,9 @@ class WorkerSide:
         with self._lock:
             self._report.saved.append(copied)
             self._report.saves[number] += 1
-            if any(counts[why] for why in HOLES):
-                again = not any(counts[why] for why in FINAL)
-                grows = not any(counts[why] for why in HOLES if why != GROWS)
-                drops = Counter({why: counts.pop(why) for why in list(counts) if why in DROPS})
-                self._report.holes[number] = Hole(again, drops, grows)
+            hole = take_hole(counts)
+            if hole is not None:
+                self._report.holes[number] = hole
             self._report.counts.update(counts)
 
     def _saved(self, copying: Copying) -> Counter[str]:
