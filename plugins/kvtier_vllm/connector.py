@@ -116,6 +116,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         has none of these; it warns of that, so nothing is asked for on a CPU, whose attention has one."""
         return None if current_platform.is_cpu() else BLOCK_OUTERMOST
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Nothing is done layer by layer. An engine on a GPU asks before it loads weights: what is written
+        wrong stops it here, not minutes later."""
+        read_options(extra_config)
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False

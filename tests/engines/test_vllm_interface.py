@@ -6,6 +6,7 @@ import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,28 @@ def test_what_the_plugin_defines_is_asked_for() -> None:
     known = {name.partition(".")[2] for name in interface()}
     own = {name for name in vars(connector) if not name.startswith("_")}
     assert own <= known, own - known
+
+
+def test_what_is_written_wrong_stops_an_engine_on_a_gpu_before_its_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks about graphs when its configuration is made; the options are looked at then."""
+    config = pytest.importorskip("vllm.config")
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "support_static_graph_mode", lambda: True)
+
+    def made(**extra: int) -> Any:
+        transfer = config.KVTransferConfig(
+            kv_connector="KvtierConnector", kv_connector_module_path="kvtier_vllm.connector",
+            kv_role="kv_both", kv_connector_extra_config=extra,
+        )  # fmt: skip
+        graphs = config.CompilationConfig(cudagraph_mode="FULL_AND_PIECEWISE")
+        return config.VllmConfig(kv_transfer_config=transfer, compilation_config=graphs)
+
+    with pytest.raises(ValueError, match="did you mean 'patience_ms'"):
+        made(pacience_ms=5)
+    assert made(patience_ms=5)
 
 
 def test_a_block_in_one_run_is_asked_for_where_it_is_offered(
