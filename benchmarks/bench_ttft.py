@@ -38,6 +38,7 @@ BLOCK = 128  # tokens: the engine's on a CPU
 PREFIX = 4096
 TAILS = (1, 128)
 PROMPTS = 3
+ENCODED = ("r32", "q8")
 KV_BYTES = {"189M": 16 << 10, "KV-heavy": 32 << 10}
 COPY_SHARE, SYNC_MS, ASYNC_MS = 1.15, 3.0, 7.0
 FIO_SHARE = 0.95
@@ -71,10 +72,11 @@ class Size:
     saving_pairs: int
     waves: int
     bursts: int
+    encoded_rounds: int
 
 
-FULL = Size(15, 9, 9, 30, 12, 3)
-QUICK = Size(3, 3, 3, 6, 3, 1)
+FULL = Size(15, 9, 9, 30, 12, 3, 15)
+QUICK = Size(3, 3, 3, 6, 3, 1, 0)
 started = time.monotonic()
 
 
@@ -166,13 +168,13 @@ class Engine:
 
 
 class ColdDaemon(Daemon):
-    """A daemon with both tiers that writes to disk what is saved."""
+    """A daemon with both tiers that writes to disk what is saved: as it is, so that what is read is what fio
+    reads, or by a codec."""
 
-    def __init__(self, folder: Path, warm_bytes: int) -> None:
+    def __init__(self, folder: Path, warm_bytes: int, codec: str = "raw") -> None:
         self.cold = folder / "cold"
         self.cold.mkdir(parents=True, exist_ok=True)
-        # As it is, so that what is read is what fio reads.
-        how = 'write = "through"\nscrub = 0\ncodec = "raw"\n'
+        how = f'write = "through"\nscrub = 0\ncodecs = ["*={codec}"]\n'
         more = f'[cold]\ndirectories = ["{self.cold}"]\nsize = "16GiB"\n{how}'
         # Of prompts in turn, the last one is in memory and nothing of the others.
         super().__init__(folder, str(warm_bytes), more, policy="lru")
@@ -187,6 +189,10 @@ class ColdDaemon(Daemon):
         while (found := self.stats()["tiers"]["cold"]["blocks"]) < blocks:
             assert time.monotonic() < until, f"{found} of {blocks} blocks are on disk"
             time.sleep(0.02)
+
+    def codecs(self) -> set[str]:
+        """What is stored is stored by these."""
+        return {space["codec"] for space in self.stats()["tiers"]["cold"]["coding"]["spaces"]}
 
     def files(self) -> list[Path]:
         return sorted((self.cold / "segments" / "default").iterdir())
@@ -266,6 +272,8 @@ class Scene:
     model: str
     engine: Engine
     daemon: ColdDaemon
+    codec: str = "raw"
+    reads: list[int] = field(default_factory=list)  # bytes, of each cold hit
 
     def __post_init__(self) -> None:
         self.seeds = range(1, 1 + PROMPTS)
@@ -285,6 +293,7 @@ class Scene:
             self.engine.generate(self.parts(seed, 1))
             self.daemon.wait_for_written(number * PREFIX // BLOCK)
             progress(f"{self.model}: prompt {number} of {len(self.seeds)} is saved")
+        assert self.daemon.codecs() == {self.codec}, self.daemon.stats()["tiers"]["cold"]["coding"]
 
     def hit(self, seed: int, tail: int, load: str, cold: bool | None) -> dict[str, Any]:
         self.engine.reset()
@@ -292,7 +301,9 @@ class Scene:
         found = self.engine.generate(self.parts(seed, tail), bench={"load": load})
         read = self.daemon.read_bytes() - before
         if cold:
-            assert read >= self.nbytes, f"{read} of {self.nbytes} bytes came from the disk"
+            least = self.nbytes if self.codec == "raw" else 1
+            assert read >= least, f"{read} of {self.nbytes} bytes came from the disk"
+            self.reads.append(read)
         elif cold is not None:
             assert not read, f"{read} bytes came from the disk"
         return found
@@ -359,7 +370,8 @@ def timeline(scene: Scene, seed: int, tail: int, load: str) -> Row:
 
 
 def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
-    """Hits on the disk alone: the prompts in turn, as memory has room for one."""
+    """Hits on the disk alone: the prompts in turn, as memory has room for one. What is encoded may take as
+    long as fio takes for it as it was; a resident hit beside one with a loss is of the same pages."""
     found = {load: Hits() for load in ("sync", "async")}
     copies = Copies(scene.nbytes)
     file = max(scene.daemon.files(), key=lambda path: path.stat().st_size)
@@ -385,6 +397,7 @@ def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
         name = f"{scene.model}, tail of {tail}: cold hit{when}, {load}"
         bar = disk_ms + COPY_SHARE * copies.ms + least
         more = {"memcpy ms": copies.ms, "fio ms": median(fio.seconds) * 1e3}
+        more["read MiB"] = median(scene.reads) / MIB
         rows.append(added_row(f"{name}, added", found[load], bar, **more))
         if scene.model == "189M" and tail == TAILS[-1]:
             rows.append(share_row(f"{name}, ratio", found[load].ratios, RATIO))
@@ -619,6 +632,23 @@ def hits(folder: Path, model: str, size: Size) -> Iterator[Row]:
         scene = Scene(model, engine, daemon)
         for tail in TAILS:
             yield from cold(scene, tail, size.restarted_rounds, " after a restart of both")
+    if model == "189M":
+        yield from encoded(folder, model, size)
+
+
+def encoded(folder: Path, model: str, size: Size) -> Iterator[Row]:
+    """Hits on the disk that are read as fewer bytes, and decoded."""
+    for codec in ENCODED if size.encoded_rounds else ():
+        place = folder / f"{model} {codec}"
+        place.mkdir()
+        room = PREFIX * KV_BYTES[model] * 3 // 2
+        with (
+            ColdDaemon(place, room, codec) as daemon,
+            Engine(folder, model, daemon.socket) as engine,
+        ):
+            scene = Scene(model, engine, daemon, codec)
+            scene.fill()
+            yield from cold(scene, TAILS[-1], size.encoded_rounds, f", encoded {codec}")
 
 
 def serving(folder: Path, model: str, size: Size) -> Iterator[Row]:
