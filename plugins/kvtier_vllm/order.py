@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvtier")
 
 # Of K and of V, as layouts say it (`kvtier.codec.arranged`): by their heads, tokens and dims.
 VEC, AMX = "hpdt|hptd", "hpt/16d/2t%16d%2|hpd/16t/2d%16t%2"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from kvtier_vllm.messages import Copied
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvtier")
 
 Mark = Literal[
     "queued",

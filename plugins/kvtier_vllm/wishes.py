@@ -6,9 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvtier")
 
 PARAMETER = "kvtier"
+NAMES = ("load", "save", "pin")
 LIMIT_PIN_S = 7 * 24 * 3600.0
 
 
@@ -29,11 +30,19 @@ def read_wishes(parameters: Any) -> Wishes:
     if not isinstance(told, dict):
         log.warning("kvtier: kv_transfer_params: %r under %r: left out", told, PARAMETER)
         return Wishes()
+    for name in told.keys() - NAMES:
+        log.warning("kvtier: kv_transfer_params: no %r: there are %s", name, ", ".join(NAMES))
     pin_s = told.get("pin", 0)
     number = isinstance(pin_s, (int, float)) and not isinstance(pin_s, bool)
     if not number or not 0 <= pin_s < float("inf"):
         log.warning('kvtier: kv_transfer_params: "pin": %r: seconds are meant, left out', pin_s)
         pin_s = 0.0
-    return Wishes(
-        bool(told.get("load", True)), bool(told.get("save", True)), float(min(pin_s, LIMIT_PIN_S))
-    )
+    return Wishes(_flag(told, "load"), _flag(told, "save"), float(min(pin_s, LIMIT_PIN_S)))
+
+
+def _flag(told: dict[str, Any], name: str) -> bool:
+    value = told.get(name, True)
+    if isinstance(value, int):
+        return bool(value)
+    log.warning("kvtier: kv_transfer_params: %r: %r: true or false is meant, left out", name, value)
+    return True

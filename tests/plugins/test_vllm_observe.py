@@ -408,6 +408,19 @@ def test_wishes_are_read_from_anything() -> None:
     assert read_wishes({"kvtier": {"load": 0}}) == Wishes(False, True, 0.0)
 
 
+@pytest.mark.parametrize(
+    "told, says",
+    [({"load": "false"}, "true or false is meant"), ({"save": None}, "true or false is meant"),
+     ({"laod": False}, "no 'laod': there are load, save, pin")],
+)  # fmt: skip
+def test_a_wish_that_makes_no_sense_is_said_where_the_engine_logs(
+    told: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_wishes({"kvtier": told}) == Wishes()
+    (said,) = caplog.records
+    assert says in said.getMessage() and said.name == "vllm.kvtier"
+
+
 # --- timelines ---------------------------------------------------------------------------------
 
 
