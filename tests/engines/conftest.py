@@ -20,7 +20,9 @@ import pytest
 from prompts import BLOCK
 
 HERE = Path(__file__).parent
-MODULES = {"RecordingConnector": "recording", "SlowConnector": "slowing"}
+MODULES = {
+    "RecordingConnector": "recording", "SlowConnector": "slowing", "ExpertsConnector": "experts",
+}  # fmt: skip
 START_S = 240.0
 ENGINE = ("model_name", "engine")  # labels that every metric has
 ANSWER_S = 240.0

@@ -31,6 +31,10 @@ def configuration(kind: str) -> Any:
         return transformers.LlamaConfig(num_hidden_layers=4, **COMMON)
     if kind == "mistral":
         return transformers.MistralConfig(num_hidden_layers=3, sliding_window=WINDOW, **COMMON)
+    if kind == "mixtral":
+        return transformers.MixtralConfig(
+            num_hidden_layers=3, num_local_experts=EXPERTS, num_experts_per_tok=EXPERTS, **COMMON
+        )
     if kind == "gemma2":
         return transformers.Gemma2Config(
             num_hidden_layers=4, sliding_window=WINDOW, query_pre_attn_scalar=64, **COMMON

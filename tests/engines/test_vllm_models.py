@@ -174,3 +174,23 @@ def test_engines_that_run_at_once_share_their_blocks(
     assert one.compare() == (2 * 4 * 10, [])
     for engine in engines:
         engine.stop()
+
+
+@long
+def test_ranks_that_step_together_load_what_the_other_has_computed(
+    engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon]
+) -> None:
+    """Two at once, and one while the other has nothing to do but to go along."""
+    daemon = daemon_of()
+    engine = engine_of("mixtral", daemon.socket, script="stepping.py", connector="ExpertsConnector")
+    prompts = [prompt(seed) for seed in range(3)]
+    # Nothing is found yet: the third is computed by a rank that is alone.
+    both = engine.generate(prompts[:2], ranks=[0, 1])
+    computed = [*both, *engine.generate(prompts[2:], ranks=[0])]
+    wait_until_saved(daemon, 3 * 10 * BLOCK)
+    both = engine.generate(prompts[:2], ranks=[1, 0])
+    loaded = [*both, *engine.generate(prompts[2:], ranks=[1])]
+    for one, other in zip(computed, loaded, strict=True):
+        check_same(one, other)
+        assert (one["cached"], other["cached"]) == (0, 10 * BLOCK)
+    assert engine.compare() == (3 * 3 * 10, [])
