@@ -35,6 +35,7 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.warm import WarmTier
 from kvtier_daemon.unforeseen import Unforeseen
+from kvtier_daemon.values import address_text
 from kvtier_kernels import Store
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def run(loaded: Loaded) -> None:
     )
     secrets = load_secrets(config.state, config.tenants)
     listener = inherited_socket(config.socket) or claim_socket(
-        config.socket, config.socket_mode, config.socket_group
+        config.socket, config.socket_mode, config.socket_group, origin=loaded.origins["socket"]
     )
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
@@ -243,7 +244,7 @@ class App:
         if self._port is None:
             return ""
         host, port, *_ = self._port.getsockname()
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_text(host, port)
 
     async def _keep_history(self) -> None:
         while True:

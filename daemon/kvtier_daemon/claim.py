@@ -31,16 +31,18 @@ def claim_socket(
     mode: int,
     group: int | None,
     *,
+    origin: str = "default",
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> socket.socket:
     """Return a non-blocking socket that listens at `path`, open to `mode` and `group` and no more.
 
     Nobody can connect before the mode is set, whatever the umask. Never takes the path from a live
-    process and never removes what is no socket: ConfigError says who or what is there.
+    process and never removes what is no socket: ConfigError says who or what is there. `origin`: where
+    the path was written.
     """
     with _locked(path, clock, sleep):
-        _clear(path)
+        _clear(path, origin)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             # Linux makes the file with the mode of the unbound socket, so there is no moment at
@@ -145,7 +147,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _clear(path: Path) -> None:
+def _clear(path: Path, origin: str) -> None:
     """Remove a dead daemon's socket from `path`; refuse whatever else is there."""
     try:
         found = path.lstat()
@@ -162,7 +164,8 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     raise ConfigError(
-        f"socket {path}: taken by {named(owner)}; stop it, or choose another path with --socket"
+        f"socket {path} ({origin}): taken by {named(owner)}; stop it, or choose another path with"
+        " --socket"
     )
 
 

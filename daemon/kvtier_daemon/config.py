@@ -27,6 +27,7 @@ HUGE_PAGE_BYTES: Final = 2 * MIB
 LEAST_SEGMENTS: Final = 4
 SYSTEM_SOCKET: Final = Path("/run/kvtier/kvtier.sock")
 SYSTEM_STATE: Final = Path("/var/lib/kvtier")
+SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
 
 
 class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -126,6 +127,11 @@ def tenant_of(config: Config, uid: int) -> str | None:
 
 
 # --- where things lie by default -----------------------------------------------------------------
+
+
+def system_file() -> Path | None:
+    """Return the service's file where there is one: what commands ask about if nobody names another."""
+    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
 
 
 def default_socket(environ: Mapping[str, str], uid: int) -> Path:

@@ -173,6 +173,11 @@ def _address(value: object) -> tuple[str, int]:
     return str(ip_address(host)), _number(port, 0, _PORT_MAX)
 
 
+def address_text(host: str, port: int) -> str:
+    """Return an address and a port as `_address` reads them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _hosts(value: object) -> tuple[str, ...]:
     if isinstance(value, str):  # from the environment
         value = [part.strip() for part in value.split(",") if part.strip()]

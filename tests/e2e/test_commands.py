@@ -24,7 +24,7 @@ NOBODY = 65_534
 def refused(tmp_path: Path, *flags: str, **environment: str) -> str:
     """What `kvtier serve` says, in one line, when it will not start."""
     environment.setdefault("KVTIER_STATE", str(tmp_path / "state"))
-    if "--socket" not in flags:
+    if "--socket" not in flags and "KVTIER_SOCKET" not in environment:
         flags += ("--socket", str(tmp_path / "kvtier.sock"))
     done = kvtier("serve", *flags, **environment)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -138,11 +138,13 @@ def test_the_documents_two_tenants_can_both_connect(
     assert done.stdout == "default\n", done.stderr
 
 
-def test_a_socket_of_a_living_daemon_is_refused_with_its_pid(
+def test_a_socket_of_a_living_daemon_is_refused_with_its_pid_and_who_named_it(
     shared_daemon: Daemon, tmp_path: Path
 ) -> None:
     text = refused(tmp_path, "--socket", shared_daemon.socket, "--warm-size", "64MiB")
-    assert str(shared_daemon.process.pid) in text
+    assert f"(--socket): taken by process {shared_daemon.process.pid}" in text
+    text = refused(tmp_path, "--warm-size", "64MiB", KVTIER_SOCKET=shared_daemon.socket)
+    assert f"(environment KVTIER_SOCKET): taken by process {shared_daemon.process.pid}" in text
     with shared_daemon.connect() as client:
         client.ping()
 

@@ -10,7 +10,7 @@ import pytest
 from kvtier import Group, KvSpec
 from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.choice import Choice, Rates
-from kvtier.codec.losses import NAMES, NO_PROFILE, OPAQUE, SHAPE, TYPE, Loss, Losses
+from kvtier.codec.losses import NAMES, NO_PROFILE, OPAQUE, SHAPE, TYPE, Loss, Losses, fits
 from kvtier.errors import ProfileError
 from kvtier.layout import space_id
 from losses_by_twins import profile_of
@@ -42,6 +42,23 @@ def test_a_loss_is_part_of_the_identity(codec: str) -> None:
     assert found.of(plain, SPEC, "t") is None
     assert found.of(identity, SPEC, "u") is None
     assert Losses().of(identity, SPEC, "t") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "model", "fit"),
+    [
+        ("org/model[v2]-x", "org/model[v2]-x", True),  # a name is a pattern of itself
+        ("org/model[v2]-*", "org/model[v2]-8b", True),
+        ("org/model[v2]-x", "org/modelv-x", False),
+        ("org/model-?b", "org/model-8b", True),
+        ("org/model-?b", "org/model-70b", False),
+        ("Org/*", "org/model", False),
+    ],
+)
+def test_only_stars_and_question_marks_stand_for_anything(
+    pattern: str, model: str, fit: bool
+) -> None:
+    assert fits(model, pattern) is fit
 
 
 def test_no_two_losses_have_one_identity() -> None:

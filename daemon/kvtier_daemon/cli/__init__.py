@@ -16,12 +16,12 @@ import typer
 from typer.core import TyperGroup
 
 from kvtier.errors import KvtierError, Unavailable
+from kvtier_daemon.cli.flags import plain
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70  # sysexits' EX_SOFTWARE
 COMPLETE = "_KVTIER_COMPLETE"  # set by a shell that wants to know what comes next
-PLAIN = {"help_option_names": ["-h", "--help"]}
 
 # Each with the first line of its help, which a test compares.
 COMMANDS = {
@@ -68,22 +68,18 @@ def loaded(name: str) -> Any:
     module = import_module(f"kvtier_daemon.cli.{name.replace('-', '_')}")
     found = getattr(module, "app", None)
     if found is None:
-        found = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=PLAIN)
+        found = plain()
         found.command(name)(getattr(module, name.replace("-", "_")))
     command = typer.main.get_command(found)
     command.name = name
     return command
 
 
-app = typer.Typer(
+app = plain(
     name="kvtier",
     cls=Commands,
     help="Keep KV caches of LLM engines on the cheapest memory that beats recomputing.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # plain help: rich would be imported for it
-    pretty_exceptions_enable=False,
-    context_settings=PLAIN,
 )
 
 

@@ -8,15 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json
+from kvtier_daemon.cli.flags import Json, plain
 
 EXIT_WORSE = 1
 
-app = typer.Typer(
-    help="Measure this machine, or compare two results.",
-    rich_markup_mode=None,
-    add_completion=False,
-)
+app = plain(help="Measure this machine, or compare two results.")
 
 
 @app.callback(invoke_without_command=True)

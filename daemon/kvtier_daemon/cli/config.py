@@ -8,20 +8,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, plain
 
 EXIT_WRONG: Final = 2
-SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
 AMOUNTS: Final = frozenset(
     {"size", "extent", "segment", "history", "quota", "daily_writes", "scrub"}
 )
 
-app = typer.Typer(
-    help="Check, show and compare configurations.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = plain(help="Check, show and compare configurations.", no_args_is_help=True)
 
 File = Annotated[
     Path | None, typer.Argument(metavar="[FILE]", help="As kvtier serve --config has it.")
@@ -35,11 +29,10 @@ def check(file: File = None, json: Json = False) -> None:
     Without FILE /etc/kvtier/kvtier.toml, if it is there; conf.d and the environment count too.
     """
     from kvtier.errors import ConfigError
-    from kvtier_daemon.config import load
+    from kvtier_daemon.config import load, system_file
     from kvtier_daemon.problems import Refusal
 
-    if file is None and SYSTEM_FILE.exists():
-        file = SYSTEM_FILE
+    file = file or system_file()
     problems: tuple[str, ...] = ()
     try:
         load(file)
@@ -143,14 +136,14 @@ def _shown(key: str, value: Any) -> str:
     from json import dumps
 
     from kvtier.units import format_bytes, parse_bytes
+    from kvtier_daemon.values import address_text
 
     last = key.rpartition(".")[2]
     if last in AMOUNTS and isinstance(value, int):
         named = format_bytes(value)
         value = named if value and parse_bytes(named) == value else value
     elif last == "listen" and value is not None:
-        host, port = value
-        value = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        value = address_text(*value)
     elif last == "codecs" and value is not None:
         value = [f"{model}={codec}" for model, codec in value]
     return "nothing" if value is None else dumps(value)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 EXIT_WARNED = 1
 EXIT_FAILED = 2
-SYSTEM_CONFIG = Path("/etc/kvtier/kvtier.toml")
 
 
 class Kind(StrEnum):
@@ -80,9 +79,9 @@ def _loaded(config: Path | None) -> tuple[Loaded | None, Found | None]:
 
     from kvtier.errors import ConfigError
     from kvtier_daemon.beside.doctor import Found, Level
-    from kvtier_daemon.config import load
+    from kvtier_daemon.config import load, system_file
 
-    file = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
+    file = config or system_file()
     if file is None and not any(name.startswith("KVTIER_WARM") for name in os.environ):
         value = "none: what depends on it was not looked at"
         return None, Found("configuration", Level.ok, value)

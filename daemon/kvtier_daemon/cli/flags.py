@@ -1,9 +1,20 @@
-"""Flags that several commands have."""
+"""Flags that several commands have, and what all of them take alike."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def plain(**options: Any) -> typer.Typer:
+    """Return an app whose help is plain text, by -h too: rich would be imported for more."""
+    return typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
 
 
 def _from_here(text: str) -> Path:
@@ -30,6 +41,10 @@ PrefillGrowth = Annotated[
     typer.Option(
         min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
     ),
+]
+
+Space = Annotated[
+    str, typer.Option(metavar="SPACE", help="Its number, or the first digits of its identity.")
 ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, Space
 
 if TYPE_CHECKING:
     from kvtier_daemon.cli.asking import Block
@@ -18,9 +18,7 @@ SHOWN_DIGITS = 16
 
 
 def keys(
-    space: Annotated[
-        str, typer.Option(metavar="SPACE", help="Its number, or the first digits of its identity.")
-    ] = "",
+    space: Space = "",
     tenant: Annotated[
         str, typer.Option(metavar="NAME", help="Another than one's own: for root alone.")
     ] = "",
@@ -35,15 +33,14 @@ def keys(
 
     found: list[Block] = []
     with connected(Path(socket or default_socket()), "keys") as client:
-        told = asking.spaces(client, tenant)
-        others = [name for name in told.get("tenants", []) if name != told["tenant"]]
         if space:
+            told = asking.spaces(client, tenant)
             one = asking.named(told, space)
             found = list(islice(asking.blocks(client, tenant, one["space"]), limit))
             report: dict[str, Any] = {"tenant": told["tenant"]} | one
             report["keys"] = [_as_json(block) for block in found]
         else:
-            tenants = [told, *(asking.spaces(client, name) for name in others if not tenant)]
+            tenants = [asking.spaces(client, tenant)] if tenant else asking.everywhere(client)
             report = {"tenants": {each["tenant"]: each["spaces"] for each in tenants}}
     if json:
         from json import dumps

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier_daemon.cli.drawing import count
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, Space
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -20,9 +20,7 @@ EXIT_INTERRUPTED = 130
 
 
 def purge(
-    space: Annotated[
-        str, typer.Option(metavar="SPACE", help="Its number, or the first digits of its identity.")
-    ] = "",
+    space: Space = "",
     tenant: Annotated[
         str, typer.Option(metavar="NAME", help="All of it, or whose the space is.")
     ] = "",
@@ -42,12 +40,7 @@ def purge(
     if everything + bool(space or tenant) != 1:
         raise typer.BadParameter("say what: --space, --tenant, or --all")
     with connected(Path(socket or default_socket()), "purge", ANSWER_S) as client:
-        told = asking.spaces(client, tenant)
-        if everything:
-            others = [name for name in told.get("tenants", []) if name != told["tenant"]]
-            tenants = [told, *(asking.spaces(client, name) for name in others)]
-        else:
-            tenants = [told]
+        tenants = asking.everywhere(client) if everything else [asking.spaces(client, tenant)]
         chosen = [
             (each["tenant"], one)
             for each in tenants
@@ -84,7 +77,7 @@ def _confirm(chosen: Sequence[tuple[str, dict[str, Any]]], yes: bool) -> None:
 
 
 def _forget(client: Client, chosen: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    from kvtier import wire
+    from kvtier_daemon.cli import asking
     from kvtier_daemon.cli.progress import progress
 
     report: dict[str, Any] = {"spaces": 0, "blocks": 0, "interrupted": False}
@@ -92,15 +85,9 @@ def _forget(client: Client, chosen: Sequence[tuple[str, dict[str, Any]]]) -> dic
         with progress() as bar:
             task = bar.add_task("purge", total=sum(_blocks(space) for _, space in chosen))
             for tenant, space in chosen:
-                first = 0
-                while True:
-                    asked = wire.Purge(client.link.new_id(), tenant, space["space"], first)
-                    piece = client.link.ask(asked, wire.Purged)
-                    report["blocks"] += piece.blocks
+                for blocks in asking.forgotten(client, tenant, space["space"]):
+                    report["blocks"] += blocks
                     bar.update(task, completed=report["blocks"])
-                    first = piece.next
-                    if not first:
-                        break
                 report["spaces"] += 1
     except KeyboardInterrupt:
         report["interrupted"] = True

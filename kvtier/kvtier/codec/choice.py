@@ -11,14 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from kvtier.codec.base import ELEMENTS, FIX4, R32, ZSTD, Codec
 from kvtier.codec.frame import RAW
 from kvtier.codec.framing import NATIVE, suits
 from kvtier.codec.known import BY_NAME, BY_NUMBER, CODECS
 from kvtier.codec.losses import NAMES as LOSSY
-from kvtier.codec.losses import Loss, Losses
+from kvtier.codec.losses import Loss, Losses, fits
 from kvtier.layout import KvSpec
 
 AUTO = "auto"
@@ -256,7 +255,7 @@ class Choice:
 
     def _asked_of(self, spec: KvSpec) -> str:
         return next(
-            (name for pattern, name in self._by_model if fnmatchcase(spec.model, pattern)),
+            (name for pattern, name in self._by_model if fits(spec.model, pattern)),
             self._asked,
         )
 

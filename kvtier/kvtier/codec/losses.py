@@ -49,6 +49,12 @@ class Loss:
         return self.codecs.get((group, shard))
 
 
+def fits(model: str, pattern: str) -> bool:
+    """Whether a model has such a name, where * and ? stand for anything and all else for itself: names have
+    brackets."""
+    return fnmatchcase(model, pattern.replace("[", "[[]"))
+
+
 class Losses:
     """What was asked for: `by_model` has patterns of models and names of codecs, of which the first that fits
     counts; lossless ones mean no loss. Raises ProfileError where two profiles are for the same weights."""
@@ -71,13 +77,12 @@ class Losses:
         return [
             (pattern, codec)
             for pattern, codec in self._by_model
-            if codec in CALIBRATED
-            and not any(fnmatchcase(model, pattern) for model, _ in self._profiles)
+            if codec in CALIBRATED and not any(fits(model, pattern) for model, _ in self._profiles)
         ]
 
     def asked(self, spec: KvSpec) -> str:
         """The codec that is asked for this model by name, or nothing."""
-        return next((name for model, name in self._by_model if fnmatchcase(spec.model, model)), "")
+        return next((name for model, name in self._by_model if fits(spec.model, model)), "")
 
     def look(self, spec: KvSpec) -> Loss | str:
         """The loss that such a space has, or why it has none; that is empty where none was asked for."""
