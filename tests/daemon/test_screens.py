@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvtier.units import GIB
-from kvtier_daemon.cli.screens import VIEWS, History, Moment, Room, draw
+from kvtier_daemon.cli.screens import LABEL, VIEWS, History, Moment, Room, draw
 
 CLIENT = {
     "client": "engine 0", "tenant": "default", "pid": 7, "uid": 0, "spaces": 1, "up_s": 5.0,
@@ -35,6 +35,10 @@ def drawn(view: str, room: Room, **cold: Any) -> list[str]:
     history = History()
     for at in range(1, 200):
         history.add(Moment(float(at), stats_of(at, **cold), [CLIENT] * 3))
+    return printed(history, view, room)
+
+
+def printed(history: History, view: str, room: Room) -> list[str]:
     file = io.StringIO()
     Console(file=file, width=room.width + 1).print(draw(history, view, room))
     return [line.rstrip() for line in file.getvalue().splitlines()]
@@ -79,6 +83,40 @@ def test_rates_are_in_the_unit_that_says_something() -> None:
         "engines → warm 1.00 GB/s", "warm → engines 2.00 GB/s",
         "warm → cold 0.10 GB/s", "cold → warm 30.00 MB/s",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("view", ["tiers", "hits", "moves"])
+def test_what_grows_and_shrinks_moves_nothing_else(view: str) -> None:
+    """Between two looks a tier empties, a rate falls, one reason takes another's place and one has nothing."""
+
+    def moment(at: int, used: int, counts: list[int], moved: int) -> Moment:
+        stats = stats_of(at, loads=dict(zip(("read", "crowded", "late"), counts, strict=True)))
+        tiers = stats["tiers"]
+        warm = tiers["warm"] | {"used_bytes": used, "blocks": used >> 20}
+        counted = dict(zip(("absent", "evicted", "late"), counts, strict=True))
+        return Moment(float(at), stats | {
+            "tiers": tiers | {"warm": warm}, "lookup_tokens": moved, "miss_tokens": counted,
+            "refused_tokens": counted, "evicted_blocks": counted, "bytes": {"saved": moved, "loaded": 0},
+        })  # fmt: skip
+
+    history = History()
+    history.add(moment(1, 6 * GIB, [3, 2, 1], 0))
+    history.add(moment(2, 8 * GIB - 4096, [1_000_003, 2, 1], 9 * 10**9))
+    before = printed(history, view, Room(78, 20))
+    history.add(moment(3, 4096, [1_000_003, 900_002, 1], 9 * 10**9 + 10**6))
+    after = printed(history, view, Room(78, 20))
+
+    def places(lines: list[str]) -> list[tuple[str, list[int]]]:
+        """What each line is about, and where the ends and beginnings of its columns are."""
+        words = ("%", "blocks", "GB/s", "most", "last")
+        bars = str.maketrans(dict.fromkeys("░▁▂▃▄▅▆▇█", " "))
+        lines = [line.replace("MB/s", "GB/s").translate(bars) for line in lines]
+        return [
+            (" ".join(line[:LABEL].split()[:2]), [line.find(word) for word in words])
+            for line in lines
+        ]
+
+    assert places(before) == places(after)
 
 
 def test_what_has_no_block_characters_gets_no_curves() -> None:

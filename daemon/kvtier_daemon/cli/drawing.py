@@ -3,7 +3,8 @@ used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ def bar_of(full: str, empty: str) -> Bar:
     return bar
 
 
-def table_of(*headings: str) -> Table:
+def table_of(*headings: str, least: Sequence[int] = ()) -> Table:
     """Return a table without lines; a heading that begins with > is of a column of numbers.
 
-    A heading that ends in ~ is of a column of text that gives way when room is short.
+    A heading that ends in ~ is of a column of text that gives way when room is short. `least`: how wide the
+    first columns are at least, so that what is drawn again stands still.
     """
     from rich.table import Table
 
@@ -53,11 +55,15 @@ def table_of(*headings: str) -> Table:
         header_style="dim",
         show_header=any(heading.strip(">~") for heading in headings),
     )
-    for heading in headings:
+    for heading, min_width in zip_longest(headings, least):
         justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
         gives_way = heading.endswith("~")
         table.add_column(
-            heading.strip(">~"), justify=justify, no_wrap=not gives_way, overflow="fold"
+            heading.strip(">~"),
+            justify=justify,
+            no_wrap=not gives_way,
+            overflow="fold",
+            min_width=min_width,
         )
     return table
 

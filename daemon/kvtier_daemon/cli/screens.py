@@ -38,6 +38,12 @@ LABEL: Final = 20
 CHART_ROWS: Final = 4  # of the hit rate
 MOST_ROWS: Final = 6  # of a route's chart
 LIMIT_BAR: Final = 100
+# Of what grows and shrinks: what is beside and below it stays where it is.
+SHARE: Final = len(">99%")
+RATE: Final = len("100.00 GB/s")
+UP: Final = len("59 min 59 s")
+TIERS: Final = (0, 0, SHARE, len("0.98 GiB of 0.98 GiB"), len("9,999,999 blocks"))
+SHARES: Final = (LABEL, 0, SHARE, len("9,999,999,999"))
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,6 +75,12 @@ class History:
         after = _at(self.now.stats, path)
         before = _at(self.moments[-2].stats, path) if len(self.moments) > 1 else {}
         return {name: n - before.get(name, 0) for name, n in after.items()}
+
+    def grown_of_all(self, *path: str) -> list[tuple[str, int]]:
+        """As `grown`, of what was counted at all since the daemon's start, the most of that first: from one
+        interval to the next they keep their places."""
+        grown = self.grown(*path)
+        return [(name, grown[name]) for name, _ in falling(_at(self.now.stats, path))]
 
     def rates(self, route: str) -> list[float]:
         """Bytes a second on this route, an interval each."""
@@ -136,7 +148,7 @@ def _head(history: History) -> Text:
     stats = history.now.stats
     return Text.assemble(
         (f"kvtier {stats.get('version', '')}", "bold"),
-        f"   up {duration(stats.get('uptime_s', 0))}",
+        f"   up {duration(stats.get('uptime_s', 0)):<{UP}}",
         f"   {count(stats.get('sessions', 0), 'engine')}",
         f"   {_span(history)}",
     )
@@ -179,7 +191,7 @@ def _tier_bars(history: History, room: Room) -> Table:
 
     bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
     cells = room.cells(56)
-    table = table_of("", "", ">", "", ">")
+    table = table_of("", "", ">", "", ">", least=TIERS)
     for name, tier in history.now.stats.get("tiers", {}).items():
         capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
         row(
@@ -193,11 +205,11 @@ def _tier_bars(history: History, room: Room) -> Table:
 
 
 def _hit_chart(history: History, room: Room) -> Table:
-    table = table_of("", ">", "")
+    table = table_of("", ">", "", least=(LABEL, RATE))
     shares = history.hit_shares()
     now = shares[-1] if shares else 0.0
     curve = _curve(shares[-(room.width - 40) :], CHART_ROWS, 1.0)
-    row(table, "hit rate".ljust(LABEL), percent(now, 1.0), curve)
+    row(table, "hit rate", percent(now, 1.0), curve)
     return table
 
 
@@ -207,10 +219,10 @@ def _shares(history: History, room: Room, most: int) -> Table:
     cells = room.cells(56)
     looked = history.grown("lookup_tokens")["lookup_tokens"]
     hits = history.grown("hit_tokens")
-    misses = falling(history.grown("miss_tokens"))
+    misses = history.grown_of_all("miss_tokens")
     shown = misses[:most]
-    table = table_of("", "", ">", ">")
-    row(table, "tokens looked up".ljust(LABEL), "", "", f"{looked:,}")
+    table = table_of("", "", ">", ">", least=SHARES)
+    row(table, "tokens looked up", "", "", f"{looked:,}")
     for name, tokens in hits.items():
         row(
             table,
@@ -227,19 +239,20 @@ def _shares(history: History, room: Room, most: int) -> Table:
             percent(tokens, looked),
             f"{tokens:,}",
         )
-    if rest := sum(tokens for _, tokens in misses[most:]):
+    if others := misses[most:]:
+        rest = sum(tokens for _, tokens in others)
         row(table, "  miss, others", bar(rest, looked, cells), percent(rest, looked), f"{rest:,}")
     return table
 
 
 def _rate_lines(history: History, room: Room, rows: int) -> Table:
-    table = table_of("", ">", "")
+    table = table_of("", ">", "", least=(LABEL, RATE))
     for route in _routes(history):
         rates = history.rates(route)
         curve = "" if room.ascii_only else _curve(rates[-(room.width - 40) :], rows)
         row(
             table,
-            _ascii(route, room.ascii_only).ljust(LABEL),
+            _ascii(route, room.ascii_only),
             _rate(rates[-1] if rates else 0.0),
             curve,
         )
@@ -298,7 +311,7 @@ def _queues(history: History) -> Table:
     if cold:
         queues = ("reading", "writing", "leaving")
         row(table, "disk queues", ", ".join(f"{name} {cold.get(name, 0):,}" for name in queues))
-    evicted = [f"{why} {n:,}" for why, n in falling(history.grown("evicted_blocks"))]
+    evicted = [f"{why} {n:,}" for why, n in history.grown_of_all("evicted_blocks")]
     row(table, "evicted blocks", ", ".join(evicted) or "none")
     return table
 
@@ -310,10 +323,10 @@ def _hits(history: History, room: Room) -> Iterator[RenderableType]:
     bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
     cells = room.cells(56)
     saved = history.grown("saved_tokens")["saved_tokens"]
-    refused = falling(history.grown("refused_tokens"))
+    refused = history.grown_of_all("refused_tokens")
     offered = saved + sum(tokens for _, tokens in refused)
-    table = table_of("", "", ">", ">")
-    row(table, "tokens offered".ljust(LABEL), "", "", f"{offered:,}")
+    table = table_of("", "", ">", ">", least=SHARES)
+    row(table, "tokens offered", "", "", f"{offered:,}")
     for label, tokens in [("saved", saved), *((f"refused {why}", n) for why, n in refused)]:
         row(
             table,
@@ -332,13 +345,13 @@ def _moves(history: History, room: Room) -> Iterator[RenderableType]:
     from rich.text import Text
 
     queues, routes = _queues(history), _routes(history)
-    loads = falling(history.grown("tiers", "cold", "loads"))
+    loads = history.grown_of_all("tiers", "cold", "loads")
     left = room.rows - (queues.row_count + 3 + 2 * bool(loads)) - 2 * len(routes)
     rows = max(1, min(MOST_ROWS, left // len(routes)))
     for route in routes:
         rates = history.rates(route)
         now, top = (rates[-1] if rates else 0.0), max(rates, default=0.0)
-        lines = Text(f"{_ascii(route, room.ascii_only):<{LABEL}}{_rate(now):>12}")
+        lines = Text(f"{_ascii(route, room.ascii_only):<{LABEL}}{_rate(now):>{RATE + 2}}")
         lines.append(f"   most {_rate(top)}", "dim")
         if not room.ascii_only:
             lines.append("\n").append(_curve(rates[-(room.width - 4) :], rows))
