@@ -159,9 +159,22 @@ def test_who_can_go_on_without_a_daemon_says_why_there_is_none(
     path, text = places[how]
     done = kvtier(command, *GOES_ON[command], "--socket", path)
     assert "Traceback" not in done.stderr
-    assert done.returncode == (0 if command == "bugreport" else 2), done.stderr
     if command == "doctor":
         assert text in " ".join(done.stdout.split())
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def test_doctor_tells_a_missing_daemon_from_what_fails_here(tmp_path: Path) -> None:
+    """So a script may ask before the first start."""
+    nobody = ("--socket", str(tmp_path / "dead"))
+    done = kvtier("doctor", "--json", *nobody)
+    levels = {one["name"]: one["level"] for one in json.loads(done.stdout)}
+    assert levels.pop("daemon") == "fail"
+    assert done.returncode == (2 if "fail" in levels.values() else 3)
+    wrong = tmp_path / "kvtier.toml"
+    wrong.write_text("warm = 1\n")
+    assert kvtier("doctor", "--config", str(wrong), *nobody).returncode == 2
 
 
 def test_a_daemon_that_stops_while_it_is_watched_is_told(daemon_of: Callable[..., Daemon]) -> None:

@@ -35,6 +35,7 @@ ELSEWHERE: Final = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "v
 COPYING: Final = ("btrfs", "zfs", "bcachefs")
 GOOD_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 NVIDIA: Final = "0x10de"
+DAEMON: Final = "daemon"  # whether it answers
 
 
 class Level(StrEnum):
@@ -144,17 +145,18 @@ def daemon(stats: Mapping[str, Any] | None, trouble: str) -> Found:
     """Does it answer, and is it of this version?"""
     import kvtier
 
-    name = "daemon"
     if stats is None:
         what, _, advice = trouble.partition("; ")
-        return _fail(name, what, advice or "look into its log")
+        return _fail(DAEMON, what, advice or "look into its log")
     version = stats.get("version", "")
     if version != kvtier.__version__:
         fix = "restart it: systemctl restart kvtierd"
-        return _warn(name, f"kvtier {version} serves, this is {kvtier.__version__}", fix)
+        return _warn(DAEMON, f"kvtier {version} serves, this is {kvtier.__version__}", fix)
     if failure := stats.get("tiers", {}).get("warm", {}).get("failure"):
-        return _fail(name, f"the warm tier is not whole: {failure}", "free memory, then restart it")
-    return _ok(name, f"kvtier {version} answers, process {stats.get('pid')}")
+        return _fail(
+            DAEMON, f"the warm tier is not whole: {failure}", "free memory, then restart it"
+        )
+    return _ok(DAEMON, f"kvtier {version} answers, process {stats.get('pid')}")
 
 
 def started(loaded: Loaded, serves: bool) -> list[Found]:

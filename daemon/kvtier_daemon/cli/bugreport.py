@@ -79,7 +79,8 @@ def _parts(config: Path | None, log: Path | None, socket: Path | None) -> Iterat
         yield "status.json", names.redacted(dumps(reporting.status(stats, names), indent=2))
     except KvtierError as error:
         yield "status.txt", names.redacted(" ".join(str(error).split()))
-    found = [as_json(one) for one in examined(config, vllm=False, socket=socket)]
-    yield "doctor.json", names.redacted(dumps(found, indent=2))
+    found, _ = examined(config, vllm=False, socket=socket)
+    told = [as_json(one) for one in found]
+    yield "doctor.json", names.redacted(dumps(told, indent=2))
     if log is not None:
         yield "log.txt", reporting.tail(log, names)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier_daemon.cli import EXIT_UNAVAILABLE
 from kvtier_daemon.cli.flags import Json, Socket
 
 if TYPE_CHECKING:
@@ -38,24 +39,30 @@ def doctor(
     json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Examine this machine, the configuration and the daemon. Exits with 1 for warnings, 2 for failures."""
-    from kvtier_daemon.beside.doctor import Level
+    """Examine this machine, the configuration and the daemon.
 
-    found = examined(config, engine is not None, socket)
-    worst = [one.level for one in found]
+    Exits with 1 for warnings, with 2 for failures, and with 3 where nothing fails but that no daemon answers: so
+    it is before the first start.
+    """
+    from kvtier_daemon.beside.doctor import DAEMON, Level
+
+    found, answered = examined(config, engine is not None, socket)
     if json:
         from json import dumps
 
         typer.echo(dumps([as_json(one) for one in found], indent=2))
     else:
         _show(found)
-    if Level.fail in worst:
+    levels = {one.level for one in found if answered or one.name != DAEMON}
+    if Level.fail in levels:
         raise typer.Exit(EXIT_FAILED)
-    raise typer.Exit(EXIT_WARNED if Level.warn in worst else 0)
+    if not answered:
+        raise typer.Exit(EXIT_UNAVAILABLE)
+    raise typer.Exit(EXIT_WARNED if Level.warn in levels else 0)
 
 
-def examined(config: Path | None, vllm: bool, socket: Path | None) -> list[Found]:
-    """What all checks found."""
+def examined(config: Path | None, vllm: bool, socket: Path | None) -> tuple[list[Found], bool]:
+    """What all checks found, and whether a daemon answered."""
     from kvtier_daemon.beside import doctor as checks
     from kvtier_daemon.beside import doctor_vllm
 
@@ -66,7 +73,7 @@ def examined(config: Path | None, vllm: bool, socket: Path | None) -> list[Found
     found.append(checks.io_uring())
     if trouble is not None:
         found.insert(0, trouble)
-    return found + (doctor_vllm.examine(world) if vllm else [])
+    return found + (doctor_vllm.examine(world) if vllm else []), stats is not None
 
 
 def as_json(found: Found) -> dict[str, str]:
