@@ -87,7 +87,7 @@ def test_rates_are_in_the_unit_that_says_something() -> None:
 
 @pytest.mark.parametrize("view", ["tiers", "hits", "moves"])
 def test_what_grows_and_shrinks_moves_nothing_else(view: str) -> None:
-    """Between two looks a tier empties, a rate falls, one reason takes another's place and one has nothing."""
+    """A tier empties, a rate falls, one reason takes the place of another, and one has nothing."""
 
     def moment(at: int, used: int, counts: list[int], moved: int) -> Moment:
         stats = stats_of(at, loads=dict(zip(("read", "crowded", "late"), counts, strict=True)))

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -332,6 +333,35 @@ def test_labels_that_expressions_group_by_are_there() -> None:
     for where, text in expressions():
         for listed in re.findall(r"(?:by|without|on|ignoring) \(([^)]*)\)", text):
             assert {label.strip() for label in listed.split(",")} <= known, where
+
+
+@pytest.fixture
+def promtool() -> Callable[..., str]:
+    """Prometheus' own tool, which says nothing of what it finds wrong if it finds nothing."""
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("NOT TESTED: promtool is not here; Debian's package `prometheus` has it")
+
+    def run(*words: str, given: str = "") -> str:
+        done = subprocess.run(
+            [found, *words], input=given, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_alerts_fire_when_they_should_and_not_before(promtool: Callable[..., str]) -> None:
+    promtool("check", "rules", "--lint=all", "--lint-fatal", str(FOLDER / "alerts.yml"))
+    promtool("test", "rules", str(Path(__file__).parent.parent / "alerts.yml"))
+
+
+def test_prometheus_finds_nothing_wrong_with_a_scrape(
+    shown: Daemon, promtool: Callable[..., str]
+) -> None:
+    _, _, text = get(shown, "/metrics")
+    assert promtool("check", "metrics", given=text) == ""
 
 
 def test_the_dashboard_is_one() -> None:
