@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,9 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 from daemons import Daemon, kvtier
+from kvtier.units import GIB, parse_bytes
 from kvtier_daemon.cli import COMMANDS
+from kvtier_daemon.config import load
 from specs import spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +73,46 @@ def test_the_commands_for_operators_run(daemon_of: Callable[..., Daemon], tmp_pa
             assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
             ran.add(arguments[0])
     assert ran == {"install-service", "config", "reload", "tier", "status"}
+
+
+def test_the_container_and_the_manifest_say_what_the_daemon_understands() -> None:
+    container = (ROOT / "Containerfile").read_text()
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    (daemon,) = pod["containers"]
+    said = dict(re.findall(r"(KVTIER_\w+)=(\S+)", container))
+    asked = {one["name"]: one["value"] for one in daemon["env"]}
+    config = load(None, environ=said | asked, uid=10001).config
+    assert str(config.warm.size_bytes >> 30) + "GiB" == asked["KVTIER_WARM__SIZE"]
+    assert load(None, environ=said, uid=10001).config.socket == config.socket
+    # A flag in the image would come before what the manifest says.
+    (command,) = re.findall(r"^CMD (.*)$", container, re.MULTILINE)
+    assert daemon.get("args", json.loads(command)) == ["serve"]
+    assert (
+        parse_bytes(daemon["resources"]["limits"]["memory"] + "B") >= config.warm.size_bytes + GIB
+    )
+    assert config.cold is not None
+    mounts = [Path(one["mountPath"]) for one in daemon["volumeMounts"]]
+    (paths,) = pod["initContainers"]
+    assert paths["volumeMounts"] == daemon["volumeMounts"]
+    for path in (config.socket.parent, config.state, *config.cold.directories):
+        assert any(path.is_relative_to(mount) for mount in mounts), path
+        assert str(path) in paths["command"][2].split(), path
+    user = daemon["securityContext"]["runAsUser"]
+    assert f"useradd --uid {user} " in container and f"-o {user} " in paths["command"][2]
+
+
+@pytest.mark.parametrize(("code", "lives"), [(0, True), (2, True), (3, False)])
+def test_a_pod_is_restarted_for_no_answer_alone(tmp_path: Path, code: int, lives: bool) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (line,) = re.findall(r"exec: (\{command: \[sh.*\})", page)
+    asked = tmp_path / "kvtier"
+    asked.write_text(f"#!/bin/sh\nexit {code}\n")
+    asked.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(yaml.safe_load(line)["command"], env=path, check=False)
+    assert (done.returncode == 0) is lives
 
 
 def test_the_architecture_page_names_only_what_exists() -> None:
