@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +77,22 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "versions.json" in done.stdout and "nothing was written" in done.stdout
     assert not out.exists()
+
+
+def test_a_daemon_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(tmp_path / "hung"))
+        hung.listen(8)
+        hung.setblocking(False)
+        done = kvtier("bugreport", "--dry-run", "--socket", str(tmp_path / "hung"))
+        assert done.returncode == 0 and "status.txt" in done.stdout, done.stderr
+        said_hello = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client, _ = hung.accept()
+                with client:
+                    said_hello += bool(client.recv(1))  # who only looks whose it is says nothing
+        assert said_hello == 1
 
 
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:

@@ -368,6 +368,30 @@ def test_purge_all_forgets_what_is_held_too(daemon_of: Callable[..., Daemon]) ->
         assert daemon.stats()["tiers"]["warm"]["used_bytes"] == 0
 
 
+def test_who_is_asked_whether_to_purge_is_told_of_what_and_may_leave(
+    shared_daemon: Daemon,
+) -> None:
+    with shared_daemon.connect() as client:
+        saved(client, "asked", 12)
+        outer, inner = pty.openpty()
+        process = subprocess.Popen(
+            [*COMMAND, "purge", "--all", "--socket", shared_daemon.socket],
+            stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+        )  # fmt: skip
+        try:
+            os.close(inner)
+            text = b""
+            while b"Do it?" not in text:
+                text += os.read(outer, 4096)
+            assert b"blocks in memory and 0 on disk, in " in text
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+            process.wait()
+            os.close(outer)
+
+
 def test_an_interrupted_purge_says_so_and_can_be_run_again(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -626,7 +650,10 @@ def test_the_screen_turns_holds_and_goes_on_without_a_daemon() -> None:
     asyncio.run(run())
 
 
-def test_top_in_a_terminal_ends_with_q(shared_daemon: Daemon) -> None:
+@pytest.mark.parametrize("key", [b"q", b"\x03"])
+def test_top_in_a_terminal_ends_with_q_and_when_interrupted(
+    shared_daemon: Daemon, key: bytes
+) -> None:
     pytest.importorskip("textual")
     outer, inner = pty.openpty()
     environment = dict(os.environ, TERM="xterm-256color", COLUMNS="80", LINES="24")
@@ -642,7 +669,7 @@ def test_top_in_a_terminal_ends_with_q(shared_daemon: Daemon) -> None:
             assert time.monotonic() < deadline, seen[-500:]
             if select.select([outer], [], [], 0.1)[0]:
                 seen += os.read(outer, 65_536)
-        os.write(outer, b"q")
+        os.write(outer, key)
         while process.poll() is None:
             assert time.monotonic() < deadline, seen[-500:]
             if select.select([outer], [], [], 0.1)[0]:

@@ -301,7 +301,7 @@ def read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: it is no JSON: {error}") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
         raise ConfigError(f"{path}: no result of `kvtier bench --json` or of benchmarks/")

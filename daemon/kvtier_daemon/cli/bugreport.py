@@ -61,11 +61,9 @@ def bugreport(
 def _parts(config: Path | None, log: Path | None, socket: Path | None) -> Iterator[tuple[str, str]]:
     from json import dumps
 
-    from kvtier.client import default_socket
-    from kvtier.errors import KvtierError
     from kvtier_daemon.beside import reporting
+    from kvtier_daemon.beside.doctor import DAEMON
     from kvtier_daemon.cli.doctor import as_json, examined
-    from kvtier_daemon.cli.status import connected
 
     names = reporting.Names()
     yield "versions.json", dumps(reporting.versions(), indent=2)
@@ -73,13 +71,12 @@ def _parts(config: Path | None, log: Path | None, socket: Path | None) -> Iterat
     yield "environment.json", dumps(reporting.environment(names), indent=2)
     if config is not None:
         yield "config.toml", reporting.configuration(config, names)
-    try:
-        with connected(Path(socket or default_socket()), "bugreport") as client:
-            stats = client.stats()
+    found, stats = examined(config, vllm=False, socket=socket)
+    if stats:
         yield "status.json", names.redacted(dumps(reporting.status(stats, names), indent=2))
-    except KvtierError as error:
-        yield "status.txt", names.redacted(" ".join(str(error).split()))
-    found, _ = examined(config, vllm=False, socket=socket)
+    else:
+        said = next(one for one in found if one.name == DAEMON)
+        yield "status.txt", names.redacted(f"{said.value}; {said.fix}")
     told = [as_json(one) for one in found]
     yield "doctor.json", names.redacted(dumps(told, indent=2))
     if log is not None:

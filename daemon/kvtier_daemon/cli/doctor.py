@@ -41,28 +41,30 @@ def doctor(
 ) -> None:
     """Examine this machine, the configuration and the daemon.
 
-    Exits with 1 for warnings, with 2 for failures, and with 3 where nothing fails but that no daemon answers: so
-    it is before the first start.
+    Exits with 1 for warnings, with 2 for failures, and with 3 where nothing fails
+    but that no daemon answers: so it is before the first start.
     """
     from kvtier_daemon.beside.doctor import DAEMON, Level
 
-    found, answered = examined(config, engine is not None, socket)
+    found, stats = examined(config, engine is not None, socket)
     if json:
         from json import dumps
 
         typer.echo(dumps([as_json(one) for one in found], indent=2))
     else:
         _show(found)
-    levels = {one.level for one in found if answered or one.name != DAEMON}
+    levels = {one.level for one in found if stats or one.name != DAEMON}
     if Level.fail in levels:
         raise typer.Exit(EXIT_FAILED)
-    if not answered:
+    if not stats:
         raise typer.Exit(EXIT_UNAVAILABLE)
     raise typer.Exit(EXIT_WARNED if Level.warn in levels else 0)
 
 
-def examined(config: Path | None, vllm: bool, socket: Path | None) -> tuple[list[Found], bool]:
-    """What all checks found, and whether a daemon answered."""
+def examined(
+    config: Path | None, vllm: bool, socket: Path | None
+) -> tuple[list[Found], Mapping[str, Any]]:
+    """What all checks found, and what the daemon said, which is nothing if none answered."""
     from kvtier_daemon.beside import doctor as checks
     from kvtier_daemon.beside import doctor_vllm
 
@@ -73,7 +75,7 @@ def examined(config: Path | None, vllm: bool, socket: Path | None) -> tuple[list
     found.append(checks.io_uring())
     if trouble is not None:
         found.insert(0, trouble)
-    return found + (doctor_vllm.examine(world) if vllm else []), stats is not None
+    return found + (doctor_vllm.examine(world) if vllm else []), stats or {}
 
 
 def as_json(found: Found) -> dict[str, str]:

@@ -58,21 +58,26 @@ def purge(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _blocks(space: dict[str, Any]) -> int:
-    return int(space["memory_blocks"] + space["disk_blocks"])
-
-
 def _confirm(chosen: Sequence[tuple[str, dict[str, Any]]], yes: bool) -> None:
     from kvtier.errors import ConfigError
 
     if yes:
         return
-    total = sum(_blocks(space) for _, space in chosen)
+    memory, disk = (
+        sum(space[where] for _, space in chosen) for where in ("memory_blocks", "disk_blocks")
+    )
     names = ", ".join(sorted({tenant for tenant, _ in chosen})) or "nobody"
-    text = f"{total:,} blocks in {count(len(chosen), 'space')} of {names} would be forgotten"
+    text = (
+        f"{memory:,} blocks in memory and {disk:,} on disk, in {count(len(chosen), 'space')} of {names},"
+        " would be forgotten"
+    )
     if not sys.stdin.isatty():
         raise ConfigError(f"{text}: say --yes if that is meant")
-    if not typer.confirm(f"{text}. Do it?"):
+    try:
+        meant = typer.confirm(f"{text}. Do it?")
+    except typer.Abort:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if not meant:
         raise typer.Exit(1)
 
 
@@ -83,7 +88,8 @@ def _forget(client: Client, chosen: Sequence[tuple[str, dict[str, Any]]]) -> dic
     report: dict[str, Any] = {"spaces": 0, "blocks": 0, "interrupted": False}
     try:
         with progress() as bar:
-            task = bar.add_task("purge", total=sum(_blocks(space) for _, space in chosen))
+            most = sum(max(space["memory_blocks"], space["disk_blocks"]) for _, space in chosen)
+            task = bar.add_task("purge", total=most)
             for tenant, space in chosen:
                 for blocks in asking.forgotten(client, tenant, space["space"]):
                     report["blocks"] += blocks

@@ -43,6 +43,7 @@ class Top(App[None]):
         Binding("plus,equals_sign", "pace(2)", "slower", key_display="+"),
         Binding("minus", "pace(0.5)", "faster", key_display="-"),
         Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),  # else it says which key would do it
     ]
 
     def __init__(
