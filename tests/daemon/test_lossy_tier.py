@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -57,6 +58,13 @@ class Lossy(Tenant):
         identity = self.losses.identity(spec, "t")
         self.spaces = {"bfloat16": self.catalog.open(identity, spec, ONE)}
 
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
     def put(self, first: int, count: int, digests: bool = False) -> None:
         """Save a chain of these."""
         space = self.spaces["bfloat16"]
@@ -101,32 +109,28 @@ class Lossy(Tenant):
 @pytest.mark.parametrize("asked", NAMES)
 def test_what_comes_back_is_what_the_twin_makes_of_it(tmp_path: Path, asked: str) -> None:
     async def work() -> None:
-        tenant = Lossy(tmp_path, asked)
-        await tenant.start()
-        for first in (0, 16):
-            tenant.put(first, 16, digests=first > 0)
-            await tenant.on_disk(first + 16)
-        number = NUMBERS[asked.partition("-")[0]]
-        assert {tenant.frame(at)[CODEC] for at in range(32)} == {number}
-        assert {tenant.frame(at)[FLAGS] for at in range(32)} == {LOSSY}
-        used = tenant.catalog.counts()["framed_bytes"]
-        assert used == sum(4096 + frame.pages(tenant.frame(at)[2]) for at in range(32))
-        assert used < 32 * BLOCK * 0.63, "capacity is charged by what is there"
-        header = tenant.header(3)
-        assert (header.codec, header.lossy_generation) == (number, 1)
-        assert header.profile == (profile_of(SPEC).name if "-" in asked else bytes(16))
-        assert header.raw_digest == xxh3_128(tenant.lost(3))
-        for at in range(32):
-            found = await tenant.bring("bfloat16", at)
-            assert found == tenant.lost(at, at // 16 * 16), at
-            _within(asked, block_of(key(at), SPEC), found)
-        await tenant.close()
-        again = Lossy(tmp_path, asked)
-        await again.start()
-        assert again.catalog.counts()["framed_blocks"] == 32
-        for at in range(32):
-            assert await again.bring("bfloat16", at) == tenant.lost(at, at // 16 * 16), at
-        await again.close()
+        async with Lossy(tmp_path, asked) as tenant:
+            for first in (0, 16):
+                tenant.put(first, 16, digests=first > 0)
+                await tenant.on_disk(first + 16)
+            number = NUMBERS[asked.partition("-")[0]]
+            assert {tenant.frame(at)[CODEC] for at in range(32)} == {number}
+            assert {tenant.frame(at)[FLAGS] for at in range(32)} == {LOSSY}
+            used = tenant.catalog.counts()["framed_bytes"]
+            assert used == sum(4096 + frame.pages(tenant.frame(at)[2]) for at in range(32))
+            assert used < 32 * BLOCK * 0.63, "capacity is charged by what is there"
+            header = tenant.header(3)
+            assert (header.codec, header.lossy_generation) == (number, 1)
+            assert header.profile == (profile_of(SPEC).name if "-" in asked else bytes(16))
+            assert header.raw_digest == xxh3_128(tenant.lost(3))
+            for at in range(32):
+                found = await tenant.bring("bfloat16", at)
+                assert found == tenant.lost(at, at // 16 * 16), at
+                _within(asked, block_of(key(at), SPEC), found)
+        async with Lossy(tmp_path, asked) as again:
+            assert again.catalog.counts()["framed_blocks"] == 32
+            for at in range(32):
+                assert await again.bring("bfloat16", at) == tenant.lost(at, at // 16 * 16), at
         volume = Volume(tmp_path, SIZE)
         report = check(volume)
         assert report.is_clean and report.frames == 32
@@ -153,20 +157,20 @@ def test_heads_that_lie_one_after_the_other_are_known(tmp_path: Path) -> None:
     spec = spec_of("heads first", layout="layer,part,head,token,dim")
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "ecsq-mid", spec=spec)
-        await tenant.start()
-        tenant.put(0, 2)
-        await tenant.on_disk(2)
-        group = spec.cache_groups[0]
-        shape = (group.layers * 2, group.kv_heads, spec.block_tokens, group.head_dim)
-        for number in range(2):
-            saved = np.frombuffer(block_of(key(number), spec), "<u2").reshape(shape)
-            other = np.ascontiguousarray(saved.transpose(0, 2, 1, 3)).tobytes()
-            plain = spec_of("heads first")
-            lost = np.frombuffer(once_lost("ecsq-mid", plain, 16 * number, other), "<u2")
-            wanted = lost.reshape(shape[0], shape[2], shape[1], shape[3]).transpose(0, 2, 1, 3)
-            assert await tenant.bring("bfloat16", number) == np.ascontiguousarray(wanted).tobytes()
-        await tenant.close()
+        async with Lossy(tmp_path, "ecsq-mid", spec=spec) as tenant:
+            tenant.put(0, 2)
+            await tenant.on_disk(2)
+            group = spec.cache_groups[0]
+            shape = (group.layers * 2, group.kv_heads, spec.block_tokens, group.head_dim)
+            for number in range(2):
+                saved = np.frombuffer(block_of(key(number), spec), "<u2").reshape(shape)
+                other = np.ascontiguousarray(saved.transpose(0, 2, 1, 3)).tobytes()
+                plain = spec_of("heads first")
+                lost = np.frombuffer(once_lost("ecsq-mid", plain, 16 * number, other), "<u2")
+                wanted = lost.reshape(shape[0], shape[2], shape[1], shape[3]).transpose(0, 2, 1, 3)
+                assert (
+                    await tenant.bring("bfloat16", number) == np.ascontiguousarray(wanted).tobytes()
+                )
 
     run(work())
 
@@ -175,16 +179,14 @@ def test_an_opaque_space_stays_as_it_is(tmp_path: Path) -> None:
     spec = spec_of("nobody knows", layout="somehow")
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "q8", spec=spec)
-        await tenant.start()
-        tenant.put(0, 4)
-        await tenant.on_disk(4)
-        for number in range(4):
-            assert tenant.frame(number)[FLAGS] == 0
-            assert await tenant.bring("bfloat16", number) == block_of(key(number), spec)
-        (said,) = tenant.mover.choice.report()
-        assert (said["asked"], said["why"]) == ("q8", "opaque")
-        await tenant.close()
+        async with Lossy(tmp_path, "q8", spec=spec) as tenant:
+            tenant.put(0, 4)
+            await tenant.on_disk(4)
+            for number in range(4):
+                assert tenant.frame(number)[FLAGS] == 0
+                assert await tenant.bring("bfloat16", number) == block_of(key(number), spec)
+            (said,) = tenant.mover.choice.report()
+            assert (said["asked"], said["why"]) == ("q8", "opaque")
 
     run(work())
 
@@ -199,28 +201,24 @@ def test_another_configuration_finds_nothing_and_the_first_one_all_of_it(
     asked = "ecsq-lo" if other == "profile" else other
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, first)
-        await tenant.start()
-        tenant.put(0, 3)
-        await tenant.on_disk(3)
-        await tenant.close()
-        second = Lossy(tmp_path, asked, profiles)
-        await second.start()
-        for number in range(3):
-            assert await second.bring("bfloat16", number) is None
-        second.put(0, 3)
-        await second.on_disk(6)
-        for number in range(3):
-            found = await second.bring("bfloat16", number)
-            block = block_of(key(number), SPEC)
-            wanted = once_lost(asked, SPEC, 16 * number, block, bool(profiles)) if asked else block
-            assert found == wanted and found != tenant.lost(number)
-        await second.close()
-        again = Lossy(tmp_path, first)
-        await again.start()
-        for number in range(3):
-            assert await again.bring("bfloat16", number) == again.lost(number)
-        await again.close()
+        async with Lossy(tmp_path, first) as tenant:
+            tenant.put(0, 3)
+            await tenant.on_disk(3)
+        async with Lossy(tmp_path, asked, profiles) as second:
+            for number in range(3):
+                assert await second.bring("bfloat16", number) is None
+            second.put(0, 3)
+            await second.on_disk(6)
+            for number in range(3):
+                found = await second.bring("bfloat16", number)
+                block = block_of(key(number), SPEC)
+                wanted = (
+                    once_lost(asked, SPEC, 16 * number, block, bool(profiles)) if asked else block
+                )
+                assert found == wanted and found != tenant.lost(number)
+        async with Lossy(tmp_path, first) as again:
+            for number in range(3):
+                assert await again.bring("bfloat16", number) == again.lost(number)
 
     run(work())
 
@@ -230,35 +228,33 @@ def test_a_frame_that_its_identity_does_not_promise_is_a_miss(tmp_path: Path, wh
     """As no such space has such frames: it is not what was written."""
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "ecsq-mid")
-        await tenant.start()
-        tenant.put(0, 2)
-        await tenant.on_disk(2)
-        asked = {"none": "", "other codec": "q8", "other level": "ecsq-lo"}.get(what, "ecsq-mid")
-        losses = Losses([(SPEC.model, asked)], [profile_of(SPEC, step=what == "other profile")])
-        loss = losses.look(SPEC)
-        known = tenant.mover.choice._known(tenant.spaces["bfloat16"].identity, SPEC)
-        known.loss = None if isinstance(loss, str) else loss
-        assert await tenant.bring("bfloat16", 0) is None
-        assert tenant.mover.counts["spoilt"] == 1
-        await tenant.close()
+        async with Lossy(tmp_path, "ecsq-mid") as tenant:
+            tenant.put(0, 2)
+            await tenant.on_disk(2)
+            asked = {"none": "", "other codec": "q8", "other level": "ecsq-lo"}.get(
+                what, "ecsq-mid"
+            )
+            losses = Losses([(SPEC.model, asked)], [profile_of(SPEC, step=what == "other profile")])
+            loss = losses.look(SPEC)
+            known = tenant.mover.choice._known(tenant.spaces["bfloat16"].identity, SPEC)
+            known.loss = None if isinstance(loss, str) else loss
+            assert await tenant.bring("bfloat16", 0) is None
+            assert tenant.mover.counts["spoilt"] == 1
 
     run(work())
 
 
 def test_what_a_lossy_frame_gave_is_not_written_again_while_that_lasts(tmp_path: Path) -> None:
     async def work() -> None:
-        tenant = Lossy(tmp_path, "q4")
-        await tenant.start()
-        tenant.put(0, 4)
-        await tenant.on_disk(4)
-        before = [tenant.frame(number) for number in range(4)]
-        for _ in range(2):
-            for number in range(4):
-                assert await tenant.bring("bfloat16", number) == tenant.lost(number)
-        assert tenant.mover.counts["written"] == 4
-        assert [tenant.frame(number) for number in range(4)] == before
-        await tenant.close()
+        async with Lossy(tmp_path, "q4") as tenant:
+            tenant.put(0, 4)
+            await tenant.on_disk(4)
+            before = [tenant.frame(number) for number in range(4)]
+            for _ in range(2):
+                for number in range(4):
+                    assert await tenant.bring("bfloat16", number) == tenant.lost(number)
+            assert tenant.mover.counts["written"] == 4
+            assert [tenant.frame(number) for number in range(4)] == before
 
     run(work())
 
@@ -267,42 +263,38 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
     """Its frame goes while it is in memory: it is written again as it is, and stays what it is for good."""
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "q4")
-        await tenant.start()
-        tenant.put(0, 2)
-        await tenant.on_disk(2)
-        await seal(tenant)
-        assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
-        again = tenant.ids["bfloat16", 0]
-        assert tenant.catalog.cold.lossy(again) == again
-        tenant.mover._leaving.again_bytes = 0
-        await tenant.leave()
-        tenant.mover.saved(again)
-        await until(lambda: tenant.mover.counts["written"] == 3)
-        await until(lambda: not tenant.catalog.cold.dirty(again))
-        codec, flags = tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]
-        assert (codec, flags) == (RAW, LOSSY)
-        assert tenant.header(0).lossy_generation == 1
-        assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
-        assert tenant.catalog.cold.lossy(again) == again
-        # And where its new frame is brought away.
-        await seal(tenant)
-        tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
-        tenant.evict_all()
-        tenant.mover._leaving.again_bytes = 1 << 30
-        await tenant.leave()
-        await until(lambda: tenant.mover.counts["written_again"] == 1)
-        assert (tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]) == (RAW, LOSSY)
-        assert tenant.header(0).lossy_generation == 1
-        await tenant.close()
+        async with Lossy(tmp_path, "q4") as tenant:
+            tenant.put(0, 2)
+            await tenant.on_disk(2)
+            await seal(tenant)
+            assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
+            again = tenant.ids["bfloat16", 0]
+            assert tenant.catalog.cold.lossy(again) == again
+            tenant.mover._leaving.again_bytes = 0
+            await tenant.leave()
+            tenant.mover.saved(again)
+            await until(lambda: tenant.mover.counts["written"] == 3)
+            await until(lambda: not tenant.catalog.cold.dirty(again))
+            codec, flags = tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]
+            assert (codec, flags) == (RAW, LOSSY)
+            assert tenant.header(0).lossy_generation == 1
+            assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
+            assert tenant.catalog.cold.lossy(again) == again
+            # And where its new frame is brought away.
+            await seal(tenant)
+            tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
+            tenant.evict_all()
+            tenant.mover._leaving.again_bytes = 1 << 30
+            await tenant.leave()
+            await until(lambda: tenant.mover.counts["written_again"] == 1)
+            assert (tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]) == (RAW, LOSSY)
+            assert tenant.header(0).lossy_generation == 1
         # After a restart it is known, too.
-        other = Lossy(tmp_path, "q4")
-        await other.start()
-        assert await other.bring("bfloat16", 0) == tenant.lost(0)
-        space = other.spaces["bfloat16"]
-        ids = other.catalog._store.present(space.index, 0, 0, key(0))
-        assert other.catalog.cold.lossy(ids) == ids
-        await other.close()
+        async with Lossy(tmp_path, "q4") as other:
+            assert await other.bring("bfloat16", 0) == tenant.lost(0)
+            space = other.spaces["bfloat16"]
+            ids = other.catalog._store.present(space.index, 0, 0, key(0))
+            assert other.catalog.cold.lossy(ids) == ids
 
     run(work())
 
@@ -311,42 +303,38 @@ def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path
     """Its frame goes before anybody has read that: what is in memory has lost nothing."""
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "q4")
-        await tenant.start()
-        tenant.put(0, 2)
-        await tenant.on_disk(2)
-        await seal(tenant)
-        await tenant.leave()
-        tenant.mover.saved(tenant.ids["bfloat16", 0])
-        await until(lambda: not tenant.catalog.cold.dirty(tenant.ids["bfloat16", 0]))
-        assert tenant.mover.counts["written"] > 2 and tenant.frame(0)[CODEC] == Q4
-        assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
-        await tenant.close()
+        async with Lossy(tmp_path, "q4") as tenant:
+            tenant.put(0, 2)
+            await tenant.on_disk(2)
+            await seal(tenant)
+            await tenant.leave()
+            tenant.mover.saved(tenant.ids["bfloat16", 0])
+            await until(lambda: not tenant.catalog.cold.dirty(tenant.ids["bfloat16", 0]))
+            assert tenant.mover.counts["written"] > 2 and tenant.frame(0)[CODEC] == Q4
+            assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
 
     run(work())
 
 
 def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
     async def work() -> None:
-        tenant = Lossy(tmp_path, "ecsq-mid")
-        await tenant.start()
-        tenant.put(0, 2)
-        await tenant.on_disk(2)
-        await seal(tenant)
-        space = tenant.spaces["bfloat16"]
-        tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0, True, False)
-        tenant.evict_all()
-        before, header = tenant.frame(1), tenant.header(1)
-        tenant.mover._leaving.again_bytes = 1 << 30
-        await tenant.leave()
-        assert tenant.mover.counts["written_again"] == 1
-        after = tenant.frame(1)
-        assert after[:2] != before[:2] and after[2:] == before[2:]
-        copied = tenant.header(1)
-        for name in ("raw_digest", "payload_digest", "profile", "lossy_generation", "entries"):
-            assert getattr(copied, name) == getattr(header, name)
-        assert await tenant.bring("bfloat16", 1) == tenant.lost(1)
-        await tenant.close()
+        async with Lossy(tmp_path, "ecsq-mid") as tenant:
+            tenant.put(0, 2)
+            await tenant.on_disk(2)
+            await seal(tenant)
+            space = tenant.spaces["bfloat16"]
+            tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0, True, False)
+            tenant.evict_all()
+            before, header = tenant.frame(1), tenant.header(1)
+            tenant.mover._leaving.again_bytes = 1 << 30
+            await tenant.leave()
+            assert tenant.mover.counts["written_again"] == 1
+            after = tenant.frame(1)
+            assert after[:2] != before[:2] and after[2:] == before[2:]
+            copied = tenant.header(1)
+            for name in ("raw_digest", "payload_digest", "profile", "lossy_generation", "entries"):
+                assert getattr(copied, name) == getattr(header, name)
+            assert await tenant.bring("bfloat16", 1) == tenant.lost(1)
 
     run(work())
 
@@ -355,17 +343,15 @@ def test_a_block_that_is_not_what_its_writer_says_is_no_sound_frame(tmp_path: Pa
     """Its checksum would go with what is lost, so it is looked at before."""
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "q8")
-        await tenant.start()
-        space = tenant.spaces["bfloat16"]
-        granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
-        (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
-        tenant.bench.slot(offset // BLOCK)[:] = block_of(key(0), SPEC)
-        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
-        await tenant.on_disk(1)
-        assert await tenant.bring("bfloat16", 0) is None
-        assert tenant.mover.counts["spoilt"] == 1
-        await tenant.close()
+        async with Lossy(tmp_path, "q8") as tenant:
+            space = tenant.spaces["bfloat16"]
+            granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
+            (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
+            tenant.bench.slot(offset // BLOCK)[:] = block_of(key(0), SPEC)
+            tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
+            await tenant.on_disk(1)
+            assert await tenant.bring("bfloat16", 0) is None
+            assert tenant.mover.counts["spoilt"] == 1
 
     run(work())
 
@@ -374,17 +360,15 @@ def test_a_block_that_is_not_what_its_writer_says_is_no_sound_frame(tmp_path: Pa
 @pytest.mark.parametrize("asked", ["q8", "ecsq-mid", "cachegen-mid"])
 def test_damage_is_a_miss(tmp_path: Path, asked: str, inside: int) -> None:
     async def work() -> None:
-        tenant = Lossy(tmp_path, asked)
-        await tenant.start()
-        tenant.put(0, 3)
-        await tenant.on_disk(3)
-        tenant.evict_all()
-        spoil(tenant, 1, inside)
-        assert await tenant.bring("bfloat16", 1) is None
-        assert tenant.mover.counts["spoilt"] == 1
-        for number in (0, 2):
-            assert await tenant.bring("bfloat16", number) == tenant.lost(number)
-        await tenant.close()
+        async with Lossy(tmp_path, asked) as tenant:
+            tenant.put(0, 3)
+            await tenant.on_disk(3)
+            tenant.evict_all()
+            spoil(tenant, 1, inside)
+            assert await tenant.bring("bfloat16", 1) is None
+            assert tenant.mover.counts["spoilt"] == 1
+            for number in (0, 2):
+                assert await tenant.bring("bfloat16", number) == tenant.lost(number)
 
     run(work())
 
@@ -393,45 +377,39 @@ def test_a_space_keeps_its_loss_for_as_long_as_the_daemon_lives(tmp_path: Path) 
     """As long as its identity says so: what else is asked for meanwhile takes nothing away."""
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "ecsq-mid")
-        await tenant.start()
-        tenant.put(0, 1)
-        await tenant.on_disk(1)
-        choice = tenant.mover.choice
-        for by_model in ([], [(SPEC.model, "q8")], [(SPEC.model, "raw")]):
-            choice._by_model = by_model
-            choice._spaces.clear()
-            assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
-        tenant.put(1, 1)
-        await tenant.on_disk(2)
-        assert await tenant.bring("bfloat16", 1) == tenant.lost(1, 1)
-        assert tenant.mover.counts["spoilt"] == 0
-        await tenant.close()
+        async with Lossy(tmp_path, "ecsq-mid") as tenant:
+            tenant.put(0, 1)
+            await tenant.on_disk(1)
+            choice = tenant.mover.choice
+            for by_model in ([], [(SPEC.model, "q8")], [(SPEC.model, "raw")]):
+                choice._by_model = by_model
+                choice._spaces.clear()
+                assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
+            tenant.put(1, 1)
+            await tenant.on_disk(2)
+            assert await tenant.bring("bfloat16", 1) == tenant.lost(1, 1)
+            assert tenant.mover.counts["spoilt"] == 0
 
     run(work())
 
 
 def test_a_scrub_sees_damage_without_a_profile(tmp_path: Path) -> None:
     async def work() -> None:
-        tenant = Lossy(tmp_path, "ecsq-mid")
-        await tenant.start()
-        tenant.put(0, 3)
-        await tenant.on_disk(3)
-        await tenant.close()
-        other = Lossy(tmp_path, "")
-        await other.start()
-        await until(lambda: other.bench.tier.shelves["t"][0].log.open is not None)
-        await seal(other)
-        scrub = Scrub(other.bench.tier, {"t": other.catalog}, lambda *_: None, 1 << 30)
-        await scrub.round()
-        assert (scrub.counts["frames"], scrub.counts["damaged"]) == (3, 0)
-        segments = range(len(other.bench.tier.segments))
-        ids = b"".join(map(other.catalog.cold.in_segment, segments))
-        other.ids["bfloat16", 1] = ids[4:8]
-        spoil(other, 1, 100)
-        await scrub.round()
-        assert scrub.counts["damaged"] == 1
-        await other.close()
+        async with Lossy(tmp_path, "ecsq-mid") as tenant:
+            tenant.put(0, 3)
+            await tenant.on_disk(3)
+        async with Lossy(tmp_path, "") as other:
+            await until(lambda: other.bench.tier.shelves["t"][0].log.open is not None)
+            await seal(other)
+            scrub = Scrub(other.bench.tier, {"t": other.catalog}, lambda *_: None, 1 << 30)
+            await scrub.round()
+            assert (scrub.counts["frames"], scrub.counts["damaged"]) == (3, 0)
+            segments = range(len(other.bench.tier.segments))
+            ids = b"".join(map(other.catalog.cold.in_segment, segments))
+            other.ids["bfloat16", 1] = ids[4:8]
+            spoil(other, 1, 100)
+            await scrub.round()
+            assert scrub.counts["damaged"] == 1
 
     run(work())
 
@@ -452,38 +430,34 @@ def test_blocks_of_a_long_chain_are_told_where_they_lie(tmp_path: Path) -> None:
     """Of a wrong position the bytes would be sound, and more: it is looked at."""
 
     async def work() -> None:
-        tenant = Lossy(tmp_path, "ecsq-mid")
-        await tenant.start()
-        tenant.put(0, 40)
-        await tenant.on_disk(40)
-        for number in (0, 17, 39):
-            segment, page, nbytes, _, header_pages, *_ = tenant.frame(number)
-            payload = tenant.read(segment, (page + header_pages) * PAGE, nbytes)
-            # The first part of it is K.
-            assert struct.unpack_from("<I", payload, 4) == (16 * number,)
-        await tenant.close()
+        async with Lossy(tmp_path, "ecsq-mid") as tenant:
+            tenant.put(0, 40)
+            await tenant.on_disk(40)
+            for number in (0, 17, 39):
+                segment, page, nbytes, _, header_pages, *_ = tenant.frame(number)
+                payload = tenant.read(segment, (page + header_pages) * PAGE, nbytes)
+                # The first part of it is K.
+                assert struct.unpack_from("<I", payload, 4) == (16 * number,)
 
     run(work())
 
 
 def test_the_loop_goes_on_while_blocks_lose(tmp_path: Path) -> None:
     async def work() -> None:
-        tenant = Lossy(tmp_path, "cachegen-mid")
-        await tenant.start()
-        turns = 0
+        async with Lossy(tmp_path, "cachegen-mid") as tenant:
+            turns = 0
 
-        async def turn() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+            async def turn() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
 
-        turning = asyncio.create_task(turn())
-        tenant.put(0, 48)
-        before = turns
-        await tenant.on_disk(48)
-        assert turns > before + 100
-        turning.cancel()
-        await tenant.close()
+            turning = asyncio.create_task(turn())
+            tenant.put(0, 48)
+            before = turns
+            await tenant.on_disk(48)
+            assert turns > before + 100
+            turning.cancel()
 
     run(work())
