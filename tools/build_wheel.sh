@@ -20,9 +20,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p dist "$work/tmp"
 export TMPDIR=$work/tmp
-# A C++ library of its own: the machine's may be older. Not libgcc, through which threads of Python's are unwound.
-export LDFLAGS="${LDFLAGS:-} -static-libstdc++"
 if [ -n "${ROOT:-}" ]; then
+    # A C++ library of its own: the machine's may be older. Not libgcc, through which threads of Python's are unwound.
+    export LDFLAGS="${LDFLAGS:-} -static-libstdc++"
     "$python" -c 'import sys; print(sys.prefix, sys.base_prefix, sep="\n")' > "$work/seen"
     printf '%s\n' "$PWD" "$work" >> "$work/seen"
     while read -r folder; do
