@@ -25,6 +25,7 @@ from kvtier_vllm.order import page_order
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 CHUNKED = ("ChunkedLocalAttentionSpec",)
+STATE = ("MambaSpec",)
 UNIFORM = "UniformTypeKVCacheSpecs"
 HASHES = ("sha256_cbor", "sha256")
 ORDER_MARK = " page:"
@@ -113,6 +114,9 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
                  "prefill_context_parallel_size"):  # fmt: skip
         if getattr(parallel, name, 1) != 1:
             raise Unsupported(f"{name}={getattr(parallel, name)} is not supported yet")
+    if vllm_config.model_config.enable_sleep_mode:
+        # It gives up the pages' memory, and no connector is told before: a save would keep what comes after.
+        raise Unsupported("sleep mode is not supported yet")
     ids = kv_cache_config.prefix_cacheable_group_ids
     if not ids:
         raise Unsupported("this model has nothing that a later request could use again")
@@ -136,16 +140,19 @@ def _cached(group_id: int, group: Any, block_tokens: int) -> Cached:
     spec = group.kv_cache_spec
     if getattr(group, "is_eagle_group", False):
         raise Unsupported("draft layers that are cached with the model's are not supported yet")
-    of_layers = [spec] * len(group.layer_names)
-    if type(spec).__name__ == UNIFORM:
-        of_layers = [spec.kv_cache_specs[name] for name in group.layer_names]
+    of_layers = _specs(group)
+    if len(of_layers) == 1:
+        of_layers *= len(group.layer_names)
     kinds = {_kind(layer) for layer in of_layers}
     if len(kinds) != 1:
         raise Unsupported(f"group {group_id} mixes layers of {len(kinds)} kinds")
     kind, window = kinds.pop()
     sizes = [layer.page_size_bytes for layer in of_layers]
     pages = tuple(zip(group.layer_names, sizes, strict=True))
-    return Cached(group_id, kind, window, pages, block_tokens // spec.block_size)
+    parts = block_tokens // spec.block_size
+    if kind == "state" and parts > 1:
+        raise Unsupported(f"states each {spec.block_size} tokens among blocks of {block_tokens}")
+    return Cached(group_id, kind, window, pages, parts)
 
 
 def _kind(spec: Any) -> tuple[Kind, int]:
@@ -158,6 +165,12 @@ def _kind(spec: Any) -> tuple[Kind, int]:
         return "window", max(1, before)
     if name in CHUNKED:
         return "window", spec.attention_chunk_size
+    if name in STATE:
+        if spec.mamba_cache_mode != "align":
+            raise Unsupported("states are kept where the engine caches prefixes")
+        if spec.num_speculative_blocks:
+            raise Unsupported("states with speculative decoding are not supported yet")
+        return "state", 0
     raise Unsupported(f"{name} caches can't be kept yet")
 
 
@@ -186,12 +199,35 @@ def describe(
         block_tokens=layout.block_tokens,
         weights=weights,
         quantization=str(vllm_config.cache_config.cache_dtype),
-        layout=f"{kv_cache_config.kv_cache_layout} {pages}",
+        layout=f"{kv_cache_config.kv_cache_layout} {_states(kv_cache_config, layout)}{pages}",
         rope=f"config:{config_digest(model, vllm_config)}",
         engine="vllm",
         engine_layout=f"vllm {version}",
         tensor_parallel=layout.shards.ranks,
     )
+
+
+def _specs(group: Any) -> list[Any]:
+    """What the engine says of each layer of a group, where layers differ; else of all of them."""
+    spec = group.kv_cache_spec
+    if type(spec).__name__ == UNIFORM:
+        return [spec.kv_cache_specs[name] for name in group.layer_names]
+    return [spec]
+
+
+def _states(kv_cache_config: Any, layout: Layout) -> str:
+    """What the states of a model are made of: their pages are bytes to the engine, too."""
+    groups = [
+        kv_cache_config.kv_cache_groups[group.group_id]
+        for group in layout.groups
+        if group.kind == "state"
+    ]
+    told = [
+        [str(spec.mamba_type), list(map(list, spec.shapes)), list(map(str, spec.dtypes))]
+        for group in groups
+        for spec in _specs(group)
+    ]
+    return f"states:{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]} " if told else ""
 
 
 def _shape(
@@ -201,10 +237,7 @@ def _shape(
     opaque = {"opaque_bytes": group.block_bytes}
     if ORDER_MARK not in pages or group.parts > 1 or dtype not in DTYPE_BYTES:
         return opaque
-    engine = kv_cache_config.kv_cache_groups[group.group_id]
-    specs = [engine.kv_cache_spec]
-    if type(specs[0]).__name__ == UNIFORM:
-        specs = [specs[0].kv_cache_specs[name] for name in engine.layer_names]
+    specs = _specs(kv_cache_config.kv_cache_groups[group.group_id])
     found = {(getattr(one, "num_kv_heads", 0), getattr(one, "head_size", 0)) for one in specs}
     heads, dims = found.pop()
     page_bytes = 2 * layout.block_tokens * heads * dims * DTYPE_BYTES[dtype]

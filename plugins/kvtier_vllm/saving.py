@@ -41,6 +41,9 @@ class Saves:
         self._options = options
         self._most_bytes = options.saving_bytes
         self._counts = counts
+        self._states_of = {
+            group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
+        }
         self._parts = {group.group_id: group.parts for group in layout.groups}
         self._of: dict[int, Saving] = {}
         self._on: dict[int, set[int]] = {}
@@ -96,12 +99,33 @@ class Saves:
         writes = [
             Write(index, pages, part.packed, part.parent)
             for index, group in enumerate(self._layout.groups)
+            if group.kind != "state"
             for first, stop in runs(group, ids[group.group_id], prompt.saved, end)
             for pages in (list(ids[group.group_id][first * group.parts : stop * group.parts]),)
             for part in (keys[first:stop],)
         ]
+        writes += self._states(prompt, keys[:end], ids, scheduled)
         first, prompt.saved = prompt.saved, end
         return self._begun(number(), prompt, first, writes) if writes else None
+
+    def _states(
+        self, prompt: Prompt, keys: Keys, ids: Sequence[Sequence[int]], scheduled: Any
+    ) -> list[Write]:
+        """The states that are whole when this step ends, as the engine says: it goes on in another page. What
+        the request doesn't hold any more may be somebody else's by now."""
+        if not self._states_of:
+            return []
+        assert prompt.saved is not None
+        offered = scheduled.kv_connector_block_state.boundary_state_offloads
+        found = []
+        for group_id, page, tokens in offered.get(prompt.request.request_id, ()):
+            block, rest = divmod(tokens, self._layout.block_tokens)
+            if rest or not prompt.saved < block <= len(keys) or group_id not in self._states_of:
+                continue
+            if page and ids[group_id][block - 1] == page:
+                key = keys[block - 1 : block]
+                found.append(Write(self._states_of[group_id], [page], key.packed, key.parent))
+        return found
 
     def _limit(self, prompt: Prompt) -> int:
         """How many leading tokens of a request are to be saved."""

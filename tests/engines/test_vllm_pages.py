@@ -107,12 +107,17 @@ def test_the_engine_s_own_descriptions_are_understood() -> None:
         interface.FullAttentionSpec(**fields),
         interface.SlidingWindowSpec(**fields, sliding_window=100),
         interface.ChunkedLocalAttentionSpec(**fields, attention_chunk_size=64),
-    ]
+        interface.MambaSpec(
+            block_size=16, shapes=((3, 64), (64, 32)), dtypes=(torch.float32, torch.float32),
+            page_size_padded=16384, mamba_cache_mode="align",
+        ),
+    ]  # fmt: skip
     groups = [interface.KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)]
     config = interface.KVCacheConfig(4, [], groups, hash_block_size=16)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
-    found = read_layout(SimpleNamespace(parallel_config=parallel), config)
+    model = SimpleNamespace(enable_sleep_mode=False)
+    found = read_layout(SimpleNamespace(parallel_config=parallel, model_config=model), config)
     assert [(group.kind, group.window_tokens) for group in found.groups] == [
-        ("full", 0), ("window", 99), ("window", 64),
+        ("full", 0), ("window", 99), ("window", 64), ("state", 0),
     ]  # fmt: skip
     assert {group.block_bytes for group in found.groups} == {2 * 16 * 2 * 64 * 4}

@@ -49,6 +49,14 @@ def window(tokens: int, **more: Any) -> SlidingWindowSpec:
     return SlidingWindowSpec(**vars(full(**more)), sliding_window=tokens)
 
 
+def state(**more: Any) -> MambaSpec:
+    fields: dict[str, Any] = {
+        "block_size": 16, "page_size_bytes": 4096, "mamba_cache_mode": "align", "mamba_type": "gdn",
+        "num_speculative_blocks": 0, "shapes": ((3, 64), (64, 16)), "dtypes": ("bf16", "float32"),
+    }  # fmt: skip
+    return MambaSpec(**(fields | more))
+
+
 def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
     """The two configurations of an engine with these KV-cache groups."""
     groups = [
@@ -64,7 +72,7 @@ def engine(*specs: Any, **changes: Any) -> tuple[Any, Any]:
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     model = {
         "model": "/models/tiny", "dtype": "bfloat16", "quantization": None, "seed": 0,
-        "revision": "5" * 40,
+        "revision": "5" * 40, "enable_sleep_mode": False,
         "hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": changes.get("rope", 1.0)}),
     }  # fmt: skip
     config = SimpleNamespace(
@@ -173,17 +181,37 @@ def test_replicated_ranks_share_a_shard() -> None:
 
 
 @pytest.mark.parametrize(
-    "specs, changes",
+    "specs, changes, why",
     [
-        ((MambaSpec(block_size=16),), {}),
-        ((full(),), {"parallel": {"pipeline_parallel_size": 2}}),
-        ((full(),), {"parallel": {"decode_context_parallel_size": 2}}),
-        ((full(),), {"hash_tokens": 24}),
+        ((SimpleNamespace(block_size=16, page_size_bytes=4096),), {}, "SimpleNamespace caches"),
+        ((state(mamba_cache_mode="none"),), {}, "where the engine caches prefixes"),
+        ((state(num_speculative_blocks=1),), {}, "speculative decoding"),
+        ((state(), full(block_size=32)), {}, "states each 16 tokens among blocks of 32"),
+        ((full(),), {"model": {"enable_sleep_mode": True}}, "sleep mode"),
+        ((full(),), {"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ((full(),), {"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel"),
+        ((full(),), {"hash_tokens": 24}, "hashes of 24"),
     ],
 )
-def test_what_cannot_be_kept_is_said(specs: tuple[Any, ...], changes: dict[str, Any]) -> None:
-    with pytest.raises(Unsupported):
+def test_what_cannot_be_kept_is_said(
+    specs: tuple[Any, ...], changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(Unsupported, match=why):
         read_layout(*engine(*specs, **changes))
+
+
+def test_of_states_the_last_is_needed() -> None:
+    spec = described(full(block_size=32), state(block_size=32))
+    assert [group.kind for group in spec.cache_groups] == ["full", "state"]
+    assert list(spec.cache_groups[1].needed_blocks(32, 5)) == [4]
+
+
+def test_states_of_other_types_have_another_identity() -> None:
+    """Their pages are as long, and bytes to the engine's own tensors."""
+    one = described(full(), state())
+    for changes in ({"dtypes": ("fp16", "float32")}, {"shapes": ((64, 3), (64, 16))}):
+        other = described(full(), state(**changes))
+        assert space_id(one, "t") != space_id(other, "t")
 
 
 def test_hashes_that_can_be_forged_are_refused_with_what_to_write() -> None:
