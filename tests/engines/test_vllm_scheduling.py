@@ -1,0 +1,219 @@
+"""What can't start on a CPU: asynchronous scheduling, which is a GPU's default, Jamba, Bamba and Mamba. The
+engine core, scheduler and cache manager are vLLM's, and every page is compared; nothing is computed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from prompts import prompt
+
+pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from kvtier_vllm.worker import WorkerSide  # noqa: E402
+from numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
+
+WITH_STATES = ("jamba", "bamba", "qwen3_next", "mamba")
+DENSE = {"prefix_cache_retention_interval": None}  # keep each state that the engine comes by
+EngineOf = Callable[..., NumbersEngine]
+
+
+@pytest.fixture
+def numbers_of(tmp_path: Path, shared_daemon: Daemon) -> Iterator[EngineOf]:
+    """Starts engines of numbers with this module's daemon, of weights that nobody else has."""
+    running: list[NumbersEngine] = []
+    shared_daemon.wait_for_arena()
+
+    def start(model: str, **changes: Any) -> NumbersEngine:
+        extra = {"weights": str(tmp_path)} | changes.pop("extra", {})
+        engine = NumbersEngine(
+            model, tmp_path / "model", shared_daemon.socket, extra=extra, **changes
+        )
+        running.append(engine)
+        return engine
+
+    yield start
+    for engine in running:
+        engine.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_is_loaded_as_it_was_saved(
+    numbers_of: EngineOf, model: str, asynchronous: bool
+) -> None:
+    """In chunks, after the engine has dropped it, in another engine, and two at once."""
+    one = numbers_of(model, asynchronous=asynchronous)
+    first, other = prompt(1, 150), prompt(2, 203)
+    assert one.run(first, other) == [0, 0]
+    assert one.core.reset_prefix_cache()
+    assert one.run(first) == [144]
+    again = numbers_of(model, asynchronous=asynchronous)
+    assert again.run(first, other) == [144, 192]
+    assert again.rank.compared
+    assert (again.core.batch_queue is not None) == asynchronous
+
+
+def spoil(rank: Any, how: str, name: str, page: int, other: int) -> None:
+    """One page of a layer holds what it must not."""
+    page, foreign = rank.page(name, page), rank.page(name, other)
+    held = page.clone()
+    page.copy_(foreign) if how != "zeroed" else page.zero_()
+    if how == "exchanged":
+        foreign.copy_(held)
+
+
+@pytest.mark.parametrize("how", ["zeroed", "foreign", "exchanged"])
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    [("full and window", 0), ("full and window", 1), ("jamba", 0), ("jamba", 3)],
+    ids=["full", "window", "state", "full beside states"],
+)
+def test_a_wrong_page_is_seen(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, model: str, layer: int, how: str
+) -> None:
+    """The controls: one page of one layer, of two requests that are loaded."""
+    one = numbers_of(model)
+    asked = prompt(1, 150), prompt(2, 150)
+    one.run(*asked)
+    again = numbers_of(model)
+    name, call, before = f"model.layers.{layer}.attn", WorkerSide._load, []
+
+    def spoilt(side: WorkerSide, load: Any) -> bool:
+        good = call(side, load)
+        group = again.rank.group_of[name]
+        pages = next(read for read in load.shards[0] if read.group == group).block_ids
+        before.append(pages[-1])
+        if len(before) == 2:
+            spoil(again.rank, how, name, *before)
+        return good
+
+    monkeypatch.setattr(WorkerSide, "_load", spoilt)
+    names = [again.add(one) for one in asked]
+    again.until(lambda: all(name in again.reasons for name in names))
+    assert len(before) == 2 and {(what, at) for _, what, at in again.rank.wrong} == {(name, 8)}
+    again.settle()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", WITH_STATES)
+def test_a_state_is_found_where_it_was_kept(
+    numbers_of: EngineOf, model: str, asynchronous: bool
+) -> None:
+    """Not between two of them, though attention has all of its blocks; not beyond the last one."""
+    one = numbers_of(model, asynchronous=asynchronous)
+    text = prompt(1, 300)
+    one.run(text[:150])
+    again = numbers_of(model, asynchronous=asynchronous)
+    assert again.run(text[:140]) == [0]
+    assert again.core.reset_prefix_cache()
+    assert again.run(text) == [144]
+    # That one has kept some, too: one where its head ends, one where it does itself.
+    assert again.core.reset_prefix_cache()
+    assert again.run(text[:145]) == [144]
+    assert again.core.reset_prefix_cache()
+    assert again.run(text) == [288]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", WITH_STATES)
+def test_each_state_that_the_engine_keeps_is_saved(
+    numbers_of: EngineOf, model: str, asynchronous: bool
+) -> None:
+    """Of the prompt's chunks, and of what was generated: a second turn goes on from there."""
+    one = numbers_of(model, asynchronous=asynchronous, budget=64, **DENSE)
+    text = prompt(1, 150)
+    name = one.add(text, 40)
+    one.until(lambda: name in one.reasons)
+    one.settle()
+    again = numbers_of(model, asynchronous=asynchronous, **DENSE)
+    turn = text + one.answers[name]
+    for tokens, loaded in ((65, 64), (129, 128), (145, 144), (161, 160), (177, 176), (190, 176)):
+        assert again.run(turn[:tokens]) == [loaded], tokens
+        assert again.core.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", ["full", "full and window", "jamba", "mamba"])
+def test_nothing_is_wrong_under_pressure(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, model: str, asynchronous: bool
+) -> None:
+    """Pages for half of what is asked: requests are preempted, given up, and the engine's cache is dropped,
+    while saves are so slow that their pages are somebody else's before. Then all of it is loaded."""
+    chance = random.Random(f"{model} {asynchronous}")
+    call = WorkerSide._copy_in
+    slow = random.Random(1)
+
+    def slowly(side: WorkerSide, *args: Any) -> Any:
+        time.sleep(slow.choice((0, 0, 0.003, 0.02)))
+        return call(side, *args)
+
+    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    heads = [prompt(seed, 120) for seed in range(3)]
+    asked = [
+        (chance.choice(heads)[: chance.choice((60, 96, 120))] + prompt(10 + at, chance.randrange(4, 60)))
+        for at in range(24)
+    ]  # fmt: skip
+    one = numbers_of(model, asynchronous=asynchronous, blocks=60, max_model_len=256, **DENSE)
+    preempted, call_off = [], one.core.scheduler._preempt_request
+    monkeypatch.setattr(
+        one.core.scheduler, "_preempt_request",
+        lambda request, *args, **kwargs: (preempted.append(1), call_off(request, *args, **kwargs))[1],
+    )  # fmt: skip
+    waiting, names, given_up = list(asked), {}, set()
+    for at in range(4000):
+        if waiting and at % 3 == 0:
+            text = waiting.pop()
+            names[one.add(text, 30)] = text
+        if chance.random() < 0.02 and (running := names.keys() - one.reasons.keys() - given_up):
+            given_up.add(chance.choice(sorted(running)))
+            one.core.abort_requests([*given_up])
+        if chance.random() < 0.02:
+            one.core.reset_prefix_cache()
+        one.step()
+        if not waiting and names.keys() <= one.reasons.keys() | given_up:
+            break
+    one.settle()
+    assert preempted and given_up and not one.rank.wrong, one.rank.wrong
+    assert all(one.answers[name] == answer_to(names[name], 30) for name in names.keys() - given_up)
+    again = numbers_of(model, asynchronous=asynchronous)
+    assert sum(again.run(*asked)) > 12 * BLOCK
+
+
+def test_what_is_reset_is_not_found(numbers_of: EngineOf) -> None:
+    engine = numbers_of("jamba", asynchronous=True)
+    text = prompt(1, 150)
+    engine.run(text)
+    assert engine.core.reset_prefix_cache(reset_connector=True)
+    assert engine.run(text) == [0]
+    assert engine.core.reset_prefix_cache()
+    assert engine.run(text) == [144]
+
+
+def test_an_engine_that_sleeps_is_served_without(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up its pages, those that are being saved among them, and tells no connector."""
+    call = WorkerSide._copy_in
+
+    def slowly(side: WorkerSide, *args: Any) -> Any:
+        time.sleep(0.2)
+        return call(side, *args)
+
+    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    one = numbers_of("full", sleeps=True)
+    text = prompt(1, 150)
+    name = one.add(text, 1)
+    one.until(lambda: name in one.reasons)
+    one.core.sleep(1)
+    one.core.wake_up()
+    one.settle()
+    again = numbers_of("full")
+    assert again.run(text) == [0]
