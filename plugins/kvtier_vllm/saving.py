@@ -135,7 +135,7 @@ class Saves:
 
     def _begun(self, number: int, prompt: Prompt, first: int, writes: list[Write]) -> Save:
         assert prompt.saved is not None
-        pages = [page for write in writes for page in write.block_ids]
+        pages = list({page for write in writes for page in write.block_ids})
         groups = self._layout.groups
         nbytes = sum(
             len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes

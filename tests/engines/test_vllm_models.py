@@ -135,13 +135,14 @@ def test_a_model_with_states_goes_on_from_where_one_was_kept(
 ) -> None:
     """After a restart, in blocks of 160 tokens: all of one layer's, and the last state of three layers."""
     # Its linear attention is there in bfloat16 only.
-    engine = engine_of("qwen3_next", shared_daemon.socket, dtype="bfloat16")
-    before = shared_daemon.stats()["saved_tokens"]
+    options = {"dtype": "bfloat16", "extra": {"patience_ms": 20_000}}
+    engine = engine_of("qwen3_next", shared_daemon.socket, **options)
+    before = shared_daemon.stats()["tiers"]["warm"]["blocks"]
     text = prompt(1, 700)
     (first,) = engine.generate([text], 40)
-    wait_until_saved(shared_daemon, before + 4 * STATES_BLOCK)
+    engine.wait_for_saves(shared_daemon, before + 4 + 3)
     engine.stop()
-    other = engine_of("qwen3_next", shared_daemon.socket, engine.records, dtype="bfloat16")
+    other = engine_of("qwen3_next", shared_daemon.socket, engine.records, **options)
     other.forget_records()
     (again,) = other.generate([text], 40)
     assert again["cached"] == 4 * STATES_BLOCK

@@ -142,7 +142,7 @@ def test_each_state_that_the_engine_keeps_is_saved(
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    ("model", "blocks"), [("full", 24), ("full and window", 44), ("jamba", 48), ("mamba", 18)]
+    ("model", "blocks"), [("full", 24), ("full and window", 44), ("jamba", 48), ("mamba", 12)]
 )
 def test_nothing_is_wrong_under_pressure(
     numbers_of: EngineOf,

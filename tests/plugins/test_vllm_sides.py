@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from daemons import Daemon
-from fake_engine import BLOCK, FakeEngine, FakeRequest, layout_of, spec_for
+from fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
-from kvtier_vllm.layout import Layout
-from kvtier_vllm.messages import Load, Seat
+from kvtier_vllm.layout import Cached, Layout, Shards
+from kvtier_vllm.messages import Load, Report, Seat
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 from kvtier_vllm.saving import TRIES, Saves, runs
@@ -119,6 +119,38 @@ def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
         assert saves.overwritten(scheduled(), {page}) == [7]
     assert saves.overwritten(scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()) == []
     assert saves.overwritten(scheduled(BLOCK, [1, 2, 3], [5], []), set()) == [7]
+
+
+def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
+    """If the request has it there still: not within a block, not of a group that isn't kept, not what was
+    loaded."""
+    pages = (("0", PAGE_BYTES),)
+    groups = (Cached(0, "full", 0, pages), Cached(1, "state", 0, pages))
+    saves = Saves(Layout(BLOCK, BLOCK // 2, groups, Shards(1, 1)), Options(), Counter())
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=BLOCK, num_tokens=4 * BLOCK, num_prompt_tokens=4 * BLOCK
+    )
+    offered = [
+        (1, 20, BLOCK), (1, 21, 2 * BLOCK), (1, 22, 3 * BLOCK), (1, 23, 4 * BLOCK), (1, 23, 4 * BLOCK),
+        (1, 24, 3 * BLOCK + BLOCK // 2), (2, 25, 4 * BLOCK), (1, 0, 3 * BLOCK), (1, 26, 5 * BLOCK),
+    ]  # fmt: skip
+    state = SimpleNamespace(
+        get_block_ids=lambda name: ([1, 2, 3, 4], [20, 0, 9, 23], [0, 0, 0, 25]),
+        boundary_state_offloads={"r": offered},
+    )
+    scheduled = SimpleNamespace(kv_connector_block_state=state)
+    keys = Keys(bytes(range(4 * KEY_BYTES)))
+    prompt = Prompt(request, b"", True, True)
+    saves.seen(prompt)
+    save = saves.filled(prompt, 3 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
+    assert save is not None
+    assert [(w.group, w.block_ids, w.keys) for w in save.writes] == [
+        (0, [2, 3, 4], keys[1:].packed), *[(1, [23], keys[3:].packed)] * 2,
+    ]  # fmt: skip
+    assert [write.parent for write in save.writes] == [keys[0], keys[2], keys[2]]
+    # Named twice, its page is let go once.
+    saves.reported(Report(saves=Counter([7])))
+    assert not any(saves.in_flight.values())
 
 
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
