@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -242,6 +243,9 @@ size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_
     return used + more;
 }
 
+// How many rows come out at a time: a page of bf16.
+inline constexpr size_t kTileRows = 32;
+
 // --- fix4 ----------------------------------------------------------------------------------------
 
 // The encoded size, or kNoRoom where that would not be less than the part's.
@@ -278,8 +282,18 @@ bool decode_fix4(Element is, const Decoded& part, bool past) {
     const uint8_t* const rest = codes + shape.rows * kRowCodes;
     const uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
     const RowKernels& by = kernels().rows[static_cast<size_t>(is)];
-    const size_t used = join_rows(by.unpack, shape, 0, shape.rows, kRowCodes, part.from[kTopAt],
-                                  kEscape4, codes, rest, escapes, escaped, part.raw, past);
+    size_t used = 0;
+    for (size_t first = 0; first < shape.rows; first += kTileRows) {
+        const size_t rows = std::min(kTileRows, shape.rows - first);
+        if (past)
+            ask_pages(part.raw + first * shape.row_bytes() + kPagesAhead, rows * shape.row_bytes());
+        const size_t more =
+            join_rows(by.unpack, shape, first, rows, kRowCodes, part.from[kTopAt], kEscape4,
+                      codes + first * kRowCodes, rest + first * shape.sizes.rest_row,
+                      escapes + used, escaped - used, part.raw, past);
+        if (more == kNoRoom) return false;
+        used += more;
+    }
     if (used != escaped) return false;
     std::memcpy(part.raw + part.raw_bytes - shape.odd, escapes + escaped, shape.odd);
     return true;
@@ -438,27 +452,42 @@ class R32Writer {
     uint8_t* at_ = nullptr;
 };
 
-// A stream on its way out.
+// A stream on its way out, a tile of rows at a time. Words are read where they lie; the last ones
+// are moved first, so that all can be read that a damaged stream might ask for.
+inline constexpr size_t kTileWords = 2 * (words_most(kTileRows * kRow) + kWordSlack);  // in bytes
+
 struct Out {
     Decoder stream;
     DecodeTable table;
-    size_t words;  // in bytes
+    const uint8_t* words_end;
     const uint8_t* rest;
     const uint8_t* escapes;
     size_t escaped;
     const Decoded* part;
     uint8_t top, last;
-    size_t number;  // of the part in its list
-    size_t first, rows;
-    uint8_t codes[kStreamRows * kRow];
-    // Copied, so that all can be read that a damaged stream might ask for.
-    uint8_t text[2 * (kStreamWords + kWordSlack)];
+    size_t number;       // of the part in its list
+    size_t first, rows;  // that are still to come
+    bool moved;
+    uint8_t codes[kTileRows * kRow];
+    uint8_t tail[2 * kTileWords];
 };
 
 // Reads parts stream by stream, up to four side by side.
 class R32Reader {
  public:
     R32Reader(Element is, bool past) : is_(is), past_(past), by_(kernels()), lanes_(lanes()) {}
+
+    // Asks for where a part begins that is added after others: its first stream's, and its pages.
+    void ask(const Decoded& part) const {
+        const Shape shape(is_, part.raw_bytes);
+        const uint8_t* const rest = part.from + kR32Header + streams_of(shape.rows) * kStreamEntry;
+        const uint8_t* const states = rest + shape.rows * shape.sizes.rest_row;
+        for (size_t at = 0; at < 2 * kStatesBytes; at += 64) {
+            __builtin_prefetch(part.from + at);
+            __builtin_prefetch(states + at);
+        }
+        if (past_) ask_pages(part.raw, kPagesAhead);
+    }
 
     // False if this part, or one before it, is damaged: `failed` says which.
     bool add(const Decoded& part, size_t number) {
@@ -500,15 +529,10 @@ class R32Reader {
     }
 
     bool flush() {
-        Decoder* streams[kSideBySide];
-        size_t rows[kSideBySide] = {};
-        for (size_t i = 0; i < waiting_; i++) {
-            streams[i] = &lanes_[i].stream;
-            rows[i] = lanes_[i].rows * (kRow / kLanes);
-        }
-        advance(by_.decode, streams, rows, waiting_);
-        for (size_t i = 0; i < waiting_; i++) {
-            if (!take(lanes_[i])) return fail(lanes_[i].number);
+        for (size_t i = 0; i < waiting_;) {
+            const size_t count = std::bit_floor(waiting_ - i);
+            if (!put(lanes_ + i, count)) return false;
+            i += count;
         }
         waiting_ = 0;
         return true;
@@ -547,28 +571,80 @@ class R32Reader {
             if (state < kStateLeast || state >= kStateEnd) return false;
         }
         if (words > words_most(lane.rows * kRow)) return false;
-        std::memcpy(lane.text, at + kStatesBytes, 2 * words);
-        lane.words = 2 * words;
         lane.stream.table = &lane.table;
-        lane.stream.codes = lane.codes;
-        lane.stream.words = lane.text;
-        lane.stream.next = lane.rest;
-        lane.escapes = at + kStatesBytes + 2 * words;
+        lane.stream.words = at + kStatesBytes;
+        lane.words_end = lane.escapes = at + kStatesBytes + 2 * words;
         lane.escaped = escaped;
+        lane.moved = false;
         return true;
     }
 
-    // Puts a stream's elements together. One that is sound ends with its last word and in the
-    // state that the encoder began with.
-    bool take(const Out& lane) {
+    // The elements of one, two or four streams: side by side for as long as each has rows, then
+    // what is left of each.
+    bool put(Out* lanes, size_t count) {
+        size_t least = lanes[0].rows;
+        for (size_t i = 1; i < count; i++) least = std::min(least, lanes[i].rows);
+        if (!put(lanes, count, least)) return false;
+        for (size_t i = 0; i < count; i++) {
+            if (!put(lanes + i, 1, lanes[i].rows)) return false;
+            if (!over(lanes[i])) return fail(lanes[i].number);
+        }
+        return true;
+    }
+
+    bool put(Out* lanes, size_t count, size_t rows) {
+        Decoder* streams[kSideBySide];
+        for (size_t i = 0; i < count; i++) streams[i] = &lanes[i].stream;
+        for (size_t now; rows != 0; rows -= now) {
+            now = std::min(rows, kTileRows);
+            for (size_t i = 0; i < count; i++) {
+                if (!ready(lanes[i])) return fail(lanes[i].number);
+            }
+            by_.decode(streams, count, now * (kRow / kLanes));
+            for (size_t i = 0; i < count; i++) {
+                if (!take(lanes[i], now)) return fail(lanes[i].number);
+            }
+        }
+        return true;
+    }
+
+    // Sees to it that all can be read that a tile might ask for; false if words were missing.
+    static bool ready(Out& lane) {
+        lane.stream.codes = lane.codes;
+        lane.stream.next = lane.rest + kRestAhead;
+        if (lane.stream.words > lane.words_end) return false;
+        const auto left = static_cast<size_t>(lane.words_end - lane.stream.words);
+        if (lane.moved || left >= kTileWords) return true;
+        std::memcpy(lane.tail, lane.stream.words, left);
+        lane.stream.words = lane.tail;
+        lane.words_end = lane.tail + left;
+        lane.moved = true;
+        return true;
+    }
+
+    // Puts a tile's elements together, while its symbols lie near.
+    bool take(Out& lane, size_t rows) {
         const Shape shape(is_, lane.part->raw_bytes);
-        const bool whole = lane.stream.words == lane.text + lane.words &&
-                           std::all_of(lane.stream.state, lane.stream.state + kLanes,
-                                       [](uint32_t state) { return state == kStateLeast; });
-        return whole &&
-               join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.first, lane.rows,
-                         kRow, lane.top, lane.last, lane.codes, lane.rest, lane.escapes,
-                         lane.escaped, lane.part->raw, past_) == lane.escaped;
+        uint8_t* const raw = lane.part->raw;
+        if (past_) {
+            ask_pages(raw + lane.first * shape.row_bytes() + kPagesAhead, rows * shape.row_bytes());
+        }
+        const size_t used = join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.first,
+                                      rows, kRow, lane.top, lane.last, lane.codes, lane.rest,
+                                      lane.escapes, lane.escaped, raw, past_);
+        if (used == kNoRoom) return false;
+        lane.first += rows, lane.rows -= rows;
+        lane.rest += rows * shape.sizes.rest_row;
+        lane.escapes += used, lane.escaped -= used;
+        return true;
+    }
+
+    // A stream that is sound ends with its last word and escape, and in the state that the encoder
+    // began with.
+    static bool over(const Out& lane) {
+        return lane.stream.words == lane.words_end && lane.escaped == 0 &&
+               std::all_of(lane.stream.state, lane.stream.state + kLanes,
+                           [](uint32_t state) { return state == kStateLeast; });
     }
 
     Element is_;
@@ -593,6 +669,7 @@ size_t decode(Element element, std::span<const Decoded> parts, bool past) {
                 if (!decode_fix4(element, part, past)) return i;
                 break;
             case Codec::kR32:
+                if (i + kSideBySide < parts.size()) reader.ask(parts[i + kSideBySide]);
                 if (!reader.add(part, i)) return reader.failed();
                 break;
             case Codec::kQ8:

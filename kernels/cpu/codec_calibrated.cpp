@@ -987,8 +987,10 @@ class Target {
               const int16_t* numbers) {
         uint8_t* const out = raw_ + walk_.offset();
         if (!past_) return values(numbers, span, out);
+        const size_t nbytes = wanted_ * plan_.width;
+        ask_pages(out + kPagesAhead, nbytes);
         values(numbers, span, scratch_);
-        put_bytes(out, scratch_, wanted_ * plan_.width, true);
+        put_bytes(out, scratch_, nbytes, true);
     }
 
     bool take_anchors(const Out& lane) {

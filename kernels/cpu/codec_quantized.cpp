@@ -626,6 +626,7 @@ bool decode_quantized(Element is, const Decoded& part, bool past) {
             const size_t rows = std::min(plan.tile(), span - done);
             const size_t elements = rows * grid.channels, nbytes = elements * plan.width;
             const uint8_t* const codes = unpacker.take(elements);
+            if (past) ask_pages(out + kPagesAhead, nbytes);
             if (!past || !values_past(plan, codes, rows, kept, out)) {
                 by.values[plan.kind()](codes, rows, grid.channels, grid.head, kept.base.data(),
                                        kept.step.data(), past ? kept.values.data() : out);

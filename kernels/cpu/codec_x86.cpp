@@ -38,6 +38,11 @@ KVTIER_INLINE void fetch(const uint8_t*& at, size_t step) {
     at += step;
 }
 
+// Asks for the words after the next ones; asking for what is no stream's any more does no harm.
+KVTIER_INLINE void ask_words(const uint8_t* words) {
+    _mm_prefetch(reinterpret_cast<const char*>(words + kWordsAhead), _MM_HINT_T0);
+}
+
 // --- AVX-512 -------------------------------------------------------------------------------------
 
 // Where a row's elements go: into the caches, or past them.
@@ -429,6 +434,7 @@ KVTIER_VBMI void decode512(Decoder* const* streams, size_t rows) {
     for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
+            ask_words(words[s]);
             const __mmask16 hungry_low = give_out(low[s], *tables[s], codes[s]);
             const __mmask16 hungry_high = give_out(high[s], *tables[s], codes[s] + 16);
             low[s] = with_words(low[s], hungry_low, words[s]);
@@ -908,6 +914,7 @@ KVTIER_AVX2 void decode256(Decoder* const* streams, size_t rows) {
     for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
+            ask_words(words[s]);
             give_out256(state[s], *tables[s], codes[s], words[s]);
             codes[s] += kLanes;
         }

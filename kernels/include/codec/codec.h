@@ -107,6 +107,9 @@ struct alignas(64) Decoder {
 };
 // Streams whose latencies hide each other: on their way out, and in.
 inline constexpr size_t kSideBySide = 4, kInTogether = 2;
+// How far ahead of four streams their bytes are asked for: further ahead, what is asked for pushes
+// out what was.
+inline constexpr size_t kWordsAhead = 128, kRestAhead = 512;
 inline constexpr size_t kWordSlack = 32;  // words that may be read past the last one, or written
                                           // before the first
 

@@ -26,6 +26,17 @@ inline void put32(uint8_t* at, size_t value) {
 // there, and lines that are to be written over are not read first.
 inline constexpr size_t kPast = size_t{1} << 20;
 
+// Asks for the pages that begin in these bytes, a line of each: a store past the caches that has
+// yet to learn where its page lies holds up all that follow. (Pages of 4 KiB in a virtual machine:
+// what is decoded is worth a fifth more.) Asking touches nothing, wherever it is.
+inline constexpr size_t kPage = 4096, kPagesAhead = 2 * kPage;
+inline void ask_pages(const uint8_t* at, size_t nbytes) {
+    for (size_t page = (0 - reinterpret_cast<uintptr_t>(at)) % kPage; page < nbytes;
+         page += kPage) {
+        __builtin_prefetch(at + page);
+    }
+}
+
 inline void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool past) {
     if (past) return stream_copy(to, static_cast<const uint8_t*>(from), nbytes);
     std::memcpy(to, from, nbytes);
