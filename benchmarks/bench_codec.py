@@ -63,8 +63,19 @@ CALIBRATED = [
     *(f"ecsq-{level}" for level in profiles.ECSQ_LEVELS),
     *(f"cachegen-{level}" for level in profiles.CACHEGEN_LEVELS),
 ]
-# Relative errors of K and V, as the small model's were measured.
-ERROR = {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5), "fp8": (0.03, 0.03)}
+# Relative errors of K and V at most: of the small model's, as they were measured, and of drawn values. 256
+# normal ones reach 2.9 deviations, so that q8's steps are 1 in 44 of one, and the error 0.29 of that; where a
+# head's channels share steps, as V's do, those with small deviations pay for the others. Trained channels reach
+# less far.
+ERROR = {
+    "real": {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5), "fp8": (0.03, 0.03)},
+    "drawn": {
+        "q8": (0.0075, 0.0085),
+        "q4": (0.115, 0.115),
+        "q2": (0.57, 0.58),
+        "fp8": (0.03, 0.03),
+    },
+}
 
 
 def real(path: Path, text: Path | None, sequences: int) -> Floats:
@@ -180,7 +191,8 @@ def on_pages(nbytes: int) -> memoryview:
 class Work:
     """Blocks of one input, to be encoded and decoded by one codec."""
 
-    def __init__(self, dtype: str, data: bytes, mib: int, layers: int) -> None:
+    def __init__(self, source: str, dtype: str, data: bytes, mib: int, layers: int) -> None:
+        self.source = source
         self.dtype = dtype
         self.layers = max(1, LAYERS // layers) * layers
         self.block_bytes = self.layers * 2 * PART * DTYPE_BYTES[dtype]
@@ -271,7 +283,7 @@ class Work:
         self.decode_entries(codec)
         if codec.lossy and self.dtype in ("bfloat16", "float16", "float32"):
             self.errors = self._errors()
-            bars = ERROR.get(codec.name, (0.7, 0.7))
+            bars = ERROR[self.source].get(codec.name, (0.7, 0.7))
             assert all(found <= bar for found, bar in zip(self.errors, bars, strict=True)), (
                 self.errors
             )
@@ -382,7 +394,7 @@ def calibrated(name: str, profile: profiles.Profile, layers: list[int]) -> Codec
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     levels = kernels.implementations("codec")
     for source, dtype, data, profile in inputs(arguments):
-        work = Work(dtype, data, arguments.mib, len(profile.layers))
+        work = Work(source, dtype, data, arguments.mib, len(profile.layers))
         layers = [number % len(profile.layers) for number in range(work.layers)]
         plain, name = Plain(work), f"{source} {dtype}"
         plain.encode_all()

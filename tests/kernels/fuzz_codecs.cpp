@@ -11,6 +11,7 @@
 
 #include "codec/calibration.h"
 #include "codec/codec.h"
+#include "codec/parts.h"
 #include "host_codecs.h"
 
 using namespace kvtier;
@@ -46,9 +47,10 @@ class Fuzz {
                            static_cast<uint32_t>(head), below(2) == 0};
         const size_t width = element == Element::kFp32 ? 4 : element <= Element::kFp16 ? 2 : 1;
         const bool odd = codec <= Codec::kR32 && below(3) == 0;
-        const size_t many = codec == Codec::kR32 && below(20) == 0 ? 40000 : 0;
+        // Streams side by side, or several times so many.
+        const size_t many = codec == Codec::kR32 && below(8) == 0 ? 40000 + below(2) * 100000 : 0;
         const Exactly raw((rows * heads * head + many) * width + (odd ? below(4) : 0));
-        fill(raw, width);
+        fill(raw, width, heads * head * width);
         channels_ = calibrated(codec) ? &known(codec, heads, head) : nullptr;
         if (channels_ == nullptr) device_known_.reset();
         heads_first_ = below(2) == 0;
@@ -65,7 +67,11 @@ class Fuzz {
         if (large) times = 2;
         for (size_t i = 0; i < times; i++) {
             std::vector<uint8_t> text(room.at.get(), room.at.get() + nbytes);
-            damage(text);
+            if (codec == Codec::kR32 && i == 0) {
+                starve(text);
+            } else {
+                damage(text);
+            }
             const Exactly copy(text.size());
             if (!text.empty()) std::memcpy(copy.at.get(), text.data(), text.size());
             const Codec taken = parts[0].codec == Codec::kRaw ? codec : parts[0].codec;
@@ -138,14 +144,34 @@ class Fuzz {
         }
     }
 
-    // Near to normal, with exponents that repeat; now and then anything at all.
-    void fill(const Exactly& raw, size_t width) {
-        const bool wild = below(12) == 0;
+    // Near to normal, with exponents that repeat; now and then anything at all, zeros of both
+    // signs, denormals, one element or one row again and again, or what is no finite number among
+    // others.
+    void fill(const Exactly& raw, size_t width, size_t row) {
+        enum { kWild, kZeros, kDenormals, kOneElement, kOneRow, kNotFinite, kKinds };
+        const size_t kind = below(2 * kKinds);
         for (size_t i = 0; i < raw.size; i++) {
-            const bool upper = i % width == width - 1;
             const auto one = static_cast<uint8_t>(chance_());
-            raw.at[i] = wild || !upper ? one : static_cast<uint8_t>(0x3C + (one & 0x83));
+            const size_t above = width - 1 - i % width;  // bytes of its element
+            raw.at[i] =
+                kind == kWild || above != 0 ? one : static_cast<uint8_t>(0x3C + (one & 0x83));
+            if (kind == kZeros || kind == kDenormals) {
+                const unsigned rest = kind == kZeros ? 0 : width == 1 ? 3 : 0x7F;
+                const unsigned stays = above == 0   ? 0x80 | (width == 1 ? rest : 0)
+                                       : above == 1 ? rest
+                                                    : (rest != 0 ? 0xFF : 0);
+                raw.at[i] = static_cast<uint8_t>(one & stays);
+            }
+            const size_t period = kind == kOneElement ? width : row;
+            if ((kind == kOneElement || kind == kOneRow) && i >= period) {
+                raw.at[i] = raw.at[i - period];
+            }
         }
+        if (kind != kNotFinite) return;
+        constexpr uint8_t kUppers[] = {0x7C, 0x7F, 0xFC, 0xFF};
+        const size_t at = below(raw.size / width) * width;
+        std::memset(raw.at.get() + at, below(2) == 0 ? 0 : 0x80, width - 1);
+        raw.at[at + width - 1] = kUppers[below(4)];
     }
 
     bool decodes(Element element, Codec codec, const uint8_t* text, size_t nbytes,
@@ -159,12 +185,23 @@ class Fuzz {
         return sound;
     }
 
+    // Says of all words of r32's streams that they are escapes: none is left, and all else is
+    // sound.
+    static void starve(std::vector<uint8_t>& text) {
+        for (size_t at = kR32Header; at + kStreamEntry <= text.size(); at += kStreamEntry) {
+            if ((at - kR32Header) / kStreamEntry == get32(text.data() + kCountAt)) return;
+            uint8_t* const entry = text.data() + at;
+            put32(entry + 4, get32(entry + 4) + 2 * size_t{get32(entry)});
+            put32(entry, 0);
+        }
+    }
+
     void damage(std::vector<uint8_t>& text) {
         for (size_t times = 1 + below(3) * below(12); times != 0; times--) {
             if (text.empty()) return;
             const size_t near = below(std::min<size_t>(text.size(), 64));
             const size_t at = below(2) == 0 ? near : below(text.size());
-            switch (below(7)) {
+            switch (below(8)) {
                 case 0:
                     text[at] ^= static_cast<uint8_t>(1u << below(8));
                     break;
@@ -190,6 +227,9 @@ class Fuzz {
                     break;
                 case 5:
                     if (below(8) == 0) text.insert(text.end(), below(80), text[at]);
+                    break;
+                case 6:
+                    starve(text);
                     break;
                 default:
                     for (size_t i = at; i < std::min(at + below(40), text.size()); i++) {
