@@ -64,9 +64,9 @@ CALIBRATED = [
     *(f"cachegen-{level}" for level in profiles.CACHEGEN_LEVELS),
 ]
 # Relative errors of K and V at most: of the small model's, as they were measured, and of drawn values. 256
-# normal ones reach 2.9 deviations, so that q8's steps are 1 in 44 of one, and the error 0.29 of that; where a
-# head's channels share steps, as V's do, those with small deviations pay for the others. Trained channels reach
-# less far.
+# normal ones reach 2.9 deviations, so that q8's steps are 1 in 44 of one, and the error 0.29 of that; where
+# a head's channels share steps, as V's do, those with small deviations pay for the others. Trained channels
+# reach less far.
 ERROR = {
     "real": {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5), "fp8": (0.03, 0.03)},
     "drawn": {
