@@ -10,7 +10,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
 .PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-ttft bench-gpu \
-        figures faults package clean
+        bench-peers figures faults package clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -85,6 +85,9 @@ bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minu
 
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages, and its codecs, beside large copies
 	$(GPU_PYTHON) benchmarks/bench_gpu.py
+
+bench-peers: venv ## beside LMCache's daemon, which comes into build/peers; PEERS="--folder DIR" says where files go
+	$(BIN)/python benchmarks/bench_peers.py $(PEERS)
 
 figures: venv   ## put the figures of the last benchmarks into the documents
 	$(BIN)/python benchmarks/figures.py

@@ -26,6 +26,7 @@ SOURCES = {
     "ttft": "python benchmarks/bench_ttft.py",
     "gpu": "python benchmarks/bench_gpu.py",
     "operator": "python benchmarks/bench_operator.py",
+    "peers": "python benchmarks/bench_peers.py",
 }
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {
@@ -74,7 +75,8 @@ def head(name: str, result: dict[str, Any]) -> str:
     """How it was measured, and where."""
     where = result["environment"]
     state = "" if result["valid"] else " **The machine was disturbed during this run.**"
-    return f"`{SOURCES[name]}` on {where['cores']} shared cores of {where['cpu']}.{state}"
+    peer = f" {where['peer']}" if "peer" in where else ""
+    return f"`{SOURCES[name]}` on {where['cores']} shared cores of {where['cpu']}.{peer}{state}"
 
 
 def measured(row: dict[str, Any]) -> str:
@@ -84,6 +86,31 @@ def measured(row: dict[str, Any]) -> str:
     if "GB/s" in row["more"]:
         value += f", {row['more']['GB/s']:.1f} GB/s"
     return value
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        "| | measured | bar |",
+        "| --- | --- | --- |",
+        *(f"| {row['name']} | {measured(row)} | {row['bar']} |" for row in rows),
+    ]
+
+
+def side_by_side(rows: list[dict[str, Any]]) -> list[str]:
+    """A column for each system, whose name begins its rows'; empty where a system has no such row."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        system, _, what = row["name"].partition(": ")
+        cells.setdefault(what, {})[system] = row["more"].get("said") or measured(row)
+    systems = list(dict.fromkeys(system for line in cells.values() for system in line))
+    return [
+        f"| | {' | '.join(systems)} |",
+        f"| --- |{' --- |' * len(systems)}",
+        *(
+            f"| {what} | {' | '.join(line.get(system, '') for system in systems)} |"
+            for what, line in cells.items()
+        ),
+    ]
 
 
 def everything(found: dict[str, dict[str, Any]]) -> str:
@@ -101,9 +128,7 @@ def everything(found: dict[str, dict[str, Any]]) -> str:
             f"## {name}",
             head(name, result),
             "",
-            "| | measured | bar |",
-            "| --- | --- | --- |",
-            *(f"| {row['name']} | {measured(row)} | {row['bar']} |" for row in result["rows"]),
+            *(side_by_side if name == "peers" else table)(result["rows"]),
             "",
         ]
         if name in PICTURES:
