@@ -41,16 +41,17 @@ LMCACHE = "LMCache 0.5.6"
 # torch alone and first, and nothing that is resolved: no other torch can come in by that.
 TORCH = "torch==2.13.0"
 PINS = """
-aiofile==3.12.3 aiofiles==25.1.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 annotated-
-doc==0.0.7 annotated-types==0.8.0 anyio==4.16.0 attrs==26.1.0 blake3==1.0.11 cachetools==8.0.1 caio==0.12.10
-certifi==2026.10.18 cffi==2.1.1 charset-normalizer==3.5.2 click==8.5.1 cryptography==50.0.2 fastapi==0.165.0
-filelock==4.2.11 frozenlist==1.8.0 fsspec==2026.9.0 googleapis-common-protos==1.76.0 grpcio==1.85.1
-h11==0.16.0 httpcore==1.0.9 httptools==0.9.0 httpx==0.28.1 idna==3.20 Jinja2==3.1.6 llvmlite==0.50.0
-lmcache==0.5.6 MarkupSafe==3.0.4 mpmath==1.3.0 msgspec==0.22.0 multidict==7.2.1 networkx==3.6.1
-numba==0.68.1 numpy==2.4.6 opentelemetry-api==1.45.2 opentelemetry-exporter-http-transport==0.66b2
-opentelemetry-exporter-otlp==1.45.2 opentelemetry-exporter-otlp-common==0.66b2 opentelemetry-exporter-otlp-
-proto-common==1.45.2 opentelemetry-exporter-otlp-proto-grpc==1.45.2 opentelemetry-exporter-otlp-proto-
-http==1.45.2 opentelemetry-exporter-prometheus==0.66b2 opentelemetry-proto==1.45.2 opentelemetry-sdk==1.45.2
+aiofile==3.12.3 aiofiles==25.1.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0
+annotated-doc==0.0.7 annotated-types==0.8.0 anyio==4.16.0 attrs==26.1.0 blake3==1.0.11 cachetools==8.0.1
+caio==0.12.10 certifi==2026.10.18 cffi==2.1.1 charset-normalizer==3.5.2 click==8.5.1 cryptography==50.0.2
+fastapi==0.165.0 filelock==4.2.11 frozenlist==1.8.0 fsspec==2026.9.0 googleapis-common-protos==1.76.0
+grpcio==1.85.1 h11==0.16.0 httpcore==1.0.9 httptools==0.9.0 httpx==0.28.1 idna==3.20 Jinja2==3.1.6
+llvmlite==0.50.0 lmcache==0.5.6 MarkupSafe==3.0.4 mpmath==1.3.0 msgspec==0.22.0 multidict==7.2.1
+networkx==3.6.1 numba==0.68.1 numpy==2.4.6 opentelemetry-api==1.45.2
+opentelemetry-exporter-http-transport==0.66b2 opentelemetry-exporter-otlp==1.45.2
+opentelemetry-exporter-otlp-common==0.66b2 opentelemetry-exporter-otlp-proto-common==1.45.2
+opentelemetry-exporter-otlp-proto-grpc==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2
+opentelemetry-exporter-prometheus==0.66b2 opentelemetry-proto==1.45.2 opentelemetry-sdk==1.45.2
 opentelemetry-semantic-conventions==0.66b2 prometheus_client==0.26.0 propcache==0.5.4 protobuf==7.36.2
 psutil==7.2.2 py-cpuinfo==9.0.0 pycparser==3.12 pydantic==2.14.3 pydantic_core==2.50.4 PyYAML==6.0.3
 pyzmq==27.3.0 redis==8.1.0 requests==2.34.2 safetensors==0.8.0 setuptools==81.0.0 sortedcontainers==2.4.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_peers as bench
 import figures
 from peer_bytes import PAGE_WORDS, TOKENS, Blocks, tokens_of
+
+
+def test_no_other_torch_can_come_with_what_the_peer_needs() -> None:
+    pins = [bench.TORCH, *bench.PINS.split()]
+    names = [pin.partition("==")[0].lower() for pin in pins]
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", pin) and not pin.startswith("-") for pin in pins)
+    assert len(set(names)) == len(names) and "lmcache" in names
+    assert not [name for name in names if name.startswith(("nvidia", "cuda", "cupy", "triton"))]
 
 
 def test_every_page_of_every_prompts_blocks_differs_and_is_compared() -> None:
