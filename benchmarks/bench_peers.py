@@ -483,6 +483,18 @@ def turns(systems: Sequence[System], number: int) -> Iterator[System]:
     return iter(systems if number % 2 == 0 else systems[::-1])
 
 
+def kept(client: Connection, blocks: int) -> tuple[int, dict[str, Any], int]:
+    """A new prompt that is stored whole, what that took, and how many before it were not, with a pause after
+    each of them: a tier that evicts in the background can be full."""
+    for short in range(40):
+        prompt = next(prompts)
+        stored = client.store(prompt, blocks)
+        if stored["stored"] == blocks:
+            return prompt, stored, short
+        time.sleep(0.25)
+    raise RuntimeError(f"nothing is stored whole any more: {stored}")
+
+
 def timed_memcpy(sources: list[memoryview], targets: list[memoryview]) -> float:
     started = time.perf_counter()
     for target, source in zip(targets, sources, strict=True):
@@ -503,29 +515,31 @@ def speeds(systems: Sequence[System], nbytes: int, size: Size) -> list[Row]:
             each.name: stack.enter_context(closing(each.connect(nbytes, CHUNKS)))
             for each in systems
         }
+        short = dict.fromkeys(clients, 0)
         warmups = size.warmups if nbytes == LARGE else 2
         for number in range(warmups + size.rounds):
-            prompt = next(prompts)
             if number == warmups:
                 store, retrieve = Times.of(systems), Times.of(systems)
             for times in (store, retrieve):
                 times.limit.append(timed_memcpy(*views))
             for each in turns(systems, number):
-                client = clients[each.name]
-                stored = client.store(prompt, CHUNKS)
-                assert stored["ok"], f"{each.name}: {stored}"
-                found = client.retrieve(prompt, CHUNKS)
-                assert (found["found"], found["wrong"]) == (CHUNKS, 0), (
-                    f"{each.name}: {found} of {stored}"
-                )
+                prompt, stored, missed = kept(clients[each.name], CHUNKS)
+                short[each.name] += missed
+                found = clients[each.name].retrieve(prompt, CHUNKS)
+                assert (found["found"], found["wrong"]) == (CHUNKS, 0), f"{each.name}: {found}"
                 store.by[each.name].append(stored["s"])
                 retrieve.by[each.name].append(found["s"])
     label = f"{CHUNKS} blocks of {nbytes // MIB} MiB"
     total = CHUNKS * nbytes
-    return [
+    rows = [
         *speed_rows(f"store {label} in memory, beside memcpy", store, total),
         *speed_rows(f"look up and retrieve {label} from memory, beside memcpy", retrieve, total),
     ]
+    what = f"stores of {label}, in a memory of {size.memory // MIB} MiB: not kept whole at the first try"
+    for name, missed in short.items():
+        said = f"{missed} beside {warmups + size.rounds} that were"
+        rows.append(row_of(what, name, missed, "", said=said))
+    return rows
 
 
 def through_adapter(theirs: Theirs, size: Size) -> list[Row]:
@@ -539,6 +553,7 @@ def through_adapter(theirs: Theirs, size: Size) -> list[Row]:
     with closing(theirs.connect(LARGE, 1, pages=2 * CHUNKS)) as client:
         for _ in range(3):
             prompt = next(prompts)
+            time.sleep(1.0)  # what evicts in the background has made room
             store.limit.append(timed_memcpy(*views))
             stored = client.ask("store_pages", prompt=prompt)
             retrieve.limit.append(timed_memcpy(*views))
@@ -570,25 +585,21 @@ def lookups(systems: Sequence[System], size: Size) -> list[Row]:
             each.name: stack.enter_context(closing(each.connect(TINY, many))) for each in systems
         }
         for each in systems:
-            names = [next(prompts) for _ in range(size.indexed + size.indexed // 4)]
-            for number, prompt in enumerate(names):
+            for number in range(size.indexed + size.indexed // 4):
                 if number == size.indexed // 4:
                     before = anonymous_bytes(each.pid())
-                stored = clients[each.name].store(prompt, many)
-                assert stored["stored"] == many, f"{each.name}: {stored}"
+                kept(clients[each.name], many)
             grown = anonymous_bytes(each.pid()) - before
             rows.append(
                 row_of("the daemon's memory a block, beside the blocks' bytes", each.name,
                        grown / (size.indexed * many), "B", blocks=size.indexed * many)
             )  # fmt: skip
-        prompt = next(prompts)
-        for client in clients.values():
-            client.store(prompt, many)
+        held = {name: kept(client, many)[0] for name, client in clients.items()}
         for number in range(5):
             for each in turns(systems, number):
                 for keys in (1, 10, 100, many):
                     for turn in range(size.lookups + 1):
-                        found = clients[each.name].lookup(prompt, keys)
+                        found = clients[each.name].lookup(held[each.name], keys)
                         assert found["found"] == keys, f"{each.name}: {found} of {keys}"
                         if turn:
                             took.setdefault((each.name, keys), []).append(found["s"] * 1e3)
@@ -679,7 +690,7 @@ def on_disk(systems: Sequence[System], folder: Path, size: Size) -> list[Row]:
                 assert client.store(prompt, CHUNKS)["ok"]
         with closing(each.connect(LARGE, CHUNKS)) as client:
             for number, prompt in enumerate(chains):
-                assert client.store(prompt, CHUNKS)["ok"]
+                assert client.store(prompt, CHUNKS)["stored"] == CHUNKS
                 stored = (number + 1) * total + len(small) * CHUNKS * SMALL
                 each.until_on_disk((number + 1 + len(small)) * CHUNKS, stored)
         each.stop(signal.SIGKILL)

@@ -64,6 +64,26 @@ def test_wrong_bytes_are_what_a_damaged_disk_must_not_give(
     assert (row.unit, row.value, row.more["said"]) == (unit, float(not wrong), said)
 
 
+def test_what_was_not_kept_whole_is_tried_again_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench.time, "sleep", lambda _: None)
+    answers = [{"stored": 0}, {"stored": 15}, {"stored": 16}, {"stored": 16}]
+    asked = []
+
+    class Full:
+        def store(self, prompt: int, blocks: int) -> dict[str, int]:
+            asked.append((prompt, blocks))
+            return answers[len(asked) - 1]
+
+    prompt, stored, short = bench.kept(Full(), 16)
+    assert ((prompt, 16), stored, short) == (asked[2], {"stored": 16}, 2)
+    assert len(set(asked)) == 3
+    answers[3:] = [{"stored": 0}] * 100
+    with pytest.raises(RuntimeError, match="nothing is stored whole"):
+        bench.kept(Full(), 16)
+
+
 def test_a_burst_has_to_leave_the_newest() -> None:
     some = bench.CHUNKS
     kept = bench.burst_row("it", 64, [0, 0, some, some], 2)
