@@ -26,6 +26,7 @@ import pytest
 from daemons import Daemon
 from kvtier import Client, wire
 from kvtier_daemon.cli import COMMANDS
+from kvtier_daemon.cli.monitor import DOUBTED
 from kvtier_daemon.cli.screens import VIEWS, History, Moment
 from kvtier_daemon.cli.status import ANSWER_S
 from kvtier_daemon.observing.events import LIMIT_KEPT
@@ -504,6 +505,34 @@ def test_monitor_shows_what_is_asked_for(shared_daemon: Daemon) -> None:
     assert all(" lookup " in line and "why absent" in line for line in lines)
     refused = kvtier("monitor", "--filter", "lokup", "--socket", shared_daemon.socket)
     assert refused.returncode == 2 and "'lokup'" in refused.stderr and "lookup" in refused.stderr
+
+
+def test_monitor_says_that_no_event_has_what_is_asked_for(shared_daemon: Daemon) -> None:
+    flags = ["--filter", "lookup", "--filter", "wy=absent", "--filter", "tenant=default"]
+    with started("monitor", *flags, "--socket", shared_daemon.socket) as watching:
+        wait_for_a_watcher(shared_daemon)
+        assert watching.stderr is not None
+        with shared_daemon.connect() as client:
+            space = client.open(spec_of("mistyped"))
+            for number in range(DOUBTED):
+                space.match(space.keys([number] * 16))
+            line = watching.stderr.readline()
+            watching.send_signal(signal.SIGINT)
+        out, err = watching.communicate(timeout=20)
+    assert "none has 'wy'" in line and "why" in line and "'tenant'" not in line
+    assert out == err == ""
+
+
+@pytest.mark.parametrize("command", [["config", "show"], ["status"], ["keys"]])
+def test_a_reader_that_has_left_is_no_fault(shared_daemon: Daemon, command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*COMMAND, *command], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False,
+        env=dict(os.environ, KVTIER_SOCKET=shared_daemon.socket),
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_who_reads_nobody_is_told_what_was_missed(daemon_of: Callable[..., Daemon]) -> None:

@@ -21,6 +21,7 @@ from kvtier_daemon.cli.flags import plain
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70  # sysexits' EX_SOFTWARE
+EXIT_UNREAD = 141  # as a shell tells of who died of SIGPIPE
 COMPLETE = "_KVTIER_COMPLETE"  # set by a shell that wants to know what comes next
 
 # Each with the first line of its help, which a test compares.
@@ -51,6 +52,13 @@ COMMANDS = {
 
 class Commands(TyperGroup):
     """Imports a command's file when that command is asked for."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read this has left, as `head` does: nothing is wrong
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_UNREAD) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(COMMANDS)
@@ -108,7 +116,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 it found something wrong, 2 refused or misused, 3 no daemon that it
-    can talk to, 70 a bug of ours, 130 interrupted.
+    can talk to, 70 a bug of ours, 130 interrupted, 141 nobody reads what it says.
 
     Whatever went wrong is one line on stderr; with --debug there is a traceback before it.
     """

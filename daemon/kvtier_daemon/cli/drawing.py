@@ -25,7 +25,11 @@ def console_of() -> Console:
     """Return what prints text as it is: a name with brackets or colons in it means nothing more."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # for the command's end, where all are told the same
+
+    return Plain(highlight=False, markup=False, emoji=False)
 
 
 def bar_of(full: str, empty: str) -> Bar:

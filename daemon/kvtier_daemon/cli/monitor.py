@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FIRST = ("at", "kind", "tenant", "client")  # have columns of their own
 ASK_S = 1.0  # after so long without an event, whether the daemon answers yet
+DOUBTED = 20  # events without a field that is asked for, until that is said
 
 
 def monitor(
@@ -47,8 +48,11 @@ def monitor(
     kinds = [text for text in terms if "=" not in text]
     fields = dict(text.split("=", 1) for text in terms if "=" in text)
     shown = 0
+    unseen = Unseen(fields)
     with connected(Path(socket or default_socket()), "monitor") as client:
         for event in _events(client, kinds):
+            if doubt := unseen.look(event):
+                typer.echo(f"kvtier: {doubt}", err=True)
             fits = all(str(event.get(name)) == value for name, value in fields.items())
             if not fits and event["kind"] != "missed":
                 continue
@@ -56,6 +60,27 @@ def monitor(
             shown += 1
             if shown == limit:
                 return
+
+
+class Unseen:
+    """Which of these fields no event has had yet: a name that was mistyped would be waited for in silence."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        self._wanted = set(wanted)
+        self._known: dict[str, None] = {}
+        self._looked_at = 0
+
+    def look(self, event: Mapping[str, Any]) -> str:
+        """What there is to say after this event; mostly nothing."""
+        self._wanted -= event.keys()
+        if not self._wanted or event["kind"] == "missed":
+            return ""
+        self._known |= dict.fromkeys(event)
+        self._looked_at += 1
+        if self._looked_at != DOUBTED:
+            return ""
+        names = " and ".join(repr(name) for name in sorted(self._wanted))
+        return f"of {DOUBTED} events none has {names}; they have {', '.join(self._known)}"
 
 
 def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
