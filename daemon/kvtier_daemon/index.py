@@ -33,6 +33,7 @@ FORMAT: Final = b"1"
 TABLES: Final = (b"meta", b"spaces", b"segments", b"forgotten")
 FIRST_MAP_BYTES: Final = 16 << 20
 RESERVE_BYTES: Final = 1 << 20
+LOCK_BYTES: Final = 4096
 # LMDB copies every page that it changes; a transaction may need as many pages again as it has entries.
 PAGES_PER_ENTRY: Final = 4
 COALESCED: Final = 4096
@@ -322,12 +323,24 @@ def _told(folder: Path, map_bytes: int) -> int:
     return SOUND
 
 
+def _reserve(path: Path) -> None:
+    """See to it that LMDB's lock, which it maps, has its page: to write to one that a full disk can't give
+    ends the process."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, LOCK_BYTES)
+    finally:
+        os.close(fd)
+
+
 def _open(
     folder: Path, map_bytes: int, *, lock: bool = True
 ) -> tuple[lmdb.Environment, dict[bytes, Table]]:
     # Without `metasync` a power cut, or a file system that becomes read-only, loses the last commit: a forget
     # that was answered, or the only description of what an open segment holds. Without `sync` a file opens
     # cleanly after one and has wrong values.
+    if lock:
+        _reserve(folder / "lock.mdb")
     env = lmdb.open(
         str(folder), map_size=map_bytes, max_dbs=len(TABLES), metasync=True, sync=True, mode=0o600,
         max_readers=4, readahead=False, lock=lock,

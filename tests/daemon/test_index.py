@@ -215,6 +215,49 @@ def test_a_folder_that_can_not_be_used_is_said(tmp_path: Path) -> None:
         Index(tmp_path / "file", 64 * MIB)
 
 
+# Begins an index where there is no room for anything, and where there is again.
+FULL = """
+import sys
+from pathlib import Path
+from kvtier.errors import TierError
+from kvtier_daemon.index import Index
+folder = Path(sys.argv[1])
+(folder / "index").mkdir()
+junk = folder / "junk"
+with junk.open("wb", buffering=0) as file:
+    try:
+        while file.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+try:
+    Index(folder / "index", 64 << 20)
+except TierError as error:
+    print(error)
+junk.unlink()
+with Index(folder / "index", 64 << 20) as index:
+    index.put(b"spaces", b"a", b"b")
+with Index(folder / "index", 64 << 20) as index:
+    print(index.entries(b"spaces"))
+"""
+
+
+def test_no_index_can_be_begun_on_a_full_disk_and_that_is_said(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*alone, mount], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    run = f'{mount} && exec "$0" -c "$1" {tmp_path}'
+    done = subprocess.run(
+        [*alone, run, sys.executable, FULL],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    said, found = done.stdout.splitlines()
+    assert "can't be opened" in said and "No space left" in said
+    assert found == "[(b'a', b'b')]"
+
+
 # Zeroes 64 bytes in one place after another until a process that does what is asked for ends by a signal, and
 # one that does the other does not; leaves the file so.
 ZEROED = """
