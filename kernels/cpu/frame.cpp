@@ -31,13 +31,15 @@ constexpr char kMagic[4] = {'K', 'V', 'T', 'f'};
 constexpr uint16_t kRaw = 0;
 
 // The fields that matter here, where the drawing has them.
-constexpr size_t kVersionAt = 4, kCodecAt = 6, kHeaderBytesAt = 8, kPayloadBytesAt = 16,
-                 kRawBytesAt = 24, kEntriesAt = 148, kRawDigestAt = 152, kPayloadDigestAt = 168,
-                 kGenerationAt = 212, kProfileAt = 224, kDigestAt = 240, kHeader = 256;
+constexpr size_t kVersionAt = 4, kCodecAt = 6, kHeaderBytesAt = 8, kFlagsAt = 12,
+                 kPayloadBytesAt = 16, kRawBytesAt = 24, kEntriesAt = 148, kRawDigestAt = 152,
+                 kPayloadDigestAt = 168, kGenerationAt = 212, kProfileAt = 224, kDigestAt = 240,
+                 kHeader = 256;
 constexpr size_t kEntry = 32, kPartAt = 2, kEntryCodecAt = 3, kOffsetAt = 4, kBytesAt = 8,
                  kEntryRawAt = 12, kEntryDigestAt = 16;
 constexpr uint16_t kVersion = 1;
-constexpr uint8_t kOnce = 1;  // been through a lossy codec: never again
+constexpr uint32_t kFlags = 1;  // has a parent
+constexpr uint8_t kOnce = 1;    // been through a lossy codec: never again
 
 template <typename T>
 T field(const uint8_t* at) {
@@ -294,6 +296,7 @@ bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, 
                   uint8_t* block, size_t block_bytes) {
     if (!fits(header, header_bytes, payload_bytes)) return false;
     if (field<uint16_t>(header + kVersionAt) != kVersion ||
+        (field<uint32_t>(header + kFlagsAt) & ~kFlags) != 0 ||
         field<uint32_t>(header + kHeaderBytesAt) != header_bytes ||
         field<uint64_t>(header + kRawBytesAt) != block_bytes ||
         std::memcmp(header + kPayloadDigestAt, digest, kDigestBytes) != 0 ||
@@ -313,15 +316,16 @@ bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, 
     }
     const size_t count = field<uint32_t>(header + kEntriesAt);
     std::vector<codec::Decoded> parts(count);
-    size_t at = 0;
+    size_t at = 0, from = 0;
     for (size_t i = 0; i < count; i++) {
         const uint8_t* const entry = entry_of(header, i);
         const size_t bytes = field<uint32_t>(entry + kEntryRawAt);
-        if (bytes > block_bytes - at) return false;
+        const size_t offset = field<uint32_t>(entry + kOffsetAt);
+        if (bytes > block_bytes - at || offset < from) return false;
+        from = offset + field<uint32_t>(entry + kBytesAt);
         const uint8_t by = entry[kEntryCodecAt];
         if (by != kRaw && by != number) return false;
-        parts[i] = {payload + field<uint32_t>(entry + kOffsetAt), field<uint32_t>(entry + kBytesAt),
-                    static_cast<Codec>(by), block + at, bytes};
+        parts[i] = {payload + offset, from - offset, static_cast<Codec>(by), block + at, bytes};
         if (lossy != nullptr) {
             parts[i].channels = lossy->of(field<uint16_t>(entry), entry[kPartAt]);
             parts[i].heads_first = lossy->heads_first;

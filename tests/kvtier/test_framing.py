@@ -15,6 +15,8 @@ from kvtier.codec.base import Codec
 from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.frame import (
     ENTRY,
+    FLAGS,
+    FLAGS_AT,
     GENERATION_AT,
     HEADER,
     RAW,
@@ -314,6 +316,28 @@ def test_parts_of_another_codec_than_the_frame_says_are_no_frame(made_by: str, s
     digest = xxh3_128(payload)
     assert both_decode(spec_of(), None, header, payload, digest)
     assert not both_decode(spec_of(), None, seal(bytes(odd), payload), payload, digest)
+
+
+@pytest.mark.parametrize("codec", ["fix4", "r32"])
+def test_pieces_that_lie_in_another_order_are_no_frame(codec: str) -> None:
+    """Though they decode to the block."""
+    header, payload = made(codec)
+    first, second, *_ = framing.entries_of(header)
+    pieces = payload[: first.nbytes], payload[first.nbytes : first.nbytes + second.nbytes]
+    text = pieces[1] + pieces[0] + payload[first.nbytes + second.nbytes :]
+    odd = bytearray(header)
+    for number, (entry, offset) in enumerate([(first, second.nbytes), (second, 0)]):
+        fields = (entry.layer, entry.part, entry.codec, offset, entry.nbytes, entry.raw_bytes)
+        ENTRY.pack_into(odd, HEADER.size + number * ENTRY.size, *fields, entry.digest)
+    assert not both_decode(spec_of(), None, seal(bytes(odd), text), text, xxh3_128(text))
+
+
+@pytest.mark.parametrize("codec", ["fix4", "r32"])
+def test_a_flag_that_this_version_does_not_know_is_no_frame(codec: str) -> None:
+    header, payload = made(codec)
+    odd = bytearray(header)
+    odd[FLAGS_AT] |= FLAGS + 1
+    assert not both_decode(spec_of(), None, seal(bytes(odd), payload), payload, xxh3_128(payload))
 
 
 def both_decode(
