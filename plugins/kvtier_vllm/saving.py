@@ -45,6 +45,9 @@ class Saves:
             group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
         }
         self._parts = {group.group_id: group.parts for group in layout.groups}
+        # Without states: few blocks have any, and all layers' of one may be most of its bytes.
+        kept = [group.block_bytes for group in layout.groups if group.kind != "state"]
+        self._block_bytes = sum(kept) or layout.block_bytes
         self._of: dict[int, Saving] = {}
         self._on: dict[int, set[int]] = {}
         self._nbytes = 0
@@ -91,7 +94,8 @@ class Saves:
         if end <= prompt.saved or prompt.tries >= TRIES:
             return None
         keys = keys_of()
-        room = (self._most_bytes - self._nbytes) // self._layout.block_bytes
+        named = keys[:end]
+        room = (self._most_bytes - self._nbytes) // self._block_bytes
         end = min(end, len(keys), prompt.saved + min(room, most, LIMIT_BLOCKS))
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
         if end <= prompt.saved or ids is None:
@@ -104,7 +108,8 @@ class Saves:
             for pages in (list(ids[group.group_id][first * group.parts : stop * group.parts]),)
             for part in (keys[first:stop],)
         ]
-        writes += self._states(prompt, keys[:end], ids, scheduled)
+        # They are named once; what of attention has no room yet follows.
+        writes += self._states(prompt, named, ids, scheduled)
         first, prompt.saved = prompt.saved, end
         return self._begun(number(), prompt, first, writes) if writes else None
 

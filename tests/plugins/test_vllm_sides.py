@@ -153,6 +153,35 @@ def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
     assert not any(saves.in_flight.values())
 
 
+def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
+    """It is named once. Nor do the states of blocks that have none take the room of attention."""
+    pages = (("0", PAGE_BYTES),)
+    groups = (Cached(0, "full", 0, pages), *(Cached(at, "state", 0, pages) for at in (1, 2, 3)))
+    layout = Layout(BLOCK, BLOCK, groups, Shards(1, 1))
+    saves = Saves(layout, Options(saving=2 * PAGE_BYTES), Counter())
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=4 * BLOCK, num_prompt_tokens=4 * BLOCK
+    )
+    state = SimpleNamespace(
+        get_block_ids=lambda name: ([1, 2, 3, 4], *([0, 0, 0, page] for page in (5, 6, 7))),
+        boundary_state_offloads={"r": [(at, 4 + at, 4 * BLOCK) for at in (1, 2, 3)]},
+    )
+    scheduled = SimpleNamespace(kv_connector_block_state=state)
+    keys = Keys(bytes(range(4 * KEY_BYTES)))
+    prompt = Prompt(request, b"", True, True)
+    saves.seen(prompt)
+    save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
+    assert save is not None
+    assert [(write.group, write.block_ids) for write in save.writes] == [
+        (0, [1, 2]), (1, [5]), (2, [6]), (3, [7]),
+    ]  # fmt: skip
+    saves.reported(Report(saves=Counter([7])))
+    state.boundary_state_offloads = {}
+    save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 8)
+    assert save is not None
+    assert [(write.group, write.block_ids) for write in save.writes] == [(0, [3, 4])]
+
+
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
     engine.serve(PROMPT, kv_transfer_params={"kvtier": {"save": False}})
