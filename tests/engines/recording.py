@@ -39,6 +39,16 @@ def name_of(load: Any) -> str:
     return f"{load.request_id} {load.number}"
 
 
+def swap(read: Any, others: list[Any]) -> None:
+    """Its first two slots; of a state, of which there is one, that of the next group."""
+    one, two = read.slots[:SLOT_BYTES], read.slots[SLOT_BYTES : 2 * SLOT_BYTES]
+    if two:
+        read.slots = two + one + read.slots[2 * SLOT_BYTES :]
+    else:
+        read.slots, others[0].slots = others[0].slots, read.slots
+        assert len(read.slots) == SLOT_BYTES
+
+
 def watch(side: Any, *names: str) -> None:
     """Write down how long the engine was kept by these at most."""
     longest = dict.fromkeys(names, 0.0)
@@ -189,10 +199,9 @@ class RecordingConnector(KvtierConnector):
         broken = FOLDER / "break"
         how = broken.read_text() if broken.exists() else ""
         for load in step.loads if step is not None else ():
-            read = load.shards[self._worker._shard][0]
+            read, *others = load.shards[self._worker._shard]
             if how == "swap":
-                one, two = read.slots[:SLOT_BYTES], read.slots[SLOT_BYTES : 2 * SLOT_BYTES]
-                read.slots = two + one + read.slots[2 * SLOT_BYTES :]
+                swap(read, others)
             if how == "stale":
                 # As if the first slot had been given away: another generation.
                 extent, reserved, offset, generation = SLOT.unpack_from(read.slots)
