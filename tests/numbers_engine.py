@@ -3,6 +3,8 @@ hold follows from the tokens alone, so each one is compared before it is read. F
 
 A rank keeps its pages in tensors as vLLM lays them out, and goes through a step as vLLM's runner does: copies
 of blocks, loads that the step needs, the step itself, whose states go on in another page, other loads, saves.
+A step that computes nothing is over before anything can be saved, and vLLM gives away at once what a window
+leaves behind: unless it is `hasty`, a rank takes as long for a step as its saves take.
 """
 
 from __future__ import annotations
@@ -150,6 +152,7 @@ class Rank:
         self.requests: dict[str, Known] = {}
         self.wrong: list[tuple[str, str, int]] = []
         self.compared = 0
+        self.hasty = False
         self.output: ModelRunnerOutput | None = None
         self.connector: Any = None
         if not parallel.model_parallel_is_initialized():
@@ -276,6 +279,13 @@ class Rank:
 
     # --- a step
 
+    def wait_until_saved(self) -> None:
+        """Until the saves of this step are over, whatever became of them."""
+        worker, deadline = self.connector._worker, time.monotonic() + SETTLE_S
+        while worker is not None and not worker._copying.keys() <= worker._report.saves.keys():
+            assert time.monotonic() < deadline, f"not saved after {SETTLE_S} s: {worker._copying}"
+            time.sleep(0.0002)
+
     def take(self, scheduled: Any) -> None:
         """What the engine has changed about its requests."""
         for request_id in scheduled.finished_req_ids:
@@ -329,6 +339,8 @@ class Rank:
             if not scheduled.has_sync_kv_loads:
                 self.connector.start_load_kv(None)
             self.connector.wait_for_save()
+            if not self.hasty:
+                self.wait_until_saved()
             results = self.connector.get_transfer_results(scheduled.finished_req_ids)
             told.finished_recving = results.finished_recving
             told.failed_recving = results.failed_recving
@@ -379,7 +391,7 @@ class NumbersEngine:
 
     def __init__(
         self, model: str, folder: Path, socket: str | None = None, *, blocks: int = 200,
-        budget: int = 64, asynchronous: bool = False, sleeps: bool = False,
+        budget: int = 64, asynchronous: bool = False, sleeps: bool = False, hasty: bool = False,
         extra: dict[str, Any] | None = None, **changes: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
@@ -410,6 +422,7 @@ class NumbersEngine:
         ranks = type("Ranks", (Numbers,), {"specs": specs})
         self.core = EngineCore(config, ranks, log_stats=True)
         self.rank: Rank = self.core.model_executor.rank
+        self.rank.hasty = hasty
         self.connector: Any = self.core.scheduler.get_kv_connector()
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
