@@ -96,6 +96,7 @@ class Line:
             if not self._closing.is_set():
                 self._hurry.wait(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        self._hang_up()
 
     def _hang_up(self) -> None:
         # Before the next: that one then tells the daemon that nothing writes the old one's slots.

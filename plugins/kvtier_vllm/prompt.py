@@ -65,7 +65,9 @@ class Prompt:
     wait: Wait = field(default_factory=Wait)
     known: int | None = None  # how many leading blocks the daemon has
     saved: int | None = None  # how many leading blocks need no save any more
-    tries: int = 0  # saves that left a hole
+    holes: int = 0  # that saves have left
+    tries: int = 0  # to save the same blocks again
+    hole: int = -1  # where those begin
     dropped: int = 0  # how many leading blocks are saved, or counted as dropped
     over: bool = False
     unfilled: bool = False  # its load has failed, and it was not computed since

@@ -22,12 +22,12 @@ LIMIT_BLOCKS = 1024  # of one save: the step's thread names their pages and keys
 @dataclass(slots=True)
 class Saving:
     """A save that some ranks have not answered yet: whose, of which blocks and pages, and after how many
-    `tries` of the prompt it was begun."""
+    `holes` of the prompt it was begun."""
 
     prompt: Prompt
     first: int
     stop: int
-    tries: int
+    holes: int
     pages: list[int]
     nbytes: int
     ranks: int
@@ -146,7 +146,7 @@ class Saves:
             len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes
         )
         self._of[number] = Saving(
-            prompt, first, prompt.saved, prompt.tries, pages, nbytes, self._layout.shards.ranks
+            prompt, first, prompt.saved, prompt.holes, pages, nbytes, self._layout.shards.ranks
         )
         for page in pages:
             self._on.setdefault(page, set()).add(number)
@@ -165,9 +165,12 @@ class Saves:
         prompt = saving.prompt
         if not hole.again:
             prompt.tries = TRIES
-        elif saving.tries == prompt.tries and not hole.grows:
+        elif saving.holes == prompt.holes and not hole.grows:
             # Others that were begun with this one, and called off with it, are no tries of their own.
-            prompt.tries += 1
+            # What is further on than the last hole is another: a window leaves pages at every step.
+            prompt.holes += 1
+            prompt.tries = 1 if saving.first > prompt.hole else prompt.tries + 1
+            prompt.hole = saving.first
         self.again(prompt, saving.first)
         if prompt.tries >= TRIES or prompt.over:
             self._counts.update(hole.drops)

@@ -19,6 +19,7 @@ from kvtier.units import GIB, MIB
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.status import draw
 from kvtier_daemon.config import load, settled
+from kvtier_daemon.standing import SWITCHED_OFF
 
 STATS = {
     "version": "0.1.0",
@@ -468,7 +469,7 @@ def test_the_table_says_what_to_do_about_disks_that_fail():
 
 
 def test_the_table_says_which_tiers_are_switched_and_how_that_ends():
-    off = {"state": "off", "on": False, "failure": "switched off"}
+    off = {"state": "off", "on": False, "failure": SWITCHED_OFF}
     warm = STATS["tiers"]["warm"] | {"state": "drained", "allocated_bytes": 64 * GIB}
     lines = drawn(STATS | {"tiers": {"warm": warm, "cold": COLD | off}})
     assert (lines[3].split(), lines[5].split()) == (["drained"], ["off"])

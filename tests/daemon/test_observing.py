@@ -25,6 +25,7 @@ from kvtier_daemon.observing.history import KEPT, History
 from kvtier_daemon.observing.lag import Lag
 from kvtier_daemon.observing.spans import Latencies, Spans
 from kvtier_daemon.observing.web import Pages, Web, listen
+from kvtier_daemon.standing import SWITCHED_OFF
 
 # --- text -----------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ def figures_of(**changes: Any) -> dict[str, Any]:
          "degraded: the cold tier is off until a restart: /d: gone"),
         ({"cold": {"on": False}}, True, "degraded: the cold tier is off, and is tried again: its disks"),
         ({"cold": {"failure": "slow"}}, True, "degraded: the cold tier: slow"),
-        ({"cold": {"on": False, "state": "off", "failure": "switched off"}}, True,
+        ({"cold": {"on": False, "state": "off", "failure": SWITCHED_OFF}}, True,
          "degraded: the cold tier is off: as was asked"),
         ({"cold": {"on": False, "state": "drained"}}, True, "degraded: the cold tier is drained: nothing is"),
         ({"cold": {"on": False, "state": "drained", "failure": "/d: EIO"}}, True,

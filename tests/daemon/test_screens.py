@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvtier.units import GIB
 from kvtier_daemon.cli.screens import LABEL, VIEWS, History, Moment, Room, draw
+from kvtier_daemon.standing import SWITCHED_OFF
 
 CLIENT = {
     "client": "engine 0", "tenant": "default", "pid": 7, "uid": 0, "spaces": 1, "up_s": 5.0,
@@ -70,7 +71,7 @@ def test_a_tier_that_fails_or_is_switched_off_leaves_the_bars_as_they_are() -> N
     broken = drawn("tiers", Room(78, 20), on=False, failure=failure)
     assert [line.split()[0] for line in broken[2:4]] == ["warm", "cold"]
     assert "cold tier off: /mnt/nvme0" in " ".join(" ".join(broken).split())
-    off = drawn("tiers", Room(78, 20), on=False, state="off", failure="switched off")
+    off = drawn("tiers", Room(78, 20), on=False, state="off", failure=SWITCHED_OFF)
     assert [line.split()[0] for line in off[2:4]] == ["warm", "cold"]
     said = " ".join(" ".join(off).split())
     assert "until `kvtier tier on cold`" in said and "switched off" not in said

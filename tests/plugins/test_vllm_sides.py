@@ -658,6 +658,24 @@ def test_what_follows_a_hole_that_stays_is_not_saved(
     assert engine.scheduler.counts["drop:after_hole"] == 2
 
 
+def test_holes_of_other_blocks_have_tries_of_their_own(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """As of a model with windows, whose pages are given away behind them, a step's after another's."""
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    before = drops(engine)
+    request = engine.run(engine.add(PROMPT))
+    for _ in range(TRIES + 1):
+        engine.until(lambda: not engine.scheduler.in_flight["saves"])
+        drop_saves(engine, lambda: grow(engine, request, BLOCK))
+        grow(engine, request, 1)
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert engine.serve([*request.tokens, 1]).cached == (8 + TRIES + 1) * BLOCK
+    assert drops(engine) == before
+
+
 def test_a_hole_that_is_not_made_up_for_is_counted_where_answers_are_not_kept(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
