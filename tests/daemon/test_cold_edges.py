@@ -147,8 +147,8 @@ def test_a_file_that_fails_half_made_leaves_nothing(
         os.ftruncate(fd, nbytes // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
     volume = Volume(tmp_path, None)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     path = volume.segment_path("t", 7)
     with pytest.raises(OSError, match="No space"):
         volume.make(path, MIB)

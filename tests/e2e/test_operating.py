@@ -576,7 +576,7 @@ def test_who_reads_no_more_ends_a_command_without_a_word(shared_daemon: Daemon) 
             for _ in range(5):
                 space.match(space.keys([1] * 16))
                 time.sleep(0.05)
-        assert watching.wait(20) == 1
+        assert watching.wait(20) == 141
         assert watching.stderr.read() == ""
         watching.stdout = None  # closed: not to be read at the end
 
