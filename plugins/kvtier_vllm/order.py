@@ -18,11 +18,8 @@ log = logging.getLogger("vllm.kvtier")
 # Of K and of V, as layouts say it (`kvtier.codec.arranged`): by their heads, tokens and dims.
 VEC, AMX = "hpdt|hptd", "hpt/16d/2t%16d%2|hpd/16t/2d%16t%2"
 BY_STRIDES = ("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN")
-FLOATS = (
-    "torch.bfloat16",
-    "torch.float16",
-    "torch.float32",
-)  # others keep scales among the elements
+# Others keep scales among the elements.
+FLOATS = ("torch.bfloat16", "torch.float16", "torch.float32")
 LIMIT = 256  # whole numbers that bf16 tells apart
 TILE = 16
 

@@ -51,6 +51,13 @@ def began(
     return cold_daemon(daemon_of, on or disk, "through", more=more, folder=folder)
 
 
+def save_all(client: Client, daemon: Daemon, spec: KvSpec) -> None:
+    """Every chain, each on the disk before the next."""
+    for chain in range(CHAINS):
+        save(client, chain, spec, content)
+        settled(daemon)
+
+
 def found(client: Client, chain: int, spec: KvSpec = SPEC) -> list[tuple[bytes, bytes]]:
     """Key and bytes of each leading block of a chain that comes back."""
     brought(client, chain, spec=spec)
@@ -79,9 +86,7 @@ def test_what_left_memory_comes_back_as_the_twin_says(
 ) -> None:
     daemon = began(daemon_of, disk, asked)
     with daemon.connect() as client:
-        for chain in range(CHAINS):
-            save(client, chain, SPEC, content)
-            settled(daemon)
+        save_all(client, daemon, SPEC)
         assert check(asked, found(client, CHAINS - 1)) == 0, "memory has it as it was"
         assert check(asked, found(client, 0)) == CHAIN
         for _ in range(2):
@@ -128,9 +133,7 @@ def test_no_configuration_is_given_what_another_has_stored(
 def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path) -> None:
     daemon = began(daemon_of, disk, "q4")
     with daemon.connect() as client:
-        for chain in range(CHAINS):
-            save(client, chain, OTHER, content)
-            settled(daemon)
+        save_all(client, daemon, OTHER)
         for chain in range(CHAINS):
             assert [block for _, block in found(client, chain, OTHER)] == [
                 block_of(key, OTHER) for key in client.open(OTHER).keys(tokens(chain))
@@ -256,9 +259,7 @@ def test_damage_on_the_disk_is_a_miss_or_what_the_twin_says(
 ) -> None:
     daemon = began(daemon_of, disk, asked)
     with daemon.connect() as client:
-        for chain in range(CHAINS):
-            save(client, chain, SPEC, content)
-            settled(daemon)
+        save_all(client, daemon, SPEC)
     daemon.process.send_signal(signal.SIGKILL)
     daemon.process.wait()
     chance, hurt = random.Random(4), 0

@@ -357,9 +357,8 @@ class ValueModel(Ages):
         worth = []
         for family in families:
             relatives = pool
-            if (
-                len(near) > 1
-            ):  # who was wanted more often leans on those before, and is so much likelier
+            # Who was wanted more often leans on those before, and is so much likelier.
+            if len(near) > 1:
                 more = 1 + 1 / min(len(near) // 2, SELDOM - 1)
                 relatives = [min(one * more, 0.999) for one in near[-2]]
             near.append(chances(total(self._hits, family), total(ends, family), relatives, FEW))
