@@ -120,6 +120,10 @@ class App:
             loop.add_signal_handler(number, stopped.set)
         reload = asyncio.Event()
         loop.add_signal_handler(signal.SIGHUP, reload.set)
+        # What was made so far stays for good: a collection need not walk it again. A cold tier goes when it
+        # is switched off.
+        gc.collect()
+        gc.freeze()
         if self.config.cold is not None:
             await self._open_cold(loop, stopped)
         recorder = Recorder(self.config.state, time.monotonic)
@@ -138,9 +142,6 @@ class App:
         loop.add_reader(self.warm.start(), self._extents_ready)
         self._say_whether_it_grows()
         looked_at = await self._show(loop)
-        # What start-up made stays for good: a collection need not walk it again.
-        gc.collect()
-        gc.freeze()
         self._notifier.ready(f"serving on {self.config.socket}")
         log.info(
             "kvtier %s serves on %s: warm %s for %s",

@@ -156,28 +156,31 @@ class ColdLife:
         )  # fmt: skip
 
     def _take(self, tier: ColdTier) -> None:
-        """Have this cold tier used, and go on as with the one before."""
+        """Have this cold tier used, and go on as with the one before; or, raising, leave all as it is."""
         config = self._settings.config
         cold = config.cold
         assert cold is not None
-        self.tier = tier
-        for name, tenant in self._tenants.items():
-            before = tenant.mover
-            tenant.mover = Mover(
+        movers = {
+            name: Mover(
                 name, tenant.catalog, tier, tenant.quota_bytes, losses=self._losses,
                 **_ways(config, cold, tenant),
-            )  # fmt: skip
-            if before is not None:
-                tenant.mover.inherit(before)
+            )
+            for name, tenant in self._tenants.items()
+        }  # fmt: skip
+        catalogs = {name: tenant.catalog for name, tenant in self._tenants.items()}
+        scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
+        self.tier = tier
+        for name, tenant in self._tenants.items():
+            if tenant.mover is not None:
+                movers[name].inherit(tenant.mover)
+            tenant.mover = movers[name]
+        if self.scrub is not None:
+            scrub.counts.update(self.scrub.counts)
+        self.scrub = scrub
         # In the order in which they came, so that each has the number that it would have had.
         self._unmapped = False
         for extent in self._warm.extents:
             self.map(self._tenants[extent.tenant], extent)
-        catalogs = {name: tenant.catalog for name, tenant in self._tenants.items()}
-        scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
-        if self.scrub is not None:
-            scrub.counts.update(self.scrub.counts)
-        self.scrub = scrub
         if self._tasks is not None:
             self._move_of(tier)
 
@@ -187,7 +190,8 @@ class ColdLife:
         if self._moving is not None:
             self._moving.cancel()
             await asyncio.wait([self._moving])
-        self._remember(tier)
+        if tier is self.tier:  # else what is known has the numbers of the segments of another one
+            self._remember(tier)
         return await tier.close(timeout_s)
 
     def _dirty(self, tenant: str, ids: bytes) -> None:

@@ -10,7 +10,6 @@ warm   drain  what is in memory alone is written to the disks, and from then on 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -253,13 +252,8 @@ class Switching:
             for tenant in self._tenants.values():
                 while tenant.catalog.cold.take_used(USED_BLOCKS):  # of segments with other numbers
                     pass
-            self._cold = cold
             self._take(cold)
-            # The one before has rings, and the arena pinned in them. What refers to it goes in circles, and
-            # was perhaps there when the daemon began to serve.
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
+            self._cold = cold
 
         self._begin("cold", OPENING, open_again, OFF)
 

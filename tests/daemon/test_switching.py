@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from apps import served
+from kvtier import Client
+from kvtier.catalog.cold import Cold
 from kvtier.errors import TierError
 from kvtier_daemon import app as app_module
 from kvtier_daemon import cold_life
 from kvtier_daemon.app import App
+from kvtier_daemon.mover import Mover
 from kvtier_daemon.observing.health import health
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.tiers import cold as cold_module
 from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_daemon.tiers.volume import Volume
+from specs import pattern, spec_of
 
 
 async def reached(app: App, state: str) -> dict[str, Any]:
@@ -94,6 +100,84 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         assert not (await switched(app, "on", "on"))["failure"]
         assert app.cold is not None and app.cold.takes
         await well(app)
+
+    served(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    "broken", [(Cold, "drop_segment"), (Mover, "__init__"), (Scrub, "__init__")]
+)
+def test_what_fails_while_another_tier_is_taken_over_mixes_up_no_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
+) -> None:
+    """What was wanted while it was off is known by the numbers of the one before."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted")
+
+    def loaded(count: int) -> int:
+        with Client.connect(str(tmp_path / "s")) as client:
+            space = client.open(spec_of("taken"))
+            keys = space.keys(list(range(count * 16)))
+            if not space.match(keys).ready:
+                space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+            with space.load(keys) as blocks:
+                assert all(
+                    bytes(block) == pattern(key, space.spec.block_bytes)
+                    for key, block in zip(keys, blocks, strict=True)
+                )
+                return len(blocks)
+
+    async def work(app: App) -> None:
+        await well(app)
+        assert await asyncio.to_thread(loaded, 20) == 20
+        await app.tier("warm", "drain")
+        while (await app.tier("warm", "status"))["state"] != "drained":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await switched(app, "off", "off")
+        before = app.cold
+        assert await asyncio.to_thread(loaded, 20) == 20  # wanted, for the first time
+        with monkeypatch.context() as planted:
+            planted.setattr(*broken, fails)
+            await app.tier("cold", "on")
+            told = await reached(app, "off")
+        assert told["failure"] == "it failed: RuntimeError('planted'); the daemon's log says how"
+        assert app.cold is before and not app._figures.of(None)["failures"]["internal"]
+        assert not (await switched(app, "on", "on"))["failure"]
+        assert app._figures.of(None)["tiers"]["cold"]["blocks"] == 20
+        await well(app)
+
+    served(tmp_path, work)
+
+
+def mapped() -> int:
+    """How often memory of a daemon's is mapped here."""
+    return Path("/proc/self/maps").read_text().count("memfd:kvtier")
+
+
+def test_a_tier_that_is_off_lets_go_of_the_arena_and_waits_for_no_collection(
+    tmp_path: Path,
+) -> None:
+    """To unmap it takes a tenth of a second for each GiB, which the loop does not have."""
+
+    async def work(app: App) -> None:
+        await well(app)
+        assert app.cold is not None
+        app.cold.room(1 << 20)
+        used, first = mapped(), weakref.ref(app.cold)
+        gc.disable()
+        try:
+            await switched(app, "off", "off")
+            away = mapped()
+            assert away <= used - len(app.warm.extents) - 2  # its own page, and the room
+            await switched(app, "on", "on")
+            await switched(app, "off", "off")
+            assert mapped() == away
+            await switched(app, "on", "on")
+        finally:
+            gc.enable()
+        gc.collect()
+        assert first() is None, "it is taken for something that stays"
 
     served(tmp_path, work)
 

@@ -151,6 +151,7 @@ class Drive:
         self.is_over = False  # what is asked of it now is never heard of
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.disk = Disk(self._event_fd, engine, decoders=decoders, staged_bytes=staged_bytes)
+        self.engine = self.disk.engine
         self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
         loop.add_reader(self._event_fd, self._completed)
         self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
@@ -341,11 +342,14 @@ class Drive:
         self._loop.remove_reader(self._event_fd)
 
     def _end(self, timeout_s: float) -> bool:
-        """Waits for threads."""
+        """Waits for threads. A worker that has ended goes at once, and what the kernel keeps for it."""
         until = self._clock() + timeout_s
         left = self.disk.stop(timeout_s)
         os.close(self._event_fd)
-        return not left and not wait(list(self._jobs), max(0.0, until - self._clock())).not_done
+        if left:
+            return False
+        del self.disk
+        return not wait(list(self._jobs), max(0.0, until - self._clock())).not_done
 
 
 def anonymous(nbytes: int) -> Mapping:
