@@ -229,9 +229,7 @@ class Answers:
         self._server.events.tell(kind, tenant.name, client=self._session.name, **fields)
 
     def _explain(self, tenant: Tenant, request: wire.Explain) -> wire.Reply:
-        told = explain(
-            tenant.catalog, request.lookup, request.keys, self._server.clock(), tenant.brings
-        )
+        told = explain(tenant, request.lookup, request.keys, self._server.clock())
         fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in told.items()}
         return wire.Report(request.id, fields)
 

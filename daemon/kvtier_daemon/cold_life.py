@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -51,6 +52,8 @@ class ColdLife:
     ) -> None:
         self.tier: ColdTier | None = None
         self.scrub: Scrub | None = None
+        # By tenant: found on the disks, and of models that are stored otherwise now.
+        self.unasked: Counter[str] = Counter()
         self._settings = settings
         self._tenants = tenants
         self._warm = warm
@@ -231,20 +234,29 @@ class ColdLife:
 
     async def _recover(self, tier: ColdTier) -> None:
         started = time.monotonic()
-        found = 0
+        found, unasked = 0, Counter[str]()
 
-        async def restored(tenant: str, one: Recovered, segment: int) -> None:
+        async def restored(name: str, one: Recovered, segment: int) -> None:
             nonlocal found
+            tenant = self._tenants[name]
             for identity, spec, rows in one.parts:
-                catalog = self._tenants[tenant].catalog
+                asked = identity == tenant.identity_of(spec)
                 for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
                     some = rows[at : at + RESTORE_ROWS * ENTRY.size]
-                    found += catalog.cold.restore(identity, spec, some, segment, one.used)[0]
+                    made = tenant.catalog.cold.restore(identity, spec, some, segment, one.used)[0]
+                    found += made
+                    unasked[name] += 0 if asked else made
                     await asyncio.sleep(0)
 
         await tier.recover(restored)
         seconds = time.monotonic() - started
         log.info("cold tier is there: %d blocks found in %.2f s", found, seconds)
+        self.unasked = unasked
+        if count := unasked.total():
+            log.warning(
+                "cold: %d blocks of them are stored otherwise than cold.codecs has their models stored now:"
+                " nobody can ask for them, and they go with their segments", count,
+            )  # fmt: skip
         for tenant in self._tenants.values():
             assert tenant.mover is not None
             tenant.mover.forget_early()

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.catalog import Catalog, Space
+from kvtier.catalog import Space
 from kvtier.catalog.departures import Lookup
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
+from kvtier_daemon.tenant import Tenant
 
 LAST = 20
 LIMIT_EXPLAINED = 4096  # keys times spaces: some milliseconds
 
 
-def explain(catalog: Catalog, number: int, keys: bytes, now: float, brings: bool) -> dict[str, Any]:
+def explain(tenant: Tenant, number: int, keys: bytes, now: float) -> dict[str, Any]:
     """Of one tenant: the lookup of this number, or these keys, or the last lookups."""
+    catalog = tenant.catalog
     if number:
         lookup = catalog.lookups.numbered(number)
         if lookup is None:
             raise Refused("bad_request", f"lookup {number} is not among the last ones")
         told: dict[str, Any] = {"lookup": _told(lookup, now)}
         if lookup.missing:
-            told["keys"] = [_explained(catalog, lookup.missing, lookup.space, brings)]
+            told["keys"] = [_explained(tenant, lookup.missing, lookup.space)]
         return told
     if not keys:
         return {"lookups": [_told(one, now) for one in catalog.lookups.last(LAST)]}
@@ -30,13 +32,20 @@ def explain(catalog: Catalog, number: int, keys: bytes, now: float, brings: bool
     if len(keys) // KEY_BYTES * max(1, catalog.spaces) > LIMIT_EXPLAINED:
         raise Refused("bad_request", "too many keys: ask in parts")
     each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-    return {"keys": [_explained(catalog, key, None, brings) for key in each]}
+    return {"keys": [_explained(tenant, key, None) for key in each]}
 
 
-def _explained(catalog: Catalog, key: bytes, space: Space | None, brings: bool) -> dict[str, Any]:
-    told = catalog.explain(key, space)
-    if told["why"] in ("on_disk", "coming") and not brings:
-        told["why"] = "tier_off"
+def _explained(tenant: Tenant, key: bytes, space: Space | None) -> dict[str, Any]:
+    told = tenant.catalog.explain(key, space)
+    if told["why"] in ("on_disk", "coming"):
+        if not tenant.brings:
+            told["why"] = "tier_off"
+        elif not tenant.asks_for(tenant.catalog.space(told["space"])):
+            told["why"] = "unasked"
+    for near in told.get("near", ()):
+        if space is not None and not near["differs"]:  # in nothing but what is lost on the disk
+            there = tenant.stored(tenant.catalog.space(near["space"]))
+            near["differs"] = {"cold.codecs": {"here": tenant.stored(space), "there": there}}
     return told
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.catalog import Catalog
+from kvtier.catalog import Catalog, Space
 from kvtier.codec.losses import Losses
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec
@@ -38,6 +38,14 @@ class Tenant:
 
     def identity_of(self, spec: KvSpec) -> bytes:
         return self.losses.identity(spec, self.name)
+
+    def asks_for(self, space: Space) -> bool:
+        """Whether anybody can: it may be of a configuration that was another."""
+        return space.identity == self.identity_of(space.spec)
+
+    def stored(self, space: Space) -> str:
+        """How its blocks are stored on disks, in a word or two."""
+        return self.losses.stored(space.identity, space.spec, self.name)
 
     def secret_of(self, identity: bytes) -> bytes:
         """What a client of that space names its blocks with."""

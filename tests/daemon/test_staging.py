@@ -6,10 +6,14 @@ import asyncio
 import errno
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+from apps import served
 from kvtier.codec.frame import PAGE
+from kvtier_daemon.app import App
+from kvtier_daemon.observing.series import families
 from kvtier_daemon.tiers import staging as module
 from kvtier_daemon.tiers.staging import Staging
 
@@ -140,3 +144,21 @@ def test_whatever_is_taken_and_given_nobody_shares_and_all_comes_back() -> None:
         assert staging._holes == {0: {0: MOST}} and room.made == [MOST]
 
     on(test)
+
+
+def test_how_much_of_it_is_used_and_who_waits_for_it_is_in_the_metrics(tmp_path: Path) -> None:
+    async def work(app: App) -> None:
+        assert app.cold is not None
+        staging = app.cold.coding.staging
+        staging.used, staging.waited, staging.refused = PAGE, 3, 2
+        told = {
+            family.name: family.samples[0].value
+            for family in families(app._figures.of(None))
+            if family.name.startswith("kvtier_stag")
+        }
+        assert told == {
+            "kvtier_staged_bytes": PAGE, "kvtier_staged_limit_bytes": staging.most,
+            "kvtier_staging_waits": 3, "kvtier_staging_refusals": 2,
+        }  # fmt: skip
+
+    served(tmp_path, work)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from daemons import Daemon
+from daemons import Daemon, kvtier
 from e2e.test_cold_tier import CHAIN, brought, cold_daemon, save, settled, tokens
 from faults.disks import mounted
 from kvtier import Client, KvSpec
@@ -128,6 +128,39 @@ def test_no_configuration_is_given_what_another_has_stored(
                 settled(daemon)
             seen.add(asked)
         daemon.stop()
+
+
+@pytest.mark.parametrize(
+    ("before", "stored"), [("q8", "q8"), ("ecsq-lo", "another codec or profile"), ("", "lossless")]
+)
+def test_what_nobody_can_ask_for_any_more_is_counted_and_explained_and_kept(
+    daemon_of: Callable[..., Daemon], disk: Path, before: str, stored: str
+) -> None:
+    now = "" if before else "q8"
+    daemon = began(daemon_of, disk, before)
+    with daemon.connect() as client:
+        save(client, 0, SPEC, content)
+        settled(daemon)
+        old = client.open(SPEC).keys(tokens(0))[0].hex()
+    daemon.stop()
+    daemon = began(daemon_of, disk, now)
+    with daemon.connect() as client:
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["unasked"] == CHAIN)
+        assert found(client, 0) == []
+        number = client.explain()["lookups"][0]["number"]
+    told = explained(daemon, str(number))
+    assert f"differs in: cold.codecs '{stored}' (here '{now or 'lossless'}')" in told
+    assert "nobody can ask for it" in explained(daemon, old)
+    assert f"{CHAIN} blocks of models" in kvtier("status", "--socket", daemon.socket).stdout
+    daemon.stop()
+    daemon = began(daemon_of, disk, before)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == CHAIN)
+    assert daemon.stats()["tiers"]["cold"]["unasked"] == 0
+    assert "it is on disk" in explained(daemon, old)
+
+
+def explained(daemon: Daemon, what: str) -> str:
+    return kvtier("explain", what, "--socket", daemon.socket).stdout
 
 
 def test_other_models_lose_nothing(daemon_of: Callable[..., Daemon], disk: Path) -> None:

@@ -17,6 +17,7 @@ WHY = {
     "coming": "it is being read from the disk",
     "on_disk": "it is on disk",
     "tier_off": "it is on disk, and the disk is off: `kvtier status` says why",
+    "unasked": "it is on disk, stored otherwise than cold.codecs says now: nobody can ask for it",
     "in_progress": "a client is writing it",
     "incomplete": "some of its groups or shards are here, others are not",
     "never_stored": "it was never stored, or so long ago that it is not known any more",

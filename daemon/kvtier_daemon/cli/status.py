@@ -242,6 +242,11 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
         "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
+        "cold unasked": [
+            f"{count(lost, 'block')} of models that cold.codecs has stored otherwise now"
+        ]
+        if (lost := cold.get("unasked", 0))
+        else [],
         "cold codecs": _codecs(cold.get("coding", {}).get("spaces", ())),
         "cold loads": [f"{why} {n:,}" for why, n in falling(cold.get("loads", {}))],
         "cold not written": [f"{why} {n:,}" for why, n in falling(cold.get("unwritten", {}))],

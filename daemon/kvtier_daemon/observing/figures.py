@@ -189,6 +189,7 @@ class Figures:
             "day_bytes": sum(mover.day_bytes for mover in movers),
             "day_limit_bytes": int(config.cold.daily_bytes * share),
             "loads": _sum(mover.verdicts for mover in movers),
+            "unasked": sum(self._cold.unasked[tenant.name] for tenant in tenants),
             "unwritten": _sum(tenant.catalog.blocks.unwritten for tenant in tenants),
             "not_read": _sum(tenant.catalog.cold.failed for tenant in tenants),
             "reading": sum(tenant.catalog.cold.reading for tenant in tenants),

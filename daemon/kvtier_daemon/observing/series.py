@@ -159,6 +159,10 @@ def _of_cold(name: str) -> Read:
     return lambda figures: _cold(figures).get(name, 0)
 
 
+def _of_coding(name: str) -> Read:
+    return lambda figures: _cold(figures).get("coding", {}).get(name, 0)
+
+
 # --- what they are --------------------------------------------------------------------------------
 
 SERIES: Final[tuple[Series, ...]] = (
@@ -238,6 +242,8 @@ SERIES: Final[tuple[Series, ...]] = (
            lambda f: _cold(f).get("states", {}), "outcome", FRAMES),
     Series("kvtier_cold_loads", "counter", "Requests for blocks on disk, by what was decided and why.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),
+    Series("kvtier_cold_unasked_blocks", "gauge", "Blocks that a start found on the disks and that nobody "
+           "can ask for: their models are stored otherwise now (cold.codecs).", _of_cold("unasked")),
     Series("kvtier_cold_unwritten_blocks", "counter", "Blocks evicted that were on no disk, by the reason.",
            lambda f: _cold(f).get("unwritten", {}), "reason", UNWRITTEN),
     Series("kvtier_cold_unread_blocks", "counter", "Blocks that a read did not bring.",
@@ -247,7 +253,14 @@ SERIES: Final[tuple[Series, ...]] = (
     Series("kvtier_cold_day_limit_bytes", "gauge", "What may be (cold.daily_writes); 0 is no limit.",
            _of_cold("day_limit_bytes")),
     Series("kvtier_coding_failures", "counter", "Blocks that could not be encoded or decoded.",
-           lambda f: _cold(f).get("coding", {}).get("failures", 0)),
+           _of_coding("failures")),
+    Series("kvtier_staged_bytes", "gauge", "Memory that blocks are encoded to, in use until they are "
+           "written.", _of_coding("staged_bytes")),
+    Series("kvtier_staged_limit_bytes", "gauge", "All there is of it.", _of_coding("staged_limit_bytes")),
+    Series("kvtier_staging_waits", "counter", "How often blocks that were to be encoded waited for it.",
+           _of_coding("waited")),
+    Series("kvtier_staging_refusals", "counter", "How often they did so in vain, and were written as they "
+           "are.", _of_coding("refused")),
     Series("kvtier_scrub_frames", "counter", "Frames read again to find damage.",
            lambda f: _scrub(f).get("frames", 0)),
     Series("kvtier_scrub_damaged_frames", "counter", "Frames that this found damaged.",

@@ -110,6 +110,15 @@ class Losses:
             return loss
         return None
 
+    def stored(self, identity: bytes, spec: KvSpec, tenant: str) -> str:
+        """How the blocks of the space of this identity are stored, in a word or two."""
+        loss = self.of(identity, spec, tenant)
+        if loss is not None:
+            return loss.asked
+        names = ("", *FIXED)
+        found = (name for name in names if identity == space_id(spec, tenant, name))
+        return next(found, "another codec or profile") or "lossless"
+
     def _fixed(self, spec: KvSpec, asked: str) -> Loss | str:
         if spec.dtype not in DTYPES:
             return TYPE
