@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
 
     from kvtier import Client
 
-ANSWER_S = 1.5  # for every answer: who asks is told within 2 s
+# Who asks is told within 2 s of the command's start, unless that alone took a second: a daemon that is as
+# slow as the machine is then is not said to hang.
+TOLD_S = 1.75
+ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 
 
 def status(
@@ -58,16 +63,18 @@ def _ask(path: Path) -> Mapping[str, Any]:
 
 
 @contextmanager
-def connected(path: Path, name: str, answer_s: float = ANSWER_S) -> Iterator[Client]:
+def connected(path: Path, name: str, answer_s: float = 0.0) -> Iterator[Client]:
     """A client of the daemon at `path`; where none answers, or one of another version, Unavailable says what
-    to do. `answer_s` is for the answers after the first."""
+    to do. `answer_s` is for the answers after the first, if they may take longer than that one."""
     from kvtier import Client
     from kvtier.errors import ProtocolError, Refused, Unavailable
 
     try:
-        if answer_s > ANSWER_S:  # that it answers at all is to be known sooner
-            Client.connect(str(path), timeout_s=ANSWER_S, populate=False, name=name).close()
-        with Client.connect(str(path), timeout_s=answer_s, populate=False, name=name) as client:
+        first_s = _first_answer_s()
+        if answer_s > first_s:  # that it answers at all is to be known sooner
+            Client.connect(str(path), timeout_s=first_s, populate=False, name=name).close()
+        timeout_s = max(answer_s, first_s)
+        with Client.connect(str(path), timeout_s=timeout_s, populate=False, name=name) as client:
             yield client
     except Unavailable as error:
         raise Unavailable(_why(path, error)) from error
@@ -81,6 +88,19 @@ def connected(path: Path, name: str, answer_s: float = ANSWER_S) -> Iterator[Cli
 
         text = f"{path}: {error.message}; this command is kvtier {version('kvtier')}"
         raise Unavailable(text) from error
+
+
+@cache
+def _first_answer_s() -> float:
+    """How long to wait for an answer, by how long this process took to come to ask."""
+    return round(min(ANSWER_S, max(LEAST_ANSWER_S, TOLD_S - _age_s())), 1)
+
+
+def _age_s() -> float:
+    """How long this process is there."""
+    # The name of the program, which may have blanks and brackets, ends with the last bracket.
+    begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
 
 
 def _why(path: Path, error: Exception) -> str:
