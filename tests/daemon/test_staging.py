@@ -83,6 +83,9 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all_of_it is not None
         assert await staging.take(2 * PAGE) is None and staging.refused == 1
         monkeypatch.setattr(module, "PATIENCE_S", 60.0)
+        last = await staging.take(PAGE)
+        assert last is not None
+        staging.give(*last, PAGE)
         first, second = await waiting(staging, 2 * PAGE), await waiting(staging, PAGE)
         first.cancel()
         assert await second is not None
@@ -142,6 +145,29 @@ def test_whatever_is_taken_and_given_nobody_shares_and_all_comes_back() -> None:
         for at, size in mine.items():
             staging.give(0, at, size)
         assert staging._holes == {0: {0: MOST}} and room.made == [MOST]
+
+    on(test)
+
+
+def test_after_one_has_waited_in_vain_others_do_not_until_something_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a disk that hangs has is not given back: the others would write a piece in six seconds."""
+
+    async def test(staging: Staging, _: Room) -> None:
+        some, other = await staging.take(40 * PAGE), await staging.take(24 * PAGE)
+        assert some is not None and other is not None
+        monkeypatch.setattr(module, "PATIENCE_S", 0.01)
+        assert await staging.take(8 * PAGE) is None
+        monkeypatch.setattr(module, "PATIENCE_S", 1000)
+        for _ in range(3):
+            assert await asyncio.wait_for(staging.take(8 * PAGE), 20) is None
+        assert (staging.waited, staging.refused) == (4, 4)
+        staging.give(other[0], other[1], 4 * PAGE)
+        task = await waiting(staging, 8 * PAGE)
+        assert not task.done()
+        staging.give(other[0], other[1] + 4 * PAGE, 20 * PAGE)
+        assert await task == other
 
     on(test)
 

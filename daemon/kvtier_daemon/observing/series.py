@@ -257,10 +257,10 @@ SERIES: Final[tuple[Series, ...]] = (
     Series("kvtier_staged_bytes", "gauge", "Memory that blocks are encoded to, in use until they are "
            "written.", _of_coding("staged_bytes")),
     Series("kvtier_staged_limit_bytes", "gauge", "All there is of it.", _of_coding("staged_limit_bytes")),
-    Series("kvtier_staging_waits", "counter", "How often blocks that were to be encoded waited for it.",
-           _of_coding("waited")),
-    Series("kvtier_staging_refusals", "counter", "How often they did so in vain, and were written as they "
-           "are.", _of_coding("refused")),
+    Series("kvtier_staging_waits", "counter", "How often blocks that were to be encoded found none of it "
+           "free.", _of_coding("waited")),
+    Series("kvtier_staging_refusals", "counter", "How often they got none, and were written as they are.",
+           _of_coding("refused")),
     Series("kvtier_scrub_frames", "counter", "Frames read again to find damage.",
            lambda f: _scrub(f).get("frames", 0)),
     Series("kvtier_scrub_damaged_frames", "counter", "Frames that this found damaged.",

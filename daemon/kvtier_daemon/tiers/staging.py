@@ -28,8 +28,9 @@ class Staging:
     ) -> None:
         self.most = most
         self.used = 0
-        self.waited = 0  # who had to wait
-        self.refused = 0  # and did so in vain
+        self.waited = 0  # who found none free
+        self.refused = 0  # and got none
+        self._stuck = False  # somebody waited in vain, and nothing was given back since
         self._loop = loop
         self._room = room
         self._holes: dict[int, dict[int, int]] = {}  # by extent: offsets, and sizes
@@ -38,11 +39,15 @@ class Staging:
 
     async def take(self, nbytes: int) -> tuple[int, int] | None:
         """So many bytes in whole pages, uncleared: an extent and the offset in it. None where nothing became
-        free in time. Raises OSError where memory can't be made."""
+        free in time; who comes after that waits no more, until something does: what a disk that hangs has may
+        be all there is. Raises OSError where memory can't be made."""
         nbytes = pages(nbytes)
         if not self._waiting and (place := self._cut(nbytes)) is not None:
             return place
         self.waited += 1
+        if self._stuck:
+            self.refused += 1
+            return None
         mine: asyncio.Future[tuple[int, int]] = self._loop.create_future()
         self._waiting.append((nbytes, mine))
         try:
@@ -53,6 +58,7 @@ class Staging:
             raise
         if self._leave(nbytes, mine):
             self.refused += 1
+            self._stuck = True
             return None
         return mine.result()
 
@@ -69,6 +75,7 @@ class Staging:
         if not nbytes:
             return
         holes = self._holes[extent]
+        self._stuck = False
         self.used -= nbytes
         for at, size in list(holes.items()):
             if at + size == offset:
