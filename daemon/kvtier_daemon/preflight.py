@@ -209,7 +209,7 @@ def open_files(
     )
     fix = (
         f"as root run `ulimit -n {need}` before, or write LimitNOFILE={need} into the unit;"
-        " or lower max_clients, or raise warm.extent"
+        f" or lower max_clients, or raise warm.extent{' or cold.segment' if config.cold else ''}"
     )
     return Finding(_reaches(soft, need), "open files", value, fix)
 

@@ -127,9 +127,10 @@ def test_help_lists_every_command(run):
 
 
 def test_a_misspelt_command_is_an_error(run):
-    code, _, err = run("serv")
-    assert code == 2
-    assert "No such command 'serv'" in err
+    for words, meant in ((["serv"], "serve"), (["tire"], "tier"), (["config", "chek"], "check")):
+        code, _, err = run(*words)
+        assert code == 2
+        assert f"No such command '{words[-1]}'. Did you mean '{meant}'" in err
 
 
 HELP = "import sys; from kvtier_daemon.cli import main\ntry: main(['--help'])\nexcept SystemExit: "

@@ -53,6 +53,11 @@ COMMANDS = {
 class Commands(TyperGroup):
     """Imports a command's file when that command is asked for."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        names: dict[str, Any] = dict.fromkeys(COMMANDS)
+        self.commands = names  # who writes nearly one of these is told so
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

@@ -202,7 +202,7 @@ def _locked(directory: Path) -> tuple[int, int]:
             fd = os.open(LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
         except OSError as error:
-            remedy = f"make it, and let uid {os.geteuid()} write there"
+            remedy = f"make it a directory that uid {os.geteuid()} may write to"
             text = f"cold: {directory} can't be used: {error.strerror}; {remedy}"
             raise TierError(text) from error
         try:
