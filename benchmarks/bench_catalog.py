@@ -1,10 +1,9 @@
 """The catalog's store at a million blocks: memory a block, and the calls that a daemon makes.
 
-    python benchmarks/bench_catalog.py [results.json]
-
 Validates against the twin first. No arena memory is needed: only the generation table is real.
 """
 
+import argparse
 import gc
 import json
 import os
@@ -283,6 +282,9 @@ def validate(rnd):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out_to = parser.parse_args().out
     rnd = random.Random(1)
     validate(rnd)
     small = Catalog(10_240, rnd)
@@ -331,11 +333,11 @@ def main():
         print(f"{what:24} {measured[what]:8} bar {bar:6}  {measured[what] / bar:5.2f} of it")
     for what, numbers in results.items():
         print(f"{what:24} {numbers}")
-    if len(sys.argv) > 1:
+    if out_to is not None:
         environment = {"python": platform.python_version(), "machine": platform.processor()}
         environment |= {"kernel": platform.release(), "cpus": os.cpu_count()}
         out = {"environment": environment, "bars": BARS, "measured": measured, "results": results}
-        Path(sys.argv[1]).write_text(json.dumps(out, indent=1) + "\n")
+        out_to.write_text(json.dumps(out, indent=1) + "\n")
 
 
 if __name__ == "__main__":
