@@ -172,6 +172,8 @@ class ColdLife:
         }  # fmt: skip
         catalogs = {name: tenant.catalog for name, tenant in self._tenants.items()}
         scrub = Scrub(tier, catalogs, self._dirty, cold.scrub_bytes)
+        if self.tier is not None:
+            tier.inherit(self.tier)
         self.tier = tier
         for name, tenant in self._tenants.items():
             if tenant.mover is not None:

@@ -150,6 +150,25 @@ def test_what_fails_while_another_tier_is_taken_over_mixes_up_no_segments(
     served(tmp_path, work)
 
 
+def test_what_was_counted_is_not_forgotten_with_the_tier(tmp_path: Path) -> None:
+    """Who sees a counter fall takes it for a restart."""
+
+    async def work(app: App) -> None:
+        await well(app)
+        assert app.cold is not None
+        coding = app.cold.coding
+        coding.failures, coding.staging.waited, coding.staging.refused = 4, 3, 2
+        app.cold.drives[0].faults = 5
+        for _ in range(2):
+            await switched(app, "off", "off")
+            await switched(app, "on", "on")
+        told = app._figures.of(None)["tiers"]["cold"]
+        counts = [told["coding"][name] for name in ("failures", "waited", "refused")]
+        assert (counts, told["faults"]) == ([4, 3, 2], 5)
+
+    served(tmp_path, work)
+
+
 def mapped() -> int:
     """How often memory of a daemon's is mapped here."""
     return Path("/proc/self/maps").read_text().count("memfd:kvtier")

@@ -205,6 +205,14 @@ class ColdTier:
         nbytes = max(ROOM_LEAST, 1 << (pages(nbytes) - 1).bit_length())
         return self.register(anonymous(nbytes), fixed=False), nbytes
 
+    def inherit(self, other: ColdTier) -> None:
+        """Count on from where another one of the same directories ended."""
+        self.coding.failures += other.coding.failures
+        self.coding.staging.waited += other.coding.staging.waited
+        self.coding.staging.refused += other.coding.staging.refused
+        for mine, theirs in zip(self.drives, other.drives, strict=True):
+            mine.faults += theirs.faults
+
     @property
     def engine(self) -> str:
         return self.drives[0].engine
