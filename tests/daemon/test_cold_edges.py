@@ -268,3 +268,29 @@ def test_a_full_disk_takes_no_name_of_its_user_and_is_used(
     with pytest.raises(TierError, match="used by another daemon"):
         Volume(tmp_path, SIZE)
     assert volume.close()
+
+
+def test_a_size_that_the_file_system_has_not_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
+    free = os.statvfs(tmp_path)
+    room = there + free.f_frsize * free.f_bavail
+    for size, said in ((SIZE, False), (room * 2, True)):
+        caplog.clear()
+        (volume,) = open_volumes([tmp_path], size)
+        assert ("that its file system has not" in caplog.text) == said
+        assert said == (volume.lacks_bytes() > 0)
+        assert volume.close()
+
+
+def test_what_it_has_already_is_no_room_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    (volume,) = open_volumes([tmp_path], SIZE)
+    there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((PAGE,) * 2 + (0,) * 8))
+    assert there and volume.lacks_bytes() == volume.segments_bytes - there
+    assert volume.close()

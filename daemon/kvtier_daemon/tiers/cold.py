@@ -28,6 +28,7 @@ from kvtier.codec.base import ELEMENTS, ZSTD, Codec
 from kvtier.codec.frame import PAGE, pages
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
+from kvtier.units import format_bytes
 from kvtier_daemon.tiers.batch import Outgoing, Wrote
 from kvtier_daemon.tiers.coding import Coding, threads_here
 from kvtier_daemon.tiers.drive import BENIGN, HANGS_S, Drive, Over, anonymous
@@ -95,8 +96,19 @@ def open_volumes(directories: Sequence[Path], size_bytes: int) -> list[Volume]:
             except RuntimeError as error:
                 raise TierError(f"cold: no threads can be had: {error}") from error
             undo.callback(volumes[-1].close)
+            _tell_of_room(volumes[-1])
         undo.pop_all()
     return volumes
+
+
+def _tell_of_room(volume: Volume) -> None:
+    """A file system that is too small is used as far as it goes, but nobody may have meant that."""
+    with contextlib.suppress(OSError):
+        if lacks := volume.lacks_bytes():
+            log.warning(
+                "cold: %s: cold.size has %s for it that its file system has not: what there is has to do,"
+                " and others' files may take of it", volume.directory, format_bytes(lacks),
+            )  # fmt: skip
 
 
 class ColdTier:

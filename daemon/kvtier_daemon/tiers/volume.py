@@ -87,6 +87,13 @@ class Volume:
             return []
         return sorted(path for path in folder.iterdir() if path.name.isdecimal() and path.is_file())
 
+    def lacks_bytes(self) -> int:
+        """How much of what its segments may take the file system has not. Waits for the disk."""
+        found = os.statvfs(self.directory)
+        files = (path for tenant in self.tenants() for path in self.files(tenant))
+        there = sum(path.stat().st_blocks * 512 for path in files)
+        return max(0, self.segments_bytes - there - found.f_frsize * found.f_bavail)
+
     def buried(self, head: Head) -> list[int]:
         """The pages of those frames of this segment that were forgotten before this start."""
         return self._buried.pop(head.epoch, [])
