@@ -11,6 +11,17 @@
 #include "codec/parts.h"
 
 namespace kvtier::codec {
+
+void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts) {
+    uint16_t apart[4][256] = {};  // a code that comes twice in a row is not waited for
+    for (size_t k = 0; k < rows * kRow; k += 4) {
+        for (size_t j = 0; j < 4; j++) apart[j][codes[k + j]]++;
+    }
+    for (size_t i = 0; i < 256; i++) {
+        counts[255 - i] += apart[0][i] + apart[1][i] + apart[2][i] + apart[3][i];
+    }
+}
+
 namespace {
 
 // --- plain kernels -------------------------------------------------------------------------------
@@ -126,6 +137,7 @@ constexpr Kernels plain() {
     kernels.encode = encode_plain;
     kernels.decode = decode_plain;
     kernels.table = table_plain;
+    kernels.count = count_plain;
     return kernels;
 }
 constexpr Kernels kPlain = plain();
@@ -191,18 +203,17 @@ void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_
 void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t least, size_t one_in,
            uint32_t* counts) {
     const size_t rows = sampled_rows(shape.whole, least, one_in);
-    uint16_t apart[4][256] = {};  // an exponent that comes twice in a row is not waited for
-    uint8_t codes[kRow], rest[kRestRowMost], escapes[kRow];
-    for (size_t i = 0; i < rows; i++) {
-        // With 255 as the top and the last code, a code is how far below 255 the exponent lies.
-        const uint8_t* const row = in + sampled_row(i, rows, shape.whole) * shape.row_bytes();
-        by.split(row, row, 1, 255, 255, codes, rest, escapes, kRow, false);
-        for (size_t k = 0; k < kRow; k += 4) {
-            for (size_t j = 0; j < 4; j++) apart[j][255 - codes[k + j]]++;
+    std::fill_n(counts, 256, 0);
+    uint8_t codes[kCountedRows * kRow], rest[kRestRowMost], escapes[kRow];
+    for (size_t first = 0; first < rows; first += kCountedRows) {
+        const size_t some = std::min(kCountedRows, rows - first);
+        for (size_t i = 0; i < some; i++) {
+            // With 255 as the top and the last code, a code is how far below 255 the exponent lies.
+            const uint8_t* const row =
+                in + sampled_row(first + i, rows, shape.whole) * shape.row_bytes();
+            by.split(row, row, 1, 255, 255, codes + i * kRow, rest, escapes, kRow, false);
         }
-    }
-    for (size_t i = 0; i < 256; i++) {
-        counts[i] = apart[0][i] + apart[1][i] + apart[2][i] + apart[3][i];
+        kernels().count(codes, some, counts);
     }
 }
 
@@ -707,6 +718,9 @@ void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) 
         const Symbol symbol = symbol_of(frequencies[i], start);
         table.reciprocal[i] = symbol.reciprocal;
         table.packed[i] = symbol.frequency | symbol.bias << 9 | symbol.shift << 20;
+        table.gain[i] = static_cast<uint16_t>(kScale - symbol.frequency);
+        table.mended[i] = static_cast<uint16_t>(symbol.shift | symbol.bias << kShiftBits);
+        table.fill[i] = symbol.frequency << 23;
         start += frequencies[i];
     }
 }

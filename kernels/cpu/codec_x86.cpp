@@ -4,6 +4,7 @@
 #if KVTIER_X86
 #include <immintrin.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -336,29 +337,49 @@ WIDE __m512i codes16(const uint8_t* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }
 
-// One half of a row goes into its states.
-WIDE void take_in(__m512i& state, const uint8_t* codes, const EncodeTable& table,
-                  uint16_t*& words) {
-    const __m512i code = codes16(codes);
-    const __m512i packed =
-        _mm512_permutex2var_epi32(line(table.packed), code, line(table.packed + 16));
+// The lower words of two registers of 32-bit lanes.
+constexpr std::array<uint16_t, kLanes> kLowerWords = [] {
+    std::array<uint16_t, kLanes> found{};
+    for (size_t i = 0; i < kLanes; i++) found[i] = static_cast<uint16_t>(2 * i);
+    return found;
+}();
+
+// `taken_in` for half a row.
+WIDE __m512i taken_in(__m512i state, __m512i code, const EncodeTable& table) {
+    const __mmask32 lower_words = 0x55555555;
     const __m512i reciprocal =
         _mm512_permutex2var_epi32(line(table.reciprocal), code, line(table.reciprocal + 16));
-    const __m512i frequency = _mm512_and_si512(packed, _mm512_set1_epi32(511));
-    const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(state, 23), frequency);
-    const auto count = static_cast<unsigned>(std::popcount(full));
-    words -= count;
-    _mm256_mask_storeu_epi16(words, static_cast<__mmask16>(_bzhi_u32(0xFFFF, count)),
-                             _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
-    state = _mm512_mask_srli_epi32(state, full, state, 16);
-    const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(state, reciprocal), 32);
+    const __m512i mended = _mm512_maskz_permutexvar_epi16(lower_words, code, line(table.mended));
+    const __m512i gain = _mm512_maskz_permutexvar_epi16(lower_words, code, line(table.gain));
+    const __m512i even = _mm512_mul_epu32(state, reciprocal);
     const __m512i odd =
         _mm512_mul_epu32(_mm512_srli_epi64(state, 32), _mm512_srli_epi64(reciprocal, 32));
-    const __m512i high = _mm512_mask_blend_epi32(0xAAAA, even, odd);
-    const __m512i whole = _mm512_srlv_epi32(high, _mm512_srli_epi32(packed, 20));
-    const __m512i bias = _mm512_and_si512(_mm512_srli_epi32(packed, 9), _mm512_set1_epi32(2047));
-    const __m512i rest = _mm512_sub_epi32(_mm512_set1_epi32(kScale), frequency);
-    state = _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(whole, rest));
+    const __m512i high =
+        _mm512_mask_shuffle_epi32(odd, 0x5555, even, static_cast<_MM_PERM_ENUM>(0xF5));
+    // Of what it shifts by it looks at the lowest 5 bits.
+    const __m512i whole = _mm512_shrdv_epi32(high, _mm512_setzero_si512(), mended);
+    const __m512i bias = _mm512_srli_epi32(mended, kShiftBits);
+    return _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(whole, gain));
+}
+
+// A row goes into its states.
+WIDE void take_in(__m512i& low, __m512i& high, const uint8_t* codes, const EncodeTable& table,
+                  uint16_t*& words) {
+    const __m512i code_low = codes16(codes), code_high = codes16(codes + 16);
+    const __m512i fill_low =
+        _mm512_permutex2var_epi32(line(table.fill), code_low, line(table.fill + 16));
+    const __m512i fill_high =
+        _mm512_permutex2var_epi32(line(table.fill), code_high, line(table.fill + 16));
+    const __mmask16 full_low = _mm512_cmpge_epu32_mask(low, fill_low);
+    const __mmask16 full_high = _mm512_cmpge_epu32_mask(high, fill_high);
+    const __mmask32 full = _mm512_kunpackw(full_high, full_low);
+    const auto count = static_cast<unsigned>(std::popcount(_cvtmask32_u32(full)));
+    words -= count;
+    const __m512i lower = _mm512_permutex2var_epi16(low, line(kLowerWords.data()), high);
+    _mm512_mask_storeu_epi16(words, _bzhi_u32(~0u, count),
+                             _mm512_maskz_compress_epi16(full, lower));
+    low = taken_in(_mm512_mask_srli_epi32(low, full_low, low, 16), code_low, table);
+    high = taken_in(_mm512_mask_srli_epi32(high, full_high, high, 16), code_high, table);
 }
 
 template <size_t kCount>
@@ -378,8 +399,7 @@ KVTIER_VBMI void encode512(Encoder* const* streams, size_t rows) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
             codes[s] -= kLanes;
-            take_in(high[s], codes[s] + 16, *tables[s], words[s]);
-            take_in(low[s], codes[s], *tables[s], words[s]);
+            take_in(low[s], high[s], codes[s], *tables[s], words[s]);
         }
     }
     for (size_t s = 0; s < kCount; s++) {
@@ -458,6 +478,38 @@ KVTIER_VBMI void table512(const uint8_t* frequencies, DecodeTable& table) {
             _mm512_storeu_si512(table.symbol + start + k, _mm512_set1_epi8(static_cast<char>(i)));
         }
         start += frequencies[i];
+    }
+}
+
+// Looks for one code after the other, since most of those there lie near each other.
+KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
+    constexpr unsigned kNear = 32;
+    __m512i least = line(codes);
+    for (size_t row = 1; row < rows; row++) {
+        least = _mm512_min_epu8(least, line(codes + row * kRow));
+    }
+    const __m256i folded =
+        _mm256_min_epu8(_mm512_castsi512_si256(least), _mm512_extracti64x4_epi64(least, 1));
+    const __m128i again =
+        _mm_min_epu8(_mm256_castsi256_si128(folded), _mm256_extracti128_si256(folded, 1));
+    const __m128i words = _mm_min_epu8(again, _mm_srli_epi16(again, 8));
+    const auto first = static_cast<unsigned>(_mm_cvtsi128_si32(_mm_minpos_epu16(words)) & 0xFFFF);
+    const unsigned end = std::min(first + kNear, 256u);
+    size_t left = rows * kRow;
+    for (unsigned code = first; code < end && left != 0; code++) {
+        const __m512i wanted = _mm512_set1_epi8(static_cast<char>(code));
+        size_t found = 0;
+        for (size_t row = 0; row < rows; row++) {
+            found += static_cast<size_t>(
+                std::popcount(_mm512_cmpeq_epi8_mask(line(codes + row * kRow), wanted)));
+        }
+        counts[255 - code] += static_cast<uint32_t>(found);
+        left -= found;
+    }
+    for (; left != 0; codes++) {
+        if (*codes < end) continue;
+        counts[255 - *codes]++;
+        left--;
     }
 }
 
@@ -965,7 +1017,8 @@ const Kernels kKernelsVbmi = {
         if (count == 2) return decode512<2>(streams, rows);
         decode512<1>(streams, rows);
     },
-    table512};
+    table512,
+    count512};
 
 const Kernels kKernelsAvx2 = {
     {kRows256<Element::kBf16>, kRows256<Element::kFp16>, kRows256<Element::kFp32>,
@@ -976,7 +1029,8 @@ const Kernels kKernelsAvx2 = {
         if (count == 2) return decode256<2>(streams, rows);
         decode256<1>(streams, rows);
     },
-    table256};
+    table256,
+    count_plain};
 
 }  // namespace kvtier::codec
 #endif

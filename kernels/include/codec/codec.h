@@ -75,7 +75,12 @@ size_t decode(Element element, std::span<const Decoded> parts);
 struct alignas(64) EncodeTable {
     uint32_t reciprocal[kSymbolsMost];
     uint32_t packed[kSymbolsMost];  // frequency, bias << 9, shift << 20
+    // The same as words that one shuffle holds all of, and as the state that is too full.
+    uint16_t gain[kSymbolsMost];    // 256 - frequency
+    uint16_t mended[kSymbolsMost];  // shift, bias << kShiftBits
+    uint32_t fill[kSymbolsMost];    // frequency << 23
 };
+inline constexpr unsigned kShiftBits = 5;
 // What each level's decoder looks up; each fills in its own.
 struct alignas(64) DecodeTable {
     uint8_t symbol[kScale + 64];    // of each slot; what lies behind means nothing
@@ -137,7 +142,11 @@ struct Kernels {
     void (*decode)(Decoder* const* streams, size_t count, size_t rows);
     // From frequencies that sum to 256.
     void (*table)(const uint8_t* frequencies, DecodeTable& table);
+    // Adds to counts[255 - c] how often a code c is in rows of them, at most kCountedRows.
+    void (*count)(const uint8_t* codes, size_t rows, uint32_t* counts);
 };
+inline constexpr size_t kCountedRows = 32;
+void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts);
 
 // Those of the level that is chosen.
 const Kernels& kernels();
