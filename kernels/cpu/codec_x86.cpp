@@ -4,7 +4,6 @@
 #if KVTIER_X86
 #include <immintrin.h>
 
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -494,7 +493,7 @@ KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
         _mm_min_epu8(_mm256_castsi256_si128(folded), _mm256_extracti128_si256(folded, 1));
     const __m128i words = _mm_min_epu8(again, _mm_srli_epi16(again, 8));
     const auto first = static_cast<unsigned>(_mm_cvtsi128_si32(_mm_minpos_epu16(words)) & 0xFFFF);
-    const unsigned end = std::min(first + kNear, 256u);
+    const unsigned end = first + kNear;  // beyond 255 there is nothing left
     size_t left = rows * kRow;
     for (unsigned code = first; code < end && left != 0; code++) {
         const __m512i wanted = _mm512_set1_epi8(static_cast<char>(code));

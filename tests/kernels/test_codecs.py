@@ -121,6 +121,18 @@ def test_encoded_bytes_are_the_twins_and_come_back(level, codec, element):
             assert back == parts[0], (kind.__name__, count)
 
 
+@pytest.mark.parametrize("lane", [3, 20])  # of each half of a row
+def test_a_state_that_is_just_full_gives_its_word_at_once(level, lane):
+    """The first symbol's share is 1 in 256, so that it takes a new state, 2^15, to 2^23, which is just too
+    full for it: its word leaves before another lane's does, a row later."""
+    words = np.full((64, 32), 120 << 7, "<u2")
+    words[[-1, -2], lane] = words[[-2, -3], lane + 2] = 121 << 7
+    parts = [words.tobytes()]
+    [(codec, twin)] = reference.encode_parts(R32, BF16, parts)
+    assert codec == R32 and twin[8] == 1  # how often it is expected
+    assert encoded(R32, BF16, parts) == ([(R32, len(twin))], twin)
+
+
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("codec", CODECS)
 def test_parts_of_any_size_share_a_block_and_each_can_be_read_alone(level, codec, element):
