@@ -160,13 +160,21 @@ KVTIER_HD inline size_t sampled_row(size_t i, size_t sampled, size_t rows) {
 inline constexpr size_t kFix4SampleLeast = 8, kFix4SampleOneIn = 64;
 inline constexpr size_t kR32SampleLeast = 32, kR32SampleOneIn = 16;
 
+KVTIER_HD inline bool none_of_8(const uint32_t* counts) {
+    uint32_t any = 0;
+    for (uint32_t i = 0; i < 8; i++) any |= counts[i];
+    return any == 0;
+}
+
 // The top of the window of so many exponents that holds most of what was counted: the lowest such
 // top, or the one above it if that holds as much, since what was not counted may be a little
 // larger.
 KVTIER_HD inline uint32_t best_top(const uint32_t* counts, uint32_t width) {
     uint64_t sum = 0, best = 0;
     uint32_t first = 0, end = 256, top = 0;
+    while (first < 248 && none_of_8(counts + first)) first += 8;
     while (first < 255 && counts[first] == 0) first++;
+    while (end > first + 8 && none_of_8(counts + end - 8)) end -= 8;
     while (end > first + 1 && counts[end - 1] == 0) end--;
     for (uint32_t at = first; at < end; at++) {
         sum += counts[at];
