@@ -13,8 +13,6 @@ from kvtier.codec import frame
 from kvtier.codec.base import ELEMENTS, FIX4, R32, Codec
 from kvtier.codec.frame import (
     DIGEST_BYTES,
-    GENERATION_AT,
-    PROFILE_AT,
     RAW_DIGEST_AT,
     ZERO_DIGEST,
     Entry,
@@ -52,7 +50,7 @@ def encode_by(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: 
     nbytes = sum(entry.nbytes for entry in found)
     if nbytes >= size:
         return size
-    _describe(header, codec, found)
+    describe(header, codec, found)
     if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
         header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
     return nbytes
@@ -75,34 +73,7 @@ def encode_lossy(
     return encode_lossy_frame(codec.recipe, element, header, block, into, lies, position)
 
 
-def encode_lossy_by(
-    codec: Codec,
-    dtype: str,
-    header: bytearray,
-    block: Buffer,
-    into: Buffer,
-    grids: Sequence[Grid],
-    position: int,
-) -> int:
-    """The same by a codec's own means."""
-    source = memoryview(block).cast("B")
-    size, known = len(source), header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES]
-    if known != ZERO_DIGEST and xxh3_128(source) != known:
-        return size
-    found = codec.encode(source, entries_of(header), dtype, into, grids, position)
-    nbytes = sum(entry.nbytes for entry in found)
-    if nbytes >= size:
-        return size
-    back = bytearray(size)
-    codec.decode(memoryview(into)[:nbytes], found, dtype, back)
-    _describe(header, codec, found)
-    header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
-    header[PROFILE_AT : PROFILE_AT + len(codec.profile)] = codec.profile
-    header[GENERATION_AT] = ONCE
-    return nbytes
-
-
-def _describe(header: bytearray, codec: Codec, found: Sequence[Entry]) -> None:
+def describe(header: bytearray, codec: Codec, found: Sequence[Entry]) -> None:
     """Say in a header how its block is encoded."""
     fields = list(frame.HEADER.unpack_from(header))
     fields[2], fields[5] = codec.number, sum(entry.nbytes for entry in found)
