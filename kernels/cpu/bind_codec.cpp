@@ -252,7 +252,8 @@ Order order_of(size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
                 numbers_of(tokens, "tokens: 4 bytes each"),
                 numbers_of(dims, "dims: 4 bytes each"),
                 {}};
-    if (!order.prepare()) throw nb::value_error("a place is outside of its page");
+    if (!order.prepare())
+        throw nb::value_error("a place is outside of its page, or of two elements");
     return order;
 }
 

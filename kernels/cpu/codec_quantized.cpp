@@ -293,7 +293,7 @@ KVTIER_QUANTIZED(Whole, KVTIER_LINES)
 #endif
 
 #if KVTIER_X86
-// bf16 by hand, past the caches: with the plain loop and a copy of its lines, q8 comes back at 0.71
+// bf16 by hand: with the plain loop, and past the caches a copy of its lines, q8 comes back at 0.71
 // of memcpy, and so at 0.85.
 KVTIER_LINES KVTIER_LOOP __m512i values16(const uint8_t* codes, __m512 base, __m512 step) {
     const __m512i wide =
@@ -307,15 +307,20 @@ KVTIER_LINES KVTIER_LOOP __m512i values16(const uint8_t* codes, __m512 base, __m
 }
 
 // The upper halves of 32 floats, as a line.
+template <bool kPast>
 KVTIER_LINES KVTIER_LOOP void put_uppers(uint8_t* out, __m512i low, __m512i high) {
     const __m512i uppers =
         _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                          25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     const __m512i both = _mm512_permutex2var_epi16(low, uppers, high);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(out), both);
+    if constexpr (kPast) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(out), both);
+    } else {
+        _mm512_storeu_si512(out, both);
+    }
 }
 
-template <bool kByToken>
+template <bool kByToken, bool kPast>
 KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels, const float* base,
                               const float* step, uint8_t* out) {
     for (size_t r = 0; r < rows; r++) {
@@ -330,8 +335,8 @@ KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels
                                         _mm512_loadu_ps(step + at + 16 * i));
                 }
             }
-            put_uppers(out, found[0], found[1]);
-            put_uppers(out + kUnit, found[2], found[3]);
+            put_uppers<kPast>(out, found[0], found[1]);
+            put_uppers<kPast>(out + kUnit, found[2], found[3]);
         }
     }
 }
@@ -587,17 +592,19 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past,
     return plan.size;
 }
 
-// Values straight to where they belong, whole lines past the caches; false if that is not possible.
-bool values_past(const Plan& plan, const uint8_t* codes, size_t rows, const Scratch& kept,
-                 uint8_t* out) {
+// Values straight to where they belong; false if that is not possible.
+bool values_by_hand(const Plan& plan, const uint8_t* codes, size_t rows, const Scratch& kept,
+                    uint8_t* out, bool past) {
 #if KVTIER_X86
     const Grid& grid = plan.grid;
     const bool units = (grid.by_token ? grid.head : grid.channels) % kUnit == 0;
     if (codec_choice().level() == Level::kVbmi && plan.type == 0 && units && !plan.floating &&
-        reinterpret_cast<uintptr_t>(out) % 64 == 0) {
-        (grid.by_token ? values_bf16<true> : values_bf16<false>)(codes, rows, grid.channels,
-                                                                 kept.base.data(), kept.step.data(),
-                                                                 out);
+        (!past || reinterpret_cast<uintptr_t>(out) % 64 == 0)) {
+        constexpr decltype(&values_bf16<false, false>) kBy[2][2] = {
+            {values_bf16<false, false>, values_bf16<false, true>},
+            {values_bf16<true, false>, values_bf16<true, true>}};
+        kBy[grid.by_token][past](codes, rows, grid.channels, kept.base.data(), kept.step.data(),
+                                 out);
         return true;
     }
 #endif
@@ -627,7 +634,7 @@ bool decode_quantized(Element is, const Decoded& part, bool past) {
             const size_t elements = rows * grid.channels, nbytes = elements * plan.width;
             const uint8_t* const codes = unpacker.take(elements);
             if (past) ask_pages(out + kPagesAhead, nbytes);
-            if (!past || !values_past(plan, codes, rows, kept, out)) {
+            if (!values_by_hand(plan, codes, rows, kept, out, past)) {
                 by.values[plan.kind()](codes, rows, grid.channels, grid.head, kept.base.data(),
                                        kept.step.data(), past ? kept.values.data() : out);
                 if (past) put_bytes(out, kept.values.data(), nbytes, true);

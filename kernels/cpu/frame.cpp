@@ -7,12 +7,14 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
+#include <optional>
 #include <span>
 #include <tuple>
 #include <vector>
 
 #include "codec/numbers.h"
+#include "codec/parts.h"
+#include "copy.h"
 #include "python_bytes.h"
 #include "unlocked.h"
 #include "xxh3.h"
@@ -121,8 +123,8 @@ void describe(uint8_t* header, Codec codec, std::span<const codec::Encoded> part
     }
 }
 
-// Which parts are worked on together, so that memory for them fits the nearer caches.
-constexpr size_t kTogether = size_t{1} << 20;
+// Parts are worked on together as long as all that is made of them fits the second cache.
+constexpr size_t kTogether = size_t{256} << 10;
 
 size_t width_of(codec::Element element) { return element == codec::Element::kFp32 ? 4 : 2; }
 
@@ -133,16 +135,16 @@ struct Run {
 
 // False where the parts of a layer are not all there, and no page.
 template <typename Part>
-bool runs_of(const Recipe& by, codec::Element element, std::span<const Part> parts,
+bool runs_of(const codec::Order* order, codec::Element element, std::span<const Part> parts,
              std::vector<Run>& runs) {
-    const size_t step = by.order ? by.order->parts : 1;
-    const size_t page = by.order ? by.order->page() * width_of(element) : 0;
+    const size_t step = order != nullptr ? order->parts : 1;
+    const size_t page = order != nullptr ? order->page() * width_of(element) : 0;
     if (parts.size() % step != 0) return false;
     Run run{};
     for (size_t i = 0; i < parts.size(); i += step) {
         size_t bytes = 0;
         for (size_t k = 0; k < step; k++) bytes += parts[i + k].raw_bytes;
-        if (by.order && bytes != page) return false;
+        if (order != nullptr && bytes != page) return false;
         if (run.count != 0 && run.bytes + bytes > kTogether) {
             runs.push_back(run);
             run = {i, 0, 0};
@@ -154,88 +156,123 @@ bool runs_of(const Recipe& by, codec::Element element, std::span<const Part> par
     return true;
 }
 
-// Memory for any of these runs.
-class Scratch {
- public:
-    explicit Scratch(std::span<const Run> runs) {
-        size_t most = 0;
-        for (const Run& run : runs) most = std::max(most, run.bytes);
-        bytes_ = std::make_unique_for_overwrite<uint8_t[]>(most);
-    }
-    uint8_t* data() { return bytes_.get(); }
+// What a thread keeps for any of its runs: too slow to get anew.
+struct Room {
+    struct alignas(64) Line {
+        uint8_t bytes[64];
+    };
+    std::vector<Line> lines;
 
- private:
-    std::unique_ptr<uint8_t[]> bytes_;
+    uint8_t* fit(size_t nbytes) {
+        if (lines.size() * sizeof(Line) <= nbytes) lines.resize(nbytes / sizeof(Line) + 1);
+        return lines.data()->bytes;
+    }
 };
-
-void reorder(const Recipe& by, codec::Element element, const uint8_t* from, uint8_t* to,
-             size_t bytes, bool back) {
-    const size_t width = width_of(element);
-    codec::reorder(*by.order, width, from, to, bytes / (by.order->page() * width), back);
+struct Rooms {
+    Room parts, piece;
+};
+Rooms& rooms() {
+    thread_local Rooms kept;
+    return kept;
 }
 
-// Encodes a block's parts; the payload's bytes.
-size_t encode_runs(const Recipe& by, codec::Element element, std::vector<codec::Encoded>& parts,
-                   std::span<const Run> runs, uint8_t* into) {
-    if (!by.order) return codec::encode(by.codec, element, parts, into);
-    Scratch ordered(runs);
-    size_t done = 0;
-    for (const Run& run : runs) {
-        const std::span<codec::Encoded> some(parts.data() + run.first, run.count);
-        reorder(by, element, some.front().raw, ordered.data(), run.bytes, false);
-        const uint8_t* from = ordered.data();
-        for (codec::Encoded& part : some) {
-            part.raw = from;
-            from += part.raw_bytes;
-        }
-        done += codec::encode(by.codec, element, some, into + done);
+bool decode_to(codec::Element element, std::span<codec::Decoded> parts, uint8_t* to) {
+    for (codec::Decoded& part : parts) {
+        part.raw = to;
+        to += part.raw_bytes;
     }
-    return done;
+    return codec::decode(element, parts) == parts.size();
 }
 
-// Decodes parts to where they say, in a block that they make up. False where one is damaged.
-bool decode_runs(const Recipe& by, codec::Element element, std::vector<codec::Decoded>& parts) {
-    if (!by.order) return codec::decode(element, parts) == parts.size();
+// Decodes a run of a block, and gives its bytes as they were, one piece after the other. False
+// where a part is damaged.
+template <typename Give>
+bool decode_run(const codec::Order* order, codec::Element element, std::span<codec::Decoded> parts,
+                size_t bytes, const Give& give) {
+    uint8_t* const run = rooms().parts.fit(bytes);
+    if (!decode_to(element, parts, run)) return false;
+    if (order == nullptr) {
+        give(run, bytes);
+        return true;
+    }
+    const size_t width = width_of(element), page = order->page() * width;
+    const size_t size = page / order->pieces;
+    uint8_t* const piece = rooms().piece.fit(size);
+    for (size_t at = 0; at < bytes; at += page) {
+        for (size_t number = 0; number < order->pieces; number++) {
+            codec::reorder_piece(*order, width, run + at, number, piece);
+            give(piece, size);
+        }
+    }
+    return true;
+}
+
+// Decodes parts to a block that they make up. False where one is damaged, or the digest is another.
+bool decode_parts(const codec::Order* order, codec::Element element,
+                  std::span<codec::Decoded> parts, uint8_t* block, size_t block_bytes,
+                  const uint8_t* digest) {
     std::vector<Run> runs;
-    if (!runs_of(by, element, std::span<const codec::Decoded>(parts), runs)) return false;
-    Scratch ordered(runs);
-    for (const Run& run : runs) {
-        const std::span<codec::Decoded> some(parts.data() + run.first, run.count);
-        uint8_t* const page = some.front().raw;
-        uint8_t* to = ordered.data();
-        for (codec::Decoded& part : some) {
-            part.raw = to;
-            to += part.raw_bytes;
+    if (!runs_of(order, element, std::span<const codec::Decoded>(parts), runs)) return false;
+    const bool past = block_bytes >= codec::kPast;
+    DigestedCopy copy(block_bytes, past);
+    const auto give = [&](const uint8_t* from, size_t bytes) {
+        for (size_t at = 0; at < bytes;) {
+            const size_t some = std::min(codec::kPage, bytes - at);
+            if (past) codec::ask_pages(block + codec::kPagesAhead, some);
+            copy.add(block, from + at, some);
+            block += some, at += some;
         }
-        if (codec::decode(element, some) != some.size()) return false;
-        reorder(by, element, ordered.data(), page, run.bytes, true);
+    };
+    for (const Run& run : runs) {
+        const auto some = parts.subspan(run.first, run.count);
+        if (order == nullptr && run.bytes >= codec::kPast) {  // in no cache, by whatever way
+            if (!decode_to(element, some, block)) return false;
+            copy.add(nullptr, block, run.bytes);
+            block += run.bytes;
+        } else if (!decode_run(order, element, some, run.bytes, give)) {
+            return false;
+        }
     }
-    return true;
+    if (past) stream_fence();
+    uint8_t made[kDigestBytes];
+    copy.finish(made);
+    return std::memcmp(made, digest, kDigestBytes) == 0;
 }
 
-// The digest of the block that these parts, encoded one after the other, decode to. False where one
-// does not decode: an encoder is wrong.
-bool digest_of_what_comes_back(const Recipe& by, codec::Element element,
-                               std::span<const codec::Encoded> encoded, std::span<const Run> runs,
-                               const uint8_t* payload, size_t block_bytes, uint8_t* digest) {
-    Scratch back(runs), copy(runs);
-    DigestedCopy digested(block_bytes, false);
-    std::vector<codec::Decoded> parts;
-    for (const Run& run : runs) {
-        parts.clear();
-        uint8_t* to = back.data();
-        for (const codec::Encoded& one : encoded.subspan(run.first, run.count)) {
-            parts.push_back(
-                {payload, one.bytes, one.codec, to, one.raw_bytes, one.channels, one.heads_first});
-            payload += one.bytes;
-            to += one.raw_bytes;
+// What one run of a block is encoded to, and its digests with those before it: as it was, and as it
+// comes back.
+struct Encoding {
+    const codec::Order* order;
+    Codec codec;
+    codec::Element element;
+    DigestedCopy was, back;
+    std::vector<codec::Decoded> again{};
+
+    // The run's encoded bytes; none where it does not come back: an encoder is wrong.
+    std::optional<size_t> add(std::span<codec::Encoded> parts, size_t bytes, uint8_t* into) {
+        was.add(nullptr, parts.front().raw, bytes);  // and it is in the caches then
+        if (order != nullptr) {
+            const size_t width = width_of(element);
+            uint8_t* to = rooms().parts.fit(bytes);
+            codec::reorder(*order, width, parts.front().raw, to, bytes / width / order->page(),
+                           false);
+            for (codec::Encoded& part : parts) {
+                part.raw = to;
+                to += part.raw_bytes;
+            }
         }
-        if (!decode_runs(by, element, parts)) return false;
-        digested.add(copy.data(), back.data(), run.bytes);
+        const size_t encoded = codec::encode(codec, element, parts, into);
+        again.clear();
+        for (const codec::Encoded& one : parts) {
+            again.push_back({into, one.bytes, one.codec, nullptr, one.raw_bytes, one.channels,
+                             one.heads_first});
+            into += one.bytes;
+        }
+        const auto give = [&](const uint8_t* from, size_t some) { back.add(nullptr, from, some); };
+        if (!decode_run(order, element, std::span(again), bytes, give)) return std::nullopt;
+        return encoded;
     }
-    digested.finish(digest);
-    return true;
-}
+};
 
 }  // namespace
 
@@ -266,9 +303,6 @@ size_t encode_frame(const Recipe& by, codec::Element element, uint8_t* header, s
         (!grids.empty() && grids.size() != parts.size())) {
         return 0;
     }
-    if (is_known(header + kRawDigestAt) && !is_digest(header + kRawDigestAt, block, block_bytes)) {
-        return block_bytes;
-    }
     for (size_t i = 0; i < parts.size(); i++) {
         const uint8_t* const entry = entry_of(header, i);
         parts[i].channels = by.of(field<uint16_t>(entry), entry[kPartAt]);
@@ -276,16 +310,27 @@ size_t encode_frame(const Recipe& by, codec::Element element, uint8_t* header, s
         parts[i].position = position;
         if (!grids.empty()) parts[i].grid = grids[i];
     }
+    const codec::Order* const order = by.order ? &*by.order : nullptr;
     std::vector<Run> runs;
-    if (!runs_of(by, element, std::span<const codec::Encoded>(parts), runs)) return 0;
-    const size_t payload_bytes = encode_runs(by, element, parts, runs, into);
-    if (payload_bytes >= block_bytes) return block_bytes;
-    uint8_t digest[kDigestBytes];
-    if (!digest_of_what_comes_back(by, element, parts, runs, into, block_bytes, digest)) {
+    if (!runs_of(order, element, std::span<const codec::Encoded>(parts), runs)) return 0;
+    const DigestedCopy digest(block_bytes, false);
+    Encoding encoding{order, by.codec, element, digest, digest};
+    size_t payload_bytes = 0;
+    for (const Run& run : runs) {
+        const std::span<codec::Encoded> some(parts.data() + run.first, run.count);
+        const auto more = encoding.add(some, run.bytes, into + payload_bytes);
+        if (!more) return block_bytes;
+        payload_bytes += *more;
+    }
+    uint8_t was[kDigestBytes], back[kDigestBytes];
+    encoding.was.finish(was), encoding.back.finish(back);
+    const uint8_t* const said = header + kRawDigestAt;
+    if (payload_bytes >= block_bytes ||
+        (is_known(said) && std::memcmp(was, said, kDigestBytes) != 0)) {
         return block_bytes;
     }
     describe(header, by.codec, parts, payload_bytes);
-    std::memcpy(header + kRawDigestAt, digest, kDigestBytes);
+    std::memcpy(header + kRawDigestAt, back, kDigestBytes);
     std::memcpy(header + kProfileAt, by.profile.data(), codec::kProfileBytes);
     header[kGenerationAt] = kOnce;
     return payload_bytes;
@@ -325,7 +370,7 @@ bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, 
         from = offset + field<uint32_t>(entry + kBytesAt);
         const uint8_t by = entry[kEntryCodecAt];
         if (by != kRaw && by != number) return false;
-        parts[i] = {payload + offset, from - offset, static_cast<Codec>(by), block + at, bytes};
+        parts[i] = {payload + offset, from - offset, static_cast<Codec>(by), nullptr, bytes};
         if (lossy != nullptr) {
             parts[i].channels = lossy->of(field<uint16_t>(entry), entry[kPartAt]);
             parts[i].heads_first = lossy->heads_first;
@@ -333,9 +378,8 @@ bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, 
         at += bytes;
     }
     if (at != block_bytes) return false;
-    const bool decoded = lossy != nullptr ? decode_runs(*lossy, element, parts)
-                                          : codec::decode(element, parts) == count;
-    return decoded && is_digest(header + kRawDigestAt, block, block_bytes);
+    const codec::Order* const order = lossy != nullptr && lossy->order ? &*lossy->order : nullptr;
+    return decode_parts(order, element, parts, block, block_bytes, header + kRawDigestAt);
 }
 
 bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, size_t payload_bytes,

@@ -1,57 +1,385 @@
 // Elements of pages in another order: as codecs that look at channels want them, and back.
 #include "codec/reorder.h"
 
-#include <algorithm>
 #include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "codec/codec.h"
 
 namespace kvtier::codec {
 namespace {
 
-template <typename T, bool kBack>
-void reorder_page(const Order& by, const uint8_t* from, uint8_t* to) {
-    constexpr size_t kWidth = sizeof(T);  // bytes may lie at any address
-    const size_t parts = by.parts;
-    const size_t heads = by.heads.size() / parts, tokens = by.tokens.size() / parts;
-    const size_t dims = by.dims.size() / parts;
-    size_t at = 0;
-    for (size_t part = 0; part < parts; part++) {
-        const uint32_t* dim_at = by.dims.data() + part * dims;
-        const bool runs = by.runs[part];
-        for (size_t token = 0; token < tokens; token++) {
-            for (size_t head = 0; head < heads; head++, at += dims) {
-                const size_t base =
-                    size_t{by.heads[part * heads + head]} + by.tokens[part * tokens + token];
-                if (runs) {
-                    std::memcpy(to + (kBack ? base : at) * kWidth,
-                                from + (kBack ? at : base) * kWidth, dims * kWidth);
-                    continue;
-                }
-                for (size_t dim = 0; dim < dims; dim++) {
-                    const size_t there = base + dim_at[dim], here = at + dim;
-                    std::memcpy(to + (kBack ? there : here) * kWidth,
-                                from + (kBack ? here : there) * kWidth, kWidth);
-                }
+using Together = Order::Together;
+
+#define KVTIER_LOOP inline __attribute__((always_inline))
+
+constexpr size_t kLane = 16;  // bytes; what each level's registers are made of
+
+// Some of a page: from these heads and tokens on, up to those; and how many elements of the page
+// lie before what is there of it.
+struct Piece {
+    size_t head, heads, token, tokens;
+    size_t before = 0;
+};
+
+// One part of a page, and where the page has it.
+struct Part {
+    size_t heads, tokens, dims;
+    const uint32_t *head_at, *token_at, *dim_at;
+    Order::Way way;
+    Piece piece{};
+
+    size_t ours(size_t token, size_t head) const { return (token * heads + head) * dims; }
+    size_t theirs(size_t token, size_t head) const {
+        return size_t{head_at[head]} + token_at[token] - piece.before;
+    }
+};
+
+// --- one by one, and runs ------------------------------------------------------------------------
+
+template <size_t kWidth, bool kBack>
+void move_elements(const Part& part, size_t head, size_t dim, const uint8_t* from, uint8_t* to) {
+    for (size_t token = part.piece.token; token < part.piece.tokens; token++) {
+        const size_t here = part.ours(token, head), there = part.theirs(token, head);
+        for (size_t i = dim; i < part.dims; i++) {
+            const size_t a = here + i, b = there + part.dim_at[i];
+            std::memcpy(to + (kBack ? b : a) * kWidth, from + (kBack ? a : b) * kWidth, kWidth);
+        }
+    }
+}
+
+template <size_t kBytes>
+KVTIER_LOOP void copy_run(uint8_t* to, const uint8_t* from, size_t nbytes) {
+    constexpr size_t kFew = 512;  // a call costs more than they do
+    if (nbytes > kFew || nbytes % kBytes != 0) {
+        std::memcpy(to, from, nbytes);
+        return;
+    }
+    for (size_t i = 0; i < nbytes; i += kBytes) std::memcpy(to + i, from + i, kBytes);
+}
+
+template <size_t kBytes, size_t kWidth, bool kBack>
+KVTIER_LOOP void move_runs(const Part& part, const uint8_t* from, uint8_t* to) {
+    const Piece& piece = part.piece;
+    const size_t heads = part.way.count == part.dims ? 1 : piece.heads - piece.head;
+    for (size_t token = piece.token; token < piece.tokens; token++) {
+        for (size_t head = piece.head; head < piece.heads; head += heads) {
+            const size_t a = part.ours(token, head) * kWidth;
+            const size_t b = (part.theirs(token, head) + part.dim_at[0]) * kWidth;
+            copy_run<kBytes>(to + (kBack ? b : a), from + (kBack ? a : b),
+                             heads * part.dims * kWidth);
+        }
+    }
+}
+
+// --- matrices turned round -----------------------------------------------------------------------
+
+// The compiler's vectors: what it makes of them is each level's own. Handed on by reference, since
+// not every level has registers for them.
+template <typename Unit, size_t kBytes>
+struct Vector {
+    typedef Unit Of __attribute__((vector_size(kBytes)));
+};
+template <size_t kBytes>
+using Bytes = typename Vector<uint8_t, kBytes>::Of;
+
+// The lower or upper halves of each lane of two registers, units of the one and the other in turn.
+template <typename Unit, size_t kBytes, bool kUpper, size_t... kAt>
+KVTIER_LOOP void zip(Bytes<kBytes>& out, const Bytes<kBytes>& a, const Bytes<kBytes>& b,
+                     std::index_sequence<kAt...>) {
+    using Units = typename Vector<Unit, kBytes>::Of;
+    constexpr size_t kOfLane = kLane / sizeof(Unit);
+    out = reinterpret_cast<Bytes<kBytes>>(
+        __builtin_shufflevector(reinterpret_cast<Units>(a), reinterpret_cast<Units>(b),
+                                (kAt % 2 * sizeof...(kAt) + kAt / kOfLane * kOfLane +
+                                 (kUpper ? kOfLane / 2 : 0) + kAt % kOfLane / 2)...));
+}
+
+template <size_t kBytes, size_t... kAt>
+KVTIER_LOOP void side_by_side(Bytes<kBytes>& out, const Bytes<kBytes / 2>& a,
+                              const Bytes<kBytes / 2>& b, std::index_sequence<kAt...>) {
+    using Half = typename Vector<uint64_t, kBytes / 2>::Of;
+    out = reinterpret_cast<Bytes<kBytes>>(
+        __builtin_shufflevector(reinterpret_cast<Half>(a), reinterpret_cast<Half>(b), kAt...));
+}
+
+// So many bytes: of each lane those of another row.
+template <size_t kBytes, typename Rows>
+KVTIER_LOOP void load_lanes(Bytes<kBytes>& out, const uint8_t* from, const Rows& rows, size_t row,
+                            size_t apart) {
+    if constexpr (kBytes == kLane) {
+        std::memcpy(&out, from + rows(row), kLane);
+    } else {
+        constexpr size_t kLanes = kBytes / kLane;
+        Bytes<kBytes / 2> a, b;
+        load_lanes<kBytes / 2>(a, from, rows, row, apart);
+        load_lanes<kBytes / 2>(b, from, rows, row + kLanes / 2 * apart, apart);
+        side_by_side<kBytes>(out, a, b, std::make_index_sequence<kBytes / 8>());
+    }
+}
+
+// Where rows or columns of a matrix lie, in bytes.
+struct Listed {
+    const uint32_t* at;
+    size_t step, width;
+    KVTIER_LOOP size_t operator()(size_t i) const { return at[i * step] * width; }
+};
+struct Alike {
+    size_t step;
+    KVTIER_LOOP size_t operator()(size_t i) const { return i * step; }
+};
+
+// As many rows as fit into a register, and of each a lane: as many columns. Each time that halves
+// of registers are zipped, the bits that say where a unit lies (register, place in its lane) go
+// round by one, until those of registers and places have changed sides.
+template <typename Unit, size_t kBytes, typename Rows, typename Columns>
+KVTIER_LOOP void turn_tile(const uint8_t* from, const Rows& rows, uint8_t* to,
+                           const Columns& columns) {
+    constexpr size_t kAcross = kLane / sizeof(Unit);
+    constexpr std::make_index_sequence<kBytes / sizeof(Unit)> kAll;
+    Bytes<kBytes> registers[kAcross], zipped[kAcross];
+    for (size_t i = 0; i < kAcross; i++) {
+        load_lanes<kBytes>(registers[i], from, rows, i, kAcross);
+    }
+    for (size_t stage = 1; stage < kAcross; stage *= 2) {
+        for (size_t i = 0; i < kAcross / 2; i++) {
+            const Bytes<kBytes>&a = registers[i], &b = registers[kAcross / 2 + i];
+            zip<Unit, kBytes, false>(zipped[2 * i], a, b, kAll);
+            zip<Unit, kBytes, true>(zipped[2 * i + 1], a, b, kAll);
+        }
+        for (size_t i = 0; i < kAcross; i++) registers[i] = zipped[i];
+    }
+    for (size_t i = 0; i < kAcross; i++) std::memcpy(to + columns(i), &registers[i], kBytes);
+}
+
+// A head's tokens and dims, of which one or a few that follow one another are a unit.
+template <typename Unit, size_t kBytes, size_t kWidth, bool kBack>
+KVTIER_LOOP void turn_head(const Part& part, size_t head, const uint8_t* from, uint8_t* to) {
+    constexpr size_t kDims = sizeof(Unit) / kWidth;  // of a unit
+    constexpr size_t kAcross = kLane / sizeof(Unit), kRows = kBytes / sizeof(Unit);
+    constexpr size_t kTokens = kBack ? kRows : kAcross, kUnits = kBack ? kAcross : kRows;
+    const size_t fit = part.dims / (kUnits * kDims) * kUnits * kDims;
+    const Alike mine{part.heads * part.dims * kWidth};
+    for (size_t token = part.piece.token; token < part.piece.tokens; token += kTokens) {
+        for (size_t dim = 0; dim < fit; dim += kUnits * kDims) {
+            const Listed its{part.dim_at + dim, kDims, kWidth};
+            const size_t here = (part.ours(token, head) + dim) * kWidth;
+            const size_t there = part.theirs(token, head) * kWidth;
+            if constexpr (kBack) {
+                turn_tile<Unit, kBytes>(from + here, mine, to + there, its);
+            } else {
+                turn_tile<Unit, kBytes>(from + there, its, to + here, mine);
             }
         }
     }
+    move_elements<kWidth, kBack>(part, head, fit, from, to);
 }
 
-template <typename T>
-void reorder_all(const Order& by, const uint8_t* from, uint8_t* to, size_t pages, bool back) {
-    const size_t size = by.page() * sizeof(T);
-    for (size_t page = 0; page < pages; page++, from += size, to += size) {
-        if (back) {
-            reorder_page<T, true>(by, from, to);
-        } else {
-            reorder_page<T, false>(by, from, to);
+template <typename Unit, size_t kBytes, size_t kWidth, bool kBack>
+KVTIER_LOOP bool turned(const Part& part, const uint8_t* from, uint8_t* to) {
+    constexpr size_t kTokens = (kBack ? kBytes : kLane) / sizeof(Unit);
+    constexpr size_t kUnits = (kBack ? kLane : kBytes) / sizeof(Unit);
+    const Piece& piece = part.piece;
+    if (part.way.count % kTokens != 0 || (piece.tokens - piece.token) % kTokens != 0 ||
+        part.dims < kUnits * sizeof(Unit) / kWidth) {
+        return false;
+    }
+    for (size_t head = piece.head; head < piece.heads; head++) {
+        turn_head<Unit, kBytes, kWidth, kBack>(part, head, from, to);
+    }
+    return true;
+}
+
+// Two tokens, a unit of the one and of the other in turn, and apart again: as many as fit into a
+// register.
+template <size_t kBytes, size_t kWidth, bool kBack, typename Unit, size_t... kAt>
+KVTIER_LOOP void move_pairs(const Part& part, const uint8_t* from, uint8_t* to,
+                            std::index_sequence<kAt...>) {
+    using Units = typename Vector<Unit, kBytes>::Of;
+    constexpr size_t kAll = sizeof...(kAt), kDims = kAll / 2;
+    const size_t fit = part.dims / kDims * kDims;
+    for (size_t head = part.piece.head; head < part.piece.heads; head++) {
+        for (size_t token = part.piece.token; token < part.piece.tokens; token += 2) {
+            const size_t first = part.ours(token, head), second = part.ours(token + 1, head);
+            for (size_t dim = 0; dim < fit; dim += kDims) {
+                const size_t a = (first + dim) * kWidth, b = (second + dim) * kWidth;
+                const size_t pairs = (part.theirs(token, head) + part.dim_at[dim]) * kWidth;
+                Bytes<kBytes> found;
+                if constexpr (kBack) {
+                    Bytes<kBytes / 2> one, other;
+                    std::memcpy(&one, from + a, kBytes / 2);
+                    std::memcpy(&other, from + b, kBytes / 2);
+                    side_by_side<kBytes>(found, one, other, std::make_index_sequence<kBytes / 8>());
+                } else {
+                    std::memcpy(&found, from + pairs, kBytes);
+                }
+                const auto units = reinterpret_cast<Units>(found);
+                found = reinterpret_cast<Bytes<kBytes>>(
+                    kBack ? __builtin_shufflevector(units, units, (kAt % 2 * kDims + kAt / 2)...)
+                          : __builtin_shufflevector(units, units,
+                                                    (kAt % kDims * 2 + kAt / kDims)...));
+                if constexpr (kBack) {
+                    std::memcpy(to + pairs, &found, kBytes);
+                } else {
+                    std::memcpy(to + a, &found, kBytes / 2);
+                    std::memcpy(to + b, reinterpret_cast<const uint8_t*>(&found) + kBytes / 2,
+                                kBytes / 2);
+                }
+            }
+        }
+        move_elements<kWidth, kBack>(part, head, fit, from, to);
+    }
+}
+
+// --- pages ---------------------------------------------------------------------------------------
+
+template <size_t kBytes, size_t kWidth, bool kBack>
+KVTIER_LOOP bool moved(const Part& part, const uint8_t* from, uint8_t* to) {
+    switch (part.way.together) {
+        case Together::kDims:
+            move_runs<kBytes, kWidth, kBack>(part, from, to);
+            return true;
+        case Together::kTokens:
+            if constexpr (kWidth == 2)
+                return turned<uint16_t, kBytes, kWidth, kBack>(part, from, to);
+            return turned<uint32_t, kBytes, kWidth, kBack>(part, from, to);
+        case Together::kPairsOfDims:
+            if constexpr (kWidth == 2)
+                return turned<uint32_t, kBytes, kWidth, kBack>(part, from, to);
+            return false;
+        case Together::kPairsOfTokens:
+            if (part.way.count % (kBytes / kWidth / 2) != 0) return false;
+            move_pairs<kBytes, kWidth, kBack, std::conditional_t<kWidth == 2, uint16_t, uint32_t>>(
+                part, from, to, std::make_index_sequence<kBytes / kWidth>());
+            return true;
+        default:
+            return false;
+    }
+}
+
+// From a page and to a page, or from a page of parts to where a piece of it begins.
+template <size_t kBytes, size_t kWidth, bool kBack>
+KVTIER_LOOP void move_piece(const Order& by, const Piece& piece, const uint8_t* from, uint8_t* to) {
+    const size_t heads = by.heads.size() / by.parts, tokens = by.tokens.size() / by.parts;
+    const size_t dims = by.dims.size() / by.parts, size = heads * tokens * dims * kWidth;
+    for (size_t i = 0; i < by.parts; i++) {
+        const Part part = {heads,
+                           tokens,
+                           dims,
+                           by.heads.data() + i * heads,
+                           by.tokens.data() + i * tokens,
+                           by.dims.data() + i * dims,
+                           by.ways[i],
+                           piece};
+        const uint8_t* const source = from + (kBack ? i * size : 0);
+        uint8_t* const target = to + (kBack ? 0 : i * size);
+        if (moved<kBytes, kWidth, kBack>(part, source, target)) continue;
+        if constexpr (kBytes > kLane) {
+            if (moved<kBytes / 2, kWidth, kBack>(part, source, target)) continue;
+        }
+        for (size_t head = piece.head; head < piece.heads; head++) {
+            move_elements<kWidth, kBack>(part, head, 0, source, target);
         }
     }
 }
 
-size_t greatest(const std::vector<uint32_t>& places, size_t part, size_t parts) {
-    const size_t each = places.size() / parts;
-    const auto first = places.begin() + static_cast<std::ptrdiff_t>(part * each);
-    return *std::max_element(first, first + static_cast<std::ptrdiff_t>(each));
+// For each width of elements, there and back.
+struct LevelKernels {
+    void (*pieces[2][2])(const Order& by, const Piece& piece, const uint8_t* from, uint8_t* to);
+};
+
+#define KVTIER_REORDER(LEVEL, TARGET, BYTES)                                             \
+    template <size_t kWidth, bool kBack>                                                 \
+    TARGET void piece##LEVEL(const Order& by, const Piece& piece, const uint8_t* from,   \
+                             uint8_t* to) {                                              \
+        move_piece<BYTES, kWidth, kBack>(by, piece, from, to);                           \
+    }                                                                                    \
+    constexpr LevelKernels k##LEVEL = {{{piece##LEVEL<2, false>, piece##LEVEL<2, true>}, \
+                                        {piece##LEVEL<4, false>, piece##LEVEL<4, true>}}};
+
+KVTIER_REORDER(Plain, , 16)
+#if KVTIER_X86
+KVTIER_REORDER(Half, KVTIER_AVX2, 32)
+KVTIER_REORDER(Whole, KVTIER_VBMI, 64)
+#endif
+
+const LevelKernels& level() {
+#if KVTIER_X86
+    return of_level(kPlain, kHalf, kWhole);
+#else
+    return kPlain;
+#endif
+}
+
+// --- what lies together --------------------------------------------------------------------------
+
+// The largest power of 2 that divides these into groups, each of which lies so far from one to the
+// next.
+size_t in_groups(const uint32_t* at, size_t count, size_t step) {
+    constexpr size_t kMost = 32;
+    for (size_t group = kMost; group > 1; group /= 2) {
+        bool lie = count % group == 0;
+        for (size_t i = 0; lie && i < count; i++) {
+            lie = at[i] == at[i - i % group] + i % group * step;
+        }
+        if (lie) return group;
+    }
+    return 1;
+}
+
+bool follow(const uint32_t* at, size_t count, size_t step) {
+    for (size_t i = 0; i < count; i++) {
+        if (at[i] != at[0] + i * step) return false;
+    }
+    return true;
+}
+
+Order::Way way_of(const Part& part) {
+    if (follow(part.dim_at, part.dims, 1)) {
+        const bool heads = follow(part.head_at, part.heads, part.dims);
+        return {Together::kDims, heads ? part.heads * part.dims : part.dims};
+    }
+    const size_t tokens = in_groups(part.token_at, part.tokens, 1);
+    if (tokens > 2) return {Together::kTokens, tokens};
+    if (in_groups(part.dim_at, part.dims, 1) == 2) {
+        return {Together::kPairsOfDims, in_groups(part.token_at, part.tokens, 2)};
+    }
+    if (tokens == 2) return {Together::kPairsOfTokens, in_groups(part.dim_at, part.dims, 2)};
+    return {};
+}
+
+// Whether these divide a page into equal pieces, so many of them each. None lies before its piece
+// begins, so the last ones fill the last, and all others theirs.
+bool divide(const std::vector<uint32_t>& at, size_t parts, size_t each, size_t page) {
+    const size_t count = at.size() / parts;
+    if (count % each != 0) return false;
+    for (size_t i = 0; i < at.size(); i++) {
+        if (at[i] < i % count / each * (page / count * each)) return false;
+    }
+    return true;
+}
+
+// Whether all places are within a page and of nothing yet.
+bool take(const Part& part, std::vector<bool>& taken) {
+    for (size_t head = 0; head < part.heads; head++) {
+        for (size_t token = 0; token < part.tokens; token++) {
+            for (size_t dim = 0; dim < part.dims; dim++) {
+                const size_t at = part.theirs(token, head) + part.dim_at[dim];
+                if (at >= taken.size() || taken[at]) return false;
+                taken[at] = true;
+            }
+        }
+    }
+    return true;
+}
+
+Piece piece_of(const Order& by, size_t number) {
+    const size_t heads = by.heads.size() / by.parts, tokens = by.tokens.size() / by.parts;
+    const size_t each = (by.by_heads ? heads : tokens) / by.pieces;
+    const size_t before = by.page() / by.pieces * number;
+    if (by.by_heads) return {number * each, (number + 1) * each, 0, tokens, before};
+    return {0, heads, number * each, (number + 1) * each, before};
 }
 
 }  // namespace
@@ -60,16 +388,27 @@ bool Order::prepare() {
     for (const auto* places : {&heads, &tokens, &dims}) {
         if (parts == 0 || places->empty() || places->size() % parts != 0) return false;
     }
-    runs.assign(parts, 1);
-    const size_t each = dims.size() / parts;
-    for (size_t part = 0; part < parts; part++) {
-        const size_t last = greatest(heads, part, parts) + greatest(tokens, part, parts) +
-                            greatest(dims, part, parts);
-        if (last >= page()) return false;
-        for (size_t dim = 0; dim < each; dim++) {
-            if (dims[part * each + dim] != dims[part * each] + dim) runs[part] = 0;
-        }
-        if (dims[part * each] != 0) runs[part] = 0;
+    constexpr size_t kTokens = 32;  // of a piece
+    const size_t of_heads = heads.size() / parts, of_tokens = tokens.size() / parts;
+    const size_t of_dims = dims.size() / parts;
+    std::vector<bool> taken(page());
+    ways.clear();
+    for (size_t i = 0; i < parts; i++) {
+        const Part part = {of_heads,
+                           of_tokens,
+                           of_dims,
+                           heads.data() + i * of_heads,
+                           tokens.data() + i * of_tokens,
+                           dims.data() + i * of_dims,
+                           {}};
+        if (!take(part, taken)) return false;
+        ways.push_back(way_of(part));
+    }
+    by_heads = divide(heads, parts, 1, page());
+    if (by_heads) {
+        pieces = of_heads;
+    } else {
+        pieces = divide(tokens, parts, kTokens, page()) ? of_tokens / kTokens : 1;
     }
     return true;
 }
@@ -78,11 +417,14 @@ size_t Order::page() const { return heads.size() / parts * (tokens.size() / part
 
 void reorder(const Order& by, size_t width, const uint8_t* from, uint8_t* to, size_t pages,
              bool back) {
-    if (width == 2) {
-        reorder_all<uint16_t>(by, from, to, pages, back);
-    } else {
-        reorder_all<uint32_t>(by, from, to, pages, back);
-    }
+    const auto move = level().pieces[width == 2 ? 0 : 1][back ? 1 : 0];
+    const Piece whole = {0, by.heads.size() / by.parts, 0, by.tokens.size() / by.parts};
+    const size_t size = by.page() * width;
+    for (size_t page = 0; page < pages; page++, from += size, to += size) move(by, whole, from, to);
+}
+
+void reorder_piece(const Order& by, size_t width, const uint8_t* page, size_t piece, uint8_t* to) {
+    level().pieces[width == 2 ? 0 : 1][1](by, piece_of(by, piece), page, to);
 }
 
 }  // namespace kvtier::codec

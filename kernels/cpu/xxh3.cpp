@@ -260,9 +260,9 @@ void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count, const
     // Below this a piece's head and tail would cost more than streaming its middle saves.
     constexpr size_t kFewest = 8;
     const size_t lead = (0 - reinterpret_cast<uintptr_t>(dst)) & (kLine - 1);
-    if (!streaming_ || count < kFewest) {
+    if (dst == nullptr || !streaming_ || count < kFewest) {
         position_ = kernels_.take(acc_, src, count, position_, kXxh3Secret);
-        std::memcpy(dst, src, kStripe * count);
+        if (dst != nullptr) std::memcpy(dst, src, kStripe * count);
     } else if (lead == 0) {
         const size_t last = next == nullptr ? 0 : std::min(count, kAhead / kStripe);
         const size_t first = count - last, at = kStripe * first;
@@ -286,7 +286,7 @@ void DigestedCopy::add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t
     if (n == 0) return;
     if (total_ <= kShortMost) {
         std::memcpy(small_ + kept_, src, n);
-        std::memcpy(dst, src, n);
+        if (dst != nullptr) std::memcpy(dst, src, n);
         kept_ += n;
         return;
     }
@@ -304,8 +304,8 @@ void DigestedCopy::take(uint8_t* dst, const uint8_t* src, size_t n, const uint8_
     if (carried_ != 0) {
         const size_t part = std::min(kStripe - carried_, n);
         std::memcpy(carry_ + carried_, src, part);
-        std::memcpy(dst, src, part);
-        carried_ += part, dst += part, src += part, n -= part;
+        if (dst != nullptr) std::memcpy(dst, src, part), dst += part;
+        carried_ += part, src += part, n -= part;
         if (carried_ < kStripe) return;
         carried_ = 0;
         if (left_ > 0) {
@@ -317,12 +317,13 @@ void DigestedCopy::take(uint8_t* dst, const uint8_t* src, size_t n, const uint8_
     if (count != 0) {
         stripes(dst, src, count, next);
         left_ -= count;
-        dst += kStripe * count, src += kStripe * count, n -= kStripe * count;
+        if (dst != nullptr) dst += kStripe * count;
+        src += kStripe * count, n -= kStripe * count;
     }
     if (n != 0) {
         // What is left is less than a stripe, or the whole last stripe, which is taken from last_.
         std::memcpy(carry_, src, n);
-        std::memcpy(dst, src, n);
+        if (dst != nullptr) std::memcpy(dst, src, n);
         carried_ = n % kStripe;
     }
 }

@@ -49,7 +49,8 @@ class DigestedCopy {
     // With `streaming`, whole lines of the targets are written past the caches; the caller fences.
     DigestedCopy(uint64_t total, bool streaming);
 
-    // Copies the next n bytes from src to dst and takes them in. `next` as for stream_copy.
+    // Copies the next n bytes from src to dst, unless that is null, and takes them in. `next` as
+    // for stream_copy.
     void add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
     // Writes the digest; exactly `total` bytes must have been added.
     void finish(uint8_t* digest) const;

@@ -1,7 +1,8 @@
 // Encoded parts that were damaged, for decoders built with the sanitizers: each is refused, or
-// gives bytes; nothing else is touched. A device's kernels, built for the host, write the same
-// bytes, refuse the same parts and give the same of the others. `fuzz_codecs ROUNDS SEED`; says
-// how many were refused.
+// gives bytes; nothing else is touched. Pages of any order are there and back. A device's kernels,
+// built for the host, write the same bytes, refuse the same parts and give the same of the others.
+// `fuzz_codecs ROUNDS SEED`; says how many were refused.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include "codec/calibration.h"
 #include "codec/codec.h"
 #include "codec/parts.h"
+#include "codec/reorder.h"
 #include "host_codecs.h"
 
 using namespace kvtier;
@@ -80,9 +82,59 @@ class Fuzz {
         }
     }
 
+    // Puts a page of any order into parts and back, whole and piece by piece.
+    void reorders() {
+        codec_choice().choose(codec_choice().levels()[below(codec_choice().levels().size())]);
+        constexpr size_t kTokens[] = {1, 6, 16, 32, 48, 96}, kDims[] = {1, 3, 8, 16, 20, 64, 72};
+        const size_t sizes[] = {1 + below(3), kTokens[below(6)], kDims[below(7)], 2};
+        Order order;
+        order.parts = sizes[3];
+        std::vector<uint32_t>* const places[] = {&order.heads, &order.tokens, &order.dims};
+        std::vector<Axis> axes = {{0, 1, sizes[0]}, {3, 1, sizes[3]}};
+        for (const size_t axis : {1, 2}) {
+            const size_t size = sizes[axis], by = size_t{1} << below(6);
+            const size_t within = size % by == 0 ? by : 1;
+            axes.push_back({axis, 1, within});
+            axes.push_back({axis, within, size / within});
+        }
+        std::shuffle(axes.begin() + (below(2) == 0 ? 1 : 0), axes.end(), chance_);
+        size_t strides[4][128] = {}, stride = 1;
+        for (auto axis = axes.rbegin(); axis != axes.rend(); axis++) {
+            for (size_t i = 0; i < sizes[axis->number]; i++) {
+                strides[axis->number][i] += i / axis->step % axis->extent * stride;
+            }
+            stride *= axis->extent;
+        }
+        for (size_t part = 0; part < order.parts; part++) {
+            for (size_t axis = 0; axis < 3; axis++) {
+                for (size_t i = 0; i < sizes[axis]; i++) {
+                    const size_t more = axis == 0 ? strides[3][part] : 0;
+                    places[axis]->push_back(static_cast<uint32_t>(strides[axis][i] + more));
+                }
+            }
+        }
+        if (!order.prepare()) fail("has an order that is none");
+        const size_t width = below(2) == 0 ? 2 : 4, size = order.page() * width;
+        const Exactly page(size), parts(size), back(size), piece(size / order.pieces);
+        for (size_t i = 0; i < size; i++) page.at[i] = static_cast<uint8_t>(chance_());
+        reorder(order, width, page.at.get(), parts.at.get(), 1, false);
+        reorder(order, width, parts.at.get(), back.at.get(), 1, true);
+        if (std::memcmp(page.at.get(), back.at.get(), size) != 0) fail("is in another order");
+        for (size_t i = 0; i < order.pieces; i++) {
+            reorder_piece(order, width, parts.at.get(), i, piece.at.get());
+            if (std::memcmp(page.at.get() + i * piece.size, piece.at.get(), piece.size) != 0) {
+                fail("is another in pieces");
+            }
+        }
+    }
+
     size_t damaged = 0, refused = 0;
 
  private:
+    struct Axis {
+        size_t number, step, extent;
+    };
+
     size_t below(size_t end) { return chance_() % end; }
 
     [[noreturn]] void fail(const char* what) {
@@ -253,6 +305,9 @@ int main(int count, char** arguments) {
     if (count != 3) return 2;
     const size_t wanted = std::strtoull(arguments[1], nullptr, 10);
     Fuzz fuzz(std::strtoull(arguments[2], nullptr, 10));
-    while (fuzz.damaged < wanted) fuzz.round(20);
+    while (fuzz.damaged < wanted) {
+        fuzz.round(20);
+        fuzz.reorders();
+    }
     std::printf("%zu damaged, %zu refused\n", fuzz.damaged, fuzz.refused);
 }

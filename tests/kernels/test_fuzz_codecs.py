@@ -16,6 +16,7 @@ SOURCES = (
     "codec_x86",
     "codec_quantized",
     "codec_calibrated",
+    "reorder",
     "copy",
     "copy_x86",
     "cpu",

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from conformance.codec_tests import kv
 from kvtier import KvSpec
-from kvtier.codec import grid, raw
+from kvtier.codec import framing, grid, raw
 from kvtier.codec.arranged import Arranged, order_of
+from kvtier.codec.base import ELEMENTS
+from kvtier.codec.frame import RAW, Template, stamp
 from kvtier.codec.known import BY_NAME
 from kvtier.codec.losses import NAMES, OPAQUE, Loss, Losses
 from kvtier.errors import FrameError
-from kvtier_kernels import reorder_pages
+from kvtier_kernels import (
+    decode_frame,
+    force,
+    implementations,
+    reorder_pages,
+    seal_frame,
+    xxh3_128,
+)
 from losses_by_twins import block_of, profile_of
 from specs import spec_of
 
@@ -149,7 +162,7 @@ def test_an_order_of_what_has_no_heads_is_opaque() -> None:
     assert order_of(large, 0) is None, "nobody waits for its tables"
 
 
-def test_places_outside_of_a_page_are_refused() -> None:
+def test_places_outside_of_a_page_or_of_two_elements_are_refused() -> None:
     def numbers(*places: int) -> bytes:
         return np.array(places, np.uint32).tobytes()
 
@@ -160,6 +173,7 @@ def test_places_outside_of_a_page_are_refused() -> None:
     for tables in (
         (numbers(0, 5), *good[1:]),
         (numbers(0, 2**32 - 1), *good[1:]),
+        (numbers(0, 0), *good[1:]),
         (numbers(0), *good[1:]),
         (*good[:2], b""),
         (*good[:2], b"123"),
@@ -172,3 +186,109 @@ def test_places_outside_of_a_page_are_refused() -> None:
         reorder_pages(2, 2, *good, bytes(16), bytearray(32), False)
     with pytest.raises(ValueError):
         reorder_pages(3, 2, *good, bytes(16), into, False)
+
+
+# --- any order -----------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, str]:
+    """Heads, tokens and dims, and an order of them: first what K and V have in common, then the rest."""
+    heads, tokens = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 6, 16, 32, 48, 96)))
+    dims = draw(st.sampled_from((2, 3, 8, 16, 20, 64, 72)))
+    sizes = {"h": heads, "t": tokens, "d": dims}
+
+    def pieces(axis: str) -> list[str]:
+        whole = [n for n in (2, 8, 16, 32) if sizes[axis] % n == 0]
+        number = draw(st.sampled_from((0, *whole)))
+        return [f"{axis}/{number}", f"{axis}%{number}"] if number else [axis]
+
+    axes = {axis: pieces(axis) for axis in sizes}
+    outer = draw(st.sampled_from(([], axes["h"][:1], axes["t"][:1], axes["t"][:1] + axes["h"][:1])))
+    front = "".join(outer) + "p"
+    parts = []
+    for _ in range(2):
+        rest = [
+            axis
+            for name in sizes
+            for axis in (axes[name] if set(axes[name]) & set(outer) else pieces(name))
+            if axis not in outer
+        ]
+        parts.append(front + "".join(draw(st.permutations(rest))))
+    return heads, tokens, dims, "|".join(parts)
+
+
+@pytest.fixture(params=implementations("codec"))
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    force("codec", request.param)
+    yield request.param
+    force("codec", "auto")
+
+
+@pytest.mark.usefixtures("level")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shapes(), st.sampled_from((2, 4)), st.integers(0, 3))
+def test_any_order_is_there_and_back(
+    shape: tuple[int, int, int, str], width: int, beside: int
+) -> None:
+    """Wherever the page lies."""
+    heads, tokens, dims, text = shape
+    spec = spec_of(
+        "order", layers=2, kv_heads=heads, head_dim=dims, block_tokens=tokens, layout=f"page:{text}"
+    )
+    order = order_of(spec, 0)
+    assert order is not None, text
+    h, t, d = (
+        np.frombuffer(table, np.uint32).reshape(2, -1)
+        for table in (order.heads, order.tokens, order.dims)
+    )
+    places = t[:, :, None, None] + h[:, None, :, None] + d[:, None, None, :]
+    size = places.size
+    values = np.arange(2 * size, dtype=np.uint16 if width == 2 else np.uint32) * 40503
+    room = np.zeros((2, values.nbytes + beside), np.uint8)
+    page, back = room[0, beside:], room[1, beside:]
+    page[:] = values.view(np.uint8)
+    into = np.empty_like(values)
+    reorder_pages(width, 2, order.heads, order.tokens, order.dims, page, into, False)
+    assert (into.reshape(2, -1) == values.reshape(2, size)[:, places.ravel()]).all()
+    reorder_pages(width, 2, order.heads, order.tokens, order.dims, into, back, True)
+    assert (back == page).all()
+
+
+@pytest.mark.usefixtures("level")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(shapes(), st.sampled_from(("bfloat16", "float16", "float32")), st.sampled_from(NAMES))
+def test_frames_of_any_order_are_those_of_the_twin(
+    shape: tuple[int, int, int, str], dtype: str, asked: str
+) -> None:
+    """And a bit of one is seen."""
+    heads, tokens, dims, text = shape
+    spec = spec_of(
+        "order", layers=2, kv_heads=heads, head_dim=dims, block_tokens=tokens, dtype=dtype,
+        layout=f"page:{text}",
+    )  # fmt: skip
+    loss = Losses([("order", asked)], [profile_of(spec)]).look(spec)
+    assert isinstance(loss, Loss)
+    codec = loss.codec(0, 0)
+    assert isinstance(codec, Arranged)
+    block, lies = kv(dtype, spec.block_bytes), grid.grids(spec, 0, ordered=True)
+    found = []
+    for encode in (framing.encode_lossy, framing.encode_lossy_by):
+        header = Template(bytes(32), 0, 1, RAW, raw.entries(spec, 0)).blank(xxh3_128(block))
+        into = bytearray(len(block))
+        nbytes = encode(codec, dtype, header, block, into, lies, 32)
+        found.append((nbytes, bytes(header), bytes(into[:nbytes])))
+    assert found[0] == found[1]
+    nbytes, text_of, payload = found[0]
+    if nbytes == len(block):
+        return  # too small to shrink
+    header, digest = bytearray(text_of), bytes(16)
+    stamp(header, bytes(32), bytes(32), 7, 8)
+    digest = seal_frame(header, payload)
+    back, by_twin = bytearray(len(block)), bytearray(len(block))
+    assert decode_frame(ELEMENTS[dtype], header, payload, digest, back, codec.recipe)
+    framing.decode(bytes(header) + payload, len(header), digest, dtype, by_twin, codec)
+    assert back == by_twin
+    odd = bytearray(payload)
+    odd[nbytes // 2] ^= 1
+    assert not decode_frame(ELEMENTS[dtype], header, odd, digest, back, codec.recipe)

@@ -213,6 +213,7 @@ LOSSY_SPECS = {
     "float16": spec_of(dtype="float16", layout="page:pthd|pthd"),
     "float32": spec_of(dtype="float32", layout="page:thpd|thpd"),
     "large": LARGE,
+    "large parts": spec_of("large parts", block_tokens=1024, kv_heads=8, head_dim=64, layers=1),
     "large pages": msgspec.structs.replace(LARGE, layout="page:pthd|pthd"),
     "latent": LATENT,
 }
