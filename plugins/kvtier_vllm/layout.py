@@ -20,7 +20,7 @@ from kvtier import Group, KvSpec
 from kvtier.layout import DTYPE_BYTES, Kind
 from kvtier_vllm.identity import config_digest, weights_identity
 from kvtier_vllm.options import Options, Unsupported
-from kvtier_vllm.order import page_order
+from kvtier_vllm.order import LATENT, page_order
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
@@ -184,6 +184,7 @@ def describe(
     weights = options.weights or weights_identity(model, str(vllm_config.load_config.load_format))
     spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
     dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
+    pages += _latent_dims(model, pages)
     shapes = [_shape(group, kv_cache_config, layout, pages, dtype) for group in layout.groups]
     groups = [
         Group(
@@ -230,6 +231,15 @@ def _states(kv_cache_config: Any, layout: Layout) -> str:
     return f"states:{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]} " if told else ""
 
 
+def _latent_dims(model: Any, pages: str) -> str:
+    """Of pages of latents: how many dims those have, and how many RoPE has turned beside them."""
+    if not pages.endswith(ORDER_MARK + LATENT):
+        return ""
+    config = getattr(model, "hf_text_config", None)
+    found = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+    return "={}+{}".format(*found) if all(found) else ""
+
+
 def _shape(
     group: Cached, kv_cache_config: Any, layout: Layout, pages: str, dtype: str
 ) -> dict[str, int]:
@@ -240,10 +250,16 @@ def _shape(
     specs = _specs(kv_cache_config.kv_cache_groups[group.group_id])
     found = {(getattr(one, "num_kv_heads", 0), getattr(one, "head_size", 0)) for one in specs}
     heads, dims = found.pop()
-    page_bytes = 2 * layout.block_tokens * heads * dims * DTYPE_BYTES[dtype]
-    if found or {nbytes for _, nbytes in group.pages} != {page_bytes}:
+    _, _, order = pages.rpartition(ORDER_MARK)
+    if order.startswith(LATENT):
+        _, _, said = order.partition("=")
+        parts, known = 1, heads == 1 and dims == sum(map(int, filter(None, said.split("+"))))
+    else:
+        parts, known = 2, True
+    page_bytes = parts * layout.block_tokens * heads * dims * DTYPE_BYTES[dtype]
+    if found or not known or {nbytes for _, nbytes in group.pages} != {page_bytes}:
         return opaque
-    return {"kv_heads": heads, "head_dim": dims}
+    return {"kv_heads": heads, "head_dim": dims, "parts": parts}
 
 
 @dataclass(frozen=True)

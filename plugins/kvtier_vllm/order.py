@@ -18,6 +18,8 @@ log = logging.getLogger("vllm.kvtier")
 # Of K and of V, as layouts say it (`kvtier.codec.arranged`): by their heads, tokens and dims.
 VEC, AMX = "hpdt|hptd", "hpt/16d/2t%16d%2|hpd/16t/2d%16t%2"
 BY_STRIDES = ("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN")
+# Of one vector for each token: a latent, and beside it what RoPE has turned.
+LATENTS, LATENT = ("AMX_MLA", "CPU_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"), "latent"
 # Others keep scales among the elements.
 FLOATS = ("torch.bfloat16", "torch.float16", "torch.float32")
 LIMIT = 256  # whole numbers that bf16 tells apart
@@ -44,10 +46,12 @@ def backends_of(vllm_config: Any) -> dict[str, str]:
 
 
 def page_order(tensor: Any, kernel_blocks: int, backend: str = "") -> str:
-    """The order of the pages of a layer's tensor, [blocks, heads, tokens, 2 x dims], of which each is so many
-    of the attention kernel's blocks; empty where nobody knows."""
+    """The order of the pages of a layer's tensor, [blocks, heads, tokens, 2 x dims] or of latents, of which
+    each is so many of the attention kernel's blocks; empty where nobody knows."""
     if backend in BY_STRIDES:
         return _by_strides(tensor, kernel_blocks)
+    if backend in LATENTS:
+        return LATENT if _is_by_tokens(tensor) else ""
     import torch
 
     if tensor.device.type != "cpu" or tensor.dim() != 4 or not tensor[0].is_contiguous():
@@ -92,6 +96,13 @@ def _by_strides(tensor: Any, kernel_blocks: int) -> str:
     else:
         return ""
     return f"{part}|{part}"
+
+
+def _is_by_tokens(tensor: Any) -> bool:
+    """Whether a page is one vector after the other, [blocks, (1,) tokens, dims]."""
+    *heads, _, width = tensor.shape[1:]
+    apart = tuple(tensor.stride()[-2:])
+    return heads in ([], [1]) and str(tensor.dtype) in FLOATS and apart == (width, 1)
 
 
 def _written(heads: int, tokens: int, dims: int, dtype: Any) -> str:

@@ -180,6 +180,9 @@ MLA = KvSpec.mla(
     model="lossy mla", layers=6, latent_dim=128, rope_dim=32, dtype="bfloat16", block_tokens=16,
     weights="rev:1",
 )  # fmt: skip
+PAGES = msgspec.structs.replace(
+    MLA, layout="LBHNC 0123 page:latent=128+32"
+)  # as an engine has them
 LARGE = msgspec.structs.replace(MLA, block_tokens=24_000)  # 44 MiB a block
 
 
@@ -212,8 +215,13 @@ def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> 
 
 @pytest.mark.parametrize(
     ("spec", "blocks", "asked"),
-    [(MLA, 32, "ecsq-mid"), (MLA, 32, "cachegen-lo"), (LARGE, 1, "ecsq-mid")],
-    ids=["ecsq", "cachegen", "44 MiB"],
+    [
+        (MLA, 32, "ecsq-mid"),
+        (MLA, 32, "cachegen-lo"),
+        (PAGES, 32, "ecsq-hi"),
+        (LARGE, 1, "ecsq-mid"),
+    ],
+    ids=["ecsq", "cachegen", "pages", "44 MiB"],
 )
 def test_latents_lose_and_what_rope_has_turned_is_as_it_was(
     daemon_of: Callable[..., Daemon], disk: Path, spec: KvSpec, blocks: int, asked: str
@@ -221,7 +229,7 @@ def test_latents_lose_and_what_rope_has_turned_is_as_it_was(
     """Of blocks of any size; other chains push them out of memory."""
     daemon = mla_daemon(daemon_of, disk, asked, large=spec is LARGE)
     daemon.wait_for_arena()
-    chains = 20 if spec is MLA else 4
+    chains = 4 if spec is LARGE else 20
     per_chain = blocks * spec.block_tokens
     with daemon.connect() as client:
         space = client.open(spec)

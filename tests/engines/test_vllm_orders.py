@@ -10,7 +10,7 @@ import pytest
 from kvtier import Group, KvSpec
 from kvtier.codec.arranged import order_of
 from kvtier_kernels import reorder_pages
-from kvtier_vllm.order import AMX, VEC, _known, page_order
+from kvtier_vllm.order import AMX, LATENT, VEC, _known, page_order
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -54,6 +54,19 @@ def test_an_order_says_where_the_kernel_puts_what(
     into = bytearray(len(page))
     reorder_pages(2, 2, found.heads, found.tokens, found.dims, page, into, False)
     assert bytes(into) == _bytes_of(torch.stack([keys, values]))
+
+
+@pytest.mark.parametrize("backend", ["CPU_MLA", "AMX_MLA"])
+def test_latents_and_what_rope_has_turned_lie_side_by_side(backend: str) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    cache = torch.zeros(3, 16, 512 + 64, dtype=torch.bfloat16)
+    assert page_order(cache, 1, backend) == page_order(cache[:, None], 1, backend) == LATENT
+    latents, turned = torch.randn(16, 512).bfloat16(), torch.randn(16, 1, 64).bfloat16()
+    slots = torch.arange(16) + 16  # of the second block
+    kernel = AttentionBackendEnum[backend].get_class().get_impl_cls()
+    kernel.do_kv_cache_update(None, latents, turned, cache, slots, "auto", torch.ones(1))
+    assert _bytes_of(cache[1]) == _bytes_of(torch.cat([latents, turned[:, 0]], dim=-1))
 
 
 def _bytes_of(tensor: Any) -> bytes:

@@ -21,11 +21,16 @@ from kvtier_kernels import reorder_pages
 from kvtier_vllm.identity import Adapters, folder_digest, weights_identity
 from kvtier_vllm.layout import check_hashes, describe, read_layout
 from kvtier_vllm.options import Options, Unsupported
-from kvtier_vllm.order import BY_STRIDES, backends_of, page_order
+from kvtier_vllm.order import BY_STRIDES, LATENTS, backends_of, page_order
+from losses_by_twins import profile_of
 
 
 class FullAttentionSpec(SimpleNamespace):
     """Named as vLLM's: kinds are told by the name."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
 
 
 class SlidingWindowSpec(SimpleNamespace):
@@ -146,6 +151,52 @@ def test_pages_of_an_unknown_order_or_size_are_opaque(spec: Callable[[], KvSpec]
     found = spec()
     assert all(group.opaque_bytes and not group.kv_heads for group in found.cache_groups)
     assert Losses([("tiny", "q8")]).look(found) in ("opaque", "dtype")
+
+
+LATENT_DIMS = {"kv_lora_rank": 48, "qk_rope_head_dim": 16}
+
+
+def latent(
+    dims: dict[str, int] = LATENT_DIMS, pages: str = "0123 page:latent", **more: Any
+) -> KvSpec:
+    sizes = {"num_kv_heads": 1, "head_size": 64, "page_size_bytes": 16 * 64 * 2} | more
+    spec = MLAAttentionSpec(**vars(full(**sizes)))
+    ranks = {"parallel": {"tensor_parallel_size": 2}, "replicas": 2}
+    config = {"hf_text_config": SimpleNamespace(**dims)}
+    return described(spec, pages=pages, model=config, **ranks)
+
+
+def test_pages_of_latents_have_dims_and_those_that_are_exact() -> None:
+    """A profile's codecs take them, those that look at K and V don't."""
+    spec = latent()
+    (group,) = spec.cache_groups
+    assert (group.kv_heads, group.head_dim, group.parts, group.shards) == (1, 64, 1, 1)
+    assert spec.block_bytes == 2 * 16 * 64 * 2
+    profile = profile_of(spec, exact_dims=16)
+    assert isinstance(Losses([("tiny", "ecsq-mid")], [profile]).look(spec), Loss)
+    assert Losses([("tiny", "q8")]).look(spec) == "opaque"
+    other = profile_of(spec, exact_dims=8)
+    assert Losses([("tiny", "ecsq-mid")], [other]).look(spec) == "shape"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        lambda: latent(pages="0123"),
+        lambda: latent({}),
+        lambda: latent({"kv_lora_rank": 48}),
+        lambda: latent(LATENT_DIMS | {"qk_rope_head_dim": 8}),
+        lambda: latent(page_size_bytes=16 * 64 * 2 + 512),
+        lambda: latent(num_kv_heads=2, page_size_bytes=2 * 16 * 64 * 2),
+        lambda: latent(dtype="torch.uint8"),
+    ],
+)
+def test_latents_of_other_dims_or_sizes_are_opaque(spec: Callable[[], KvSpec]) -> None:
+    found = spec()
+    (group,) = found.cache_groups
+    assert group.opaque_bytes and not group.kv_heads
+    profile = profile_of(latent(), exact_dims=16)
+    assert Losses([("tiny", "ecsq-mid")], [profile]).look(found) in ("opaque", "dtype")
 
 
 def test_a_window_needs_what_the_next_token_sees() -> None:
@@ -356,6 +407,20 @@ def test_what_is_not_of_these_strides_or_types_is_of_no_known_order(
     tensor: Strided, backend: str
 ) -> None:
     assert page_order(tensor, 1, backend) == ""
+
+
+@pytest.mark.parametrize("backend", LATENTS)
+def test_latents_lie_token_by_token_or_nobody_knows(backend: str) -> None:
+    memory = np.zeros((BLOCKS, TOKENS, 2 * DIMS), np.uint16)
+    for cache in (memory, memory[:, None]):
+        assert page_order(Strided(cache), 1, backend) == "latent"
+    for other in (
+        Strided(memory, "torch.uint8"),
+        Strided(memory[:, :, :-1]),
+        Strided(memory.transpose(0, 2, 1)),
+        Strided(memory.reshape(BLOCKS, 2, -1, 2 * DIMS)),
+    ):
+        assert page_order(other, 1, backend) == ""
 
 
 def test_what_attention_the_layers_have_is_what_the_engine_says() -> None:

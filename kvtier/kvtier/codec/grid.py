@@ -9,6 +9,7 @@ from kvtier.layout import KvSpec
 # Layouts that we know: a part's tokens, each with all its heads, or its heads, each with all tokens.
 TOKENS_FIRST, HEADS_FIRST = "layer,part,token,head,dim", "layer,part,head,token,dim"
 LATENT = "layer,token,latent="  # and of how many dims, those that RoPE has turned at last
+PAGES = " page:latent="  # the same, as an engine's pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,17 @@ class Grid:
     by_token: bool
 
 
+def layout_of(spec: KvSpec) -> str:
+    """A space's layout; of pages of latents, that of latents."""
+    _, found, dims = spec.layout.rpartition(PAGES)
+    return LATENT + dims if found else spec.layout
+
+
 def is_known(spec: KvSpec, group: int) -> bool:
     """Whether we know how a group's parts lie: K and V as above, or a latent."""
-    kind = spec.cache_groups[group]
-    latent = spec.layout.startswith(LATENT) and kind.parts == 1
-    known = spec.layout in (TOKENS_FIRST, HEADS_FIRST) or latent
+    kind, layout = spec.cache_groups[group], layout_of(spec)
+    latent = layout.startswith(LATENT) and kind.parts == 1
+    known = layout in (TOKENS_FIRST, HEADS_FIRST) or latent
     return known and not (kind.kind == "state" or kind.opaque_bytes or spec.strides)
 
 

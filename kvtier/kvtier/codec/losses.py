@@ -141,7 +141,7 @@ class Losses:
         order = order_of(spec, 0)
         if order is None and not grid.is_known(spec, 0):
             return OPAQUE
-        layout = spec.layout if order is None else grid.TOKENS_FIRST
+        layout = grid.layout_of(spec) if order is None else grid.TOKENS_FIRST
         if not _fits(spec, profile, layout):
             return SHAPE
         codecs: dict[Place, Codec] = {}
