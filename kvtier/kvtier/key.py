@@ -54,11 +54,13 @@ class Keys(Sequence[Key]):
     def __getitem__(self, index: slice) -> Keys: ...
     def __getitem__(self, index: int | slice) -> Key | Keys:
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
+            packed = self.packed
+            start, stop, step = index.indices(len(packed) // KEY_BYTES)
             if step != 1:
                 raise ValueError("keys form a chain: only slices of step 1 make sense")
-            parent = self[start - 1] if start else self.parent
-            return Keys(self.packed[start * KEY_BYTES : stop * KEY_BYTES], parent)
+            first = start * KEY_BYTES
+            parent = packed[first - KEY_BYTES : first] if start else self.parent
+            return Keys(packed[first : stop * KEY_BYTES], parent)
         place = range(len(self))[index] * KEY_BYTES
         return Key(self.packed[place : place + KEY_BYTES])
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
+
+Name = TypeVar("Name", int, str)
 
 
 @dataclass(slots=True)
@@ -110,18 +112,19 @@ class PagesTold:
 
 @dataclass(slots=True)
 class Report:
-    """From the ranks to the scheduler: which loads and saves are over, in how many ranks. `step` is the last
-    one that was carried out. `pages` comes with a rank's first one. `failed`: loads that left pages
+    """From the ranks to the scheduler: which loads and saves are over, in how many ranks. A rank makes one
+    in every step, so nothing of it is a Counter, which takes long to make. `step` is the last one that was
+    carried out. `pages` comes with a rank's first one. `failed`: loads that left pages
     unfilled. `holes`: saves of which blocks are missing."""
 
     step: int = 0
     seats: dict[int, Seat] = field(default_factory=dict)
-    loads: Counter[int] = field(default_factory=Counter)
-    saves: Counter[int] = field(default_factory=Counter)
+    loads: dict[int, int] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
     pages: dict[int, PagesTold] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     holes: dict[int, Hole] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=dict)
     loaded: list[Copied] = field(default_factory=list)
     saved: list[Copied] = field(default_factory=list)
     load_bytes: int = 0
@@ -130,6 +133,11 @@ class Report:
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Report], tuple[dict[str, Any]]]:
         """What there is to tell: of most steps, its number. A rank sends one in every step."""
         return _report, ({name: told for name in NAMES if (told := getattr(self, name))},)
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """These have happened as well."""
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
 
     def add(self, other: Report) -> Report:
         """Both, as one."""
@@ -140,14 +148,18 @@ class Report:
         }
         holes = self.holes | other.holes | both
         return Report(
-            max(self.step, other.step), self.seats | other.seats, self.loads + other.loads,
-            self.saves + other.saves, self.pages | other.pages, self.failed | other.failed, holes,
-            self.counts + other.counts, self.loaded + other.loaded, self.saved + other.saved,
+            max(self.step, other.step), self.seats | other.seats, _sums(self.loads, other.loads),
+            _sums(self.saves, other.saves), self.pages | other.pages, self.failed | other.failed, holes,
+            _sums(self.counts, other.counts), self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
         )  # fmt: skip
 
 
 NAMES = tuple(field.name for field in fields(Report))
+
+
+def _sums(one: Mapping[Name, int], other: Mapping[Name, int]) -> dict[Name, int]:
+    return dict(Counter(one) + Counter(other))
 
 
 def _report(told: dict[str, Any]) -> Report:

@@ -54,6 +54,8 @@ class Pins:
 
     def go_on(self) -> None:
         """Name more of the long prompts that are to be pinned."""
+        if not self._unnamed:
+            return
         unnamed, self._unnamed = self._unnamed, {}
         for prompt in unnamed.values():
             self.pin(prompt)

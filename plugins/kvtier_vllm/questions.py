@@ -6,7 +6,7 @@ A prompt's ticket stands for the answer that it waits for; one that is let go of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvtier import KvtierError
 from kvtier.client import Answer
@@ -89,11 +89,13 @@ class Questions:
         if not prompt.ticket:
             self._soon[prompt.request.request_id] = prompt
 
-    def take_soon(self) -> list[Prompt]:
+    def take_soon(self) -> Iterable[Prompt]:
         """Those that are to be asked for with this step."""
-        soon, self._soon = self._soon, {}
         self._ear.next_step()
-        return list(soon.values())
+        if not self._soon:
+            return ()
+        soon, self._soon = self._soon, {}
+        return soon.values()
 
     def end(self, prompt: Prompt, waited: bool) -> None:
         """Ask no more for this prompt. Where it waited for something, the daemon is told that nobody does."""

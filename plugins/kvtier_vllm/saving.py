@@ -28,7 +28,7 @@ class Saving:
     first: int
     stop: int
     holes: int
-    pages: list[int]
+    pages: set[int]
     nbytes: int
     ranks: int
 
@@ -46,10 +46,11 @@ class Saves:
         }
         self._parts = {group.group_id: group.parts for group in layout.groups}
         # Without states: few blocks have any, and all layers' of one may be most of its bytes.
+        self._bytes_of = [group.block_bytes for group in layout.groups]
         kept = [group.block_bytes for group in layout.groups if group.kind != "state"]
         self._block_bytes = sum(kept) or layout.block_bytes
         self._of: dict[int, Saving] = {}
-        self._on: dict[int, set[int]] = {}
+        self._on: dict[int, tuple[int, ...]] = {}  # page -> the saves that wait for it
         self._nbytes = 0
 
     def overwritten(self, scheduled: Any, fresh: set[int]) -> list[int]:
@@ -65,7 +66,7 @@ class Saves:
                 resumed = request_id in cached.resumed_req_ids
                 first = cached.num_computed_tokens[at] if resumed else 0
                 self._add_fresh(pages, cached.new_block_ids[at], first)
-        return sorted({save for page in pages for save in self._on.get(page, ())})
+        return sorted({save for page in self._on.keys() & pages for save in self._on[page]})
 
     def _add_fresh(self, pages: set[int], groups: Sequence[Sequence[int]], computed: int) -> None:
         # Groups that are not kept have their pages from the same pool.
@@ -140,16 +141,16 @@ class Saves:
 
     def _begun(self, number: int, prompt: Prompt, first: int, writes: list[Write]) -> Save:
         assert prompt.saved is not None
-        pages = list({page for write in writes for page in write.block_ids})
-        groups = self._layout.groups
-        nbytes = sum(
-            len(write.keys) // KEY_BYTES * groups[write.group].block_bytes for write in writes
-        )
+        pages = {page for write in writes for page in write.block_ids}
+        nbytes = 0
+        for write in writes:
+            nbytes += len(write.keys) // KEY_BYTES * self._bytes_of[write.group]
         self._of[number] = Saving(
             prompt, first, prompt.saved, prompt.holes, pages, nbytes, self._layout.shards.ranks
         )
-        for page in pages:
-            self._on.setdefault(page, set()).add(number)
+        others = [(page, (*self._on[page], number)) for page in self._on.keys() & pages]
+        self._on |= dict.fromkeys(pages, (number,))
+        self._on.update(others)
         self._nbytes += nbytes
         return Save(number, writes)
 
@@ -190,10 +191,9 @@ class Saves:
         del self._of[number]
         self._nbytes -= saving.nbytes
         for page in saving.pages:
-            saves = self._on[page]
-            saves.discard(number)
-            if not saves:
-                del self._on[page]
+            saves = self._on.pop(page)
+            if len(saves) > 1:
+                self._on[page] = tuple(save for save in saves if save != number)
         return True
 
     def finished(self, prompt: Prompt) -> None:
@@ -218,6 +218,10 @@ class Saves:
 
 def runs(group: Cached, ids: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The ranges of consecutive blocks that have their pages."""
+    if all(ids[start * group.parts : stop * group.parts]):
+        if start < stop:
+            yield start, stop
+        return
     first = start
     for at in range(start, stop + 1):
         if at == stop or not group.whole(ids, at):

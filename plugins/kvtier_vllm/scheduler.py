@@ -334,8 +334,8 @@ class SchedulerSide:
     def reported(self, report: Report, failed: set[str]) -> None:
         """Take what the ranks have done; `failed` are requests whose load came to nothing."""
         self._seats.by_rank |= report.seats
-        if report.counts:
-            self.counts.update(report.counts)
+        for name, count in report.counts.items():
+            self.counts[name] += count
         self._forecast.step_ended(report.step, self._clock())
         self._loads.copied(report)
         for copied in report.saved:

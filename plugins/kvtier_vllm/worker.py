@@ -177,6 +177,8 @@ class WorkerSide:
 
     def _end_loads(self) -> None:
         """The engine has told its device what to compute from these: were they what they should be?"""
+        if not self._begun:
+            return
         begun, self._begun = self._begun, []
         for one in begun:
             self._now_over(one.load, self._end_load(one, "now"))
@@ -283,7 +285,7 @@ class WorkerSide:
         with self._lock:
             self._report.loaded.append(copied)
             if why:
-                self._report.counts[f"load_failed:{why}"] += 1
+                self._report.count({f"load_failed:{why}": 1})
                 self._report.failed.add(load.number)
             else:
                 self._report.load_bytes += nbytes
@@ -342,7 +344,7 @@ class WorkerSide:
 
     def _over(self, load: Load) -> None:
         with self._lock:
-            self._report.loads[load.number] += 1
+            self._report.loads[load.number] = 1
 
     # --- saves -------------------------------------------------------------------------------
 
@@ -376,11 +378,11 @@ class WorkerSide:
         copied = Copied(number, self._rank, begun, self._clock(), nbytes, nbytes > 0)
         with self._lock:
             self._report.saved.append(copied)
-            self._report.saves[number] += 1
+            self._report.saves[number] = 1
             hole = take_hole(counts)
             if hole is not None:
                 self._report.holes[number] = hole
-            self._report.counts.update(counts)
+            self._report.count(counts)
 
     def _saved(self, copying: Copying) -> Counter[str]:
         """What became of the blocks, counted. Never raises: the engine's edge."""

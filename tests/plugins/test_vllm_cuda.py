@@ -263,7 +263,7 @@ def test_a_device_that_breaks_does_not_break_a_step(
     worker.start_loads(loads)
     worker.start_saves([Save(9, [Write(0, [1], bytes(len(keys) // 8), b"")])])
     assert worker.bad_blocks() == {1}
-    soon(lambda: "r" in worker._failed and worker._report.saves[9] == 1)
+    soon(lambda: "r" in worker._failed and worker._report.saves.get(9) == 1)
     report = worker.report()
     assert (report.loads[7], report.loads[8]) == (1, 1)
     assert report.counts["load_failed:error"] == 2

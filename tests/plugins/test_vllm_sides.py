@@ -149,7 +149,7 @@ def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
     ]  # fmt: skip
     assert [write.parent for write in save.writes] == [keys[0], keys[2], keys[2]]
     # Named twice, its page is let go once.
-    saves.reported(Report(saves=Counter([7])))
+    saves.reported(Report(saves={7: 1}))
     assert not any(saves.in_flight.values())
 
 
@@ -175,7 +175,7 @@ def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
     assert [(write.group, write.block_ids) for write in save.writes] == [
         (0, [1, 2]), (1, [5]), (2, [6]), (3, [7]),
     ]  # fmt: skip
-    saves.reported(Report(saves=Counter([7])))
+    saves.reported(Report(saves={7: 1}))
     state.boundary_state_offloads = {}
     save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 8)
     assert save is not None

@@ -10,18 +10,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from daemons import Daemon
-from fake_engine import BLOCK, FakeEngine
+from fake_engine import BLOCK, FakeEngine, layout_of
+from kvtier import Keys
 from kvtier.client import Reader, Saving
+from kvtier.key import KEY_BYTES
+from kvtier.planning import Recompute
 from kvtier_vllm import ear, questions, worker
 from kvtier_vllm.cores import _cores, around
 from kvtier_vllm.ear import Ear
+from kvtier_vllm.forecast import LIMIT_UNLEARNED, Forecast
 from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Seat
+from kvtier_vllm.options import Options
+from kvtier_vllm.prompt import Prompt
+from kvtier_vllm.saving import Saves
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -142,13 +150,60 @@ def test_what_the_socket_did_not_take_goes_with_a_later_step(
 def test_a_report_brings_what_there_is_to_tell_and_nothing_else() -> None:
     """Each rank sends one in every step, and of most there is nothing to tell."""
     full = Report(
-        7, {0: Seat(b"run", b"space", 2)}, Counter({1: 1}), Counter({2: 1}), {0: PagesTold("x")}, {3},
-        {4: Hole(True, Counter({"drop:lost": 2}))}, Counter({"saved": 1}), [Copied(1, 0, 0.5, 1.0, 9, True)],
+        7, {0: Seat(b"run", b"space", 2)}, {1: 1}, {2: 1}, {0: PagesTold("x")}, {3},
+        {4: Hole(True, Counter({"drop:lost": 2}))}, {"saved": 1}, [Copied(1, 0, 0.5, 1.0, 9, True)],
         [Copied(2, 0, 0.5, 1.0, 9, True)], 9, 0.5,
     )  # fmt: skip
     for report in (full, Report(8)):
         assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301  # just made
     assert b"Counter" not in pickle.dumps(Report(8))
+
+
+def test_reports_of_ranks_are_added_up() -> None:
+    one, other = Report(8, loads={1: 1}, saves={2: 1, 3: 1}), Report(7, loads={1: 1}, saves={2: 1})
+    one.count({"saved": 2})
+    one.count({"saved": 1, "not_saved:present": 1})
+    other.count({"saved": 4})
+    both = one.add(other)
+    assert (both.step, both.loads, both.saves) == (8, {1: 2}, {2: 2, 3: 1})
+    assert both.counts == {"saved": 7, "not_saved:present": 1}
+
+
+def test_a_page_that_two_saves_wait_for_names_both_until_each_is_over() -> None:
+    """What left a hole in one rank is saved again while another rank still copies."""
+    saves = Saves(layout_of(), Options(), Counter())
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=2 * BLOCK, num_prompt_tokens=2 * BLOCK
+    )
+    state = SimpleNamespace(get_block_ids=lambda name: ([1, 2],), boundary_state_offloads={})
+    scheduled: Any = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+        kv_connector_block_state=state,
+    )  # fmt: skip
+    prompt, keys = Prompt(request, b"", True, True), Keys(bytes(2 * KEY_BYTES))
+    saves.seen(prompt)
+    for number in (7, 8):
+        saves.again(prompt, number - 7)
+        saves.filled(prompt, 2 * BLOCK, scheduled, lambda: keys, 9, partial(int, number))
+    assert [saves.overwritten(scheduled, {page}) for page in (1, 2, 3)] == [[7], [7, 8], []]
+    saves.reported(Report(saves={7: 1}))
+    assert [saves.overwritten(scheduled, {page}) for page in (1, 2)] == [[], [8]]
+    saves.reported(Report(saves={8: 1}))
+    assert not any(saves.in_flight.values())
+
+
+def test_what_steps_took_is_learned_when_it_is_asked_for() -> None:
+    """The engine waits for the end of each step; nor does what was not learned yet grow."""
+    forecast, recompute = Forecast(), Recompute()
+    for number in range(100):
+        step = 100 + number, 10.0 * number, 0.01 + 0.001 * number
+        forecast.stepped(*step)
+        recompute.stepped(*step)
+        assert len(forecast._unlearned) < LIMIT_UNLEARNED
+        if number in (0, 3, 70):
+            assert forecast.prefill == recompute.fit
+    assert forecast.recompute_s(50, 7) == recompute.seconds(50, 7)
+    assert forecast.prefill == recompute.fit
 
 
 class SlowLoads:
