@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.units import MIB, format_bytes
+from kvtier.wire import LIMIT_SOCKET_PATH
 from kvtier_daemon.config import Config, Loaded, Warm
 from kvtier_daemon.observing.web import LIMIT_CONNECTIONS
 from kvtier_daemon.problems import Problems
@@ -21,7 +22,6 @@ from kvtier_daemon.profiles import losses_of
 from kvtier_daemon.values import PAGE_BYTES
 
 GENERATION_BYTES: Final = 8  # one generation a page, in a table beside each extent
-SOCKET_PATH_MAX: Final = 107  # sockaddr_un.sun_path less its zero byte
 FDS_PER_EXTENT: Final = 4  # its memory and its table, both twice while they are allocated
 FDS_PER_CLIENT: Final = (
     4  # its socket and its pidfd, and those of another that has yet to say hello
@@ -236,9 +236,9 @@ def _reaches(limit: int, need: int) -> bool:
 def socket_path(path: Path) -> Finding:
     """Find whether the kernel can hold the socket's path."""
     length = len(os.fsencode(path))
-    value = f"{length} bytes, and the kernel takes {SOCKET_PATH_MAX}"
+    value = f"{length} bytes, and the kernel takes {LIMIT_SOCKET_PATH}"
     fix = f"name a shorter one than {path} with --socket"
-    return Finding(length <= SOCKET_PATH_MAX, "length of the socket's path", value, fix)
+    return Finding(length <= LIMIT_SOCKET_PATH, "length of the socket's path", value, fix)
 
 
 def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:

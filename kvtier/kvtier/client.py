@@ -189,6 +189,10 @@ class Client:
 
 
 def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
+    if (nbytes := len(os.fsencode(path))) > wire.LIMIT_SOCKET_PATH:
+        most = wire.LIMIT_SOCKET_PATH
+        text = f"{path} has {nbytes} bytes, and a socket's path at most {most}: name a shorter one"
+        raise Unavailable(text)
     sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     deadline = clock() + timeout_s
     try:

@@ -25,6 +25,7 @@ LIMIT_FRAME_BYTES = 4 << 20
 LIMIT_KEYS = 65_536
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
 LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
+LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size

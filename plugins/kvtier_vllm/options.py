@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvtier.units import parse_bytes
+from kvtier.wire import LIMIT_SOCKET_PATH
 
 
 class Unsupported(ValueError):  # noqa: N818
@@ -70,4 +72,11 @@ def read_options(extra: Mapping[str, Any]) -> Options:
         except ValueError as error:
             text = f"kv_connector_extra_config: {name} is {value!r}: write {SHALL[name]}"
             raise ValueError(text) from error
-    return msgspec.convert(dict(extra), Options)
+    options = msgspec.convert(dict(extra), Options)
+    nbytes = len(os.fsencode(options.socket or ""))
+    if nbytes > LIMIT_SOCKET_PATH:
+        raise ValueError(
+            f"kv_connector_extra_config: socket is {options.socket!r}, {nbytes} bytes:"
+            f" write a path of at most {LIMIT_SOCKET_PATH}"
+        )
+    return options

@@ -329,9 +329,11 @@ def test_no_daemon_is_one_line_that_says_what_to_do(run, tmp_path):
 
 def test_a_path_that_is_too_long_is_said_once(run, tmp_path):
     there = tmp_path / ("x" * 120)
-    _, _, err = run("status", "--socket", str(there))
-    assert err.startswith(f"kvtier: no daemon answers at {there}: AF_UNIX path too long; ")
-    assert err.count(str(there)) == 1
+    code, _, err = run("status", "--socket", str(there))
+    nbytes = len(str(there))
+    assert (code, err) == (
+        3, f"kvtier: {there} has {nbytes} bytes, and a socket's path at most 107: name a shorter one\n"
+    )  # fmt: skip
 
 
 def test_a_daemon_that_hangs_is_told_from_one_that_is_not_there(run, answer, tmp_path):

@@ -52,6 +52,17 @@ def test_a_wrong_value_gives_a_line_that_says_what_to_write(name: str, value: An
     )
 
 
+def test_a_path_that_no_socket_can_have_gives_a_line_that_says_how_long_it_may_be() -> None:
+    """In bytes, not in letters."""
+    for fits, long in (("/" + "x" * 106, "/" + "x" * 107), ("/" + "ä" * 53, "/" + "ä" * 53 + "x")):
+        assert read_options({"socket": fits}).socket == fits
+        with pytest.raises(ValueError, match="socket is") as told:
+            read_options({"socket": long})
+        assert str(told.value) == (
+            f"kv_connector_extra_config: socket is {long!r}, 108 bytes: write a path of at most 107"
+        )
+
+
 def test_an_unknown_option_gives_a_line_with_the_one_that_is_meant() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})

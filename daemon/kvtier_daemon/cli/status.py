@@ -106,11 +106,14 @@ def _age_s() -> float:
 def _why(path: Path, error: Exception) -> str:
     """Return why nobody answers at `path`, and what to do about it."""
     from kvtier.errors import ConfigError
+    from kvtier.wire import LIMIT_SOCKET_PATH
     from kvtier_daemon.claim import is_stopped, named, owner_of
 
     cause = error.__cause__
     if isinstance(cause, PermissionError):
         return _closed(path)
+    if len(os.fsencode(path)) > LIMIT_SOCKET_PATH:
+        return str(error)
     try:
         owner = owner_of(path)
     except ConfigError:  # it can't be told; then what the client found has to do
