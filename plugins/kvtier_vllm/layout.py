@@ -47,6 +47,12 @@ class Cached:
     def block_bytes(self) -> int:
         return self.parts * sum(nbytes for _, nbytes in self.pages)
 
+    def needed(self, blocks: int, block_tokens: int) -> int:
+        """How many of so many blocks a load brings: a window's last ones, and of a state the last."""
+        if self.kind == "full":
+            return blocks
+        return min(blocks, 1 if self.kind == "state" else -(-self.window_tokens // block_tokens))
+
     def whole(self, ids: Sequence[int], at: int) -> bool:
         """Whether the engine has all pages of a block here."""
         return all(ids[at * self.parts : (at + 1) * self.parts])
@@ -82,6 +88,12 @@ class Layout:
     @property
     def block_bytes(self) -> int:
         return sum(group.block_bytes for group in self.groups)
+
+    def load_bytes(self, blocks: int) -> int:
+        """What a rank copies to load so many blocks."""
+        return sum(
+            group.needed(blocks, self.block_tokens) * group.block_bytes for group in self.groups
+        )
 
     @property
     def whole_group(self) -> int:

@@ -74,7 +74,7 @@ class Loads:
         return self._takes_s(blocks) + self._within_step_s > most_s
 
     def _takes_s(self, blocks: int) -> float:
-        return self._forecast.load_s(blocks * self._layout.block_bytes)
+        return self._forecast.load_s(self._layout.load_bytes(blocks))
 
     def begin(
         self,

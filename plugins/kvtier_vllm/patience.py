@@ -35,9 +35,8 @@ class Patience:
         tokens = (lease.ready + lease.coming) * block - start
         if tokens <= 0:
             return False
-        load_s = lease.eta_ms / 1000 + self._forecast.load_s(
-            tokens // block * self._layout.block_bytes
-        )
+        nbytes = self._layout.load_bytes(tokens // block)
+        load_s = lease.eta_ms / 1000 + self._forecast.load_s(nbytes)
         recompute_s = self._forecast.recompute_s(tokens, start)
         if recompute_s is not None:
             return load_s < recompute_s

@@ -849,6 +849,23 @@ def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
     assert slow._patience.worth_waiting(prompt, coming, 0, 0.9)
 
 
+def test_what_is_coming_is_weighed_by_what_a_load_brings() -> None:
+    """Of windows the last blocks, of states one: those before them are neither read nor copied."""
+    page = (("0", 1000),)
+    kinds = [("full", 0), ("window", BLOCK + 1), ("state", 0)]
+    groups = tuple(Cached(at, kind, window, page) for at, (kind, window) in enumerate(kinds))
+    layout = Layout(BLOCK, BLOCK, groups, Shards(1, 1))
+    assert [layout.load_bytes(blocks) for blocks in (0, 1, 2, 100)] == [0, 3000, 5000, 103_000]
+    side = SchedulerSide(layout, Options(), clock=lambda: 0.0)
+    side._forecast.loaded(1000, 1.0)
+    prompt = Prompt(None, b"", True, True)
+    coming: Any = SimpleNamespace(ready=0, coming=100, eta_ms=0.0)
+    for recompute_s, worth in ((102.0, False), (104.0, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(side._forecast, "recompute_s", lambda *_, all_s=recompute_s: all_s)
+            assert side._patience.worth_waiting(prompt, coming, 0, 0.0) == worth
+
+
 def test_the_end_waits_a_moment_for_what_is_in_flight(
     cold_daemon: Daemon, engine_of: EngineOf
 ) -> None:
