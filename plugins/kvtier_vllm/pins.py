@@ -86,3 +86,4 @@ class Pins:
     def forget_names(self) -> None:
         """What was named so far is called otherwise now."""
         self._unnamed.clear()
+        self._unsaved.clear()

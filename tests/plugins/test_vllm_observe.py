@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -378,6 +379,32 @@ def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
     assert not pinned
     engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
     assert pinned == [8]
+    engine.settle()
+
+
+def test_what_is_saved_of_an_old_generation_is_not_pinned(
+    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its save was on its way: nobody finds it by its name any more. What follows is pinned."""
+    engine = engine_of(warm)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    pinned: list[int] = []
+    plain = engine.scheduler._pins._begin
+    monkeypatch.setattr(
+        engine.scheduler._pins, "_begin", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
+    )
+    held, wishes = threading.Event(), {"kvtier": {"load": False, "pin": 600}}
+    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    request = engine.run(engine.add(PROMPT, kv_transfer_params=wishes))
+    assert engine.scheduler.in_flight["saves"] == engine.scheduler.in_flight["pins"] == 1
+    engine.scheduler.new_generation()
+    pinned.clear()
+    held.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert not pinned
+    engine.serve(PROMPT, kv_transfer_params=wishes)
+    assert pinned == [8, 8]  # what is found, which is nothing yet, and what is saved
     engine.settle()
 
 
