@@ -114,6 +114,7 @@ class FakeEngine:
         self.longest_call_s = 0.0
         self.writes: list[Write] = []
         self.bad_pages: set[int] = set()
+        self.whole_states: dict[str, list[tuple[int, int, int]]] = {}  # that the next step names
 
     def worker(self, rank: int, pages: Pages) -> WorkerSide:
         memory = [self.memory[rank].reshape(-1)]
@@ -182,12 +183,13 @@ class FakeEngine:
         ]
 
     def allocate(self, request: FakeRequest, computed: int, tokens: int) -> None:
-        """Pages for so many tokens; none for what a window has left behind."""
+        """Pages for so many tokens; none for what a window, or a state, has left behind."""
         request.pages = []
         for group in self.layout.groups:
             skipped, size = 0, BLOCK // group.parts
-            if group.kind == "window":
-                skipped = max(0, computed - group.window_tokens) // size
+            if group.kind != "full":
+                window = group.window_tokens if group.kind == "window" else 1
+                skipped = max(0, computed - window) // size
             count = -(-tokens // size) - skipped
             pages, self.free = self.free[:count], self.free[count:]
             assert len(pages) == count, "the fake engine is out of pages"
@@ -240,12 +242,13 @@ class FakeEngine:
     def carry_out(
         self, requests: dict[str, FakeRequest], tokens: dict[str, int], new: list[Any]
     ) -> None:
+        named, self.whole_states = self.whole_states, {}
         scheduled = SimpleNamespace(
             num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_new_reqs=new,
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[]),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda name: tuple(requests[name].pages)
+                get_block_ids=lambda name: tuple(requests[name].pages), boundary_state_offloads=named
             ),
         )  # fmt: skip
         step = self.timed(self.scheduler.step, scheduled)

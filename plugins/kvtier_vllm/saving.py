@@ -4,7 +4,7 @@ save is named to the ranks, which end its copy before that step (see `Step.overw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,11 @@ class Saves:
                 ids[computed * self._parts.get(group_id, 0) // self._layout.block_tokens :]
             )
 
+    def named(self, scheduled: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """The states that the engine says are whole when this step ends: group, page and tokens, of each
+        request."""
+        return scheduled.kv_connector_block_state.boundary_state_offloads if self._states_of else {}
+
     def seen(self, prompt: Prompt) -> None:
         """A step goes on with this request. What the engine had of it at its first was saved when it was
         computed, unless the daemon says it was not."""
@@ -95,11 +100,15 @@ class Saves:
         if end <= prompt.saved or prompt.tries >= TRIES:
             return None
         keys = keys_of()
-        named = keys[:end]
+        whole = keys[:end]
         room = (self._most_bytes - self._nbytes) // self._block_bytes
         end = min(end, len(keys), prompt.saved + min(room, most, LIMIT_BLOCKS))
+        if end <= prompt.saved:
+            end = prompt.saved
+            if not self.named(scheduled).get(request.request_id):
+                return None
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
-        if end <= prompt.saved or ids is None:
+        if ids is None:
             return None
         writes = [
             Write(index, pages, part.packed, part.parent)
@@ -110,7 +119,7 @@ class Saves:
             for part in (keys[first:stop],)
         ]
         # They are named once; what of attention has no room yet follows.
-        writes += self._states(prompt, named, ids, scheduled)
+        writes += self._states(prompt, whole, ids, scheduled)
         first, prompt.saved = prompt.saved, end
         return self._begun(number(), prompt, first, writes) if writes else None
 
@@ -119,18 +128,17 @@ class Saves:
     ) -> list[Write]:
         """The states that are whole when this step ends, as the engine says: it goes on in another page. What
         the request doesn't hold any more may be somebody else's by now."""
-        if not self._states_of:
-            return []
         assert prompt.saved is not None
-        offered = scheduled.kv_connector_block_state.boundary_state_offloads
         found = []
-        for group_id, page, tokens in offered.get(prompt.request.request_id, ()):
+        for group_id, page, tokens in self.named(scheduled).get(prompt.request.request_id, ()):
             block, rest = divmod(tokens, self._layout.block_tokens)
             if rest or not prompt.saved < block <= len(keys) or group_id not in self._states_of:
                 continue
             if page and ids[group_id][block - 1] == page:
                 key = keys[block - 1 : block]
                 found.append(Write(self._states_of[group_id], [page], key.packed, key.parent))
+            elif page:
+                self._counts["drop:overwritten"] += 1
         return found
 
     def _limit(self, prompt: Prompt) -> int:

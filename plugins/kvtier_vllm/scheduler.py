@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -310,7 +311,10 @@ class SchedulerSide:
     def _new_saves(self, scheduled: Any) -> Iterator[Save]:
         """Saves of the blocks that this step fills."""
         session = self._daemon.session
-        for request_id, tokens in scheduled.num_scheduled_tokens.items():
+        # Where a state is whole that was computed before, its request need not be served by this step.
+        named, served = self._saves.named(scheduled), scheduled.num_scheduled_tokens
+        beside = ((request_id, 0) for request_id in named if request_id not in served)
+        for request_id, tokens in chain(served.items(), beside):
             prompt = self._prompts.get(request_id)
             if prompt is None or not prompt.may_save:
                 continue
@@ -318,6 +322,7 @@ class SchedulerSide:
                 prompt.belong(session)
             self._saves.seen(prompt)
             if session is None:
+                self.counts["drop:no_daemon"] += len(named.get(request_id, ()))
                 continue
             keys_of, most = partial(self._names.of, prompt, session), session.space.most_keys()
             save = self._saves.filled(prompt, tokens, scheduled, keys_of, most, self._number)

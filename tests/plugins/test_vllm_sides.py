@@ -16,6 +16,7 @@ from daemons import Daemon
 from fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
+from kvtier.layout import Kind
 from kvtier_vllm.layout import Cached, Layout, Shards
 from kvtier_vllm.messages import Load, Report, Seat
 from kvtier_vllm.options import Options
@@ -24,6 +25,7 @@ from kvtier_vllm.saving import TRIES, Saves, runs
 from kvtier_vllm.scheduler import SchedulerSide
 
 PROMPT = range(8 * BLOCK + 3)
+KINDS: tuple[Kind, ...] = ("full", "state")
 EngineOf = Callable[..., FakeEngine]
 SHAPES = {
     "one group": layout_of(),
@@ -175,11 +177,56 @@ def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
     assert [(write.group, write.block_ids) for write in save.writes] == [
         (0, [1, 2]), (1, [5]), (2, [6]), (3, [7]),
     ]  # fmt: skip
-    saves.reported(Report(saves={7: 1}))
+    state.boundary_state_offloads = {"r": [(1, 8, 3 * BLOCK)]}
+    state.get_block_ids = lambda name: ([1, 2, 3, 4], [0, 0, 8, 5], [0, 0, 0, 6], [0, 0, 0, 7])
+    save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 9)
+    assert save is not None
+    assert [(write.group, write.block_ids) for write in save.writes] == [(1, [8])], "no room at all"
+    saves.reported(Report(saves={7: 1, 9: 1}))
     state.boundary_state_offloads = {}
     save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 8)
     assert save is not None
     assert [(write.group, write.block_ids) for write in save.writes] == [(0, [3, 4])]
+
+
+def with_states() -> Layout:
+    groups = [Cached(at, kind, 0, ((f"{at}.0", PAGE_BYTES),) * 2) for at, kind in enumerate(KINDS)]
+    return Layout(BLOCK, BLOCK, tuple(groups), Shards(1, 1))
+
+
+def test_a_state_is_saved_though_its_request_is_not_served_by_the_step_that_names_it(
+    cold_daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """It was whole when an earlier step ended, and no step names it again."""
+    engine = engine_of(cold_daemon, with_states())
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    request = engine.run(engine.add(PROMPT))
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    request.tokens += range(2000, 2000 + BLOCK)
+    request.num_computed_tokens = len(request.tokens)
+    engine.extend(request)
+    engine.compute(request, 8 * BLOCK, 9 * BLOCK)
+    engine.whole_states = {request.request_id: [(1, request.pages[1][8], 9 * BLOCK)]}
+    engine.carry_out({request.request_id: request}, {}, [])
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    again = engine_of(cold_daemon, with_states())
+    found = again.serve([*request.tokens, 1])
+    assert found.cached == 9 * BLOCK and not found.failed
+
+
+def test_a_state_that_is_named_in_vain_is_counted(
+    cold_daemon: Daemon, engine_of: EngineOf, tmp_path: Path
+) -> None:
+    """Its page is somebody else's already, or there is no daemon."""
+    for socket, why in ((cold_daemon.socket, "overwritten"), (str(tmp_path / "no"), "no_daemon")):
+        engine = engine_of(socket, with_states(), patience_ms=1)
+        line = engine.scheduler._daemon.line
+        assert line is not None and bool(line.first()) == (why == "overwritten")
+        request = engine.add(range(2 * BLOCK), kv_transfer_params={"kvtier": {"load": False}})
+        engine.whole_states = {request.request_id: [(1, 50, 2 * BLOCK)]}
+        engine.run(request)
+        assert drops(engine) == {f"drop:{why}": 1}
 
 
 def test_a_request_may_say_no(cold_daemon: Daemon, engine_of: EngineOf) -> None:
