@@ -30,6 +30,7 @@ class Copying:
         self.save = save
         self.after = after
         self._off = False
+        self._over = threading.Event()
         self._piece = threading.Lock()
 
     def __enter__(self) -> None:
@@ -41,11 +42,18 @@ class Copying:
     def __exit__(self, *_: object) -> None:
         self._piece.release()
 
-    def end(self) -> None:
-        """From now on nothing is copied from these pages."""
+    def end(self, within_s: float = 0.0) -> None:
+        """From now on nothing is copied from these pages. It may take so long before it is called off."""
+        if within_s > 0.0:
+            self._over.wait(within_s)
         self._off = True
         with self._piece:
             pass
+
+    def over(self) -> None:
+        """It has ended, whatever came of it."""
+        self._off = True
+        self._over.set()
 
 
 def take_hole(counts: Counter[str]) -> Hole | None:

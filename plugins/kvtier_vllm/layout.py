@@ -53,6 +53,13 @@ class Cached:
             return blocks
         return min(blocks, 1 if self.kind == "state" else -(-self.window_tokens // block_tokens))
 
+    def left_behind(self, tokens: int, block_tokens: int) -> int:
+        """How many leading blocks the engine has not all pages of when it goes on after so many tokens."""
+        if self.kind != "window":
+            return 0
+        pages = max(0, tokens - self.window_tokens) * self.parts // block_tokens
+        return -(-pages // self.parts)
+
     def whole(self, ids: Sequence[int], at: int) -> bool:
         """Whether the engine has all pages of a block here."""
         return all(ids[at * self.parts : (at + 1) * self.parts])

@@ -4,7 +4,7 @@ save is named to the ranks, which end its copy before that step (see `Step.overw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ LIMIT_BLOCKS = 1024  # of one save: the step's thread names their pages and keys
 @dataclass(slots=True)
 class Saving:
     """A save that some ranks have not answered yet: whose, of which blocks and pages, and after how many
-    `holes` of the prompt it was begun."""
+    `holes` of the prompt it was begun. `windows`: of blocks that are held only while a window has them."""
 
     prompt: Prompt
     first: int
@@ -31,6 +31,7 @@ class Saving:
     pages: set[int]
     nbytes: int
     ranks: int
+    windows: bool
 
 
 class Saves:
@@ -91,14 +92,16 @@ class Saves:
     def filled(
         self, prompt: Prompt, tokens: int, scheduled: Any, keys_of: Callable[[], Keys],
         most: int, number: Callable[[], int],
-    ) -> Save | None:  # fmt: skip
-        """A save of the blocks that so many tokens fill, `most` at once, and as far as pages may wait."""
+    ) -> list[Save]:  # fmt: skip
+        """Saves of the blocks that so many tokens fill, `most` at once, and as far as pages may wait. Each by
+        itself, and what may be given away first before the others: what a window leaves behind with the next
+        step, what it has still, all else."""
         request, block = prompt.request, self._layout.block_tokens
         before = request.num_computed_tokens
         assert prompt.saved is not None
         end = min(before + tokens, self._limit(prompt)) // block
         if end <= prompt.saved or prompt.tries >= TRIES:
-            return None
+            return []
         keys = keys_of()
         whole = keys[:end]
         room = (self._most_bytes - self._nbytes) // self._block_bytes
@@ -106,33 +109,52 @@ class Saves:
         if end <= prompt.saved:
             end = prompt.saved
             if not self.named(scheduled).get(request.request_id):
-                return None
+                return []
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
         if ids is None:
-            return None
-        writes = [
-            Write(index, pages, part.packed, part.parent)
-            for index, group in enumerate(self._layout.groups)
-            if group.kind != "state"
-            for first, stop in runs(group, ids[group.group_id], prompt.saved, end)
-            for pages in (list(ids[group.group_id][first * group.parts : stop * group.parts]),)
-            for part in (keys[first:stop],)
-        ]
-        # They are named once; what of attention has no room yet follows.
-        writes += self._states(prompt, whole, ids, scheduled)
+            return []
         first, prompt.saved = prompt.saved, end
-        return self._begun(number(), prompt, first, writes) if writes else None
+        behind: list[Write] = []
+        inside: list[Write] = []
+        others: list[Write] = []
+        for index, group in enumerate(self._layout.groups):
+            if group.kind == "window":
+                left = min(max(first, group.left_behind(before + tokens, block)), end)
+                behind += self._writes(index, ids, keys, first, left)
+                inside += self._writes(index, ids, keys, left, end)
+            elif group.kind == "full":
+                others += self._writes(index, ids, keys, first, end)
+        # They are named once; what of attention has no room yet follows.
+        others += self._states(prompt, first, whole, ids, scheduled)
+        return [
+            self._begun(number(), prompt, first, writes, windows=writes is not others)
+            for writes in (behind, inside, others)
+            if writes
+        ]
+
+    def in_order(self, saves: Iterable[Save]) -> list[Save]:
+        """Those of windows before all others."""
+        return sorted(saves, key=lambda save: not self._of[save.number].windows)
+
+    def _writes(
+        self, index: int, ids: Sequence[Sequence[int]], keys: Keys, start: int, stop: int
+    ) -> Iterator[Write]:
+        group = self._layout.groups[index]
+        mine = ids[group.group_id]
+        for first, end in runs(group, mine, start, stop):
+            part = keys[first:end]
+            pages = list(mine[first * group.parts : end * group.parts])
+            yield Write(index, pages, part.packed, part.parent)
 
     def _states(
-        self, prompt: Prompt, keys: Keys, ids: Sequence[Sequence[int]], scheduled: Any
+        self, prompt: Prompt, first: int, keys: Keys, ids: Sequence[Sequence[int]], scheduled: Any
     ) -> list[Write]:
         """The states that are whole when this step ends, as the engine says: it goes on in another page. What
         the request doesn't hold any more may be somebody else's by now."""
-        assert prompt.saved is not None
         found = []
         for group_id, page, tokens in self.named(scheduled).get(prompt.request.request_id, ()):
             block, rest = divmod(tokens, self._layout.block_tokens)
-            if rest or not prompt.saved < block <= len(keys) or group_id not in self._states_of:
+            if rest or not first < block <= len(keys) or group_id not in self._states_of:
                 continue
             if page and ids[group_id][block - 1] == page:
                 key = keys[block - 1 : block]
@@ -147,14 +169,23 @@ class Saves:
         tokens: int = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
         return tokens
 
-    def _begun(self, number: int, prompt: Prompt, first: int, writes: list[Write]) -> Save:
+    def _begun(
+        self, number: int, prompt: Prompt, first: int, writes: list[Write], windows: bool
+    ) -> Save:
         assert prompt.saved is not None
         pages = {page for write in writes for page in write.block_ids}
         nbytes = 0
         for write in writes:
             nbytes += len(write.keys) // KEY_BYTES * self._bytes_of[write.group]
         self._of[number] = Saving(
-            prompt, first, prompt.saved, prompt.holes, pages, nbytes, self._layout.shards.ranks
+            prompt,
+            first,
+            prompt.saved,
+            prompt.holes,
+            pages,
+            nbytes,
+            self._layout.shards.ranks,
+            windows,
         )
         others = [(page, (*self._on[page], number)) for page in self._on.keys() & pages]
         self._on |= dict.fromkeys(pages, (number,))
@@ -172,6 +203,11 @@ class Saves:
 
     def _left_hole(self, saving: Saving, hole: Hole) -> None:
         prompt = saving.prompt
+        computed = prompt.request.num_computed_tokens // self._layout.block_tokens
+        if saving.windows and computed >= saving.stop and hole.drops["drop:overwritten"]:
+            # The request goes on without these pages, and so does a hit that ends further on.
+            self._counts.update(hole.drops)
+            return
         if not hole.again:
             prompt.tries = TRIES
         elif saving.holes == prompt.holes and not hole.grows:

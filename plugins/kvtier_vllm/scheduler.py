@@ -270,7 +270,7 @@ class SchedulerSide:
         self._steps += 1
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
         overwritten = self._saves.overwritten(scheduled, fresh)
-        saves = list(self._new_saves(scheduled)) if self._options.save else []
+        saves = self._saves.in_order(self._new_saves(scheduled)) if self._options.save else []
         self._note(scheduled)
         self.timelines.scheduled(self._steps, scheduled.num_scheduled_tokens)
         session = self._daemon.session
@@ -325,10 +325,10 @@ class SchedulerSide:
                 self.counts["drop:no_daemon"] += len(named.get(request_id, ()))
                 continue
             keys_of, most = partial(self._names.of, prompt, session), session.space.most_keys()
-            save = self._saves.filled(prompt, tokens, scheduled, keys_of, most, self._number)
-            if save is not None:
-                self._pins.when_saved(prompt, session, save.number)
-                yield save
+            saves = self._saves.filled(prompt, tokens, scheduled, keys_of, most, self._number)
+            if saves:
+                self._pins.when_saved(prompt, session, saves[-1].number)
+            yield from saves
 
     def _number(self) -> int:
         self._numbers += 1

@@ -43,6 +43,9 @@ DRAIN_S = 0.5
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
+# How long a step waits for saves from pages that it is about to overwrite, of the time since the last one.
+# What a window leaves behind is often given away at once, however long that one took.
+END_SHARE, END_MOST_S = 0.02, 0.02
 # Of copies beside a step that computes: they take what the engine leaves of the cores.
 NICE = 10
 
@@ -83,6 +86,7 @@ class WorkerSide:
         self._readers: dict[bytes, Reader] = {}
         self._sat: tuple[bytes, int] | None = None  # the run and extents that the scheduler knows
         self._step = 0
+        self._began = float("-inf")  # the last step
         self._copying: dict[int, Copying] = {}
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -110,10 +114,12 @@ class WorkerSide:
         """Before any page is written: end the copies from pages that are somebody else's now."""
         self._step, self._idle = step.number, step.idle
         self._spoilt = False
+        began, self._began = self._began, self._clock()
+        until = self._began + min(END_SHARE * (self._began - began), END_MOST_S)
         for number in step.overwritten:
             copying = self._copying.get(number)
             if copying is not None:
-                copying.end()
+                copying.end(until - self._clock())
         if self._line is None and step.spec:
             spec = msgspec.msgpack.decode(step.spec, type=KvSpec)
             name = f"vllm rank {self._rank} {os.getpid()}"
@@ -373,7 +379,7 @@ class WorkerSide:
     def _save(self, copying: Copying) -> None:
         begun = self._clock()
         counts = self._saved(copying)
-        copying.end()
+        copying.over()
         number, nbytes = copying.save.number, counts["saved_bytes"]
         copied = Copied(number, self._rank, begun, self._clock(), nbytes, nbytes > 0)
         with self._lock:

@@ -198,6 +198,25 @@ def test_nothing_is_wrong_under_pressure(
     assert sum(again.run(*asked)) > 12 * BLOCK
 
 
+def test_a_window_that_moves_on_costs_no_hit_at_the_end(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are given away at once, far sooner than they are saved."""
+    call = WorkerSide._copy_in
+
+    def slowly(side: WorkerSide, *args: Any) -> Any:
+        time.sleep(0.002)
+        return call(side, *args)
+
+    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    one = numbers_of("full and window", hasty=True)
+    asked = [prompt(seed, 500) for seed in range(4)]
+    for text in asked:
+        one.run(text, tokens=100)
+    again = numbers_of("full and window")
+    assert again.run(*asked) == [496] * 4
+
+
 def test_what_is_reset_is_not_found(numbers_of: EngineOf) -> None:
     engine = numbers_of("jamba", asynchronous=True)
     text = prompt(1, 150)

@@ -153,7 +153,8 @@ def test_the_ranks_figures_add_up(warm: Daemon, engine_of: EngineOf) -> None:
     # Every block of the first group, on two ranks; a window's are saved as far as they have pages.
     assert counts["saved_bytes"] == 2 * (8 + 8) * BYTES
     assert counts["loaded_bytes"] == 2 * (8 + 2) * BYTES
-    assert (len(times["load_s"]), len(times["save_s"])) == (2, 2)
+    # A window saves what it leaves behind, and what it has, by themselves.
+    assert (len(times["load_s"]), len(times["save_s"])) == (2, 2 * 3)
     assert len(times["wait_s"]) == 2 and min(min(one) for one in times.values()) >= 0
     assert engine.scheduler.stats.take() == {}, "each is told once"
 

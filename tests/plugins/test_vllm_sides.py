@@ -18,7 +18,7 @@ from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
 from kvtier_vllm.layout import Cached, Layout, Shards
-from kvtier_vllm.messages import Load, Report, Seat
+from kvtier_vllm.messages import Hole, Load, Report, Save, Seat
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 from kvtier_vllm.saving import TRIES, Saves, runs
@@ -114,13 +114,61 @@ def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
     keys = Keys(bytes(range(2 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
     saves.seen(prompt)
-    save = saves.filled(prompt, 2 * BLOCK, scheduled(), lambda: keys, 9, lambda: 7)
-    assert save is not None and [write.block_ids for write in save.writes] == [*pages]
-    for page in range(1, 7):
-        assert saves.overwritten(scheduled(0, [], [], [page]), set()) == [7]
-        assert saves.overwritten(scheduled(), {page}) == [7]
+    numbers = iter((7, 8, 9))
+    found = saves.filled(prompt, 2 * BLOCK, scheduled(), lambda: keys, 9, lambda: next(numbers))
+    assert [[write.block_ids for write in save.writes] for save in found] == [
+        [[1, 2]], [[3, 4]], [[5, 6]],
+    ]  # fmt: skip
+    for page, save in zip(range(1, 7), (7, 7, 8, 8, 9, 9), strict=True):
+        assert saves.overwritten(scheduled(0, [], [], [page]), set()) == [save]
+        assert saves.overwritten(scheduled(), {page}) == [save]
     assert saves.overwritten(scheduled(BLOCK, [1, 2, 8, 9], [5, 10], []), set()) == []
-    assert saves.overwritten(scheduled(BLOCK, [1, 2, 3], [5], []), set()) == [7]
+    assert saves.overwritten(scheduled(BLOCK, [1, 2, 3], [5], []), set()) == [8]
+
+
+def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:
+    """Four blocks of a model of full attention and two windows are being saved."""
+    layout = layout_of([0, 2 * BLOCK - 1, 0, 3 * BLOCK])
+    saves = Saves(layout, Options(), Counter())
+    pages = [[at * 10 + block for block in range(1, 5)] for at in range(4)]
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=4 * BLOCK + 5, num_prompt_tokens=9
+    )
+    state = SimpleNamespace(get_block_ids=lambda name: pages)
+    scheduled = SimpleNamespace(kv_connector_block_state=state)
+    keys = Keys(bytes(range(4 * KEY_BYTES)))
+    prompt = Prompt(request, b"", True, True)
+    saves.seen(prompt)
+    numbers = iter((7, 8, 9))
+    found = saves.filled(prompt, 4 * BLOCK + 5, scheduled, lambda: keys, 9, lambda: next(numbers))
+    return saves, prompt, found
+
+
+def test_what_a_window_leaves_behind_is_saved_first_and_by_itself() -> None:
+    """After 69 tokens one window begins with token 38, in the third block, and one with 21, in the second."""
+    saves, _, found = filled_with_windows()
+    assert [[(write.group, write.block_ids) for write in save.writes] for save in found] == [
+        [(1, [11, 12]), (3, [31])], [(1, [13, 14]), (3, [32, 33, 34])],
+        [(0, [1, 2, 3, 4]), (2, [21, 22, 23, 24])],
+    ]  # fmt: skip
+    other = Save(10, [])
+    saves._of[10] = saves._of[9]
+    assert [save.number for save in saves.in_order([found[2], other, *found[:2]])] == [7, 8, 9, 10]
+
+
+def test_what_a_window_has_left_behind_is_not_tried_again() -> None:
+    """Nor does it keep what follows from being saved, however often: a hit that ends there does without."""
+    saves, prompt, _ = filled_with_windows()
+    hole = Hole(True, Counter({"drop:overwritten": 4}))
+    prompt.request.num_computed_tokens = 4 * BLOCK + 5
+    saves.reported(Report(saves=Counter([7]), holes={7: hole}))
+    assert (prompt.saved, prompt.tries, saves._counts) == (4, 0, {"drop:overwritten": 4})
+    # A connection that is lost, and pages that were taken from a request, are another matter.
+    saves.reported(Report(saves=Counter([8]), holes={8: Hole(True, Counter({"drop:lost": 4}))}))
+    assert (prompt.saved, prompt.tries) == (0, 1)
+    saves, prompt, _ = filled_with_windows()
+    saves.reported(Report(saves=Counter([7]), holes={7: hole}))
+    assert (prompt.saved, prompt.tries) == (0, 1)
 
 
 def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
@@ -144,8 +192,7 @@ def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
     keys = Keys(bytes(range(4 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
     saves.seen(prompt)
-    save = saves.filled(prompt, 3 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
-    assert save is not None
+    (save,) = saves.filled(prompt, 3 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
     assert [(w.group, w.block_ids, w.keys) for w in save.writes] == [
         (0, [2, 3, 4], keys[1:].packed), *[(1, [23], keys[3:].packed)] * 2,
     ]  # fmt: skip
@@ -172,20 +219,17 @@ def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
     keys = Keys(bytes(range(4 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
     saves.seen(prompt)
-    save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
-    assert save is not None
+    (save,) = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
     assert [(write.group, write.block_ids) for write in save.writes] == [
         (0, [1, 2]), (1, [5]), (2, [6]), (3, [7]),
     ]  # fmt: skip
     state.boundary_state_offloads = {"r": [(1, 8, 3 * BLOCK)]}
     state.get_block_ids = lambda name: ([1, 2, 3, 4], [0, 0, 8, 5], [0, 0, 0, 6], [0, 0, 0, 7])
-    save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 9)
-    assert save is not None
+    (save,) = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 9)
     assert [(write.group, write.block_ids) for write in save.writes] == [(1, [8])], "no room at all"
     saves.reported(Report(saves={7: 1, 9: 1}))
     state.boundary_state_offloads = {}
-    save = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 8)
-    assert save is not None
+    (save,) = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 8)
     assert [(write.group, write.block_ids) for write in save.writes] == [(0, [3, 4])]
 
 

@@ -321,6 +321,33 @@ def test_saves_step_back(
     assert found == [worker.NICE]
 
 
+@pytest.mark.parametrize(
+    ("share", "most_s", "saved"), [(1e3, 10.0, 8), (1e3, 0.001, 0), (0.0, 10.0, 0)]
+)
+def test_a_step_waits_a_little_for_what_it_is_about_to_overwrite(
+    shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
+    share: float, most_s: float, saved: int,
+) -> None:  # fmt: skip
+    """A share of the time since the last one, and no more than so much: a daemon may hang."""
+    monkeypatch.setattr(worker, "END_SHARE", share)
+    monkeypatch.setattr(worker, "END_MOST_S", most_s)
+    engine = engine_of(shared_daemon)
+    engine.until(lambda: engine.scheduler._daemon.session is not None)
+    held = threading.Event()
+    engine.workers[0]._to_save.put(lambda: bool(held.wait(5.0)))
+    first = int(20_000 + share + 1000 * most_s)  # what nobody has saved
+    request = engine.run(engine.add(range(first, first + 8 * BLOCK)))
+    pages = [page for ids in request.pages for page in ids]
+    timer = threading.Timer(0.2 if saved else 4.0, held.set)
+    timer.start()
+    given = SimpleNamespace(block_ids=[pages], num_computed_tokens=0)
+    engine.carry_out({}, {}, [given])
+    held.set()
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    assert engine.scheduler.counts["saved"] == saved
+    timer.cancel()
+
+
 def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
