@@ -86,11 +86,16 @@ def config_digest(model_config: Any, vllm_config: Any) -> str:
 
 
 class Adapters:
-    """Digests of LoRA adapters by content; looked up again when the file has changed."""
+    """Digests of LoRA adapters by content; looked up again when the file has changed.
+
+    An engine reads an adapter's files when it pleases, and its own hashes know it by name and path. So it is
+    named by what these were at first: where they change, nobody can say what the engine computes, or has.
+    """
 
     def __init__(self, digest: Callable[[Path], str] = folder_digest) -> None:
         self._digest = digest
         self._known: dict[tuple[str, tuple[tuple[str, int, int], ...]], bytes] = {}
+        self._first: dict[Path, bytes] = {}
 
     def extras(self, request: Any) -> bytes | None:
         """What goes into the keys of this request; None where its adapter can't be named."""
@@ -106,4 +111,4 @@ class Adapters:
                 known = self._known[str(folder), seen] = b"lora:" + self._digest(folder).encode()
         except (OSError, Unsupported):
             return None
-        return known
+        return known if self._first.setdefault(folder, known) == known else None

@@ -318,8 +318,13 @@ def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
     assert extras(None) == b""
     one = extras(weights(tmp_path / "one", a=1))
     assert one and extras(weights(tmp_path / "two", a=1)) == one
-    assert extras(weights(tmp_path / "one", a=22)) not in (one, None)
+    assert extras(weights(tmp_path / "three", a=22)) not in (one, None)
     assert extras(tmp_path / "missing") is None
+    # What an engine has read of these files, and keeps by their path, is of either.
+    assert extras(weights(tmp_path / "one", a=22)) is None
+    assert extras(tmp_path / "one") is None and extras(tmp_path / "two") == one
+    adapters = Adapters()
+    assert extras(tmp_path / "one") == extras(tmp_path / "three")
 
 
 @pytest.mark.parametrize("error", [AttributeError, ValueError, AssertionError, KeyError])
