@@ -251,6 +251,33 @@ def test_a_step_that_computes_waits_for_no_load(
     assert engine.run(request).cached == 8 * BLOCK
 
 
+def test_a_daemon_that_hangs_in_the_middle_of_a_load_holds_up_who_waits_for_it_and_nobody_else(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was promised is loaded, what nobody asks for is computed, and who asks has patience."""
+    daemon = daemon_of()
+    engine = engine_of(daemon, load="async", patience_ms=1500)
+    engine.until(lambda: engine.serve(PROMPT).cached > 0)
+    slow = SlowLoads(engine, monkeypatch)
+    loading = engine.add(PROMPT)
+    engine.until(lambda: loading.loading)
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        waiting = engine.add([*PROMPT, 1])
+        other = engine.add(range(500, 510))
+        engine.step()
+        assert other.done and not waiting.done and not loading.done
+        slow.let.set()
+        engine.run(loading)
+        assert (loading.cached, loading.failed, waiting.done) == (8 * BLOCK, False, False)
+        engine.run(waiting)
+        assert waiting.cached == 0 and time.monotonic() - began >= 1.5
+        assert engine.scheduler.counts["lost"]
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+
+
 def test_what_is_short_is_loaded_within_the_step_unless_others_wait_for_it(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
