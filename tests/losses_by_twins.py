@@ -9,7 +9,16 @@ from functools import cache
 import numpy as np
 
 from kvtier import KvSpec
-from kvtier.codec import grid, raw
+from kvtier.codec import framing, grid, raw
+from kvtier.codec.base import Codec
+from kvtier.codec.frame import (
+    DIGEST_BYTES,
+    GENERATION_AT,
+    PROFILE_AT,
+    RAW_DIGEST_AT,
+    ZERO_DIGEST,
+)
+from kvtier.codec.grid import Grid
 from kvtier.codec.losses import CALIBRATED, FIXED, Loss, Losses
 from kvtier.codec.profile import (
     CACHEGEN_LEVELS,
@@ -21,6 +30,7 @@ from kvtier.codec.profile import (
     inverses,
     steps,
 )
+from kvtier_kernels import xxh3_128
 from kvtier_kernels.reference import decode_quantized, encode_quantized, lossy, quantized
 
 TABLE = bytes([4, 20, 60, 88, 60, 20, 3, 1])  # from -3 to 3, and the escape
@@ -132,3 +142,25 @@ def _calibrated(
 
 def _both(exponents: bytes) -> tuple[lossy.Floats, lossy.Floats]:
     return np.array(steps(exponents), np.float32), np.array(inverses(exponents), np.float32)
+
+
+def encode_lossy_by(
+    codec: Codec,
+    dtype: str,
+    header: bytearray,
+    block: bytes,
+    into: bytearray,
+    lies: list[Grid],
+    position: int,
+) -> int:
+    """What `framing.encode_lossy` does, by a codec's own means."""
+    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] not in (ZERO_DIGEST, xxh3_128(block)):
+        return len(block)
+    found = codec.encode(block, framing.entries_of(header), dtype, into, lies, position)
+    nbytes, back = sum(entry.nbytes for entry in found), bytearray(len(block))
+    codec.decode(memoryview(into)[:nbytes], found, dtype, back)
+    framing.describe(header, codec, found)
+    header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
+    header[PROFILE_AT : PROFILE_AT + len(codec.profile)] = codec.profile
+    header[GENERATION_AT] = framing.ONCE
+    return nbytes

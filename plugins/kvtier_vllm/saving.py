@@ -46,8 +46,8 @@ class Saves:
             group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
         }
         self._parts = {group.group_id: group.parts for group in layout.groups}
-        # Without states: few blocks have any, and all layers' of one may be most of its bytes.
         self._bytes_of = [group.block_bytes for group in layout.groups]
+        # Without states: few blocks have any, and all layers' of one may be most of its bytes.
         kept = [group.block_bytes for group in layout.groups if group.kind != "state"]
         self._block_bytes = sum(kept) or layout.block_bytes
         self._of: dict[int, Saving] = {}

@@ -28,7 +28,7 @@ from kvtier_kernels import (
     seal_frame,
     xxh3_128,
 )
-from losses_by_twins import block_of, profile_of
+from losses_by_twins import block_of, encode_lossy_by, profile_of
 from specs import spec_of
 
 LAYERS, HEADS, TOKENS, DIM = 3, 2, 32, 64
@@ -273,7 +273,7 @@ def test_frames_of_any_order_are_those_of_the_twin(
     assert isinstance(codec, Arranged)
     block, lies = kv(dtype, spec.block_bytes), grid.grids(spec, 0, ordered=True)
     found = []
-    for encode in (framing.encode_lossy, framing.encode_lossy_by):
+    for encode in (framing.encode_lossy, encode_lossy_by):
         header = Template(bytes(32), 0, 1, RAW, raw.entries(spec, 0)).blank(xxh3_128(block))
         into = bytearray(len(block))
         nbytes = encode(codec, dtype, header, block, into, lies, 32)

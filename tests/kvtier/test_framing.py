@@ -14,16 +14,12 @@ from kvtier.codec.arranged import Arranged
 from kvtier.codec.base import Codec
 from kvtier.codec.calibrated import Calibrated
 from kvtier.codec.frame import (
-    DIGEST_BYTES,
     ENTRY,
     FLAGS,
     FLAGS_AT,
     GENERATION_AT,
     HEADER,
-    PROFILE_AT,
     RAW,
-    RAW_DIGEST_AT,
-    ZERO_DIGEST,
     Frame,
     Identity,
     Template,
@@ -32,13 +28,13 @@ from kvtier.codec.frame import (
     seal,
     stamp,
 )
-from kvtier.codec.grid import HEADS_FIRST, Grid, grids
+from kvtier.codec.grid import HEADS_FIRST, grids
 from kvtier.codec.known import BY_NAME
 from kvtier.codec.losses import FIXED, Loss, Losses
 from kvtier.errors import FrameError
 from kvtier.layout import DTYPE_BYTES
 from kvtier_kernels import decode_frame, xxh3_128
-from losses_by_twins import profile_of
+from losses_by_twins import encode_lossy_by, profile_of
 from specs import spec_of
 
 SPACE, KEY, PARENT = b"s" * 32, b"k" * 32, b"p" * 32
@@ -243,28 +239,6 @@ def lossy_frame(spec: KvSpec, codec: Codec) -> tuple[bytes, bytes]:
     assert nbytes < len(block)
     stamp(header, KEY, PARENT, 7, 8)
     return seal(bytes(header), into[:nbytes]), bytes(into[:nbytes])
-
-
-def encode_lossy_by(
-    codec: Codec,
-    dtype: str,
-    header: bytearray,
-    block: bytes,
-    into: bytearray,
-    lies: list[Grid],
-    position: int,
-) -> int:
-    """What `framing.encode_lossy` does, by a codec's own means."""
-    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] not in (ZERO_DIGEST, xxh3_128(block)):
-        return len(block)
-    found = codec.encode(block, framing.entries_of(header), dtype, into, lies, position)
-    nbytes, back = sum(entry.nbytes for entry in found), bytearray(len(block))
-    codec.decode(memoryview(into)[:nbytes], found, dtype, back)
-    framing.describe(header, codec, found)
-    header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
-    header[PROFILE_AT : PROFILE_AT + len(codec.profile)] = codec.profile
-    header[GENERATION_AT] = framing.ONCE
-    return nbytes
 
 
 @pytest.mark.parametrize("asked", ["q8", "q2", "fp8", "ecsq-mid", "cachegen-lo"])
