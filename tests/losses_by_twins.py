@@ -158,6 +158,8 @@ def encode_lossy_by(
         return len(block)
     found = codec.encode(block, framing.entries_of(header), dtype, into, lies, position)
     nbytes, back = sum(entry.nbytes for entry in found), bytearray(len(block))
+    if nbytes >= len(block):
+        return len(block)
     codec.decode(memoryview(into)[:nbytes], found, dtype, back)
     framing.describe(header, codec, found)
     header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
