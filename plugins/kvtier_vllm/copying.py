@@ -26,9 +26,10 @@ class Copying:
     """A save as its thread and the step see it. It is copied a piece at a time: what has not begun may be
     called off, and one piece is waited for, some milliseconds. The daemon is never asked within one."""
 
-    def __init__(self, save: Save, after: Event | None) -> None:
+    def __init__(self, save: Save, after: Event | None, fleeting: bool) -> None:
         self.save = save
         self.after = after
+        self._fleeting = fleeting  # its pages are given away soon, whoever else comes
         self._off = False
         self._over = threading.Event()
         self._piece = threading.Lock()
@@ -43,8 +44,9 @@ class Copying:
         self._piece.release()
 
     def end(self, within_s: float = 0.0) -> None:
-        """From now on nothing is copied from these pages. It may take so long before it is called off."""
-        if within_s > 0.0:
+        """From now on nothing is copied from these pages. What is fleeting may take so long before it is called
+        off."""
+        if self._fleeting and within_s > 0.0:
             self._over.wait(within_s)
         self._off = True
         with self._piece:

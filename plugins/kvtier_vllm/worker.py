@@ -43,8 +43,8 @@ DRAIN_S = 0.5
 # How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
 # of the copying threads, and looks again only when it has slept and been through another step.
 IDLE_WAIT_S = 0.005
-# How long a step waits for saves from pages that it is about to overwrite, of the time since the last one.
-# What a window leaves behind is often given away at once, however long that one took.
+# How long a step waits for saves of what windows have left behind and it is about to overwrite, of the time
+# since the last one: that is often given away at once, however long that one took.
 END_SHARE, END_MOST_S = 0.02, 0.02
 # Of copies beside a step that computes: they take what the engine leaves of the cores.
 NICE = 10
@@ -75,6 +75,7 @@ class WorkerSide:
         device: DeviceSide | None = None,
     ) -> None:
         self._layout = layout
+        self._windows = [group.kind == "window" for group in layout.groups]
         self._options = options
         self._rank = rank
         self._shard = layout.shards.of(rank)
@@ -195,7 +196,8 @@ class WorkerSide:
         self._end_loads()
         after = self._device.fence() if self._device is not None and saves else None
         for save in saves:
-            copying = self._copying[save.number] = Copying(save, after)
+            fleeting = any(self._windows[write.group] for write in save.writes)
+            copying = self._copying[save.number] = Copying(save, after, fleeting)
             if self._spoilt:
                 copying.end()
             self._to_save.put(partial(self._save, copying))

@@ -349,11 +349,12 @@ def test_saves_step_back(
 
 
 @pytest.mark.parametrize(
-    ("share", "most_s", "saved"), [(1e3, 10.0, 8), (1e3, 0.001, 0), (0.0, 10.0, 0)]
+    ("windows", "share", "most_s", "saved"),
+    [(True, 1e3, 10.0, 8), (True, 1e3, 0.001, 0), (True, 0.0, 10.0, 0), (False, 1e3, 10.0, 0)],
 )
-def test_a_step_waits_a_little_for_what_it_is_about_to_overwrite(
+def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
-    share: float, most_s: float, saved: int,
+    windows: bool, share: float, most_s: float, saved: int,
 ) -> None:  # fmt: skip
     """A share of the time since the last one, and no more than so much: a daemon may hang."""
     monkeypatch.setattr(worker, "END_SHARE", share)
@@ -361,8 +362,9 @@ def test_a_step_waits_a_little_for_what_it_is_about_to_overwrite(
     engine = engine_of(shared_daemon)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     held = threading.Event()
+    engine.workers[0]._windows = [windows]
     engine.workers[0]._to_save.put(lambda: bool(held.wait(5.0)))
-    first = int(20_000 + share + 1000 * most_s)  # what nobody has saved
+    first = int(20_000 + 500 * windows + share + 1000 * most_s)  # what nobody has saved
     request = engine.run(engine.add(range(first, first + 8 * BLOCK)))
     pages = [page for ids in request.pages for page in ids]
     timer = threading.Timer(0.2 if saved else 4.0, held.set)
