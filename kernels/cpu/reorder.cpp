@@ -84,24 +84,40 @@ struct Vector {
 template <size_t kBytes>
 using Bytes = typename Vector<uint8_t, kBytes>::Of;
 
+// Units of two vectors, by their places in the one and, after them, in the other.
+template <size_t... kAt, typename Out, typename In>
+KVTIER_LOOP void shuffle(Out& out, const In& a, const In& b) {
+#if __has_builtin(__builtin_shufflevector)
+    out = __builtin_shufflevector(a, b, kAt...);
+#else  // before GCC 12
+    if constexpr (sizeof(out) == sizeof(a)) {
+        out = __builtin_shuffle(a, b, Out{kAt...});
+    } else {
+        constexpr size_t kUnits = sizeof(a) / sizeof(a[0]);
+        out = Out{(kAt < kUnits ? a[kAt % kUnits] : b[kAt % kUnits])...};
+    }
+#endif
+}
+
 // The lower or upper halves of each lane of two registers, units of the one and the other in turn.
 template <typename Unit, size_t kBytes, bool kUpper, size_t... kAt>
 KVTIER_LOOP void zip(Bytes<kBytes>& out, const Bytes<kBytes>& a, const Bytes<kBytes>& b,
                      std::index_sequence<kAt...>) {
     using Units = typename Vector<Unit, kBytes>::Of;
     constexpr size_t kOfLane = kLane / sizeof(Unit);
-    out = reinterpret_cast<Bytes<kBytes>>(
-        __builtin_shufflevector(reinterpret_cast<Units>(a), reinterpret_cast<Units>(b),
-                                (kAt % 2 * sizeof...(kAt) + kAt / kOfLane * kOfLane +
-                                 (kUpper ? kOfLane / 2 : 0) + kAt % kOfLane / 2)...));
+    Units units;
+    shuffle<(kAt % 2 * sizeof...(kAt) + kAt / kOfLane * kOfLane + (kUpper ? kOfLane / 2 : 0) +
+             kAt % kOfLane / 2)...>(units, reinterpret_cast<Units>(a), reinterpret_cast<Units>(b));
+    out = reinterpret_cast<Bytes<kBytes>>(units);
 }
 
 template <size_t kBytes, size_t... kAt>
 KVTIER_LOOP void side_by_side(Bytes<kBytes>& out, const Bytes<kBytes / 2>& a,
                               const Bytes<kBytes / 2>& b, std::index_sequence<kAt...>) {
     using Half = typename Vector<uint64_t, kBytes / 2>::Of;
-    out = reinterpret_cast<Bytes<kBytes>>(
-        __builtin_shufflevector(reinterpret_cast<Half>(a), reinterpret_cast<Half>(b), kAt...));
+    typename Vector<uint64_t, kBytes>::Of whole;
+    shuffle<kAt...>(whole, reinterpret_cast<Half>(a), reinterpret_cast<Half>(b));
+    out = reinterpret_cast<Bytes<kBytes>>(whole);
 }
 
 // So many bytes: of each lane those of another row.
@@ -215,10 +231,13 @@ KVTIER_LOOP void move_pairs(const Part& part, const uint8_t* from, uint8_t* to,
                     std::memcpy(&found, from + pairs, kBytes);
                 }
                 const auto units = reinterpret_cast<Units>(found);
-                found = reinterpret_cast<Bytes<kBytes>>(
-                    kBack ? __builtin_shufflevector(units, units, (kAt % 2 * kDims + kAt / 2)...)
-                          : __builtin_shufflevector(units, units,
-                                                    (kAt % kDims * 2 + kAt / kDims)...));
+                Units apart;
+                if constexpr (kBack) {
+                    shuffle<(kAt % 2 * kDims + kAt / 2)...>(apart, units, units);
+                } else {
+                    shuffle<(kAt % kDims * 2 + kAt / kDims)...>(apart, units, units);
+                }
+                found = reinterpret_cast<Bytes<kBytes>>(apart);
                 if constexpr (kBack) {
                     std::memcpy(to + pairs, &found, kBytes);
                 } else {
