@@ -30,7 +30,7 @@ from kvtier.codec import cachegen, ecsq, fp8, q2, q4, q8
 from kvtier.codec import profile as files
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import RAW, Entry
-from kvtier.codec.grid import Grid
+from kvtier.codec.grid import Grid, head_of
 from kvtier_daemon.calibration.measuring import SEQUENCE, TRIALS, Trial, calibrate
 from kvtier_daemon.calibration.model import Cached, Model, chunks
 
@@ -143,7 +143,7 @@ class Ours:
         data = bf16(np.ascontiguousarray(x)).tobytes()
         back, text = bytearray(len(data)), bytearray(self.codec.bound(len(data)))
         one = Entry(layer, part, RAW, 0, len(data), len(data))
-        grid = Grid(tokens, heads * dim, dim, part == V)
+        grid = Grid(tokens, heads * dim, head_of(heads, dim), part == V)
         [entry] = self.codec.encode(data, [one], "bfloat16", text, [grid], position)
         self.codec.decode(text, [entry], "bfloat16", back)
         return entry.nbytes, wide(np.frombuffer(back, "<u2")).reshape(x.shape)

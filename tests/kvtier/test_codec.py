@@ -12,7 +12,7 @@ import pytest
 from conformance.codec_tests import CodecTests, kv
 from kvtier.codec import base, fix4, fp8, q2, q4, q8, r32, raw, zstd
 from kvtier.codec.frame import RAW, Entry, check_entries
-from kvtier.codec.grid import HEADS_FIRST, TOKENS_FIRST, grids
+from kvtier.codec.grid import GROUP_CHANNELS, HEADS_FIRST, TOKENS_FIRST, grids
 from kvtier.codec.known import BY_NAME, BY_NUMBER
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
@@ -121,6 +121,36 @@ def test_a_damaged_lossy_part_is_named(codec: base.Codec) -> None:
     payload[entries[1].offset + 4] ^= 1
     with pytest.raises(FrameError, match="layer 0, part 1"):
         codec.decode(payload, entries, spec.dtype, bytearray(spec.block_bytes))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "counted"),
+    [(12, 32, 64), (5, 32, 32), (6, 16, 48), (1, 32, 32), (8, 8, 64), (4, 40, 40), (4, 48, 48), (4, 64, 64),
+     (2, 80, 80), (2, 128, 128)],
+)  # fmt: skip
+def test_small_heads_of_v_that_lie_side_by_side_share_steps(
+    heads: int, dim: int, counted: int
+) -> None:
+    assert GROUP_CHANNELS == reference.quantized.GROUP_CHANNELS
+    found = {
+        (layout, ordered): grids(spec_of(kv_heads=heads, head_dim=dim, layout=layout), 0, ordered)[:2]
+        for layout in (TOKENS_FIRST, HEADS_FIRST)
+        for ordered in (False, True)
+    }  # fmt: skip
+    apart = found.pop((HEADS_FIRST, False))  # there a head's tokens come before the next head
+    assert [(one.channels, one.head, one.by_token) for one in apart] == [
+        (dim, dim, False), (dim, dim, True),
+    ]  # fmt: skip
+    for k, v in found.values():
+        assert (k.channels, k.head, k.by_token) == (heads * dim, dim, False)
+        assert (v.channels, v.head, v.by_token) == (heads * dim, counted, True)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_v_of_small_heads_is_as_small_as_that_of_wide_ones(codec: base.Codec) -> None:
+    entries, _ = quantized(codec, spec_of(kv_heads=12, head_dim=32))
+    wide, _ = quantized(codec, spec_of(kv_heads=6, head_dim=64))
+    assert [one.nbytes for one in entries] == [one.nbytes for one in wide]
 
 
 def test_groups_of_other_kinds_have_no_grids() -> None:

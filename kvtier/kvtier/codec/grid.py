@@ -10,18 +10,26 @@ from kvtier.layout import KvSpec
 TOKENS_FIRST, HEADS_FIRST = "layer,part,token,head,dim", "layer,part,head,token,dim"
 LATENT = "layer,token,latent="  # and of how many dims, those that RoPE has turned at last
 PAGES = " page:latent="  # the same, as an engine's pages
+GROUP_CHANNELS = 64  # of a token at most, that share a step: as the kernels have it
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Matrices of so many rows, a token each, of so many channels in whole heads. A group that shares a step
     is a token's channels within one head (V, whose tokens differ), or a channel's tokens (K, whose channels
-    do)."""
+    do). Small heads that lie side by side count as one, see `head_of`."""
 
     rows: int
     channels: int
     head: int
     by_token: bool
+
+
+def head_of(heads: int, dim: int) -> int:
+    """How many channels count as one head of V, of so many heads side by side: of small ones, as many as
+    fill a group and divide them all. Steps of their own would cost more room than they save."""
+    most = max(1, GROUP_CHANNELS // dim)
+    return dim * max(count for count in range(1, most + 1) if heads % count == 0)
 
 
 def layout_of(spec: KvSpec) -> str:
@@ -46,7 +54,7 @@ def grids(spec: KvSpec, group: int, ordered: bool = False) -> tuple[Grid, ...]:
         return ()
     heads = kind.kv_heads if ordered or spec.layout == TOKENS_FIRST else 1
     k, v = (
-        Grid(spec.block_tokens, heads * kind.head_dim, kind.head_dim, by_token)
-        for by_token in (False, True)
+        Grid(spec.block_tokens, heads * kind.head_dim, head, by_token)
+        for by_token, head in ((False, kind.head_dim), (True, head_of(heads, kind.head_dim)))
     )
     return (k, v) * kind.layers
