@@ -32,6 +32,16 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.5}, "k_proj"),
     "cohere": ("CohereConfig", {}, "k_proj"),  # interleaved
 }  # fmt: skip
+LATENT, TURNED = 32, 8  # dims of what these cache of a token: a latent, and what RoPE has turned
+OF_LATENTS = {
+    "num_key_value_heads": 4, "kv_lora_rank": LATENT, "qk_rope_head_dim": TURNED, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "q_lora_rank": None, "first_k_dense_replace": 3, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT_KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deepseek2": ("DeepseekV2Config", OF_LATENTS, "kv_a_proj_with_mqa"),
+    "deepseek3": ("DeepseekV3Config", OF_LATENTS, "kv_a_proj_with_mqa"),
+}  # fmt: skip
 
 
 def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
@@ -39,7 +49,7 @@ def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     import torch
     import transformers
 
-    name, more, _ = KINDS[kind]
+    name, more, _ = (KINDS | LATENT_KINDS)[kind]
     config = getattr(transformers, name)(**{**SIZES, **more, **changes}, dtype="bfloat16")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -14,10 +14,12 @@ import pytest
 
 from kvtier.codec import cachegen, ecsq
 from kvtier.codec import profile as files
+from kvtier.codec.losses import Loss, Losses
 from kvtier.errors import ConfigError
+from kvtier.layout import KvSpec
 from kvtier_daemon.cli import main
 from kvtier_kernels.reference import lossy
-from tiny_models import KINDS, save_model, words
+from tiny_models import KINDS, LATENT, LATENT_KINDS, TURNED, save_model, words
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ try:
     import transformers  # noqa: F401
 
     from kvtier_daemon.calibration import measuring
-    from kvtier_daemon.calibration.model import Model, chunks, turns
+    from kvtier_daemon.calibration.model import Cached, Model, chunks, turns
 except ImportError:
     torch = None  # type: ignore[assignment]
 
@@ -204,12 +206,71 @@ def test_a_calibration_is_the_same_every_time_and_says_what_is_lost(
     _check_what_was_said(llama, profile, levels, (tmp_path / "text").read_text())
 
 
+@needs_torch
+@QUIET
+@pytest.mark.parametrize("kind", LATENT_KINDS)
+def test_latents_are_measured_and_what_rope_has_turned_of_them_stays(
+    kvtier, kind: str, tmp_path: Path, small: None
+) -> None:
+    text, out = words(1500), tmp_path / "out.kvtp"
+    (tmp_path / "text").write_text(text)
+    path = save_model(tmp_path / "latents", kind)
+    code, told, said = kvtier(
+        "--model", path, "--text", tmp_path / "text", "--out", out, "--tokens", 5000, "--device", "cpu",
+        "--json",
+    )  # fmt: skip
+    assert code == 0, said
+    profile = files.decode(out.read_bytes())
+    shapes = [[(p.heads, p.dim, p.exact_dims, p.rope) for p in layer] for layer in profile.layers]
+    assert shapes == [[(1, LATENT + TURNED, TURNED, -1)]] * 3
+    spec = KvSpec.mla(
+        model="latents", layers=3, latent_dim=LATENT, rope_dim=TURNED, dtype="bfloat16", block_tokens=16,
+        weights="rev:1",
+    )  # fmt: skip
+    for codec in ("ecsq-hi", "cachegen-lo"):
+        assert isinstance(Losses([("latents", codec)], [profile]).look(spec), Loss)
+    levels = {one["codec"]: one for one in json.loads(told)["levels"]}
+    assert levels["ecsq-hi"]["bits"] > levels["ecsq-mid"]["bits"] > levels["ecsq-lo"]["bits"]
+    _check_what_was_said(path, profile, levels, text)
+
+
+@needs_torch
+@QUIET
+def test_latents_that_are_cached_as_k_and_v_are_refused(
+    kvtier, llama: Path, tmp_path: Path
+) -> None:
+    """As older ones of transformers do."""
+    config = json.loads((llama / "config.json").read_text())
+    path = tmp_path / "model"
+    path.mkdir()
+    for one in llama.iterdir():
+        (path / one.name).symlink_to(one)
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(
+        json.dumps(config | {"kv_lora_rank": LATENT, "qk_rope_head_dim": TURNED})
+    )
+    (tmp_path / "text").write_text(words(4000))
+    code, _, said = kvtier("--model", path, "--text", tmp_path / "text", "--out", tmp_path / "out")
+    assert code == 2 and "layer 0" in said and "MLA" in said and "\n" not in said.strip()
+
+
 def _check_what_was_said(
     path: Path, profile: files.Profile, levels: dict[str, Any], text: str
 ) -> None:
     """The codecs' real bytes lose what the report says."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from bench_quality import Found, Ours
+    from bench_quality import Found, K, Ours
+
+    class Latents(Found):
+        def replace(self, prefix: Cached) -> Cached:
+            return [
+                self._latent(latent, turned, layer) for layer, (latent, turned) in enumerate(prefix)
+            ]
+
+        def _latent(self, latent: Any, turned: Any, layer: int) -> tuple[Any, Any]:
+            back = self._replaced(torch.cat([latent, turned], -1), layer, K)
+            assert (back[..., LATENT:] == turned).all() and (back[..., :LATENT] != latent).any()
+            return back[..., :LATENT], turned
 
     model = Model(path, "cpu")
     ids = chunks(model.tokens(text), measuring.SEQUENCE, 5000 // measuring.SEQUENCE)
@@ -218,7 +279,7 @@ def _check_what_was_said(
     for name, level in levels.items():
         codec, _, at = name.partition("-")
         make = {"ecsq": ecsq.codec, "cachegen": cachegen.codec}[codec]
-        found = Found(Ours(make(profile, at)), 64)
+        found = (Found if len(profile.layers[0]) == 2 else Latents)(Ours(make(profile, at)), 64)
         apart, change = trial.run(found.replace)
         assert abs(apart / level["divergence"] - 1) < 0.05
         assert abs(change - level["perplexity_change"]) < 2e-3

@@ -69,11 +69,12 @@ class Outcome:
 
 @dataclass
 class _Layer:
-    """What was seen of one layer: K before and after rotation, V; values, and squares of gradients."""
+    """What was seen of one layer's K and V, or of its latents; with them go dims that stay as they are."""
 
     rotation: Rotation | None
-    heads: tuple[int, int]
-    dims: tuple[int, int]
+    heads: tuple[int, ...]
+    dims: tuple[int, ...]
+    exact_dims: int
     means: list[npt.NDArray[np.float32]]
     plain: list[rate.Measured]
     deltas: list[rate.Measured]
@@ -113,9 +114,11 @@ def calibrate(
 
 
 def _measure(model: Model, ids: Tensor, progress: Progress) -> list[_Layer]:
-    rotations = model.rotations(ids)
+    first_tokens = model.prefix(ids[:1, :1])
+    exact_dims = model.exact_dims(first_tokens)
+    rotations = [None] * len(first_tokens) if exact_dims else model.rotations(ids)
     chance = torch.Generator().manual_seed(0)
-    wanted = max(GROUP, min(KEPT_TOKENS, KEPT_VALUES // _channels(model, ids)))
+    wanted = max(GROUP, min(KEPT_TOKENS, KEPT_VALUES // _channels(first_tokens)))
     one_in = max(1, -(-len(ids) * PREFIX // wanted))
     kept: list[list[list[npt.NDArray[np.float32]]]] = [[[], [], []] for _ in rotations]
     costs = [[np.zeros(1) for _ in range(3)] for _ in rotations]
@@ -138,21 +141,28 @@ def _measure(model: Model, ids: Tensor, progress: Progress) -> list[_Layer]:
                 groups = value.transpose(1, 2).flatten(2).unflatten(1, (-1, GROUP)).flatten(0, 1)
                 mine = groups[first % one_in :: one_in].flatten(0, 1)
                 kept[layer][part].append(mine.float().cpu().numpy())
+    parts = 1 if exact_dims else 2
     found = []
     for layer, rotation in enumerate(rotations):
         progress("steps", layer, len(rotations))
         depth = DEPTHS[len(DEPTHS) * layer // len(rotations)]
         before, after, late = (np.concatenate(pieces) for pieces in kept[layer])
         weights = [cost / len(ids) for cost in costs[layer]]
-        means = [_mean(before), _mean(late)]
-        anchors = [_anchor_exponents(after), _anchor_exponents(late)]
+        plain = [(before, weights[0]), (late, weights[2])][:parts]
+        turned = [(after, weights[1] / depth**2), (late, weights[2] / depth**2)][:parts]
+        means = [_mean(values) for values, _ in plain]
+        anchors = [_anchor_exponents(values) for values, _ in turned]
+        heads, dims = shapes[layer]
         found.append(
             _Layer(
-                rotation, *shapes[layer], means,
-                [rate.measure(before - means[0], weights[0]), rate.measure(late - means[1], weights[2])],
+                rotation, heads[:parts], dims[:parts], exact_dims, means,
                 [
-                    rate.measure(_deltas(after, anchors[0]), weights[1] / depth**2),
-                    rate.measure(_deltas(late, anchors[1]), weights[2] / depth**2),
+                    rate.measure(values - mean, cost)
+                    for (values, cost), mean in zip(plain, means, strict=True)
+                ],
+                [
+                    rate.measure(_deltas(values, anchor), cost)
+                    for (values, cost), anchor in zip(turned, anchors, strict=True)
                 ],
                 anchors,
             )
@@ -160,8 +170,8 @@ def _measure(model: Model, ids: Tensor, progress: Progress) -> list[_Layer]:
     return found
 
 
-def _channels(model: Model, ids: Tensor) -> int:
-    return sum(x.shape[1] * x.shape[3] for pair in model.prefix(ids[:1, :1]) for x in pair)
+def _channels(prefix: Cached) -> int:
+    return sum(x.shape[1] * x.shape[3] for pair in prefix for x in pair)
 
 
 def _three(
@@ -271,7 +281,7 @@ def _as_if(model: Model, layers: list[_Layer], codec: str, steps: Steps) -> Code
         found = []
         for layer, chosen, pair in zip(layers, steps, prefix, strict=True):
             both = []
-            for part, x in enumerate(pair):
+            for part, x in enumerate(pair[: len(chosen)]):
                 rotation = layer.rotation if part == 0 else None
                 step = _along(x, rate.steps(chosen[part].exponents))
                 if codec == "ecsq":
@@ -287,7 +297,7 @@ def _as_if(model: Model, layers: list[_Layer], codec: str, steps: Steps) -> Code
                     near = bases + torch.round((x - bases) / step) * step
                     near[:, :, ::GROUP] = bases[:, :, ::GROUP]
                     both.append(model.rounded(near))
-            found.append((both[0], both[1]))
+            found.append((both[0], both[1] if len(both) > 1 else pair[1]))
         return found
 
     return replaced
@@ -317,13 +327,13 @@ def _profile(
             rope = ropes.index(one)
         found.append(tuple(
             files.Part(
-                heads=layer.heads[part], dim=layer.dims[part], exact_dims=0, rope=rope if part == 0 else -1,
-                means=layer.means[part].astype("<f4").tobytes(),
+                heads=layer.heads[part], dim=layer.dims[part] + layer.exact_dims, exact_dims=layer.exact_dims,
+                rope=rope if part == 0 else -1, means=layer.means[part].astype("<f4").tobytes(),
                 ecsq=_levels(chosen["ecsq"], number, part),
                 anchors=layer.anchors[part].tobytes(),
                 cachegen=_levels(chosen["cachegen"], number, part),
             )
-            for part in range(2)
+            for part in range(len(layer.means))
         ))  # fmt: skip
     made = files.Profile(
         model=name, weights=weights, dtype=str(model.kept).removeprefix("torch."), tokens=tokens,

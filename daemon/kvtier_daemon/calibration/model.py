@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from kvtier.errors import ConfigError
 
-Cached = list[tuple[Tensor, Tensor]]  # K and V of each layer: [sequence, head, token, dim]
+# K and V of each layer: [sequence, head, token, dim]; of MLA a latent, and what RoPE has turned beside it.
+Cached = list[tuple[Tensor, Tensor]]
 SHIFT = 256  # tokens: where K is looked at again, to see how it is rotated
 SHIFTED_TOKENS = 64
 LIMIT_MISMATCH = 0.05  # of K: what bf16 and a position that is far off may do
@@ -90,6 +91,20 @@ class Model:
                 )
             found.append((self.rounded(layer.keys), self.rounded(layer.values)))
         return found
+
+    def exact_dims(self, prefix: Cached) -> int:
+        """Of each token's latent (MLA), the dims that RoPE has turned; 0 of a model that caches K and V."""
+        latent = getattr(self.config, "kv_lora_rank", None)
+        if not latent:
+            return 0
+        turned = int(self.config.qk_rope_head_dim)
+        for number, (keys, values) in enumerate(prefix):
+            if (keys.shape[1::2], values.shape[1::2]) != ((1, latent), (1, turned)):
+                raise ConfigError(
+                    f"layer {number}: this transformers caches K and V in place of the latents (MLA)"
+                    " that an engine would: such a model can't be calibrated"
+                )
+        return turned
 
     def rounded(self, x: Tensor) -> Tensor:
         return x.to(self.kept).to(self.module.dtype)
