@@ -44,8 +44,7 @@ class Copying:
         self._piece.release()
 
     def end(self, within_s: float = 0.0) -> None:
-        """From now on nothing is copied from these pages. What is fleeting may take so long before it is called
-        off."""
+        """From now on nothing is copied from these pages. What is fleeting may take so long before."""
         if self._fleeting and within_s > 0.0:
             self._over.wait(within_s)
         self._off = True
