@@ -107,7 +107,7 @@ class Disk {
         if (engine == "threads") {
             why_ = "asked for";
             depth_ = threads = std::min(depth, kPoolMost);
-        } else if (!probe(depth / threads + 1)) {
+        } else if (!probe(Ring::entries_for(depth / threads))) {
             if (engine == "io_uring") raise_os_error(probe_error_, why_);
             depth_ = threads = std::min(depth, kPoolMost);
         } else {
@@ -330,8 +330,8 @@ class Disk {
         std::shared_ptr<std::atomic<int64_t>> took;  // CPU nanoseconds, once it has ended
     };
 
-    bool probe(size_t entries) {
-        const Ring ring(static_cast<uint32_t>(entries));
+    bool probe(uint32_t entries) {
+        const Ring ring(entries);
         probe_error_ = ring.error();
         why_ = ring.why();
         return probe_error_ == 0;

@@ -114,6 +114,12 @@ int Operation::rest(uint64_t most) {
     return count;
 }
 
+int64_t Operation::both() const {
+    if (header_said < 0 || said < 0) return std::min(header_said, said);
+    const bool whole = static_cast<uint64_t>(header_said) == header_bytes;
+    return whole ? header_said + said : header_said;
+}
+
 bool Operation::advance(int64_t result) {
     if (result == -EINTR || result == -EAGAIN) {
         if (++retries < kRetriesMost) return false;

@@ -18,6 +18,11 @@ namespace {
 constexpr uint64_t kPiece = uint64_t{256} << 20;
 // What one call may move; the kernel's own limit is just below 2 GiB.
 constexpr uint64_t kCallMost = uint64_t{1} << 30;
+// A payload of so many bytes is written apart from its header: in a registered buffer the kernel
+// need not take hold of each of its pages.
+constexpr uint64_t kApartLeast = uint64_t{256} << 10;
+// In what an entry is known by: it is for the header alone. Operations lie at multiples of more.
+constexpr uint64_t kHeader = 1;
 constexpr std::chrono::milliseconds kPatience{1};
 
 int new_eventfd() {
@@ -31,7 +36,7 @@ int new_eventfd() {
 RingWorker::RingWorker(std::shared_ptr<DiskQueue> queue, size_t depth)
     : queue_(std::move(queue)),
       depth_(depth),
-      ring_(static_cast<uint32_t>(depth + 1)),  // and the wait for wake_fd_
+      ring_(Ring::entries_for(depth)),
       wake_fd_(new_eventfd()) {}
 
 RingWorker::~RingWorker() { close(wake_fd_); }
@@ -68,7 +73,32 @@ int RingWorker::buffer_of(const Operation& operation, const uint8_t* from, uint6
     return extent.buffers[piece];
 }
 
+bool RingWorker::prepare_apart(Operation& operation) {
+    const uint64_t header = operation.header_bytes, nbytes = operation.total - header;
+    if (header == 0 || operation.from() != 0 || nbytes < kApartLeast || nbytes > kCallMost) {
+        return false;
+    }
+    const int buffer = buffer_of(operation, operation.payload, nbytes);
+    if (buffer < 0) return false;
+    const auto add = [&](RingOp opcode, uint64_t at, const uint8_t* from, uint64_t size) -> auto& {
+        RingEntry& entry = ring_.add();
+        entry.opcode = static_cast<uint8_t>(opcode);
+        entry.fd = operation.fd;
+        entry.file_offset = operation.file_offset + at;
+        entry.address = reinterpret_cast<uintptr_t>(from);
+        entry.length = static_cast<uint32_t>(size);
+        entry.user_data = reinterpret_cast<uintptr_t>(&operation);
+        return entry;
+    };
+    add(RingOp::kWrite, 0, operation.own.data(), header).user_data |= kHeader;
+    add(RingOp::kWriteFixed, header, operation.payload, nbytes).buffer =
+        static_cast<uint16_t>(buffer);
+    operation.calls = 2;
+    return true;
+}
+
 void RingWorker::prepare(Operation& operation) {
+    if (prepare_apart(operation)) return;
     RingEntry& entry = ring_.add();
     const auto set = [&](RingOp opcode) { entry.opcode = static_cast<uint8_t>(opcode); };
     entry.fd = operation.fd;
@@ -109,6 +139,25 @@ void RingWorker::listen() {
     entry.length = sizeof(wakes_);
 }
 
+void RingWorker::returned(uint64_t user_data, int32_t result, std::vector<Operation*>& over) {
+    if (user_data == 0) {
+        listen();
+        return;
+    }
+    auto* const operation = reinterpret_cast<Operation*>(user_data & ~kHeader);
+    int64_t all = result;
+    if (operation->calls != 0) {
+        ((user_data & kHeader) != 0 ? operation->header_said : operation->said) = result;
+        if (--operation->calls != 0) return;
+        all = operation->both();
+    }
+    if (operation->advance(all)) {
+        over.push_back(operation);
+    } else {
+        prepare(*operation);
+    }
+}
+
 void RingWorker::run() {
     ring_.begin();
     listen();
@@ -127,16 +176,7 @@ void RingWorker::run() {
         }
         const int error = ring_.enter(!registering);
         const size_t found = ring_.completions([&](uint64_t user_data, int32_t result) {
-            if (user_data == 0) {
-                listen();
-                return;
-            }
-            auto* const operation = reinterpret_cast<Operation*>(user_data);
-            if (operation->advance(result)) {
-                over.push_back(operation);
-            } else {
-                prepare(*operation);
-            }
+            returned(user_data, result, over);
         });
         // The kernel lacks memory, or a signal came.
         if (error != 0 && error != EINTR && found == 0) std::this_thread::sleep_for(kPatience);

@@ -144,6 +144,8 @@ struct Operation {
     int retries = 0;
     int error = 0;
     iovec parts[2];
+    int calls = 0;                        // under way, of a write in two
+    int64_t header_said = 0, said = 0;    // what those returned
 
     std::list<Operation>::iterator self;  // in the list that has it
 
@@ -158,6 +160,8 @@ struct Operation {
     bool begin(PagesAgain& again);
     // What is left to move, in parts of at most `most` bytes together.
     int rest(uint64_t most);
+    // What two calls, for the header and for all of the payload, come to as one.
+    int64_t both() const;
     // Takes in what a call returned, a negative errno or bytes, and says whether that was the last.
     bool advance(int64_t result);
     // Checks or makes the digest; of an encoded frame, decodes it.
@@ -317,6 +321,8 @@ class RingWorker {
     bool register_one();
     int buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const;
     void prepare(Operation& operation);
+    bool prepare_apart(Operation& operation);
+    void returned(uint64_t user_data, int32_t result, std::vector<Operation*>& over);
     void listen();
 
     std::shared_ptr<DiskQueue> queue_;

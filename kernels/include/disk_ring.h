@@ -44,6 +44,9 @@ class Ring {
     // Buffers that can be registered, each of at most kBufferMost bytes.
     static constexpr uint32_t kBuffers = 8192;
 
+    // For so many operations: one may take two, and there is one more, for who waits for others.
+    static uint32_t entries_for(size_t depth) { return static_cast<uint32_t>(2 * depth + 1); }
+
     // Room for `entries` at a time. Where the kernel refuses, `error` is the errno and `why` says
     // what was refused.
     explicit Ring(uint32_t entries);

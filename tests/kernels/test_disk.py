@@ -570,6 +570,47 @@ def test_a_write_that_is_cut_short_is_an_error(bench):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize(("depth", "threads"), [(1, 1), (8, 2)])
+def test_large_frames_are_written_whole(bench, depth, threads):
+    """With a ring, header and payload are two calls beside each other."""
+    one = bench(depth=depth, threads=threads)
+    if one.disk.engine == "io_uring":
+        assert wait_for_registration(one.disk, 64 * SLOT) == 64 * SLOT
+    one.memory[:] = random.Random(8).randbytes(64 * SLOT)
+    fd, sizes = one.file(), [SLOT, 4 * SLOT, 5 * SLOT + 10]
+    headers, ops, wanted, tokens = bytearray(), bytearray(), bytearray(), []
+    for token in range(30):
+        nbytes, pages = sizes[token % 3], 1 + token % 2
+        header = bytes([token]) * (pages * PAGE)
+        place = header_at(len(headers), len(header))
+        ops += one.op(token, fd, len(wanted), nbytes, token, rest=place)
+        headers += header
+        end = token * SLOT + -(-nbytes // PAGE) * PAGE
+        wanted += header + one.memory[token * SLOT : end]
+        tokens.append(token)
+    one.disk.write(ops, headers)
+    one.disk.sync(99, fd)
+    assert set(one.wait(*tokens, 99)) == {0}
+    assert (one.folder / "file0").read_bytes() == wanted
+
+
+@pytest.mark.parametrize("most", [PAGE, SLOT])
+def test_a_large_frame_that_is_cut_short_is_an_error(bench, most):
+    one = bench()
+    if one.disk.engine == "io_uring":
+        assert wait_for_registration(one.disk, 64 * SLOT) == 64 * SLOT
+    fd = one.file()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        one.disk.write(one.op(1, fd, 0, 2 * SLOT, 0, rest=header_at(0, PAGE)), bytes(PAGE))
+        one.disk.sync(2, fd)
+        assert one.wait(1, 2) == [errno.EFBIG, errno.EFBIG]
+        assert one.disk.in_flight == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 # --- order, deadlines, the end ------------------------------------------------------------------
 
 
