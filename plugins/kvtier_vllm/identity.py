@@ -16,6 +16,7 @@ SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLES = 32
 SAMPLE_BYTES = 4096
 LIMIT_HEADER_BYTES = 64 << 20
+CHANGED = b""  # what no adapter is named
 VOLATILE = ("_name_or_path", "transformers_version")
 
 
@@ -89,7 +90,8 @@ class Adapters:
     """Digests of LoRA adapters by content; looked up again when the file has changed.
 
     An engine reads an adapter's files when it pleases, and its own hashes know it by name and path. So it is
-    named by what these were at first: where they change, nobody can say what the engine computes, or has.
+    named by what these were at first: where they change, nobody can say what the engine computes, or has, and
+    least of all when they are what they were again.
     """
 
     def __init__(self, digest: Callable[[Path], str] = folder_digest) -> None:
@@ -111,4 +113,7 @@ class Adapters:
                 known = self._known[str(folder), seen] = b"lora:" + self._digest(folder).encode()
         except (OSError, Unsupported):
             return None
-        return known if self._first.setdefault(folder, known) == known else None
+        if self._first.setdefault(folder, known) != known:
+            self._first[folder] = CHANGED
+            return None
+        return known

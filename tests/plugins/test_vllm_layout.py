@@ -323,8 +323,9 @@ def test_an_adapter_is_named_by_content(tmp_path: Path) -> None:
     # What an engine has read of these files, and keeps by their path, is of either.
     assert extras(weights(tmp_path / "one", a=22)) is None
     assert extras(tmp_path / "one") is None and extras(tmp_path / "two") == one
+    assert extras(weights(tmp_path / "one", a=1)) is None, "it may have what came between"
     adapters = Adapters()
-    assert extras(tmp_path / "one") == extras(tmp_path / "three")
+    assert extras(weights(tmp_path / "one", a=22)) == extras(tmp_path / "three")
 
 
 @pytest.mark.parametrize("error", [AttributeError, ValueError, AssertionError, KeyError])
