@@ -29,9 +29,9 @@ class Copying:
     def __init__(self, save: Save, after: Event | None, fleeting: bool) -> None:
         self.save = save
         self.after = after
-        self._fleeting = fleeting  # its pages are given away soon, whoever else comes
+        # Of what is fleeting, whose pages are given away soon, whoever else comes.
+        self._over = threading.Event() if fleeting else None
         self._off = False
-        self._over = threading.Event()
         self._piece = threading.Lock()
 
     def __enter__(self) -> None:
@@ -44,8 +44,8 @@ class Copying:
         self._piece.release()
 
     def end(self, within_s: float = 0.0) -> None:
-        """From now on nothing is copied from these pages. What is fleeting may take so long before."""
-        if self._fleeting and within_s > 0.0:
+        """From now on nothing is copied from these pages. What is fleeting may take so long before, once."""
+        if self._over is not None and not self._off and within_s > 0.0:
             self._over.wait(within_s)
         self._off = True
         with self._piece:
@@ -54,7 +54,8 @@ class Copying:
     def over(self) -> None:
         """It has ended, whatever came of it."""
         self._off = True
-        self._over.set()
+        if self._over is not None:
+            self._over.set()
 
 
 def take_hole(counts: Counter[str]) -> Hole | None:

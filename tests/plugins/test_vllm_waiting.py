@@ -23,10 +23,11 @@ from kvtier.client import Reader, Saving
 from kvtier.key import KEY_BYTES
 from kvtier.planning import Recompute
 from kvtier_vllm import ear, questions, worker
+from kvtier_vllm.copying import Copying
 from kvtier_vllm.cores import _cores, around
 from kvtier_vllm.ear import Ear
 from kvtier_vllm.forecast import LIMIT_UNLEARNED, Forecast
-from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Seat
+from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Save, Seat
 from kvtier_vllm.options import Options
 from kvtier_vllm.prompt import Prompt
 from kvtier_vllm.saving import Saves
@@ -375,6 +376,16 @@ def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     assert engine.scheduler.counts["saved"] == saved
     timer.cancel()
+
+
+def test_a_step_waits_once_for_what_it_overwrites() -> None:
+    """The next one may overwrite more of it: that was called off, and ends when its turn comes."""
+    copying = Copying(Save(1, []), None, fleeting=True)
+    copying.end(0.001)
+    step = threading.Thread(target=copying.end, args=(60.0,), daemon=True)
+    step.start()
+    step.join(10.0)
+    assert not step.is_alive()
 
 
 def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
