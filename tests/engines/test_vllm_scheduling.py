@@ -187,7 +187,10 @@ def test_nothing_is_wrong_under_pressure(
             one.core.reset_prefix_cache()
         one.step()
         if not waiting and names.keys() <= one.reasons.keys() | given_up:
-            break
+            if preempted:
+                break
+            # Where answers come late, few run at once, and their pages may do.
+            waiting = list(asked)
     one.settle()
     assert preempted and given_up and not one.rank.wrong, one.rank.wrong
     assert all(one.answers[name] == answer_to(names[name], 30) for name in names.keys() - given_up)
