@@ -45,6 +45,7 @@ class Saves:
         self._states_of = {
             group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
         }
+        self._windows = any(group.kind == "window" for group in layout.groups)
         self._parts = {group.group_id: group.parts for group in layout.groups}
         self._bytes_of = [group.block_bytes for group in layout.groups]
         # Without states: few blocks have any, and all layers' of one may be most of its bytes.
@@ -134,7 +135,10 @@ class Saves:
 
     def in_order(self, saves: Iterable[Save]) -> list[Save]:
         """Those of windows before all others."""
-        return sorted(saves, key=lambda save: not self._of[save.number].windows)
+        found = list(saves)
+        if self._windows:
+            found.sort(key=lambda save: not self._of[save.number].windows)
+        return found
 
     def _writes(
         self, index: int, ids: Sequence[Sequence[int]], keys: Keys, start: int, stop: int

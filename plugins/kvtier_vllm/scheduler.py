@@ -313,7 +313,7 @@ class SchedulerSide:
         session = self._daemon.session
         # Where a state is whole that was computed before, its request need not be served by this step.
         named, served = self._saves.named(scheduled), scheduled.num_scheduled_tokens
-        beside = ((request_id, 0) for request_id in named if request_id not in served)
+        beside = [(name, 0) for name in named if name not in served] if named else ()
         for request_id, tokens in chain(served.items(), beside):
             prompt = self._prompts.get(request_id)
             if prompt is None or not prompt.may_save:
