@@ -380,6 +380,7 @@ class SchedulerSide:
         for prompt in self._prompts.values():
             prompt.release()
             prompt.keys = prompt.known = prompt.saved = None
+            prompt.pinned = False
             # What it has computed so far is of the old one, and what follows is computed from that.
             prompt.may_save = prompt.may_save and not prompt.request.num_computed_tokens
 

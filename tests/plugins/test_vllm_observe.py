@@ -15,7 +15,7 @@ import pytest
 
 from daemons import Daemon
 from fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
-from kvtier import wire
+from kvtier import Keys, wire
 from kvtier.client import Lease
 from kvtier_vllm import events as plugin_events
 from kvtier_vllm import stats as plugin_stats
@@ -407,6 +407,24 @@ def test_what_is_saved_of_an_old_generation_is_not_pinned(
     engine.serve(PROMPT, kv_transfer_params=wishes)
     assert pinned == [8, 8]  # what is found, which is nothing yet, and what is saved
     engine.settle()
+
+
+def test_a_prompt_is_pinned_in_each_generation(
+    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that was called off with the old one is computed, or found, by new names."""
+    engine = engine_of(warm)
+    side = engine.scheduler
+    engine.until(lambda: side._daemon.session is not None)
+    pinned: list[Keys] = []
+    monkeypatch.setattr(side._pins, "_begin", lambda pin: pinned.append(pin.keys))
+    request = engine.add(PROMPT, kv_transfer_params={"kvtier": {"load": False, "pin": 600}})
+    for count in (1, 1, 2):
+        if count == 2:
+            side.new_generation()
+        side.allocated(request, [[]], 0)
+        assert len(pinned) == count
+    assert len(pinned[0]) == len(pinned[1]) == 8 and pinned[0].packed != pinned[1].packed
 
 
 @pytest.mark.parametrize("before", [False, True])
