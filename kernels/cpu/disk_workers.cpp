@@ -175,9 +175,8 @@ void RingWorker::run() {
             }
         }
         const int error = ring_.enter(!registering);
-        const size_t found = ring_.completions([&](uint64_t user_data, int32_t result) {
-            returned(user_data, result, over);
-        });
+        const size_t found = ring_.completions(
+            [&](uint64_t user_data, int32_t result) { returned(user_data, result, over); });
         // The kernel lacks memory, or a signal came.
         if (error != 0 && error != EINTR && found == 0) std::this_thread::sleep_for(kPatience);
         for (Operation* operation : over) {

@@ -144,8 +144,8 @@ struct Operation {
     int retries = 0;
     int error = 0;
     iovec parts[2];
-    int calls = 0;                        // under way, of a write in two
-    int64_t header_said = 0, said = 0;    // what those returned
+    int calls = 0;                      // under way, of a write in two
+    int64_t header_said = 0, said = 0;  // what those returned
 
     std::list<Operation>::iterator self;  // in the list that has it
 
