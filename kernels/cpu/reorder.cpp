@@ -379,18 +379,55 @@ bool divide(const std::vector<uint32_t>& at, size_t parts, size_t each, size_t p
     return true;
 }
 
-// Whether all places are within a page and of nothing yet.
-bool take(const Part& part, std::vector<bool>& taken) {
-    for (size_t head = 0; head < part.heads; head++) {
-        for (size_t token = 0; token < part.tokens; token++) {
-            for (size_t dim = 0; dim < part.dims; dim++) {
-                const size_t at = part.theirs(token, head) + part.dim_at[dim];
-                if (at >= taken.size() || taken[at]) return false;
-                taken[at] = true;
-            }
+// Powers of a number, modulo a prime.
+class Powers {
+ public:
+    static constexpr uint64_t kBase = 0x0B7E151628AED2A6, kPrime = (uint64_t{1} << 61) - 1;
+
+    Powers() {
+        uint64_t step = kBase;
+        for (auto& some : of_) {
+            some[0] = 1;
+            for (size_t i = 1; i < kMost; i++) some[i] = times(some[i - 1], step);
+            step = times(some[kMost - 1], step);
         }
     }
-    return true;
+
+    static uint64_t times(uint64_t a, uint64_t b) {
+        return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b % kPrime);
+    }
+    uint64_t operator()(uint64_t exponent) const {
+        uint64_t found = 1;
+        for (const auto& some : of_) {
+            found = times(found, some[exponent % kMost]);
+            exponent /= kMost;
+        }
+        return found;
+    }
+    uint64_t sum(const uint32_t* exponents, size_t count) const {
+        uint64_t found = 0;
+        for (size_t i = 0; i < count; i++) found = (found + (*this)(exponents[i])) % kPrime;
+        return found;
+    }
+
+ private:
+    static constexpr size_t kMost = 256;
+    uint64_t of_[8][kMost];
+};
+
+// The sum of a number's powers by all places of a part.
+uint64_t places_of(const Part& part, const Powers& powers) {
+    const uint64_t heads = powers.sum(part.head_at, part.heads);
+    const uint64_t tokens = powers.sum(part.token_at, part.tokens);
+    return Powers::times(Powers::times(heads, tokens), powers.sum(part.dim_at, part.dims));
+}
+
+// Whether that of all parts is that of a page of so many elements, one in each place. Others whose
+// sum is the same are one in 2^27, and no layout has those; to look at each place took seconds
+// where a page is large, and a daemon that has others to serve is told of it by who comes.
+bool is_page(uint64_t places, size_t size, const Powers& powers) {
+    return Powers::times(places, Powers::kBase - 1) ==
+           (powers(size) + Powers::kPrime - 1) % Powers::kPrime;
 }
 
 Piece piece_of(const Order& by, size_t number) {
@@ -404,13 +441,14 @@ Piece piece_of(const Order& by, size_t number) {
 }  // namespace
 
 bool Order::prepare() {
-    for (const auto* places : {&heads, &tokens, &dims}) {
-        if (parts == 0 || places->empty() || places->size() % parts != 0) return false;
+    for (const auto* some : {&heads, &tokens, &dims}) {
+        if (parts == 0 || some->empty() || some->size() % parts != 0) return false;
     }
     constexpr size_t kTokens = 32;  // of a piece
     const size_t of_heads = heads.size() / parts, of_tokens = tokens.size() / parts;
     const size_t of_dims = dims.size() / parts;
-    std::vector<bool> taken(page());
+    static const Powers powers;
+    uint64_t places = 0;
     ways.clear();
     for (size_t i = 0; i < parts; i++) {
         const Part part = {of_heads,
@@ -420,9 +458,10 @@ bool Order::prepare() {
                            tokens.data() + i * of_tokens,
                            dims.data() + i * of_dims,
                            {}};
-        if (!take(part, taken)) return false;
+        places = (places + places_of(part, powers)) % Powers::kPrime;
         ways.push_back(way_of(part));
     }
+    if (!is_page(places, page(), powers)) return false;
     by_heads = divide(heads, parts, 1, page());
     if (by_heads) {
         pieces = of_heads;

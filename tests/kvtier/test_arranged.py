@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,6 +161,22 @@ def test_an_order_of_what_has_no_heads_is_opaque() -> None:
     assert order_of(ordered("hpdt|hptd", strides=(1,)), 0) is None
     large = spec_of("order", kv_heads=1, layers=1, head_dim=8192, layout="a page:hpdt|hptd")
     assert order_of(large, 0) is None, "nobody waits for its tables"
+
+
+def test_a_large_page_is_known_as_soon_as_a_small_one() -> None:
+    """A daemon's loop looks at it, when a client opens such a space."""
+
+    def seconds(heads: int, dims: int) -> float:
+        spec = spec_of(
+            "order", layers=1, kv_heads=heads, head_dim=dims, block_tokens=4096,
+            layout="page:hpdt|hptd",
+        ).checked()  # fmt: skip
+        began = time.perf_counter()
+        assert isinstance(Losses([("order", "q8")]).look(spec), Loss)
+        return time.perf_counter() - began
+
+    small = min(seconds(1, 480) for _ in range(5))
+    assert min(seconds(128, 512) for _ in range(3)) < 30 * small  # of 136 times the elements
 
 
 def test_places_outside_of_a_page_or_of_two_elements_are_refused() -> None:
