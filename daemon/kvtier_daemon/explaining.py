@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from kvtier.catalog import Space
@@ -17,13 +19,18 @@ LIMIT_EXPLAINED = 4096  # keys times spaces: some milliseconds
 def explain(tenant: Tenant, number: int, keys: bytes, now: float) -> dict[str, Any]:
     """Of one tenant: the lookup of this number, or these keys, or the last lookups."""
     catalog = tenant.catalog
+
+    @cache
+    def asked(space: int) -> bool:
+        return tenant.asks_for(catalog.space(space))
+
     if number:
         lookup = catalog.lookups.numbered(number)
         if lookup is None:
             raise Refused("bad_request", f"lookup {number} is not among the last ones")
         told: dict[str, Any] = {"lookup": _told(lookup, now)}
         if lookup.missing:
-            told["keys"] = [_explained(tenant, lookup.missing, lookup.space)]
+            told["keys"] = [_explained(tenant, asked, lookup.missing, lookup.space)]
         return told
     if not keys:
         return {"lookups": [_told(one, now) for one in catalog.lookups.last(LAST)]}
@@ -32,15 +39,17 @@ def explain(tenant: Tenant, number: int, keys: bytes, now: float) -> dict[str, A
     if len(keys) // KEY_BYTES * max(1, catalog.spaces) > LIMIT_EXPLAINED:
         raise Refused("bad_request", "too many keys: ask in parts")
     each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-    return {"keys": [_explained(tenant, key, None) for key in each]}
+    return {"keys": [_explained(tenant, asked, key, None) for key in each]}
 
 
-def _explained(tenant: Tenant, key: bytes, space: Space | None) -> dict[str, Any]:
+def _explained(
+    tenant: Tenant, asked: Callable[[int], bool], key: bytes, space: Space | None
+) -> dict[str, Any]:
     told = tenant.catalog.explain(key, space)
     if told["why"] in ("on_disk", "coming"):
         if not tenant.brings:
             told["why"] = "tier_off"
-        elif not tenant.asks_for(tenant.catalog.space(told["space"])):
+        elif not asked(told["space"]):
             told["why"] = "unasked"
     for near in told.get("near", ()):
         if space is not None and not near["differs"]:  # in nothing but what is lost on the disk
