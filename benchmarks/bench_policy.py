@@ -31,7 +31,7 @@ ROUNDS = 3
 # Of `value`: kernels/include/duel.h has what each means.
 CONSTANTS: dict[str, float] = {
     "to_leave": 1.0, "back": 0.7, "fading": 0.98, "judgements": 8.0,
-    "few": 20.0, "few_of_new": 200.0, "memory": 1 << 17, "more_seen": 8,
+    "few": 20.0, "memory": 1 << 17, "more_seen": 8,
 }  # fmt: skip
 
 Rates = dict[str, list[float]]

@@ -85,13 +85,12 @@ void bind_policy(nb::module_& m) {
         .def_static(
             "with_constants",
             [](double to_leave, double back, double fading, double judgements, double few,
-               double few_of_new, std::uint64_t memory, std::uint64_t more_seen) {
-                return new Value(
-                    {to_leave, back, fading, judgements, few, few_of_new, memory, more_seen});
+               std::uint64_t memory, std::uint64_t more_seen) {
+                return new Value({to_leave, back, fading, judgements, few, memory, more_seen});
             },
             nb::kw_only(), "to_leave"_a = Constants{}.to_leave, "back"_a = Constants{}.back,
             "fading"_a = Constants{}.fading, "judgements"_a = Constants{}.judgements,
-            "few"_a = Constants{}.few, "few_of_new"_a = Constants{}.few_of_new,
-            "memory"_a = Constants{}.memory, "more_seen"_a = Constants{}.more_seen,
-            nb::rv_policy::take_ownership, "For measurements: other constants than its own.");
+            "few"_a = Constants{}.few, "memory"_a = Constants{}.memory,
+            "more_seen"_a = Constants{}.more_seen, nb::rv_policy::take_ownership,
+            "For measurements: other constants than its own.");
 }

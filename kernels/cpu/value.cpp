@@ -172,6 +172,11 @@ void Value::watch(std::uint32_t name, unsigned kind) {
     if (watched_ >= seen_most) thin();
     if (name > sample_) return;
     ++news_;
+    run_ = kind == run_kind_ && requests_ == run_request_ ? run_ + 1 : 1;
+    run_kind_ = kind;
+    run_request_ = requests_;
+    blocks_[kind] += 1;
+    squares_[kind] += 2 * run_ - 1;  // of this run: what its square grows by
     Seen& seen = seen_[find(name)];
     if (seen.name != 0)
         hits_[seen.kind][age_kind(waited(seen))] += 1;
@@ -204,6 +209,8 @@ void Value::scale(double by) {
     for (Table* table : {&hits_, &ends_})
         for (Row& row : *table)
             for (double& one : row) one *= by;
+    for (Kinds* sums : {&blocks_, &squares_})
+        for (double& one : *sums) one *= by;
 }
 
 void Value::refit() {
@@ -212,9 +219,12 @@ void Value::refit() {
     for (const Seen& seen : seen_)
         if (seen.name != 0) ends[seen.kind][age_kind(waited(seen))] += 1;
     // Few observations say how much likelier than its relatives a kind is, and many at which age.
-    auto chances = [](const Row& hit, const Row& end, const Row& relatives, double weight) {
+    // Blocks of a run hit together: they are one observation.
+    auto chances = [](const Row& hit, const Row& end, const Row& relatives, double few,
+                      double run) {
         Row found{}, seen{};
-        double risk = 0, hits = 1, expected = 1;
+        const double weight = few * run;
+        double risk = 0, hits = run, expected = run;
         for (unsigned j = ages; j-- > 0;) {
             risk += hit[j] + end[j];
             seen[j] = std::max(risk - end[j] / 2, 0.0);
@@ -238,7 +248,16 @@ void Value::refit() {
             family_hit[kind / parts][j] += hits_[kind][j];
             family_end[kind / parts][j] += ends[kind][j];
         }
-    const Row all = chances(hit, end, Row{}, 1e-6);
+    const Row all = chances(hit, end, Row{}, 1e-6, 1);
+    // How long the run of a block is, on average, that is of one of so many kinds.
+    auto run_of = [&](unsigned first, unsigned many) {
+        double blocks = 0, squares = 0;
+        for (unsigned kind = first; kind < first + many; ++kind) {
+            blocks += blocks_[kind];
+            squares += squares_[kind];
+        }
+        return blocks > 0 ? squares / blocks : 1.0;
+    };
     std::array<double, ages> widths{};
     for (unsigned j = 0; j < ages; ++j)
         widths[j] = (ends_of_ages()[j] - (j ? ends_of_ages()[j - 1] : 0)) / 4.0;
@@ -251,10 +270,12 @@ void Value::refit() {
         if (family >= 2)
             for (double& one : relatives)
                 one = std::min(one * (1 + 1.0 / std::min(family / 2, seldom - 1)), 0.999);
-        near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few);
+        near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few,
+                               run_of(family * parts, parts));
     }
     for (unsigned kind = 0; kind < kinds; ++kind) {
-        const Row own = chances(hits_[kind], ends[kind], near[kind / parts], constants_.few_of_new);
+        const Row own =
+            chances(hits_[kind], ends[kind], near[kind / parts], constants_.few, run_of(kind, 1));
         for (unsigned from = 0; from < ages; ++from) {
             double left = 1, got = 0, spent = 0, best = 0;
             for (unsigned j = from; j < ages; ++j) {
@@ -274,8 +295,9 @@ void Value::refit() {
         for (unsigned j = 0; j < ages; ++j)
             ranks_[kind][j] = static_cast<std::uint16_t>(
                 std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
-    scale(std::max(
-        0.0, 1 - static_cast<double>(news_ - fitted_) / static_cast<double>(constants_.memory)));
+    // What the first ones did, when all were new, is soon true no more.
+    const std::uint64_t memory = std::min(constants_.memory, news_);
+    scale(std::max(0.0, 1 - static_cast<double>(news_ - fitted_) / static_cast<double>(memory)));
     fitted_ = news_;
 }
 

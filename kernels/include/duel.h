@@ -13,12 +13,12 @@ namespace kvtier {
 
 // What could be chosen otherwise; docs/decisions/0016 says how much each matters.
 struct Constants {
-    double to_leave = 1, back = 0.7;    // standard deviations: for another order, for the first
-    double fading = 0.98;               // of what was hit, a judgement: half in four fillings
-    double judgements = 8;              // while the caches are filled once, at most
-    double few = 20, few_of_new = 200;  // blocks that weigh as much as their relatives
-    std::uint64_t memory = 1U << 17;    // what was seen so many blocks ago counts 1/e
-    std::uint64_t more_seen = 8;        // of what was seen, one of so many more is news
+    double to_leave = 1, back = 0.7;  // standard deviations: for another order, for the first
+    double fading = 0.98;             // of what was hit, a judgement: half in four fillings
+    double judgements = 8;            // while the caches are filled once, at most
+    double few = 20;                  // runs that weigh as much as their relatives
+    std::uint64_t memory = 1U << 17;  // what was seen so many blocks ago counts 1/e, at most
+    std::uint64_t more_seen = 8;      // of what was seen, one of so many more is news
 };
 
 class Duel {

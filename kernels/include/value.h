@@ -39,6 +39,7 @@ class Value final : public Ages {
 
     using Row = std::array<double, ages>;
     using Table = std::array<Row, kinds>;
+    using Kinds = std::array<double, kinds>;
 
     void met(Id id, Name name, bool again, std::size_t batch, bool last) override;
     void used(Id id, Name name, bool last) override;
@@ -66,6 +67,11 @@ class Value final : public Ages {
     std::size_t requests_ = 0;
 
     Table hits_{}, ends_{};  // at each age: wanted again, or watched no longer
+    // Runs: blocks of a kind that a request used one after the other. How many blocks there were,
+    // and the sum of the squares of the runs' lengths.
+    Kinds blocks_{}, squares_{};
+    unsigned run_kind_ = 0, run_ = 0;
+    std::size_t run_request_ = 0;
     std::array<std::array<std::uint16_t, ages>, kinds> ranks_{};
     static constexpr std::uint64_t first_news = 64;
     std::uint64_t news_ = 0, fitted_ = 0, enough_news_ = first_news;

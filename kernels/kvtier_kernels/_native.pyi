@@ -492,7 +492,6 @@ class Value(Policy):
         fading: float = ...,
         judgements: float = ...,
         few: float = ...,
-        few_of_new: float = ...,
         memory: int = ...,
         more_seen: int = ...,
     ) -> Value:

@@ -34,8 +34,8 @@ WIDTHS = [(end - start) / 4 for start, end in zip([0, *ENDS], ENDS, strict=False
 MOST_WATCHED = (1 << 16) // 4 * 3
 WATCHED_FOR = 3600 * 4  # in quarters of a second
 FIRST_NEWS, MORE_SEEN = 64, 8  # of what was seen, one of so many more is news
-MEMORY = 1 << 17  # a fit: what was seen so long ago counts 1/e
-FEW, FEW_OF_NEW = 20.0, 200.0  # blocks that weigh as much as their relatives
+MEMORY = 1 << 17  # a fit: what was seen so long ago counts 1/e, at most
+FEW = 20.0  # runs that weigh as much as their relatives
 
 COUNTERS, ROWS = 3 << 18, 4
 WINDOW = COUNTERS // 4
@@ -231,6 +231,10 @@ class ValueModel(Ages):
         self._lasts: deque[tuple[int, int]] = deque(maxlen=64)  # of requests, the latest first
         self._hits = [[0.0] * AGES for _ in range(KINDS)]  # wanted again at this age
         self._ends = [[0.0] * AGES for _ in range(KINDS)]  # watched no longer
+        # Runs: blocks of a kind that a request used one after the other. How many blocks there were, and the
+        # sum of the squares of the runs' lengths.
+        self._blocks, self._squares = [0.0] * KINDS, [0.0] * KINDS
+        self._run, self._run_of = 0, (0, 0)  # its kind and request
         self._ranks = [[0] * AGES for _ in range(KINDS)]
         self._news = self._fitted = 0
         self._enough_news = FIRST_NEWS
@@ -321,6 +325,10 @@ class ValueModel(Ages):
         if name > self._sample:
             return
         self._news += 1
+        self._run = self._run + 1 if self._run_of == (kind, self._requests) else 1
+        self._run_of = (kind, self._requests)
+        self._blocks[kind] += 1
+        self._squares[kind] += 2 * self._run - 1
         seen = self._seen.get(name)
         if seen is not None:
             self._hits[seen.kind][age_kind(self.quarters - seen.at)] += 1
@@ -341,9 +349,16 @@ class ValueModel(Ages):
         self._seen = kept
 
     def _scale(self, by: float) -> None:
-        for table in (self._hits, self._ends):
-            for row in table:
-                row[:] = [one * by for one in row]
+        for row in (*self._hits, *self._ends, self._blocks, self._squares):
+            row[:] = [one * by for one in row]
+
+    def _mean_run(self, which: range) -> float:
+        """How long the run of a block is, on average, that is of one of these kinds."""
+        blocks = squares = 0.0
+        for kind in which:
+            blocks += self._blocks[kind]
+            squares += self._squares[kind]
+        return squares / blocks if blocks else 1.0
 
     def _refit(self) -> None:
         self._enough_news = self._news + min(self._news, MEMORY) // MORE_SEEN + FIRST_NEWS
@@ -352,7 +367,7 @@ class ValueModel(Ages):
             ends[seen.kind][age_kind(self.quarters - seen.at)] += 1
         every = range(KINDS)
         families = [range(first, first + PARTS) for first in range(0, KINDS, PARTS)]
-        pool = chances(total(self._hits, every), total(ends, every), [0.0] * AGES, 1e-6)
+        pool = chances(total(self._hits, every), total(ends, every), [0.0] * AGES, 1e-6, 1.0)
         near: list[Row] = []
         worth = []
         for family in families:
@@ -361,13 +376,18 @@ class ValueModel(Ages):
             if len(near) > 1:
                 more = 1 + 1 / min(len(near) // 2, SELDOM - 1)
                 relatives = [min(one * more, 0.999) for one in near[-2]]
-            near.append(chances(total(self._hits, family), total(ends, family), relatives, FEW))
+            run = self._mean_run(family)
+            near.append(
+                chances(total(self._hits, family), total(ends, family), relatives, FEW, run)
+            )
             for kind in family:
-                own = chances(self._hits[kind], ends[kind], near[-1], FEW_OF_NEW)
+                run = self._mean_run(range(kind, kind + 1))
+                own = chances(self._hits[kind], ends[kind], near[-1], FEW, run)
                 worth.append([best_rate(own, first) for first in range(AGES)])
         order = {one: at for at, one in enumerate(sorted({one for row in worth for one in row}))}
         self._ranks = [[order[one] for one in row] for row in worth]
-        self._scale(max(0.0, 1 - (self._news - self._fitted) / MEMORY))
+        # What the first ones did, when all were new, is soon true no more.
+        self._scale(max(0.0, 1 - (self._news - self._fitted) / min(MEMORY, self._news)))
         self._fitted = self._news
 
     # How often those were wanted that are gone.
@@ -397,11 +417,13 @@ def total(table: list[Row], which: range) -> Row:
     return found
 
 
-def chances(hits: Row, ends: Row, relatives: Row, weight: float) -> Row:
+def chances(hits: Row, ends: Row, relatives: Row, few: float, run: float) -> Row:
     """At each age, how likely those that got so old are wanted again before the next. Few observations say
-    how much likelier than its relatives a kind is, and many at which age."""
+    how much likelier than its relatives a kind is, and many at which age. Blocks of a run hit together: they
+    are one observation."""
     seen = [0.0] * AGES
-    risk, got, expected = 0.0, 1.0, 1.0
+    weight = few * run
+    risk, got, expected = 0.0, run, run
     for at in reversed(range(AGES)):
         risk += hits[at] + ends[at]
         seen[at] = max(risk - ends[at] / 2, 0.0)
