@@ -258,6 +258,38 @@ def test_what_value_learns_ranks_by_how_often_before_it_saw_much_of_each():
     assert hits_of(learned, 400, requests) > hits_of(Lfu(), 400, requests) - 0.01
 
 
+def test_what_value_learns_takes_a_run_of_blocks_for_one_observation():
+    """Popular prompts, beside long ones that come once; of the other orders none is taken."""
+    learned = frequent = 0.0
+    for seed in (1, 2, 3):
+        rnd, made = random.Random(seed), iter(range(10**6, 1 << 40))
+        prompts = [[1 + 12 * at + part for part in range(12)] for at in range(200)]
+        popular = [1 / (at + 1) ** 0.8 for at in range(200)]
+        requests = []
+        for at in range(600):
+            [prompt] = rnd.choices(prompts, popular)
+            once = at // 100 % 3 == 2
+            own = [next(made) for _ in range(30 if once else 2)]
+            requests.append((at * 0.3, own if once else prompt + own))
+        learned += hits_of(Value.with_constants(to_leave=1e9), 100, requests)
+        frequent += hits_of(Lfu(), 100, requests)
+    assert learned > 0.88 * frequent
+
+
+def test_what_value_learned_first_is_forgotten_soon():
+    """What comes back after a minute is two blocks long, and then it is four; the other comes once."""
+    made, waiting, requests = iter(range(1, 1 << 40)), [], []
+    for at in range(1500):
+        back, once = (2, 4) if at < 500 else (4, 2)
+        while waiting and waiting[0][0] <= at:
+            requests.append((at, waiting.pop(0)[1]))
+        requests.append((at + 0.2, [next(made) for _ in range(once)]))
+        chain = [next(made) for _ in range(back)]
+        requests.append((at + 0.4, chain))
+        waiting.append((at + 60, chain))
+    assert hits_of(Value.with_constants(to_leave=1e9), 150, requests) > 0.104
+
+
 def test_value_knows_what_was_wanted_last_where_the_clock_stands_still():
     """Searches that go on from one of their last steps."""
     rnd, made = random.Random(2), iter(range(1, 1 << 40))
