@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Group, KvSpec
+from kvtier.codec.grid import PAGE_MARK
 from kvtier.layout import DTYPE_BYTES, Kind
 from kvtier_vllm.identity import config_digest, weights_identity
 from kvtier_vllm.options import Options, Unsupported
@@ -28,7 +29,7 @@ CHUNKED = ("ChunkedLocalAttentionSpec",)
 STATE = ("MambaSpec",)
 UNIFORM = "UniformTypeKVCacheSpecs"
 HASHES = ("sha256_cbor", "sha256")
-ORDER_MARK = " page:"
+ORDER_MARK = f" {PAGE_MARK}"
 NO_BACKENDS: Mapping[str, str] = {}
 
 

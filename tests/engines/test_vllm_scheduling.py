@@ -44,6 +44,17 @@ def numbers_of(tmp_path: Path, shared_daemon: Daemon) -> Iterator[EngineOf]:
         engine.close()
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
+    """Each piece of a save takes so much longer."""
+    call = WorkerSide._copy_in
+
+    def slowly(side: WorkerSide, *args: Any) -> Any:
+        time.sleep(seconds())
+        return call(side, *args)
+
+    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_prompt_is_loaded_as_it_was_saved(
@@ -155,14 +166,8 @@ def test_nothing_is_wrong_under_pressure(
     """Pages for half of what is asked: requests are preempted, given up, and the engine's cache is dropped,
     while saves are so slow that their pages are somebody else's before. Then all of it is loaded."""
     chance = random.Random(f"{model} {asynchronous}")
-    call = WorkerSide._copy_in
-    slow = random.Random(1)
-
-    def slowly(side: WorkerSide, *args: Any) -> Any:
-        time.sleep(slow.choice((0, 0, 0, 0.003, 0.02)))
-        return call(side, *args)
-
-    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    slow, call = random.Random(1), WorkerSide._copy_in
+    slow_down(monkeypatch, lambda: slow.choice((0, 0, 0, 0.003, 0.02)))
     heads = [prompt(seed, 120) for seed in range(3)]
     asked = [
         (chance.choice(heads)[: chance.choice((60, 96, 120))] + prompt(10 + at, chance.randrange(4, 60)))
@@ -205,13 +210,7 @@ def test_a_window_that_moves_on_costs_no_hit_at_the_end(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages are given away at once, far sooner than they are saved."""
-    call = WorkerSide._copy_in
-
-    def slowly(side: WorkerSide, *args: Any) -> Any:
-        time.sleep(0.002)
-        return call(side, *args)
-
-    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    slow_down(monkeypatch, lambda: 0.002)
     one = numbers_of("full and window", hasty=True)
     asked = [prompt(seed, 500) for seed in range(4)]
     for text in asked:
@@ -234,13 +233,7 @@ def test_an_engine_that_sleeps_is_served_without(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up its pages, those that are being saved among them, and tells no connector."""
-    call = WorkerSide._copy_in
-
-    def slowly(side: WorkerSide, *args: Any) -> Any:
-        time.sleep(0.2)
-        return call(side, *args)
-
-    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    slow_down(monkeypatch, lambda: 0.2)
     one = numbers_of("full", sleeps=True, hasty=True)
     text = prompt(1, 150)
     name = one.add(text, 1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import Entry
-from kvtier.codec.grid import Grid
+from kvtier.codec.grid import PAGE_MARK, Grid
 from kvtier.errors import FrameError
 from kvtier.layout import DTYPE_BYTES, KvSpec
 from kvtier_kernels import reorder_pages
@@ -24,7 +24,6 @@ from kvtier_kernels import reorder_pages
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-MARK = "page:"
 AXIS = re.compile(r"([hptd])(?:([/%])([0-9]{1,4}))?")
 PARTS = 2
 LIMIT_AXIS = 4096  # each is looked at one by one
@@ -43,12 +42,12 @@ def order_of(spec: KvSpec, group: int) -> Order | None:
     """The order of a group's pages; None where the layout says none, or none that is whole."""
     kind = spec.cache_groups[group]
     _, _, said = spec.layout.rpartition(" ")
-    if not said.startswith(MARK) or kind.parts != PARTS or spec.strides:
+    if not said.startswith(PAGE_MARK) or kind.parts != PARTS or spec.strides:
         return None
     if kind.kind == "state" or kind.opaque_bytes:
         return None
     sizes = {"h": kind.kv_heads, "p": PARTS, "t": spec.block_tokens, "d": kind.head_dim}
-    orders = said.removeprefix(MARK).split("|")
+    orders = said.removeprefix(PAGE_MARK).split("|")
     if len(orders) != PARTS or max(sizes.values()) > LIMIT_AXIS:
         return None
     found: dict[str, array[int]] = {axis: array("I") for axis in "htd"}

@@ -9,7 +9,8 @@ from kvtier.layout import KvSpec
 # Layouts that we know: a part's tokens, each with all its heads, or its heads, each with all tokens.
 TOKENS_FIRST, HEADS_FIRST = "layer,part,token,head,dim", "layer,part,head,token,dim"
 LATENT = "layer,token,latent="  # and of how many dims, those that RoPE has turned at last
-PAGES = " page:latent="  # the same, as an engine's pages
+PAGE_MARK = "page:"  # begins the last word of a layout, which says how an engine has its pages
+PAGES = f" {PAGE_MARK}latent="  # latents, as those
 GROUP_CHANNELS = 64  # of a token at most, that share a step: as the kernels have it
 
 
