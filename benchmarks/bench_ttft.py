@@ -27,6 +27,7 @@ from typing import Any
 
 import disks
 import harness
+from draw_timeline import read_spans
 from harness import Daemon, Row, at_least, at_most, interval, percentile
 from kvtier import Client
 from kvtier_kernels import Mapping, copy
@@ -44,6 +45,8 @@ COPY_SHARE, SYNC_MS, ASYNC_MS = 1.15, 3.0, 7.0
 FIO_SHARE = 0.95
 RATIO = 1.10
 START_S = ANSWER_S = 240.0
+PATIENCE_S = 10.0  # until a timeline is written
+BEFORE, AFTER = "the engine takes it in", "its token goes out"
 HEADER = 4096  # of a record on disk
 THREADS = 2  # of a copy, as the plugin does
 ENVIRONMENT = {
@@ -267,12 +270,13 @@ def same(hit: dict[str, Any], resident: dict[str, Any]) -> None:
 
 @dataclass
 class Scene:
-    """An engine and a daemon, and the prompts that are on disk."""
+    """An engine and a daemon, and the prompts that are on disk. `timelines`: where the engine writes them."""
 
     model: str
     engine: Engine
     daemon: ColdDaemon
     codec: str = "raw"
+    timelines: Path | None = None
     reads: list[int] = field(default_factory=list)  # bytes, of each cold hit
 
     def __post_init__(self) -> None:
@@ -373,6 +377,7 @@ def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
     """Hits on the disk alone: the prompts in turn, as memory has room for one. What is encoded may take as
     long as fio takes for it as it was; a resident hit beside one with a loss is of the same pages."""
     found = {load: Hits() for load in ("sync", "async")}
+    ones: dict[str, list[dict[str, Any]]] = {load: [] for load in found}
     copies = Copies(scene.nbytes)
     file = max(scene.daemon.files(), key=lambda path: path.stat().st_size)
     fio = disks.Fio([file], scene.nbytes, 2 * MIB, 8)
@@ -385,6 +390,7 @@ def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
             resident = scene.engine.generate(scene.parts(seed, tail))
             same(one, resident)
             if number >= 0:
+                ones[load].append(one)
                 found[load].hit.append(one["seconds"])
                 found[load].resident.append(resident["seconds"])
         fio.once()
@@ -401,8 +407,44 @@ def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
         rows.append(added_row(f"{name}, added", found[load], bar, **more))
         if scene.model == "189M" and tail == TAILS[-1]:
             rows.append(share_row(f"{name}, ratio", found[load].ratios, RATIO))
+    if scene.timelines is not None:
+        for load, hits in found.items():
+            at = median_at(hits.added_ms)
+            beside = {"resident ms": hits.resident[at] * 1e3, "fio ms": fio.seconds[at] * 1e3}
+            name = f"{scene.model}, tail of {tail}: one cold hit{when}, {load}, in all"
+            rows.append(one_cold(name, ones[load][at], scene.timelines, **beside))
     progress(f"{scene.model}, tail of {tail}: cold hits{when}")
     return rows
+
+
+def median_at(values: Sequence[float]) -> int:
+    """Where the median is, of an odd number of values."""
+    return sorted(range(len(values)), key=values.__getitem__)[len(values) // 2]
+
+
+def one_cold(name: str, one: dict[str, Any], timelines: Path, **beside: float) -> Row:
+    """Where the time of one hit goes, as the plugin tells it; what is before and after that is the engine's.
+    Beside it what the others of its round took."""
+    until = time.monotonic() + PATIENCE_S
+    spans = parts_of(read_spans(timelines.read_text()), one)
+    while not any(what.startswith("copy") for what, _, _ in spans):  # what is written last
+        assert time.monotonic() < until, f"{timelines} has no copy of this hit: {one}"
+        time.sleep(0.05)
+        spans = parts_of(read_spans(timelines.read_text()), one)
+    begun, ended = spans[0][1], max(at + took for _, at, took in spans)
+    in_all = one["seconds"] * 1e3
+    parts = [(BEFORE, 0.0, begun), *spans, (AFTER, ended, in_all - ended)]
+    told = [[what, round(at, 2), round(took, 2)] for what, at, took in parts]
+    return Row(name, in_all, "ms", more={**beside, "parts, from ms, for ms": told})
+
+
+def parts_of(spans: list[dict[str, Any]], one: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """The spans within a hit's time, by their begin: name, when it began and how long it took, in ms
+    of that hit. The clocks are one: `perf_counter` is the monotonic one here."""
+    began_us = one["began"] * 1e6
+    parts = [(span["name"], (span["ts"] - began_us) / 1e3, span["dur"] / 1e3) for span in spans]
+    mine = [part for part in parts if 0 <= part[1] <= one["seconds"] * 1e3]
+    return sorted(mine, key=lambda part: (part[1], part[1] + part[2]))
 
 
 # --- many at once ------------------------------------------------------------------------------
@@ -618,8 +660,13 @@ def hits(folder: Path, model: str, size: Size) -> Iterator[Row]:
     place = folder / f"{model} tiers"
     place.mkdir()
     room = PREFIX * KV_BYTES[model] * 3 // 2
-    with ColdDaemon(place, room) as daemon, Engine(folder, model, daemon.socket) as engine:
-        scene = Scene(model, engine, daemon)
+    timelines = place / "hits.json" if model == "189M" else None
+    extra = {"timeline": str(timelines)} if timelines else {}
+    with (
+        ColdDaemon(place, room) as daemon,
+        Engine(folder, model, daemon.socket, extra=extra) as engine,
+    ):
+        scene = Scene(model, engine, daemon, timelines=timelines)
         scene.fill()
         for tail in TAILS:
             yield from warm(scene, tail, size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 WIDTH, LABEL, ROW, EDGE = 960, 190, 26, 14
 TICKS = 8
 COLORS = {"copy": "#d9822b", "blocks come": "#8c6bb1", "first step": "#2b8a5a"}
-OTHER = "#5b7fa6"
+OTHER, BESIDE = "#5b7fa6", "#adb5bd"
+Bar = tuple[str, float, float]  # what, from which ms on, for how many ms
 
 
 def read_spans(text: str) -> list[dict[str, Any]]:
@@ -45,20 +47,23 @@ def step_of(span_ms: float) -> float:
     return step
 
 
-def drawn(spans: list[dict[str, Any]]) -> str:
+def bars_of(spans: list[dict[str, Any]]) -> list[Bar]:
     start = min(one["ts"] for one in spans)
-    whole_ms = max(one["ts"] + one["dur"] - start for one in spans) / 1000 or 0.001
+    return [(one["name"], (one["ts"] - start) / 1000, one["dur"] / 1000) for one in spans]
+
+
+def drawn(title: str, bars: Sequence[Bar], beside: Sequence[Bar] = ()) -> str:
+    """A bar a row; what is beside it, to compare with, below them and grey."""
+    whole_ms = max(at + took for _, at, took in (*bars, *beside)) or 0.001
     scale = (WIDTH - LABEL - 110) / whole_ms
-    height = EDGE * 4 + ROW * len(spans) + 24
-    about = spans[0]["args"]
-    tokens = ", ".join(f"{count} tokens {tier}" for tier, count in about["tokens"].items() if count)
+    gap = EDGE if beside else 0
+    height = EDGE * 4 + ROW * (len(bars) + len(beside)) + gap + 24
     bottom = height - 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">',
+        f' viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{EDGE}" y="20" font-size="14">{escape(about["request"])}: {tokens},'
-        f" {whole_ms:.2f} ms</text>",
+        f'<text x="{EDGE}" y="20" font-size="14">{escape(title)}</text>',
     ]
     step, at_ms = step_of(whole_ms), 0.0
     while at_ms <= whole_ms:
@@ -68,16 +73,24 @@ def drawn(spans: list[dict[str, Any]]) -> str:
             f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle" fill="#666666">{at_ms:g} ms</text>'
         )
         at_ms = round(at_ms + step, 6)
-    for row, one in enumerate(spans):
-        y = 40 + row * ROW
-        x, width = LABEL + (one["ts"] - start) / 1000 * scale, max(1.5, one["dur"] / 1000 * scale)
-        color = next((c for name, c in COLORS.items() if one["name"].startswith(name)), OTHER)
+    for row, (name, at, took) in enumerate((*bars, *beside)):
+        y = 40 + row * ROW + (gap if row >= len(bars) else 0)
+        x, width = LABEL + at * scale, max(1.5, took * scale)
+        color = next((c for begin, c in COLORS.items() if name.startswith(begin)), OTHER)
+        color = color if row < len(bars) else BESIDE
         parts += [
-            f'<text x="{EDGE}" y="{y + 14}">{escape(one["name"])}</text>',
+            f'<text x="{EDGE}" y="{y + 14}">{escape(name)}</text>',
             f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 8}" fill="{color}"/>',
-            f'<text x="{x + width + 5:.1f}" y="{y + 14}" fill="#333333">{one["dur"] / 1000:.2f} ms</text>',
+            f'<text x="{x + width + 5:.1f}" y="{y + 14}" fill="#333333">{took:.2f} ms</text>',
         ]
     return "\n".join([*parts, "</svg>\n"])
+
+
+def title_of(spans: list[dict[str, Any]]) -> str:
+    about, bars = spans[0]["args"], bars_of(spans)
+    tokens = ", ".join(f"{count} tokens {tier}" for tier, count in about["tokens"].items() if count)
+    whole_ms = max(at + took for _, at, took in bars)
+    return f"{about['request']}: {tokens}, {whole_ms:.2f} ms"
 
 
 def main() -> None:
@@ -85,7 +98,8 @@ def main() -> None:
         raise SystemExit(__doc__)
     spans = read_spans(Path(sys.argv[1]).read_text())
     request = sys.argv[3] if len(sys.argv) == 4 else None
-    Path(sys.argv[2]).write_text(drawn(of_request(spans, request)))
+    chosen = of_request(spans, request)
+    Path(sys.argv[2]).write_text(drawn(title_of(chosen), bars_of(chosen)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Write what was measured into the documents, so that no number there was typed by hand: every row into
-docs/figures.md, the rows that tell most into the README, hit rates over sizes into a picture.
+docs/figures.md, the rows that tell most into the README, hit rates over sizes and one hit from disk into
+pictures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draw_timeline import drawn
 from kvtier_daemon.sim.plot import draw
 
 HERE = Path(__file__).parent
@@ -58,6 +60,12 @@ HEADLINES = {
     },
 }
 PICTURES = {"quality": "../benchmarks/results/quality.svg", "policy": "hit-rates.svg"}
+NONE: dict[str, Any] = {"rows": []}
+COLD_HIT = "189M, tail of 128: one cold hit, sync, in all"
+HIT_PAGES = {
+    "decisions/0041-a-hit-from-disk-takes-what-the-disk-takes.md": "../cold-hit.svg",
+    "vllm.md": "cold-hit.svg",
+}
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "value")
 SIZES = {1.0: "1%", 2.0: "2%", 5.0: "5%", 10.0: "10%", 20.0: "20%"}
 
@@ -139,7 +147,7 @@ def everything(found: dict[str, dict[str, Any]]) -> str:
 def highlights(found: dict[str, dict[str, Any]]) -> str:
     lines = ["| | measured | |", "| --- | --- | --- |"]
     for name, wanted in HEADLINES.items():
-        rows = {row["name"]: row for row in found.get(name, {"rows": []})["rows"]}
+        rows = {row["name"]: row for row in found.get(name, NONE)["rows"]}
         lines += [
             f"| {said} | {measured(rows[row])} | {name} |"
             for row, said in wanted.items()
@@ -163,18 +171,48 @@ def hit_rates(result: dict[str, Any]) -> str:
     return draw("A production trace: blocks found again", across, lines, SIZES)
 
 
+def cold_hit(row: dict[str, Any]) -> tuple[str, str]:
+    """One hit's parts as a picture, what it is compared with below them; and the sentence beside it."""
+    more = row["more"]
+    parts = {name: (at, took) for name, at, took in more["parts, from ms, for ms"]}
+    came, disk = parts["blocks come from disk"]
+    copy = next(took for name, (_, took) in parts.items() if name.startswith("copy"))
+    fio, resident = more["fio ms"], more["resident ms"]
+    picture = drawn(
+        f"{row['name'].removesuffix(', in all')}: {row['value']:.1f} ms to its token",
+        [(name, at, took) for name, (at, took) in parts.items()],
+        [("a resident hit, same round", 0.0, resident), ("fio, as many bytes", came, fio)],
+    )
+    said = (
+        f"One hit, of the median round (`load` `sync`): {row['value']:.1f} ms, {row['value'] - resident:.1f}"
+        f" more than the resident one's {resident:.1f}.\nIts blocks come from the disk in {disk:.1f} ms,"
+        f" where `fio` reads as many bytes in {fio:.0f}; they are copied in {copy:.1f} ms."
+    )
+    return picture, said
+
+
+def between(page: Path, text: str) -> str:
+    """The page with this text where its figures go."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
 def wanted() -> dict[Path, str]:
     """What the files have to say."""
-    found = results()
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
+    found, docs = results(), ROOT / "docs"
     files = {
-        readme: f"{before}{BEGIN}\n{highlights(found)}\n{END}{after}",
-        ROOT / "docs" / "figures.md": everything(found),
+        ROOT / "README.md": between(ROOT / "README.md", highlights(found)),
+        docs / "figures.md": everything(found),
     }
     if "policy" in found:
-        files[ROOT / "docs" / "hit-rates.svg"] = hit_rates(found["policy"])
+        files[docs / "hit-rates.svg"] = hit_rates(found["policy"])
+    hit = next((row for row in found.get("ttft", NONE)["rows"] if row["name"] == COLD_HIT), None)
+    if hit is not None:
+        files[docs / "cold-hit.svg"], said = cold_hit(hit)
+        for page, picture in HIT_PAGES.items():
+            shown = f"{said}\n\n![where the time of a hit from disk goes]({picture})"
+            files[docs / page] = between(docs / page, shown)
     return files
 
 
