@@ -23,6 +23,9 @@ constexpr size_t kReadsInARow = 16;
 // How late an operation may be ended in the queue, so that many deadlines cost one look.
 constexpr std::chrono::milliseconds kClockStep{1};
 
+// Of an encoded frame: what is decoded while more is read.
+constexpr uint64_t kPieceLeast = uint64_t{256} << 10, kPieceMost = uint64_t{1} << 20;
+
 // What is read in so much time is looked at as one.
 constexpr std::chrono::milliseconds kWindow{100};
 
@@ -94,6 +97,8 @@ bool Operation::begin(PagesAgain& again) {
         own = staged ? again.take(total) : Pages::unset(total);
         payload = own.data();
         if (payload == nullptr) error = ENOMEM;
+        piece = std::clamp(whole_pages(total / 4), kPieceLeast, kPieceMost);
+        in_pieces = encoded && total > piece;
         return error == 0;
     }
     if (!seal) return true;
@@ -141,19 +146,50 @@ bool Operation::advance(int64_t result) {
 
 size_t Operation::codec() const { return frame_codec(payload); }
 
+std::optional<size_t> Operation::next_piece() {
+    const size_t which = pieces[front].nbytes == 0 ? front : 1 - front;
+    if (asked >= total || pieces[which].nbytes != 0) return std::nullopt;
+    pieces[which].nbytes = std::min(piece, total - asked);
+    return which;
+}
+
+bool Operation::advance_piece(size_t which, int64_t result) {
+    pieces[which].said = result;
+    pieces[which].is_over = true;
+    calls--;
+    while (pieces[front].is_over &&
+           pieces[front].said == static_cast<int64_t>(pieces[front].nbytes)) {
+        moved += pieces[front].nbytes;
+        pieces[front] = {};
+        front = 1 - front;
+    }
+    if (moved >= total) return true;
+    if (!pieces[front].is_over) return false;
+    // Less came, or an error: the rest is read as any other, once nothing of it is under way.
+    asked = total;
+    if (calls != 0) return false;
+    in_pieces = false;
+    return advance(pieces[front].said);
+}
+
+bool Operation::decode(uint64_t until) {
+    const auto began = Clock::now();
+    try {
+        if (decoder == nullptr) {
+            decoder = std::make_unique<FrameDecoder>(lossy.get(), element, payload, frame_header,
+                                                     payload + frame_header, nbytes, digest.data(),
+                                                     block, block_bytes);
+        }
+        if (!decoder->take(std::min(until, needed) - frame_header)) damaged = EBADMSG;
+    } catch (const std::bad_alloc&) {
+        damaged = ENOMEM;
+    }
+    decoding_ns += since(began);
+    return damaged != 0 || until >= needed;
+}
+
 void Operation::finish() {
     if (error != 0) return;
-    if (encoded) {
-        try {
-            const bool sound =
-                decode_frame(lossy.get(), element, payload, frame_header, payload + frame_header,
-                             nbytes, digest.data(), block, block_bytes);
-            if (!sound) error = EBADMSG;
-        } catch (const std::bad_alloc&) {
-            error = ENOMEM;
-        }
-        return;
-    }
     if (!with_digest || seal) return;
     Digest found;
     xxh3_128(payload, nbytes, 0, found.data());
@@ -382,6 +418,16 @@ void DiskQueue::forget_sync(File& file, Operation& sync, bool reported) {
     file.syncs.erase(at);
 }
 
+void DiskQueue::came(Operation& operation) {
+    const std::lock_guard lock(mutex_);
+    operation.come = operation.moved;
+    if (operation.waits || operation.decoding || operation.damaged != 0) return;
+    if (operation.come <= operation.frame_header) return;
+    operation.waits = true;
+    begun_.push_back(&operation);
+    decoder_.notify_one();
+}
+
 void DiskQueue::complete(const std::vector<Operation*>& over) {
     if (over.empty()) return;
     const std::lock_guard lock(mutex_);
@@ -389,10 +435,20 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
     for (Operation* operation : over) {
         if (operation->measured()) read_ends(*operation);
         if (!operation->reads()) writes_in_kernel_--;
-        if (operation->encoded && operation->error == 0) {
-            read_.splice(read_.end(), in_kernel_, operation->self);
-            decoder_.notify_one();
-            continue;
+        if (operation->encoded) {
+            if (std::exchange(operation->waits, false)) std::erase(begun_, operation);
+            operation->is_read = true;
+            operation->come = operation->moved;
+            if (operation->decoding) {  // who has it sees to the rest
+                decoding_.splice(decoding_.end(), in_kernel_, operation->self);
+                continue;
+            }
+            if (operation->error == 0) operation->error = operation->damaged;
+            if (operation->error == 0) {
+                read_.splice(read_.end(), in_kernel_, operation->self);
+                decoder_.notify_one();
+                continue;
+            }
         }
         end(in_kernel_, operation->self, operation->error);
     }
@@ -434,35 +490,64 @@ DiskQueue::Moved DiskQueue::moved() {
     return moved_;
 }
 
-void DiskQueue::run_decoder() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-        if (read_.empty()) {
-            if (stopping_ && in_kernel_.empty()) return;
-            decoder_.wait(lock);
-            continue;
-        }
+// What has come whole goes before what is still coming: that has time.
+Operation* DiskQueue::to_decode() {
+    if (!read_.empty()) {
         const auto urgent = std::find_if(read_.begin(), read_.end(),
                                          [](const Operation& one) { return one.urgent; });
         const auto at = urgent != read_.end() ? urgent : read_.begin();
         decoding_.splice(decoding_.end(), read_, at);
+        return &*at;
+    }
+    if (begun_.empty()) return nullptr;
+    Operation* const one = begun_.front();
+    begun_.erase(begun_.begin());
+    one->waits = false;
+    return one;
+}
+
+void DiskQueue::decoded(Operation& one, uint64_t until, bool over) {
+    one.decoding = false;
+    if (!one.is_read) {
+        if (over || one.come == until) return;
+        one.waits = true;
+        begun_.push_back(&one);
+        return;
+    }
+    if (one.error == 0 && !over) {
+        read_.splice(read_.begin(), decoding_, one.self);
+        return;
+    }
+    if (one.error == 0) one.error = one.damaged;
+    const size_t codec = one.error == 0 ? one.codec() : kCodecs;
+    if (codec < kCodecs) {
+        Decoded& sum = moved_.decoded[codec][static_cast<size_t>(one.element)];
+        sum.block_bytes += one.block_bytes;
+        sum.nanoseconds += one.decoding_ns;
+    }
+    const bool was_empty = done_.empty();
+    again_.give(std::move(one.own));
+    end(decoding_, one.self, one.error);
+    notify(was_empty);
+}
+
+void DiskQueue::run_decoder() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+        Operation* const one = to_decode();
+        if (one == nullptr) {
+            if (stopping_ && in_kernel_.empty()) return;
+            decoder_.wait(lock);
+            continue;
+        }
+        one->decoding = true;
+        const uint64_t until = one->come;
         if (next() != nullptr) wake(1);
         lock.unlock();
-        const auto began = Clock::now();
-        const size_t codec = at->codec();
-        at->finish();
-        const int64_t took = since(began);
-        again_.give(std::move(at->own));
+        const bool over = one->decode(until);
         lock.lock();
-        if (at->error == 0 && codec < kCodecs) {
-            Decoded& sum = moved_.decoded[codec][static_cast<size_t>(at->element)];
-            sum.block_bytes += at->block_bytes;
-            sum.nanoseconds += took;
-        }
-        const bool was_empty = done_.empty();
-        end(decoding_, at, at->error);
+        decoded(*one, until, over);
         if (next() != nullptr) wake(1);
-        notify(was_empty);
     }
 }
 

@@ -21,8 +21,9 @@ constexpr uint64_t kCallMost = uint64_t{1} << 30;
 // A payload of so many bytes is written apart from its header: in a registered buffer the kernel
 // need not take hold of each of its pages.
 constexpr uint64_t kApartLeast = uint64_t{256} << 10;
-// In what an entry is known by: it is for the header alone. Operations lie at multiples of more.
-constexpr uint64_t kHeader = 1;
+// In what an entry is known by: it is the second of an operation's two calls. Operations lie at
+// multiples of more.
+constexpr uint64_t kSecond = 1;
 constexpr std::chrono::milliseconds kPatience{1};
 
 int new_eventfd() {
@@ -90,14 +91,30 @@ bool RingWorker::prepare_apart(Operation& operation) {
         entry.user_data = reinterpret_cast<uintptr_t>(&operation);
         return entry;
     };
-    add(RingOp::kWrite, 0, operation.own.data(), header).user_data |= kHeader;
+    add(RingOp::kWrite, 0, operation.own.data(), header).user_data |= kSecond;
     add(RingOp::kWriteFixed, header, operation.payload, nbytes).buffer =
         static_cast<uint16_t>(buffer);
     operation.calls = 2;
     return true;
 }
 
+void RingWorker::prepare_pieces(Operation& operation) {
+    while (const auto which = operation.next_piece()) {
+        const uint64_t nbytes = operation.pieces[*which].nbytes;
+        RingEntry& entry = ring_.add();
+        entry.opcode = static_cast<uint8_t>(RingOp::kRead);
+        entry.fd = operation.fd;
+        entry.file_offset = operation.file_offset + operation.asked;
+        entry.address = reinterpret_cast<uintptr_t>(operation.payload + operation.asked);
+        entry.length = static_cast<uint32_t>(nbytes);
+        entry.user_data = reinterpret_cast<uintptr_t>(&operation) | *which;
+        operation.asked += nbytes;
+        operation.calls++;
+    }
+}
+
 void RingWorker::prepare(Operation& operation) {
+    if (operation.in_pieces) return prepare_pieces(operation);
     if (prepare_apart(operation)) return;
     RingEntry& entry = ring_.add();
     const auto set = [&](RingOp opcode) { entry.opcode = static_cast<uint8_t>(opcode); };
@@ -144,10 +161,21 @@ void RingWorker::returned(uint64_t user_data, int32_t result, std::vector<Operat
         listen();
         return;
     }
-    auto* const operation = reinterpret_cast<Operation*>(user_data & ~kHeader);
+    auto* const operation = reinterpret_cast<Operation*>(user_data & ~kSecond);
+    const uint64_t second = user_data & kSecond;
+    if (operation->in_pieces) {
+        const uint64_t moved = operation->moved;
+        if (operation->advance_piece(second, result)) {
+            over.push_back(operation);
+            return;
+        }
+        if (operation->moved != moved) queue_->came(*operation);
+        prepare(*operation);
+        return;
+    }
     int64_t all = result;
     if (operation->calls != 0) {
-        ((user_data & kHeader) != 0 ? operation->header_said : operation->said) = result;
+        (second != 0 ? operation->header_said : operation->said) = result;
         if (--operation->calls != 0) return;
         all = operation->both();
     }
@@ -200,7 +228,9 @@ void run_pool_worker(DiskQueue& queue) {
             if (operation->kind == Kind::kSync) {
                 result = fdatasync(operation->fd);
             } else {
-                const int parts = operation->rest(kCallMost);
+                if (operation->moved != 0 && operation->in_pieces) queue.came(*operation);
+                const int parts =
+                    operation->rest(operation->in_pieces ? operation->piece : kCallMost);
                 const auto at = static_cast<off_t>(operation->file_offset + operation->from());
                 result = operation->reads() ? preadv(operation->fd, operation->parts, parts, at)
                                             : pwritev(operation->fd, operation->parts, parts, at);

@@ -2,32 +2,21 @@
 // known; and encoding blocks into them and back.
 #include "frame.h"
 
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <span>
-#include <tuple>
 #include <vector>
 
-#include "codec/numbers.h"
 #include "codec/parts.h"
 #include "copy.h"
-#include "python_bytes.h"
-#include "unlocked.h"
 #include "xxh3.h"
-
-namespace nb = nanobind;
 
 namespace kvtier {
 namespace {
 
 using codec::Codec;
 using codec::Recipe;
-
-using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 
 constexpr char kMagic[4] = {'K', 'V', 'T', 'f'};
 constexpr uint16_t kRaw = 0;
@@ -128,19 +117,14 @@ constexpr size_t kTogether = size_t{256} << 10;
 
 size_t width_of(codec::Element element) { return element == codec::Element::kFp32 ? 4 : 2; }
 
-// Some parts that follow one another, whole pages where there are pages.
-struct Run {
-    size_t first, count, bytes;
-};
-
 // False where the parts of a layer are not all there, and no page.
 template <typename Part>
 bool runs_of(const codec::Order* order, codec::Element element, std::span<const Part> parts,
-             std::vector<Run>& runs) {
+             std::vector<FrameRun>& runs) {
     const size_t step = order != nullptr ? order->parts : 1;
     const size_t page = order != nullptr ? order->page() * width_of(element) : 0;
     if (parts.size() % step != 0) return false;
-    Run run{};
+    FrameRun run{};
     for (size_t i = 0; i < parts.size(); i += step) {
         size_t bytes = 0;
         for (size_t k = 0; k < step; k++) bytes += parts[i + k].raw_bytes;
@@ -205,38 +189,6 @@ bool decode_run(const codec::Order* order, codec::Element element, std::span<cod
         }
     }
     return true;
-}
-
-// Decodes parts to a block that they make up. False where one is damaged, or the digest is another.
-bool decode_parts(const codec::Order* order, codec::Element element,
-                  std::span<codec::Decoded> parts, uint8_t* block, size_t block_bytes,
-                  const uint8_t* digest) {
-    std::vector<Run> runs;
-    if (!runs_of(order, element, std::span<const codec::Decoded>(parts), runs)) return false;
-    const bool past = block_bytes >= codec::kPast;
-    DigestedCopy copy(block_bytes, past);
-    const auto give = [&](const uint8_t* from, size_t bytes) {
-        for (size_t at = 0; at < bytes;) {
-            const size_t some = std::min(codec::kPage, bytes - at);
-            if (past) codec::ask_pages(block + codec::kPagesAhead, some);
-            copy.add(block, from + at, some);
-            block += some, at += some;
-        }
-    };
-    for (const Run& run : runs) {
-        const auto some = parts.subspan(run.first, run.count);
-        if (order == nullptr && run.bytes >= codec::kPast) {  // in no cache, by whatever way
-            if (!decode_to(element, some, block)) return false;
-            copy.add(nullptr, block, run.bytes);
-            block += run.bytes;
-        } else if (!decode_run(order, element, some, run.bytes, give)) {
-            return false;
-        }
-    }
-    if (past) stream_fence();
-    uint8_t made[kDigestBytes];
-    copy.finish(made);
-    return std::memcmp(made, digest, kDigestBytes) == 0;
 }
 
 // What one run of a block is encoded to, and its digests with those before it: as it was, and as it
@@ -311,12 +263,12 @@ size_t encode_frame(const Recipe& by, codec::Element element, uint8_t* header, s
         if (!grids.empty()) parts[i].grid = grids[i];
     }
     const codec::Order* const order = by.order ? &*by.order : nullptr;
-    std::vector<Run> runs;
+    std::vector<FrameRun> runs;
     if (!runs_of(order, element, std::span<const codec::Encoded>(parts), runs)) return 0;
     const DigestedCopy digest(block_bytes, false);
     Encoding encoding{order, by.codec, element, digest, digest};
     size_t payload_bytes = 0;
-    for (const Run& run : runs) {
+    for (const FrameRun& run : runs) {
         const std::span<codec::Encoded> some(parts.data() + run.first, run.count);
         const auto more = encoding.add(some, run.bytes, into + payload_bytes);
         if (!more) return block_bytes;
@@ -336,50 +288,116 @@ size_t encode_frame(const Recipe& by, codec::Element element, uint8_t* header, s
     return payload_bytes;
 }
 
-bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, size_t header_bytes,
-                  const uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
-                  uint8_t* block, size_t block_bytes) {
-    if (!fits(header, header_bytes, payload_bytes)) return false;
-    if (field<uint16_t>(header + kVersionAt) != kVersion ||
-        (field<uint32_t>(header + kFlagsAt) & ~kFlags) != 0 ||
-        field<uint32_t>(header + kHeaderBytesAt) != header_bytes ||
-        field<uint64_t>(header + kRawBytesAt) != block_bytes ||
-        std::memcmp(header + kPayloadDigestAt, digest, kDigestBytes) != 0 ||
-        !is_sound(header, header_bytes) || !is_digest(digest, payload, payload_bytes)) {
+FrameDecoder::FrameDecoder(const Recipe* lossy, codec::Element element, uint8_t* header,
+                           size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
+                           const uint8_t* digest, uint8_t* block, size_t block_bytes)
+    : lossy_(lossy),
+      element_(element),
+      header_(header),
+      header_bytes_(header_bytes),
+      payload_(payload),
+      payload_bytes_(payload_bytes),
+      digest_(digest),
+      block_(block),
+      past_(block_bytes >= codec::kPast),
+      block_bytes_(block_bytes),
+      payload_digest_(payload_bytes, false),
+      block_digest_(block_bytes, past_) {}
+
+// What is said of the frame, checked, before anything of its payload is looked at.
+bool FrameDecoder::open() {
+    if (!fits(header_, header_bytes_, payload_bytes_)) return false;
+    if (field<uint16_t>(header_ + kVersionAt) != kVersion ||
+        (field<uint32_t>(header_ + kFlagsAt) & ~kFlags) != 0 ||
+        field<uint32_t>(header_ + kHeaderBytesAt) != header_bytes_ ||
+        field<uint64_t>(header_ + kRawBytesAt) != block_bytes_ ||
+        std::memcmp(header_ + kPayloadDigestAt, digest_, kDigestBytes) != 0 ||
+        !is_sound(header_, header_bytes_)) {
         return false;
     }
-    const uint16_t number = frame_codec(header);
-    if (lossy != nullptr && number == static_cast<uint16_t>(lossy->codec)) {
-        if (std::memcmp(header + kProfileAt, lossy->profile.data(), codec::kProfileBytes) != 0 ||
-            header[kGenerationAt] != kOnce) {
+    const uint16_t number = frame_codec(header_);
+    if (lossy_ != nullptr && number == static_cast<uint16_t>(lossy_->codec)) {
+        if (std::memcmp(header_ + kProfileAt, lossy_->profile.data(), codec::kProfileBytes) != 0 ||
+            header_[kGenerationAt] != kOnce) {
             return false;
         }
     } else if (number <= static_cast<uint16_t>(Codec::kR32)) {
-        lossy = nullptr;
+        lossy_ = nullptr;
     } else {
         return false;
     }
-    const size_t count = field<uint32_t>(header + kEntriesAt);
-    std::vector<codec::Decoded> parts(count);
+    parts_.resize(field<uint32_t>(header_ + kEntriesAt));
     size_t at = 0, from = 0;
-    for (size_t i = 0; i < count; i++) {
-        const uint8_t* const entry = entry_of(header, i);
+    for (size_t i = 0; i < parts_.size(); i++) {
+        const uint8_t* const entry = entry_of(header_, i);
         const size_t bytes = field<uint32_t>(entry + kEntryRawAt);
         const size_t offset = field<uint32_t>(entry + kOffsetAt);
-        if (bytes > block_bytes - at || offset < from) return false;
+        if (bytes > block_bytes_ - at || offset < from) return false;
         from = offset + field<uint32_t>(entry + kBytesAt);
         const uint8_t by = entry[kEntryCodecAt];
         if (by != kRaw && by != number) return false;
-        parts[i] = {payload + offset, from - offset, static_cast<Codec>(by), nullptr, bytes};
-        if (lossy != nullptr) {
-            parts[i].channels = lossy->of(field<uint16_t>(entry), entry[kPartAt]);
-            parts[i].heads_first = lossy->heads_first;
+        parts_[i] = {payload_ + offset, from - offset, static_cast<Codec>(by), nullptr, bytes};
+        if (lossy_ != nullptr) {
+            parts_[i].channels = lossy_->of(field<uint16_t>(entry), entry[kPartAt]);
+            parts_[i].heads_first = lossy_->heads_first;
         }
         at += bytes;
     }
-    if (at != block_bytes) return false;
-    const codec::Order* const order = lossy != nullptr && lossy->order ? &*lossy->order : nullptr;
-    return decode_parts(order, element, parts, block, block_bytes, header + kRawDigestAt);
+    return at == block_bytes_ &&
+           runs_of(order(), element_, std::span<const codec::Decoded>(parts_), runs_);
+}
+
+const codec::Order* FrameDecoder::order() const {
+    return lossy_ != nullptr && lossy_->order ? &*lossy_->order : nullptr;
+}
+
+// Decodes a run to where it goes in the block, and takes it in.
+bool FrameDecoder::decode(const FrameRun& run) {
+    const std::span<codec::Decoded> parts(parts_.data() + run.first, run.count);
+    if (order() == nullptr && run.bytes >= codec::kPast) {  // in no cache, by whatever way
+        if (!decode_to(element_, parts, block_)) return false;
+        block_digest_.add(nullptr, block_, run.bytes);
+        block_ += run.bytes;
+        return true;
+    }
+    return decode_run(order(), element_, parts, run.bytes, [&](const uint8_t* from, size_t bytes) {
+        for (size_t at = 0; at < bytes;) {
+            const size_t some = std::min(codec::kPage, bytes - at);
+            if (past_) codec::ask_pages(block_ + codec::kPagesAhead, some);
+            block_digest_.add(block_, from + at, some);
+            block_ += some, at += some;
+        }
+    });
+}
+
+bool FrameDecoder::take(size_t come) {
+    if (!opened_ && !open()) return false;
+    opened_ = true;
+    payload_digest_.add(nullptr, payload_ + come_, come - come_);
+    come_ = come;
+    uint8_t found[kDigestBytes];
+    if (come_ == payload_bytes_) {
+        payload_digest_.finish(found);
+        if (std::memcmp(found, digest_, kDigestBytes) != 0) return false;
+    }
+    for (; next_ < runs_.size(); next_++) {
+        const FrameRun& run = runs_[next_];
+        const codec::Decoded& last = parts_[run.first + run.count - 1];
+        if (last.from + last.bytes > payload_ + come_) break;
+        if (!decode(run)) return false;
+    }
+    if (past_) stream_fence();  // before another thread goes on
+    if (come_ != payload_bytes_) return true;
+    block_digest_.finish(found);
+    return std::memcmp(found, header_ + kRawDigestAt, kDigestBytes) == 0;
+}
+
+bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, size_t header_bytes,
+                  const uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
+                  uint8_t* block, size_t block_bytes) {
+    FrameDecoder decoder(lossy, element, header, header_bytes, payload, payload_bytes, digest,
+                         block, block_bytes);
+    return decoder.take(payload_bytes);
 }
 
 bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
@@ -408,92 +426,3 @@ bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, si
 }
 
 }  // namespace kvtier
-
-void bind_frame(nb::module_& m) {
-    using namespace kvtier;
-    using namespace nb::literals;
-    m.def(
-        "seal_frame",
-        [](nb::handle header, nb::handle payload) {
-            Held text, bytes;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
-            NewBytes digest(kDigestBytes);
-            bool sealed = false;
-            {
-                const Unlocked unlocked;
-                sealed =
-                    seal_frame(text.data(), text.size(), bytes.data(), bytes.size(), digest.data());
-            }
-            if (!sealed) throw nb::value_error("header: none of this payload");
-            return digest.object;
-        },
-        "header"_a, "payload"_a);
-    m.def(
-        "encode_frame",
-        [](uint32_t number, uint32_t element, nb::handle header, nb::handle block,
-           nb::handle into) {
-            Held text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(block, Access::kRead, Shape::kContiguous, "block");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
-            const codec::Codec by = codec::codec_of(number);
-            if (by > codec::Codec::kR32) throw nb::value_error("codec: a lossless one");
-            const codec::Element is = codec::element_of(element);
-            if (to.size() < codec::bound(bytes.size())) {
-                throw nb::value_error("into: smaller than the bound");
-            }
-            size_t found = 0;
-            {
-                const Unlocked unlocked;
-                found = encode_frame(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
-                                     to.data());
-            }
-            if (found == 0) throw nb::value_error("header: none of this block");
-            return found;
-        },
-        "codec"_a, "element"_a, "header"_a, "block"_a, "into"_a);
-    m.def(
-        "encode_lossy_frame",
-        [](const codec::SharedRecipe& by, uint32_t element, nb::handle header, nb::handle block,
-           nb::handle into, const std::vector<Lie>& lies, uint32_t position) {
-            Held text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(block, Access::kRead, Shape::kContiguous, "block");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
-            const codec::Element is = codec::element_of(element);
-            if (to.size() < codec::bound(bytes.size())) {
-                throw nb::value_error("into: smaller than the bound");
-            }
-            std::vector<codec::Grid> grids;
-            for (const auto& [rows, channels, head, by_token] : lies) {
-                grids.push_back({rows, channels, head, by_token});
-            }
-            size_t found = 0;
-            {
-                const Unlocked unlocked;
-                found = encode_frame(*by.shared, is, text.data(), text.size(), bytes.data(),
-                                     bytes.size(), grids, position, to.data());
-            }
-            if (found == 0) throw nb::value_error("header: none of this block");
-            return found;
-        },
-        "by"_a, "element"_a, "header"_a, "block"_a, "into"_a, "grids"_a, "position"_a);
-    m.def(
-        "decode_frame",
-        [](uint32_t element, nb::handle header, nb::handle payload, nb::bytes digest,
-           nb::handle into, const codec::SharedRecipe* lossy) {
-            Held text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
-            const codec::Element is = codec::element_of(element);
-            if (digest.size() != kDigestBytes) throw nb::value_error("digest: 16 bytes");
-            const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());
-            const Recipe* const by = lossy != nullptr ? lossy->shared.get() : nullptr;
-            const Unlocked unlocked;
-            return decode_frame(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
-                                expected, to.data(), to.size());
-        },
-        "element"_a, "header"_a, "payload"_a, "digest"_a, "into"_a, "lossy"_a.none() = nb::none());
-}

@@ -14,6 +14,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "codec/codec.h"
 #include "codec/recipe.h"
 #include "disk_ring.h"
+#include "frame.h"
 #include "mapping.h"
 #include "xxh3.h"
 
@@ -144,10 +146,31 @@ struct Operation {
     int retries = 0;
     int error = 0;
     iovec parts[2];
-    int calls = 0;                      // under way, of a write in two
-    int64_t header_said = 0, said = 0;  // what those returned
+    int calls = 0;                      // under way, of a write in two or a read in pieces
+    int64_t header_said = 0, said = 0;  // what those of a write returned
+    // A read in pieces has two of them under way: what was asked for of them, which of the two
+    // begins at `moved`, and what each returned.
+    struct Piece {
+        uint64_t nbytes = 0;
+        int64_t said = 0;
+        bool is_over = false;
+    };
+    bool in_pieces = false;
+    uint64_t piece = 0;  // bytes of each
+    uint64_t asked = 0;
+    size_t front = 0;
+    std::array<Piece, 2> pieces;
 
     std::list<Operation>::iterator self;  // in the list that has it
+
+    // Of an encoded frame, with the queue's mutex: how much has come, whether all has, and whether
+    // what has come waits for a decoder, or is with one.
+    uint64_t come = 0;
+    bool is_read = false, waits = false, decoding = false;
+    // The decoder's alone while it is with one.
+    std::unique_ptr<FrameDecoder> decoder;
+    int64_t decoding_ns = 0;
+    int damaged = 0;  // an errno
 
     // Of a block, as those say what the disk gives.
     bool measured() const { return kind == Kind::kRead || (kind == Kind::kReadBytes && staged); }
@@ -164,8 +187,14 @@ struct Operation {
     int64_t both() const;
     // Takes in what a call returned, a negative errno or bytes, and says whether that was the last.
     bool advance(int64_t result);
-    // Checks or makes the digest; of an encoded frame, decodes it.
+    // Checks or makes the digest.
     void finish();
+    // The next of a read's pieces, if it is to be asked for: which of the two.
+    std::optional<size_t> next_piece();
+    // Takes in what one returned, and says whether the read is over.
+    bool advance_piece(size_t which, int64_t result);
+    // Decodes an encoded frame as far as so many bytes of it go, and says whether that was the end.
+    bool decode(uint64_t until);
     // The codec that an encoded frame says.
     size_t codec() const;
 };
@@ -238,6 +267,8 @@ class DiskQueue {
     bool take(std::vector<Operation*>& into, size_t most, bool has_some, int wake_fd);
     // For pool workers: waits for one. Null where the worker is to end.
     Operation* wait_for_one();
+    // Of a read in pieces: there is more for a decoder.
+    void came(Operation& operation);
     void complete(const std::vector<Operation*>& over);
 
     // Ends what is past its deadline in the queue; a thread's whole life.
@@ -260,6 +291,8 @@ class DiskQueue {
     Operations* next();
     Operations* earlier(Operations& reads, Operations& staged);
     Operation* begin();
+    Operation* to_decode();
+    void decoded(Operation& operation, uint64_t until, bool over);
     void end(Operations& list, Operations::iterator at, int error);
     void forget_sync(File& file, Operation& sync, bool reported);
     void end_overdue(Operations& list, Clock::time_point now);
@@ -277,7 +310,8 @@ class DiskQueue {
         waiting_;                        // waiting_: syncs whose writes are not over
     Operations urgent_staged_, staged_;  // reads that take memory of ours
     Operations in_kernel_;
-    Operations read_, decoding_;  // encoded frames that are in memory
+    Operations read_, decoding_;     // encoded frames that are in memory
+    std::vector<Operation*> begun_;  // and those that are partly, in the kernel's part still
     const size_t decoders_;
     PagesAgain again_;
     const uint64_t staged_most_;
@@ -322,6 +356,7 @@ class RingWorker {
     int buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const;
     void prepare(Operation& operation);
     bool prepare_apart(Operation& operation);
+    void prepare_pieces(Operation& operation);
     void returned(uint64_t user_data, int32_t result, std::vector<Operation*>& over);
     void listen();
 

@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "codec/codec.h"
 #include "codec/recipe.h"
+#include "xxh3.h"
 
 namespace kvtier {
 
@@ -34,9 +36,51 @@ size_t encode_frame(const codec::Recipe& by, codec::Element element, uint8_t* he
 // The codec that a header says, which nobody has checked.
 uint16_t frame_codec(const uint8_t* header);
 
-// Checks a frame, of whose payload this is the digest, and writes its block, of so many bytes. The
-// header is as before when it returns. False where the frame is damaged, of another block, or of a
-// lossy codec that is not the one that is given, if any; then what lies in `block` means nothing.
+// Some parts that follow one another, whole pages where there are pages.
+struct FrameRun {
+    size_t first, count, bytes;
+};
+
+// Checks a frame and decodes it into its block, all at once or as it comes from a disk. What it was
+// given has to stay until it is done; one thread at a time.
+class FrameDecoder {
+ public:
+    // `digest` is the payload's, `block` has room for all that the frame decodes to. A recipe is
+    // that of the lossy codec which it may be of.
+    FrameDecoder(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
+                 size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
+                 const uint8_t* digest, uint8_t* block, size_t block_bytes);
+
+    // Takes in that the header and so many bytes of the payload have come, and decodes what can be
+    // of them. False where the frame is damaged, of another block, or of a lossy codec that is not
+    // the one that is given, if any; then what lies in the block means nothing, and there is no
+    // more to be taken in. So it does until all of the payload has come. The header is as before.
+    bool take(size_t come);
+
+ private:
+    bool open();
+    const codec::Order* order() const;
+    bool decode(const FrameRun& run);
+
+    const codec::Recipe* lossy_;
+    const codec::Element element_;
+    uint8_t* const header_;
+    const size_t header_bytes_;
+    const uint8_t* const payload_;
+    const size_t payload_bytes_;
+    const uint8_t* const digest_;
+    uint8_t* block_;   // where the next run goes
+    const bool past_;  // the caches
+    const size_t block_bytes_;
+    bool opened_ = false;
+    std::vector<codec::Decoded> parts_;
+    std::vector<FrameRun> runs_;
+    size_t next_ = 0;  // of the runs
+    size_t come_ = 0;  // bytes of the payload that were taken in
+    DigestedCopy payload_digest_, block_digest_;
+};
+
+// The same at once, of a frame that is there.
 bool decode_frame(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
                   size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
                   const uint8_t* digest, uint8_t* block, size_t block_bytes);

@@ -247,10 +247,12 @@ def decode_frame(
     digest: bytes,
     into: _Memory,
     lossy: Recipe | None = None,
+    come: Sequence[int] = (),
 ) -> bool:
     """Writes the block of an encoded frame to `into`, which has its size; `digest` is the payload's. False
     where a bit of header, payload or block is not what it should be, or the codec is a lossy one other than
-    that which is given; then `into` holds anything."""
+    that which is given; then `into` holds anything. `come` are bytes of the payload that there are before
+    all of it is: what they hold is decoded then, as a disk worker does while it reads."""
 
 def encode_parts(
     codec: int,

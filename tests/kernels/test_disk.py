@@ -1131,3 +1131,101 @@ def test_frames_that_have_no_memory_together_all_come(tmp_path):
     assert disk.wait(*range(24)) == [0] * 24
     assert disk.memory == block * parts
     disk.close()
+
+
+# --- frames that are decoded while they are read ---------------------------------------------------
+
+
+def large(number, parts=32, codec="r32"):
+    """A frame of so many parts of a slot each, about 3/4 of that in pieces."""
+    block, *_ = encoded(number)
+    pieces = tuple(Entry(n, 0, RAW, n * SLOT, SLOT, SLOT) for n in range(parts))
+    header, into = (
+        Template(b"s" * 32, 0, 0, RAW, pieces).blank(b""),
+        bytearray(parts * SLOT),
+    )
+    size = framing.encode(BY_NAME[codec], "bfloat16", header, block * parts, into)
+    stamp(header, bytes([number]) * 32, b"", 1, number)
+    payload = bytes(into[:size])
+    return block * parts, len(header), size, seal(bytes(header), payload) + payload
+
+
+def test_frames_in_pieces_come_as_they_were(bench):
+    disk = bench(decoders=2)
+    made = [large(number, parts) for number, parts in ((1, 32), (2, 5), (3, 1), (4, 16))]
+    fds = [disk.file(one[3]) for one in made]  # to the byte: the last page is not whole
+    for turn in range(6):
+        disk.memory[:] = b"\xee" * len(disk.memory)
+        slot, places, ops = 0, [], b""
+        for number, (fd, one) in enumerate(zip(fds, made, strict=True)):
+            ops += frame_op(disk, 10 * turn + number, fd, 0, slot, one)
+            places.append(slot)
+            slot += len(one[0]) // SLOT
+        disk.disk.read_frames(ops)
+        assert disk.wait(*range(10 * turn, 10 * turn + len(made))) == [0] * len(made)
+        for place, one in zip(places, made, strict=True):
+            assert disk.memory[place * SLOT : place * SLOT + len(one[0])] == one[0]
+        assert set(disk.memory[slot * SLOT :]) == {0xEE}, "no slot but theirs"
+
+
+def test_a_frame_is_decoded_before_all_of_it_was_read(bench):
+    """What is torn at its end is not looked at once all has come, so what is there came before."""
+    disk, (block, header_bytes, size, text) = bench(), large(1, 60)
+    torn = disk.file(text[:-1] + bytes([text[-1] ^ 1]))
+    made = block, header_bytes, size, text
+    for token in range(200):  # the decoder may be late
+        disk.memory[:] = bytes(len(disk.memory))
+        disk.disk.read_frames(frame_op(disk, token, torn, 0, 0, made))
+        assert disk.wait(token) == [errno.EBADMSG]
+        assert not any(disk.memory[59 * SLOT :]), "its end"
+        if disk.memory[: 4 * SLOT] == block[: 4 * SLOT]:
+            return
+    raise AssertionError("never")
+
+
+def test_damage_in_any_piece_is_told(bench):
+    disk, made = bench(), large(1)
+    _, header_bytes, size, text = made
+    for token, at in enumerate((0, 40, 300, header_bytes + 9, header_bytes + size // 2, -1)):
+        bad = bytearray(text)
+        bad[at] ^= 1
+        good = disk.file(text)
+        ops = frame_op(disk, 10 * token, disk.file(bytes(bad)), 0, 0, made)
+        ops += frame_op(disk, 10 * token + 1, good, 0, 32, made)
+        disk.disk.read_frames(ops)
+        assert disk.wait(10 * token, 10 * token + 1) == [errno.EBADMSG, 0]
+        assert disk.memory[32 * SLOT :] == made[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.999])
+def test_a_frame_that_ends_before_its_end_is_told(bench, share):
+    disk, made = bench(), large(1)
+    text = made[3]
+    fd = disk.file(text[: int(len(text) * share) // PAGE * PAGE] or b"")
+    for token in range(4):
+        disk.disk.read_frames(frame_op(disk, token, fd, 0, 0, made))
+    assert disk.wait(*range(4)) == [errno.ENODATA] * 4
+
+
+def test_a_file_that_can_not_be_read_is_told_once(bench):
+    disk, made = bench(), large(1)
+    fd = disk.file(made[3], flags=os.O_WRONLY)
+    for token in range(4):
+        disk.disk.read_frames(frame_op(disk, token, fd, 0, 0, made))
+    assert disk.wait(*range(4)) == [errno.EBADF] * 4
+
+
+def test_a_disk_is_stopped_among_pieces(bench):
+    made = large(3)
+    for after in range(8):
+        disk = bench(decoders=2)
+        fd = disk.file(made[3])
+        disk.disk.read_frames(
+            b"".join(frame_op(disk, n, fd, 0, 32 * (n % 2), made) for n in range(8))
+        )
+        time.sleep(after / 1000)
+        assert disk.disk.stop(30) == 0
+        for token, error, _ in disk.disk.done():
+            assert error in (0, errno.ECANCELED)
+            at = 32 * (token % 2) * SLOT
+            assert error or disk.memory[at : at + len(made[0])] == made[0]

@@ -1,10 +1,11 @@
-"""The decoders, built with the sanitizers, on parts that were damaged."""
+"""The decoders, built with the sanitizers, on parts and frames that were damaged."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ SOURCES = (
     "cpu",
     "blake3",
     "blake3_x86",
+    "xxh3",
+    "frame",
 )
 FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-sanitize-recover=all",
          "-fsanitize=address,undefined", "-pthread")  # fmt: skip
@@ -29,28 +32,34 @@ ROUNDS = 1_000_000 if os.environ.get("KVTIER_FAULTS") else 30_000
 SECONDS = 1800
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here")
-def test_damaged_parts_are_refused_or_give_bytes_and_touch_nothing_else(tmp_path: Path) -> None:
-    objects = []
-    sources = [KERNELS / "cpu" / f"{name}.cpp" for name in SOURCES]
-    sources.append(Path(__file__).with_name("fuzz_codecs.cpp"))
-    builds = []
-    for source in sources:
-        objects.append(tmp_path / f"{source.stem}.o")
-        command = [
-            "g++",
-            *FLAGS,
-            *(f"-I{place}" for place in INCLUDED),
-            "-c",
-            source,
-            "-o",
-            objects[-1],
-        ]
-        builds.append(subprocess.Popen(command))
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The kernels, built with the sanitizers."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++ here")
+    folder = tmp_path_factory.mktemp("objects")
+    return compiled(folder, [KERNELS / "cpu" / f"{name}.cpp" for name in SOURCES])
+
+
+def compiled(folder: Path, sources: Sequence[Path]) -> list[Path]:
+    made = [folder / f"{source.stem}.o" for source in sources]
+    places = [f"-I{place}" for place in INCLUDED]
+    builds = [
+        subprocess.Popen(["g++", *FLAGS, *places, "-c", source, "-o", into])
+        for source, into in zip(sources, made, strict=True)
+    ]
     for build in builds:
         assert build.wait(300) == 0
-    program = tmp_path / "fuzz_codecs"
-    subprocess.run(["g++", *FLAGS, *objects, "-o", program], check=True, timeout=300)
+    return made
+
+
+@pytest.mark.parametrize("what", ["codecs", "frames"])
+def test_what_is_damaged_is_refused_or_gives_bytes_and_nothing_else_is_touched(
+    what: str, objects: list[Path], tmp_path: Path
+) -> None:
+    own = compiled(tmp_path, [Path(__file__).with_name(f"fuzz_{what}.cpp")])
+    program = tmp_path / what
+    subprocess.run(["g++", *FLAGS, *objects, *own, "-o", program], check=True, timeout=300)
     found = subprocess.run(
         [program, str(ROUNDS), "7"], capture_output=True, text=True, check=False, timeout=SECONDS
     )

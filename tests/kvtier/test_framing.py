@@ -115,8 +115,19 @@ def is_decoded(codec: str, header: bytes, payload: bytes, digest: bytes, size: i
     except FrameError:
         by_twin = False
     if codec != "zstd":
-        assert decode_frame(0, bytearray(header), payload, digest, into) == by_twin
+        for come in ((), steps(len(payload))):
+            text = bytearray(header)
+            assert decode_frame(0, text, payload, digest, into, come=come) == by_twin
+            assert text == header
     return by_twin
+
+
+CHANCE = random.Random(5)
+
+
+def steps(nbytes: int) -> list[int]:
+    """How much of a payload comes until when."""
+    return sorted(CHANCE.randint(0, nbytes) for _ in range(CHANCE.randint(1, 5)))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -260,9 +271,39 @@ def test_the_kernel_makes_the_lossy_frame_that_its_twin_makes(name: str, asked: 
     header, payload = lossy_frame(spec, codec)
     back, by_twin, digest = bytearray(len(block)), bytearray(len(block)), xxh3_128(payload)
     element, text = base.ELEMENTS[spec.dtype], bytearray(header)
-    assert decode_frame(element, text, payload, digest, back, codec.recipe)
     framing.decode(header + payload, len(header), digest, spec.dtype, by_twin, codec)
-    assert back == by_twin != block and text == header
+    for come in ((), *(steps(len(payload)) for _ in range(8))):
+        back = bytearray(len(block))
+        assert decode_frame(element, text, payload, digest, back, codec.recipe, come)
+        assert back == by_twin != block and text == header
+
+
+@pytest.mark.parametrize("asked", ["r32", "q8"])
+def test_what_has_come_is_decoded_before_the_rest_has(asked: str) -> None:
+    codec = BY_NAME[asked]
+    if codec.lossy:
+        codec = lossy_codec(LARGE, asked)
+        header, payload = lossy_frame(LARGE, codec)
+    else:
+        block, blank_one = lossy_block(LARGE), lossy_header(LARGE)
+        into = bytearray(len(block))
+        nbytes = framing.encode(codec, LARGE.dtype, blank_one, block, into)
+        payload = bytes(into[:nbytes])
+        header = seal(bytes(blank_one), payload)
+    digest, recipe = xxh3_128(payload), codec.recipe if codec.lossy else None
+    good, size = bytearray(LARGE.block_bytes), LARGE.block_bytes // LARGE.cache_groups[0].layers
+    assert decode_frame(0, bytearray(header), payload, digest, good, recipe)
+    torn = payload[:-1] + bytes([payload[-1] ^ 1])
+    for come, layers in (((), 0), ([len(payload) // 2], 4), ([100, 3 * len(payload) // 4], 6)):
+        found = bytearray(LARGE.block_bytes)
+        assert not decode_frame(0, bytearray(header), torn, digest, found, recipe, come)
+        assert found[: layers * size] == good[: layers * size]
+        assert not any(found[-size:]), "what is torn is seen before it is decoded"
+        assert layers or not any(found)
+    with pytest.raises(ValueError, match="ascending"):
+        decode_frame(0, bytearray(header), payload, digest, good, recipe, [2, 1])
+    with pytest.raises(ValueError, match="payload"):
+        decode_frame(0, bytearray(header), payload, digest, good, recipe, [len(payload) + 1])
 
 
 def test_a_block_that_is_not_its_writers_is_not_encoded_with_a_loss() -> None:
@@ -352,7 +393,9 @@ def both_decode(
         by_twin = False
     recipe = codec.recipe if codec is not None else None
     element = base.ELEMENTS[spec.dtype]
-    assert decode_frame(element, bytearray(header), payload, digest, into, recipe) == by_twin
+    for come in ((), steps(len(payload))):
+        text = bytearray(header)
+        assert decode_frame(element, text, payload, digest, into, recipe, come) == by_twin
     return by_twin
 
 

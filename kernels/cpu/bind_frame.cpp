@@ -1,0 +1,120 @@
+// What Python sees of frames.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "codec/numbers.h"
+#include "frame.h"
+#include "python_bytes.h"
+#include "unlocked.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
+
+}  // namespace
+
+void bind_frame(nb::module_& m) {
+    using namespace kvtier;
+    using namespace nb::literals;
+    m.def(
+        "seal_frame",
+        [](nb::handle header, nb::handle payload) {
+            Held text, bytes;
+            text.take(header, Access::kWrite, Shape::kContiguous, "header");
+            bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
+            NewBytes digest(kDigestBytes);
+            bool sealed = false;
+            {
+                const Unlocked unlocked;
+                sealed =
+                    seal_frame(text.data(), text.size(), bytes.data(), bytes.size(), digest.data());
+            }
+            if (!sealed) throw nb::value_error("header: none of this payload");
+            return digest.object;
+        },
+        "header"_a, "payload"_a);
+    m.def(
+        "encode_frame",
+        [](uint32_t number, uint32_t element, nb::handle header, nb::handle block,
+           nb::handle into) {
+            Held text, bytes, to;
+            text.take(header, Access::kWrite, Shape::kContiguous, "header");
+            bytes.take(block, Access::kRead, Shape::kContiguous, "block");
+            to.take(into, Access::kWrite, Shape::kContiguous, "into");
+            const codec::Codec by = codec::codec_of(number);
+            if (by > codec::Codec::kR32) throw nb::value_error("codec: a lossless one");
+            const codec::Element is = codec::element_of(element);
+            if (to.size() < codec::bound(bytes.size())) {
+                throw nb::value_error("into: smaller than the bound");
+            }
+            size_t found = 0;
+            {
+                const Unlocked unlocked;
+                found = encode_frame(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
+                                     to.data());
+            }
+            if (found == 0) throw nb::value_error("header: none of this block");
+            return found;
+        },
+        "codec"_a, "element"_a, "header"_a, "block"_a, "into"_a);
+    m.def(
+        "encode_lossy_frame",
+        [](const codec::SharedRecipe& by, uint32_t element, nb::handle header, nb::handle block,
+           nb::handle into, const std::vector<Lie>& lies, uint32_t position) {
+            Held text, bytes, to;
+            text.take(header, Access::kWrite, Shape::kContiguous, "header");
+            bytes.take(block, Access::kRead, Shape::kContiguous, "block");
+            to.take(into, Access::kWrite, Shape::kContiguous, "into");
+            const codec::Element is = codec::element_of(element);
+            if (to.size() < codec::bound(bytes.size())) {
+                throw nb::value_error("into: smaller than the bound");
+            }
+            std::vector<codec::Grid> grids;
+            for (const auto& [rows, channels, head, by_token] : lies) {
+                grids.push_back({rows, channels, head, by_token});
+            }
+            size_t found = 0;
+            {
+                const Unlocked unlocked;
+                found = encode_frame(*by.shared, is, text.data(), text.size(), bytes.data(),
+                                     bytes.size(), grids, position, to.data());
+            }
+            if (found == 0) throw nb::value_error("header: none of this block");
+            return found;
+        },
+        "by"_a, "element"_a, "header"_a, "block"_a, "into"_a, "grids"_a, "position"_a);
+    m.def(
+        "decode_frame",
+        [](uint32_t element, nb::handle header, nb::handle payload, nb::bytes digest,
+           nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& come) {
+            Held text, bytes, to;
+            text.take(header, Access::kWrite, Shape::kContiguous, "header");
+            bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
+            to.take(into, Access::kWrite, Shape::kContiguous, "into");
+            const codec::Element is = codec::element_of(element);
+            if (digest.size() != kDigestBytes) throw nb::value_error("digest: 16 bytes");
+            const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());
+            const codec::Recipe* const by = lossy != nullptr ? lossy->shared.get() : nullptr;
+            if (!std::is_sorted(come.begin(), come.end()) ||
+                (!come.empty() && come.back() > bytes.size())) {
+                throw nb::value_error("come: ascending, and no more than the payload");
+            }
+            const Unlocked unlocked;
+            FrameDecoder decoder(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
+                                 expected, to.data(), to.size());
+            for (const size_t so_far : come) {
+                if (!decoder.take(so_far)) return false;
+                if (so_far == bytes.size()) return true;
+            }
+            return decoder.take(bytes.size());
+        },
+        "element"_a, "header"_a, "payload"_a, "digest"_a, "into"_a, "lossy"_a.none() = nb::none(),
+        "come"_a = std::vector<size_t>());
+}
