@@ -9,7 +9,7 @@ NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* ker
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu kernels/cuda/*.h \
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
-.PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-ttft bench-gpu \
+.PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-frames bench-ttft bench-gpu \
         bench-peers figures faults package clean
 
 help:           ## this list
@@ -79,6 +79,9 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 
 bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DIR --trace FILE" says where, and with what
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)
+
+bench-frames: venv  ## encoded blocks from a disk, beside reading and decoding alone; FRAMES="--folder DIR" says where
+	$(BIN)/python benchmarks/bench_frames.py $(FRAMES)
 
 bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minutes; TTFT="--folder DIR" says where
 	$(ENGINES)/bin/python benchmarks/bench_ttft.py $(TTFT)

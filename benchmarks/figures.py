@@ -21,6 +21,7 @@ SOURCES = {
     "control": "python benchmarks/bench_control.py",
     "cold": "python benchmarks/bench_cold.py",
     "codec": "python benchmarks/bench_codec.py",
+    "frames": "python benchmarks/bench_frames.py",
     "quality": "python benchmarks/bench_quality.py",
     "policy": "python benchmarks/bench_policy.py",
     "planner": "python benchmarks/bench_planner.py",
