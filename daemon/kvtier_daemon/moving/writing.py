@@ -4,7 +4,6 @@ or, write-through, what was saved is written."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from array import array
 from collections import Counter, deque
@@ -85,7 +84,9 @@ class Writing:
         self._sweep_found = False
         self._last_ones: frozenset[int] = frozenset()
         self.is_drained = False
-        self._wake = asyncio.Event()
+        # A writer each: who found nothing to write, and who could not write what there was.
+        self._resting: deque[asyncio.Future[None]] = deque()
+        self._pausing: deque[asyncio.Future[None]] = deque()
         self._clock = clock
         self._tended_at = clock()
         self._saved_blocks = 0  # since then
@@ -105,7 +106,7 @@ class Writing:
         if wanted != self._drains:
             self._drains, self._sweep, self._sweep_found = wanted, 0, True
             self._last_ones, self.is_drained = frozenset(), False
-            self._wake.set()
+            self.wake()
 
     @property
     def drains(self) -> bool:
@@ -126,8 +127,8 @@ class Writing:
         return plan if plan.ids else None
 
     def wake(self) -> None:
-        """Others are the coldest now."""
-        self._wake.set()
+        """There may be something to write: one of those who wait looks. Who is writing looks after that."""
+        _wake_one(self._resting or self._pausing)
 
     def saved(self, ids: bytes) -> None:
         """These blocks were committed."""
@@ -135,16 +136,20 @@ class Writing:
         if (self._through or self._drains) and self._cold.takes and len(self._saved) < LIMIT_SAVED:
             # Those beyond the limit are written when they come near to being evicted.
             self._saved.append(ids)
-        self._wake.set()
+        self.wake()
 
     def tend(self) -> None:
-        """Take note of how much is saved, and of what may be written."""
+        """Take note of how much is saved, and of what may be written. Nobody tells when others become the
+        coldest, a disk comes back or a budget grows: while there is something to write, one looks for it now.
+        """
         now = self._clock()
         self._saves.note(self._saved_blocks, now - self._tended_at)
         self._tended_at, self._saved_blocks = now, 0
         at_once = min(WRITES_AT_ONCE, threads_here())
         self.choice.saved_bytes_s = self._saves.value * self._sizes.value / at_once
-        self.gate()
+        left = self.gate()
+        if self._cold.takes and left > 0 and self._catalog.cold.in_memory_alone:
+            _wake_one(self._resting)
 
     async def run(self) -> None:
         """Write what is to be written, until the tier is closed."""
@@ -158,14 +163,34 @@ class Writing:
     async def _write_on(self) -> None:
         while True:
             plan = self._plan()
-            left, wrote = await self._write(plan) if plan is not None else (b"", False)
+            if plan is None:
+                await self._wait(None if self._rests else PAUSE_S)
+                continue
+            # There may be more. Who pauses sleeps on: those who can't write would wake each other for ever.
+            _wake_one(self._resting)
+            left, wrote = await self._write(plan)
             if left and self._through and len(self._saved) < LIMIT_SAVED:
                 self._saved.append(left)
             if left or not wrote:
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PAUSE_S):
-                        await self._wake.wait()
+                await self._wait(PAUSE_S)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether who has found nothing to write is woken when there is something. A drain goes on by itself,
+        and reads that go first end and begin so often that a tenth of a second is long."""
+        return not self._drains and self._cold.may_write(self._tenant)
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Until there may be something to write. Between looking and this nothing is awaited, so what comes
+        after the look finds who waits."""
+        waiting = self._resting if timeout_s is None else self._pausing
+        woken = asyncio.get_running_loop().create_future()
+        waiting.append(woken)
+        try:
+            await asyncio.wait([woken], timeout=timeout_s)
+        finally:
+            if not woken.done():
+                waiting.remove(woken)
 
     def _plan(self) -> Demotion | None:
         """What to write next, or None."""
@@ -328,3 +353,8 @@ class Writing:
                 await self._leaving.over.wait()
         except TimeoutError:
             self._leaving.over.set()  # a disk that hangs holds up no other
+
+
+def _wake_one(waiting: deque[asyncio.Future[None]]) -> None:
+    if waiting:
+        waiting.popleft().set_result(None)
