@@ -500,8 +500,11 @@ Operation* DiskQueue::to_decode() {
         return &*at;
     }
     if (begun_.empty()) return nullptr;
-    Operation* const one = begun_.front();
-    begun_.erase(begun_.begin());
+    const auto urgent = std::find_if(begun_.begin(), begun_.end(),
+                                     [](const Operation* one) { return one->urgent; });
+    const auto at = urgent != begun_.end() ? urgent : begun_.begin();
+    Operation* const one = *at;
+    begun_.erase(at);
     one->waits = false;
     return one;
 }
