@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +107,9 @@ class Adapters:
             return b""
         folder = Path(lora.lora_path)
         try:
-            stats = [(path.name, path.stat()) for path in folder.iterdir()]
+            # For every request, on the scheduler's thread: by Paths it takes nearly twice as long.
+            with os.scandir(folder) as entries:
+                stats = [(entry.name, entry.stat()) for entry in entries]
             seen = tuple(sorted((name, s.st_mtime_ns, s.st_size) for name, s in stats))
             known = self._known.get((str(folder), seen))
             if known is None:
