@@ -229,8 +229,11 @@ class FakeEngine:
             running[request.request_id] = request.num_tokens - request.num_computed_tokens
             ids = tuple(request.pages)
             new.append(
-                SimpleNamespace(block_ids=ids, num_computed_tokens=request.num_computed_tokens)
-            )
+                SimpleNamespace(
+                    req_id=request.request_id, block_ids=ids,
+                    num_computed_tokens=request.num_computed_tokens,
+                )
+            )  # fmt: skip
         self.carry_out({request.request_id: request for request in now}, running, new)
 
     def extend(self, request: FakeRequest) -> None:
@@ -246,7 +249,12 @@ class FakeEngine:
         scheduled = SimpleNamespace(
             num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[]),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], resumed_req_ids=set()
+            ),
+            has_sync_kv_loads=any(
+                request.cached and not request.between for request in requests.values()
+            ),
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda name: tuple(requests[name].pages), boundary_state_offloads=named
             ),

@@ -51,6 +51,7 @@ PAGE_BYTES = 2 * BLOCK * HEADS * DIMS * 4
 LAYOUT = "LBHNC"
 WHOLE = (1 << 64) - 1
 SETTLE_S = 60.0
+JUNK = 0xEE
 PATIENCE_MS = 30_000  # a loaded machine is no reason to go on without
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 512,
@@ -153,6 +154,7 @@ class Rank:
         self.wrong: list[tuple[str, str, int]] = []
         self.compared = 0
         self.hasty = False
+        self.spreads = False  # whether what is computed from wrong pages is as wrong
         self.output: ModelRunnerOutput | None = None
         self.connector: Any = None
         if not parallel.model_parallel_is_initialized():
@@ -202,7 +204,7 @@ class Rank:
     def sleep(self, level: int) -> None:
         """The memory of all pages is somebody else's from now on."""
         for cache in self.caches.values():
-            cache.view(torch.uint8).fill_(0xEE)
+            cache.view(torch.uint8).fill_(JUNK)
 
     def wake_up(self, tags: Any) -> None:
         """It is there again, with whatever is in it."""
@@ -239,9 +241,21 @@ class Rank:
             data = words * np.uint64(mixed(request.prefix(stop)[stop - 1], int(name.split(".")[2])))
         return torch.from_numpy(data.view(np.uint8)[: size.numel()].copy()).view(size)
 
-    def compare(self, request_id: str, request: Known) -> None:
+    def fill(self, request_id: str) -> None:
+        """What was computed of a request elsewhere comes into its pages."""
+        request = self.requests[request_id]
+        stop, request.computed = request.computed, 0
+        self.write(request, stop)
+        request.computed = stop
+
+    def spoil(self, pages: Sequence[int]) -> None:
+        for cache in self.caches.values():
+            for page in pages:
+                cache[page].view(torch.uint8).fill_(JUNK)
+
+    def compare(self, request_id: str, request: Known) -> bool:
         """Are the pages that this request is about to read what they must be?"""
-        computed = request.computed
+        computed, before = request.computed, len(self.wrong)
         for name, spec in self.specs.items():
             blocks = request.blocks[self.group_of[name]]
             if isinstance(spec, MambaSpec):
@@ -261,6 +275,7 @@ class Rank:
                 self.compared += 1
                 if not blocks[at] or not torch.equal(have, meant[:, start - first : stop - first]):
                     self.wrong.append((request_id, name, at))
+        return len(self.wrong) == before
 
     def write(self, request: Known, stop: int) -> None:
         """What a step leaves in the pages."""
@@ -281,7 +296,7 @@ class Rank:
 
     def wait_until_saved(self) -> None:
         """Until the saves of this step are over, whatever became of them."""
-        worker, deadline = self.connector._worker, time.monotonic() + SETTLE_S
+        worker, deadline = ours(self.connector)._worker, time.monotonic() + SETTLE_S
         while worker is not None and not worker._copying.keys() <= worker._report.saves.keys():
             assert time.monotonic() < deadline, f"not saved after {SETTLE_S} s: {worker._copying}"
             time.sleep(0.0002)
@@ -327,10 +342,13 @@ class Rank:
             self.connector.start_load_kv(None)
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.requests[name]
-            if request.computed:
-                self.compare(name, request)
             stop = request.computed + count
+            good = not request.computed or self.compare(name, request)
             self.write(request, stop)
+            if self.spreads and not good:
+                full = next(iter(self.specs))
+                blocks = request.blocks[self.group_of[full]]
+                self.spoil(blocks[request.computed // BLOCK : -(-stop // BLOCK)])
             request.computed = stop
             tokens = [request.next_token()] if stop == len(request.tokens) else []
             request.tokens += tokens
@@ -357,6 +375,12 @@ class Rank:
     def sample_tokens(self, grammar: Any) -> ModelRunnerOutput:
         output, self.output = self.output, None
         return output or EMPTY_MODEL_RUNNER_OUTPUT
+
+
+def ours(connector: Any) -> Any:
+    """Ours, where it is one of several."""
+    several = getattr(connector, "sub_connectors", [connector])
+    return several[-1]
 
 
 class Numbers(Executor):
@@ -392,7 +416,7 @@ class NumbersEngine:
     def __init__(
         self, model: str, folder: Path, socket: str | None = None, *, blocks: int = 200,
         budget: int = 64, asynchronous: bool = False, sleeps: bool = False, hasty: bool = False,
-        extra: dict[str, Any] | None = None, **changes: Any,
+        extra: dict[str, Any] | None = None, beside: str = "", **changes: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
@@ -403,6 +427,17 @@ class NumbersEngine:
                 "socket": socket, "weights": model, "patience_ms": PATIENCE_MS,
             } | (extra or {}),
         }  # fmt: skip
+        if beside:
+            other = {
+                "kv_connector": beside,
+                "kv_connector_module_path": beside.lower(),
+                "kv_role": "kv_both",
+            }
+            transfer = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [other, transfer]},
+            }  # fmt: skip
         config = EngineArgs(
             **{
                 "model": str(folder), "skip_tokenizer_init": True, "block_size": BLOCK, "max_model_len": 2048,
@@ -423,7 +458,7 @@ class NumbersEngine:
         self.core = EngineCore(config, ranks, log_stats=True)
         self.rank: Rank = self.core.model_executor.rank
         self.rank.hasty = hasty
-        self.connector: Any = self.core.scheduler.get_kv_connector()
+        self.connector: Any = ours(self.core.scheduler.get_kv_connector())
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.loaded: dict[str, int] = {}

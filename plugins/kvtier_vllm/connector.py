@@ -222,7 +222,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and isinstance(meta, WorkerReport):
             if meta.report.pages:
                 self._open(meta.report.pages)
-            self._scheduler.reported(meta.report, connector_output.failed_recving)
+            self._scheduler.reported(
+                meta.report, connector_output.failed_recving, connector_output.invalid_block_ids
+            )
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier import Keys
 from kvtier.key import KEY_BYTES
+from kvtier_vllm.doubts import Doubts
 from kvtier_vllm.layout import Cached, Layout
 from kvtier_vllm.messages import Hole, Report, Save, Write
 from kvtier_vllm.options import Options
@@ -42,6 +43,7 @@ class Saves:
         self._options = options
         self._most_bytes = options.saving_bytes
         self._counts = counts
+        self.doubts = Doubts(layout)
         self._states_of = {
             group.group_id: at for at, group in enumerate(layout.groups) if group.kind == "state"
         }
@@ -104,16 +106,16 @@ class Saves:
         if end <= prompt.saved or prompt.tries >= TRIES:
             return []
         keys = keys_of()
-        whole = keys[:end]
+        ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
+        if ids is None:
+            return []
+        whole = keys[: self.doubts.sure(ids, prompt.saved, end)]
         room = (self._most_bytes - self._nbytes) // self._block_bytes
-        end = min(end, len(keys), prompt.saved + min(room, most, LIMIT_BLOCKS))
+        end = min(len(whole), prompt.saved + min(room, most, LIMIT_BLOCKS))
         if end <= prompt.saved:
             end = prompt.saved
             if not self.named(scheduled).get(request.request_id):
                 return []
-        ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
-        if ids is None:
-            return []
         first, prompt.saved = prompt.saved, end
         behind: list[Write] = []
         inside: list[Write] = []

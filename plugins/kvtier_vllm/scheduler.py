@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -242,6 +242,10 @@ class SchedulerSide:
         if lease is not None and tokens:
             stop = self._loads.begin(self._number(), prompt, lease, block_ids, tokens)
             prompt.saved = max(stop, prompt.saved or 0)
+            if prompt.between:
+                prompt.computed += (
+                    tokens  # before a step computes from these, they are known to be good
+                )
         elif lease is not None:
             if not gave_up and self._lacks(prompt, lease):
                 self.counts["miss:absent"] += 1
@@ -270,6 +274,8 @@ class SchedulerSide:
         self._steps += 1
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
         overwritten = self._saves.overwritten(scheduled, fresh)
+        now = {load.request_id for load in loads if load.now}
+        self._saves.doubts.begun(self._steps, scheduled, self._prompts, now, fresh)
         saves = self._saves.in_order(self._new_saves(scheduled)) if self._options.save else []
         self._note(scheduled)
         self.timelines.scheduled(self._steps, scheduled.num_scheduled_tokens)
@@ -336,8 +342,12 @@ class SchedulerSide:
 
     # --- what the ranks report ---------------------------------------------------------------
 
-    def reported(self, report: Report, failed: set[str]) -> None:
-        """Take what the ranks have done; `failed` are requests whose load came to nothing."""
+    def reported(
+        self, report: Report, failed: set[str], invalid: Container[int] = frozenset()
+    ) -> None:
+        """Take what the ranks have done; `failed` are requests whose load came to nothing, `invalid` the
+        pages that a load within the step did not fill, whosever it was."""
+        self._saves.doubts.reported(report.step, invalid)
         self._seats.by_rank |= report.seats
         for name, count in report.counts.items():
             self.counts[name] += count

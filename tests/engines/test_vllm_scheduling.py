@@ -18,6 +18,7 @@ pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from kvtier_vllm.worker import WorkerSide  # noqa: E402
+from neighbour import Neighbour  # noqa: E402
 from numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
 
 WITH_STATES = ("jamba", "bamba", "qwen3_next", "mamba")
@@ -243,3 +244,60 @@ def test_an_engine_that_sleeps_is_served_without(
     one.settle()
     again = numbers_of("full")
     assert again.run(text) == [0]
+
+
+@pytest.fixture
+def neighbour(monkeypatch: pytest.MonkeyPatch) -> type[Neighbour]:
+    """The other connector of the next engine, which has nothing yet."""
+    monkeypatch.setattr(Neighbour, "offers", {})
+    return Neighbour
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("good", [True, False], ids=["good", "failed"])
+def test_what_another_connector_loads_is_saved_where_that_went_well(
+    numbers_of: EngineOf, neighbour: type[Neighbour], good: bool, asynchronous: bool
+) -> None:
+    """Nothing of the pages that it left unfilled, nor of what was computed from them: of the request that it
+    loads for, and of one that shares its pages in the same step."""
+    one = numbers_of(
+        "full", asynchronous=asynchronous, beside="Neighbour", budget=128, long_prefill_token_threshold=64,
+    )  # fmt: skip
+    one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, good
+    neighbour.offers["r1"] = 96
+    asked = prompt(1, 300), prompt(1, 96) + prompt(2, 204)
+    names, side = [one.add(text, 1) for text in asked], one.connector._scheduler
+    one.until(lambda: not side.in_flight["tickets"], side._drain)  # the first step serves both
+    one.until(lambda: all(name in one.reasons for name in names))
+    one.settle()
+    assert {name for name, _, _ in one.rank.wrong} == (set() if good else set(names))
+    again = numbers_of("full")
+    for text, loaded in zip(asked, (288, 288 if good else 96), strict=True):
+        assert again.run(text) == [loaded]
+        assert again.core.reset_prefix_cache()
+
+
+def test_what_an_engine_finds_in_its_cache_of_a_load_that_failed_is_not_saved(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes those pages once more, in some steps, and has another request use them meanwhile."""
+    text, other = prompt(1, 400), prompt(1, 192) + prompt(2, 100)
+    numbers_of("full").run(text[:161])
+    one = numbers_of("full", extra={"load": "sync"}, budget=64, long_prefill_token_threshold=32)
+    one.rank.spreads, call, failed = True, WorkerSide._load, []
+
+    def fail(side: WorkerSide, load: Any) -> bool:
+        failed.append(load)
+        one.rank.spoil(load.shards[0][0].block_ids)
+        return side._loaded(load, "stale", 0, 0.0)
+
+    monkeypatch.setattr(WorkerSide, "_load", fail)
+    names = [one.add(text, 1)]
+    one.until(lambda: bool(failed))
+    monkeypatch.setattr(WorkerSide, "_load", call)
+    names.append(one.add(other, 1))
+    one.until(lambda: all(name in one.reasons for name in names))
+    one.settle()
+    assert {name for name, _, _ in one.rank.wrong} == set(names)
+    again = numbers_of("full")
+    assert again.run(text, other)[0] == 384
