@@ -23,7 +23,8 @@ LIMIT_BLOCKS = 1024  # of one save: the step's thread names their pages and keys
 @dataclass(slots=True)
 class Saving:
     """A save that some ranks have not answered yet: whose, of which blocks and pages, and after how many
-    `holes` of the prompt it was begun. `windows`: of blocks that are held only while a window has them."""
+    `holes` of the prompt it was begun. `windows`: of blocks that are held only while a window has them;
+    `behind`: and that are left behind by the step, which ends after so many `tokens`."""
 
     prompt: Prompt
     first: int
@@ -33,6 +34,8 @@ class Saving:
     nbytes: int
     ranks: int
     windows: bool
+    behind: bool
+    tokens: int
 
 
 class Saves:
@@ -109,9 +112,12 @@ class Saves:
         ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
         if ids is None:
             return []
-        whole = keys[: self.doubts.sure(ids, prompt.saved, end)]
+        sure = self.doubts.sure(ids, prompt.saved, end)
+        whole = keys[:sure]
         room = (self._most_bytes - self._nbytes) // self._block_bytes
-        end = min(len(whole), prompt.saved + min(room, most, LIMIT_BLOCKS))
+        last = min(len(whole), prompt.saved + min(room, most, LIMIT_BLOCKS))
+        self._count_left(max(last, prompt.saved), end, before, before + tokens)
+        end = last
         if end <= prompt.saved:
             end = prompt.saved
             if not self.named(scheduled).get(request.request_id):
@@ -129,11 +135,27 @@ class Saves:
                 others += self._writes(index, ids, keys, first, end)
         # They are named once; what of attention has no room yet follows.
         others += self._states(prompt, first, whole, ids, scheduled)
-        return [
-            self._begun(number(), prompt, first, writes, windows=writes is not others)
-            for writes in (behind, inside, others)
-            if writes
-        ]
+        found = []
+        for writes in (behind, inside, others):
+            if writes:
+                nbytes = sum(len(w.keys) // KEY_BYTES * self._bytes_of[w.group] for w in writes)
+                saving = Saving(
+                    prompt, first, end, prompt.holes,
+                    pages={page for write in writes for page in write.block_ids},
+                    nbytes=nbytes, ranks=self._layout.shards.ranks,
+                    windows=writes is not others, behind=writes is behind, tokens=before + tokens,
+                )  # fmt: skip
+                found.append(self._begun(number(), saving, writes))
+        return found
+
+    def _count_left(self, saved: int, filled: int, before: int, after: int) -> None:
+        """Blocks that a window leaves behind with this step, between so many tokens, and nobody will save."""
+        block = self._layout.block_tokens
+        for group in self._layout.groups if self._windows else ():
+            first = max(saved, group.left_behind(before, block))
+            left = min(filled, group.left_behind(after, block)) - first
+            if left > 0:
+                self._counts["drop:overwritten"] += left
 
     def in_order(self, saves: Iterable[Save]) -> list[Save]:
         """Those of windows before all others."""
@@ -175,28 +197,12 @@ class Saves:
         tokens: int = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
         return tokens
 
-    def _begun(
-        self, number: int, prompt: Prompt, first: int, writes: list[Write], windows: bool
-    ) -> Save:
-        assert prompt.saved is not None
-        pages = {page for write in writes for page in write.block_ids}
-        nbytes = 0
-        for write in writes:
-            nbytes += len(write.keys) // KEY_BYTES * self._bytes_of[write.group]
-        self._of[number] = Saving(
-            prompt,
-            first,
-            prompt.saved,
-            prompt.holes,
-            pages,
-            nbytes,
-            self._layout.shards.ranks,
-            windows,
-        )
-        others = [(page, (*self._on[page], number)) for page in self._on.keys() & pages]
-        self._on |= dict.fromkeys(pages, (number,))
+    def _begun(self, number: int, saving: Saving, writes: list[Write]) -> Save:
+        self._of[number] = saving
+        others = [(page, (*self._on[page], number)) for page in self._on.keys() & saving.pages]
+        self._on |= dict.fromkeys(saving.pages, (number,))
         self._on.update(others)
-        self._nbytes += nbytes
+        self._nbytes += saving.nbytes
         return Save(number, writes)
 
     def reported(self, report: Report) -> list[int]:
@@ -209,8 +215,7 @@ class Saves:
 
     def _left_hole(self, saving: Saving, hole: Hole) -> None:
         prompt = saving.prompt
-        computed = prompt.request.num_computed_tokens // self._layout.block_tokens
-        if saving.windows and computed >= saving.stop and hole.drops["drop:overwritten"]:
+        if saving.windows and hole.drops["drop:overwritten"] and self._left(saving):
             # The request goes on without these pages, and so does a hit that ends further on.
             self._counts.update(hole.drops)
             return
@@ -226,6 +231,18 @@ class Saves:
         if prompt.tries >= TRIES or prompt.over:
             self._counts.update(hole.drops)
             prompt.dropped = max(prompt.dropped, saving.stop)
+
+    def _left(self, saving: Saving) -> bool:
+        """Whether the request has gone on, and its windows with it. Else it was preempted, or the saves of
+        its step were called off: it has these pages, or will again."""
+        block, computed = self._layout.block_tokens, saving.prompt.request.num_computed_tokens
+        return computed // block >= saving.stop and (
+            saving.behind
+            or any(
+                group.left_behind(computed, block) > group.left_behind(saving.tokens, block)
+                for group in self._layout.groups
+            )
+        )
 
     @staticmethod
     def again(prompt: Prompt, first: int) -> None:

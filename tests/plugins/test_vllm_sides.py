@@ -172,6 +172,35 @@ def test_what_a_window_has_left_behind_is_not_tried_again() -> None:
     assert (prompt.saved, prompt.tries) == (0, 1)
 
 
+def test_what_a_window_still_has_is_tried_again() -> None:
+    """Its request was preempted and has gone on since, or the saves of its step were called off. Not where
+    the window has gone on."""
+    hole = Hole(True, Counter({"drop:overwritten": 5}))
+    for more, expected in ((0, (0, 1, {})), (BLOCK, (4, 0, {"drop:overwritten": 5}))):
+        saves, prompt, _ = filled_with_windows()
+        prompt.request.num_computed_tokens = 4 * BLOCK + 5 + more
+        saves.reported(Report(saves=Counter([8]), holes={8: hole}))
+        assert (prompt.saved, prompt.tries, saves._counts) == expected
+
+
+def test_what_a_window_leaves_behind_without_room_is_counted() -> None:
+    """Once, by the step that leaves it behind: 8 blocks, and one more."""
+    saves = Saves(layout_of([0, 2 * BLOCK]), Options(saving=1), counts := Counter())
+    pages = [[*range(1, 13)], [*range(21, 33)]]
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=12 * BLOCK, num_prompt_tokens=12 * BLOCK
+    )
+    state = SimpleNamespace(get_block_ids=lambda name: pages)
+    scheduled = SimpleNamespace(kv_connector_block_state=state)
+    prompt = Prompt(request, b"", True, True)
+    saves.seen(prompt)
+    keys = Keys(bytes(12 * KEY_BYTES))
+    for tokens, left in ((10 * BLOCK, 8), (BLOCK, 9), (5, 9)):
+        assert saves.filled(prompt, tokens, scheduled, lambda: keys, 99, lambda: 7) == []
+        assert counts == {"drop:overwritten": left}
+        request.num_computed_tokens += tokens
+
+
 def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
     """If the request has it there still: not within a block, not of a group that isn't kept, not what was
     loaded."""
