@@ -64,6 +64,13 @@ def zeros(element: int, count: int) -> bytes:
     return bytes(count * ITEM[element])
 
 
+def infinite(element: int, count: int) -> bytes:
+    """The largest exponent alone: what holds it best might reach beyond all that there are."""
+    width, exponent_bits = FORMS[element]
+    word = ((1 << exponent_bits) - 1) << (8 * width - 1 - exponent_bits)
+    return word.to_bytes(width, "little") * count
+
+
 def spread(element: int, count: int) -> bytes:
     """Every exponent as often as any other."""
     return (
@@ -86,6 +93,7 @@ KINDS: list[Callable[[int, int], bytes]] = [
     noise,
     constant,
     zeros,
+    infinite,
     spread,
     hidden,
 ]

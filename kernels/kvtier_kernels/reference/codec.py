@@ -174,7 +174,8 @@ def _encode_fix4(element: int, data: bytes) -> bytes:
     whole = len(data) // form.nbytes * form.nbytes
     exponents, rests = _split(form, data[:whole])
     top = _best_top(_counts(exponents, 8, 64), 15)
-    rows = _rows(exponents, top)
+    # Filled up with elements, of which none may have an exponent as large as `top`.
+    rows = _rows(exponents, top & ((1 << form.exponent_bits) - 1))
     codes = _codes(rows, top, 15)
     escapes = rows[codes == 15].astype(np.uint8).tobytes()
     return b"".join(
