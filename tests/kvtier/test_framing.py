@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import msgspec
 import pytest
@@ -39,6 +40,7 @@ from specs import spec_of
 
 SPACE, KEY, PARENT = b"s" * 32, b"k" * 32, b"p" * 32
 CODECS = ("fix4", "r32", "zstd")
+PAYLOAD_BYTES_AT = 16
 
 
 def blank(dtype: str = "bfloat16", raw_digest: bytes = b"") -> bytearray:
@@ -180,6 +182,18 @@ def test_entries_that_make_no_sense_are_no_frame(codec: str, fields: dict[str, i
     for number in (0, 3, 7):
         odd = sealed_again(header, payload, number, **fields)
         assert not is_decoded(codec, odd, payload, xxh3_128(payload), len(block_of()))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_payload_that_ends_before_its_header_says_is_no_frame(codec: str) -> None:
+    """With all digests right: those of what there is."""
+    header, payload = made(codec)
+    for more in (1, 1 << 31):
+        text = bytearray(header)
+        struct.pack_into("<Q", text, PAYLOAD_BYTES_AT, len(payload) + more)
+        text[240:256] = bytes(16)
+        text[240:256] = xxh3_128(bytes(text))
+        assert not is_decoded(codec, bytes(text), payload, xxh3_128(payload), len(block_of()))
 
 
 def one_layer(one: Frame, payload: bytes, number: int) -> bytes:

@@ -105,10 +105,11 @@ def decode(
     """Write the block of a frame, header and payload one after the other, to `into`, which has its size.
     Raises FrameError if a bit is not what it should be, or if its codec is lossy and not the one that is
     given; `digest` is the payload's. Then `into` holds anything."""
-    whole, target = memoryview(text).cast("B"), memoryview(into).cast("B")
-    one = frame.decode(bytes(whole[:header_bytes]))
-    payload = whole[header_bytes : header_bytes + one.payload_bytes]
-    if one.payload_digest != digest or xxh3_128(payload) != digest:
+    source, target = memoryview(text).cast("B"), memoryview(into).cast("B")
+    one = frame.decode(bytes(source[:header_bytes]))
+    payload = source[header_bytes : header_bytes + one.payload_bytes]
+    whole = len(payload) == one.payload_bytes and one.payload_digest == digest
+    if not whole or xxh3_128(payload) != digest:
         raise FrameError("the payload is not that which was written")
     if one.raw_bytes != len(target):
         raise FrameError(f"a block of {one.raw_bytes} bytes, not {len(target)}")
