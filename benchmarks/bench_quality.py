@@ -295,6 +295,12 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="rate against distortion, as SVG")
     arguments = parser.parse_args()
     model = Model(arguments.model, arguments.device)
+    # Of latents and what RoPE has turned beside them, codecs take one part: as K and V they'd be raw.
+    if getattr(model.config, "kv_lora_rank", None):
+        raise SystemExit(
+            f"{arguments.model}: K and V are measured here, and this caches latents (MLA):"
+            " `kvtier calibrate` says what each level loses of them"
+        )
     profile, source = profile_of(model, arguments.model, arguments.calibration)
     text = arguments.text or arguments.model / "valid.txt"
     rows, about = measure(

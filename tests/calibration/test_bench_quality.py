@@ -21,7 +21,7 @@ from kvtier.codec import ecsq, q2, q4, q8
 from kvtier.codec import profile as files
 from kvtier_daemon.calibration import measuring
 from profiles import profile_of
-from tiny_models import save_model, words
+from tiny_models import LATENT_KINDS, save_model, words
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 N = 256 * 2 * 64
@@ -131,6 +131,16 @@ def test_levels_are_held_to_their_bars() -> None:
     row, apart = bench.judged("q4", found, 0.5, 1.0)
     assert row.ok is None and row.value == pytest.approx(16 / 3)
     assert (apart.ok, apart.name, apart.value) == (None, "q4 KL", 0.5)
+
+
+@pytest.mark.parametrize("kind", LATENT_KINDS)
+def test_a_model_of_latents_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_model(tmp_path / "tiny", kind)
+    monkeypatch.setattr(sys, "argv", ["bench", "--model", str(path), "--device", "cpu"])
+    with pytest.raises(SystemExit, match=r"tiny: .* caches latents \(MLA\): `kvtier calibrate`"):
+        bench.main()
 
 
 def test_a_tiny_model_is_measured_from_end_to_end(
