@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_what_is_not_there_is_named_before_anything_is_loaded(kvtier, here, monk
     ):
         code, _, said = kvtier(*arguments)
         assert code == 2 and named in said and said.count("\n") == 1
+
+
+def test_where_nothing_can_be_written_is_told_before_anything_is_loaded(
+    kvtier, here, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (here / "folder").mkdir()
+    before = sorted(here.iterdir())
+    for out, told in (
+        (here / "folder", "a folder"),
+        (here / ("n" * 250), "File name too long"),
+        (Path("/proc/out"), "No such file"),
+        ("", "a folder"),
+    ):
+        code, _, said = kvtier("--model", here / "model", "--text", here / "text", "--out", out)
+        assert code == 2 and told in said and said.count("\n") == 1
+    assert sorted(here.iterdir()) == before
 
 
 def test_a_profile_is_written_whole_or_not_at_all(here: Path, monkeypatch) -> None:
@@ -283,6 +301,56 @@ def _check_what_was_said(
         apart, change = trial.run(found.replace)
         assert abs(apart / level["divergence"] - 1) < 0.05
         assert abs(change - level["perplexity_change"]) < 2e-3
+
+
+@needs_torch
+@QUIET
+def test_what_can_not_be_loaded_or_run_is_told_in_a_line_and_is_no_bug(
+    kvtier, llama: Path, tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    (tmp_path / "text").write_text(words(1500))
+
+    def copied(name: str, **changes: object) -> Path:
+        path = shutil.copytree(llama, tmp_path / name)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | changes))
+        return path
+
+    cut = copied("cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    nan = copied("nan")
+    module = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    module.model.layers[1].self_attn.k_proj.weight.data[0, 0] = float("nan")
+    module.save_pretrained(nan)
+    state = copied("state")
+    transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4)
+    ).save_pretrained(state)
+    cases = (
+        (cut, "cpu", "cut: no causal language model: "),
+        (copied("kind", model_type="t5"), "cpu", "kind: no causal language model: "),
+        (copied("type", dtype="nothing"), "cpu", "type: no causal language model: "),
+        (copied("count", num_hidden_layers="x"), "cpu", "count: no causal language model: "),
+        (copied("none", num_hidden_layers=0), "cpu", "no layer has K and V"),
+        (save_model(tmp_path / "few", vocab_size=100), "cpu", "few: the model can't be run here: "),
+        (nan, "cpu", "nan: the model can't be run here: "),
+        (state, "cpu", "state: layers keep a state (linear_attention)"),
+        (llama, "nowhere", "--device nowhere: "),
+        (llama, "meta", "--device meta: "),
+        (llama, "cuda:77", "--device cuda:77: "),
+    )
+    capsys.readouterr()  # what saving them said
+    for path, device, told in cases:
+        code, _, said = kvtier(
+            "--model", path, "--text", tmp_path / "text", "--out", tmp_path / "out", "--tokens", 4096,
+            "--device", device,
+        )  # fmt: skip
+        assert code == 2 and told in said, said
+        assert "\n" not in said.strip() and len(said) < 500 and "bug" not in said
+    assert not list(tmp_path.glob("*out*"))
 
 
 @needs_torch

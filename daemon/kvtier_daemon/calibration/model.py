@@ -5,10 +5,12 @@ The one module here that needs torch and transformers; nothing that serves impor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import pi
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -21,7 +23,9 @@ from kvtier.errors import ConfigError
 Cached = list[tuple[Tensor, Tensor]]
 SHIFT = 256  # tokens: where K is looked at again, to see how it is rotated
 SHIFTED_TOKENS = 64
+STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # kinds of layers
 LIMIT_MISMATCH = 0.05  # of K: what bf16 and a position that is far off may do
+LIMIT_SAID = 240  # letters of what transformers say, which may be a name of every model there is
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,10 @@ class Model:
         logging.disable_progress_bar()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
+        with _told(f"--device {device}"):
+            torch.zeros(1, device=device).item()
+        self._runs = f"{path}: the model can't be run here"
+        with _told(f"{path}: no causal language model"):
             config = AutoConfig.from_pretrained(path)
             self.tokenizer = AutoTokenizer.from_pretrained(path)
             self.kept = getattr(config.get_text_config(), "dtype", None) or torch.float32
@@ -66,10 +73,14 @@ class Model:
                 path, dtype=torch.float32 if device == "cpu" else self.kept,
                 attn_implementation="eager",  # which has gradients that come out the same every time
             ).to(device).eval().requires_grad_(False)  # fmt: skip
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{path}: no causal language model: {error}") from error
         self.device = torch.device(device)
         self.config = self.module.config.get_text_config()
+        found = STATES.intersection(getattr(self.config, "layer_types", None) or ())
+        if found:
+            raise ConfigError(
+                f"{path}: layers keep a state ({', '.join(sorted(found))}), and no K and V alone:"
+                " such a model can't be calibrated"
+            )
 
     def tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -78,11 +89,13 @@ class Model:
         """K and V of these sequences, whose first tokens have position `first`."""
         cache = DynamicCache()
         at = torch.arange(first, first + ids.shape[1], device=self.device)[None]
-        with torch.no_grad():
+        with torch.no_grad(), _told(self._runs):
             self.module(
                 ids.to(self.device), past_key_values=cache, position_ids=at.expand(ids.shape),
                 use_cache=True,
             )  # fmt: skip
+        if not cache.layers:
+            raise ConfigError("no layer has K and V: such a model can't be calibrated")
         found = []
         for number, layer in enumerate(cache.layers):
             if getattr(layer, "keys", None) is None or layer.keys.dim() != 4:
@@ -114,14 +127,15 @@ class Model:
         cache = DynamicCache()
         for number, (keys, values) in enumerate(prefix):
             cache.update(keys, values, number)
-        found = self.module(ids.to(self.device), past_key_values=cache, use_cache=True)
-        return torch.log_softmax(found.logits.float(), -1)
+        with _told(self._runs):
+            found = self.module(ids.to(self.device), past_key_values=cache, use_cache=True)
+            return torch.log_softmax(found.logits.float(), -1)
 
     def sensitivity(self, prefix: Cached, ids: Tensor, chance: torch.Generator) -> Cached:
         """Gradients of what the model itself would say next, for each element of the prefix. In expectation
         their squares are the diagonal of Fisher's information, and so the curvature of KL."""
         leaves = [(k.requires_grad_(), v.requires_grad_()) for k, v in prefix]
-        with torch.enable_grad():
+        with torch.enable_grad(), _told(self._runs):
             logs = self.scores(leaves, ids)
             flat = logs.detach().cpu().exp().flatten(0, -2)
             said = torch.multinomial(flat, 1, generator=chance).to(logs.device)
@@ -163,6 +177,20 @@ class Model:
         theta = said.get("rope_theta") or getattr(self.config, "rope_theta", 0.0)
         kind = said.get("rope_type", "")
         return (float(theta) if isinstance(theta, int | float) else 0.0), str(kind)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say what others' code raises in a line of ours: checkpoints may be damaged and devices full, and each
+    library has errors of its own for that."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{what}: {shorten(str(error), LIMIT_SAID, placeholder=' ...')}"
+        ) from error
 
 
 def _mismatch(one: Tensor, other: Tensor, rotation: Rotation | None) -> float:

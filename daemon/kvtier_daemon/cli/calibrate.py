@@ -43,12 +43,13 @@ def calibrate(
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model}: no folder with a model's config.json")
     try:
-        letters = text.read_text()
+        letters = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{text}: {error}") from error
     target = out or Path(f"{model.resolve().name}.kvtp")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: there is no such folder")
+    _try(target)
     try:
         from kvtier_daemon.calibration.measuring import calibrate as measured
         from kvtier_daemon.calibration.model import Model
@@ -93,13 +94,33 @@ def calibrate(
         _show(report)
 
 
+def _part(path: Path) -> Path:
+    """What becomes the file once it is whole."""
+    import os
+
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _try(path: Path) -> None:
+    """Refuse what could not be written, before an hour is spent on it."""
+    from kvtier.errors import ConfigError
+
+    if path.is_dir():
+        raise ConfigError(f"{path}: a folder; --out is a file")
+    try:
+        _part(path).touch()
+        _part(path).unlink()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
 def _write(path: Path, body: bytes) -> None:
     """Write all of it or nothing, whatever ends this."""
     import os
 
     from kvtier.errors import ConfigError
 
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = _part(path)
     try:
         try:
             with part.open("wb") as file:
