@@ -23,6 +23,7 @@
 
 #include "codec/numbers.h"
 #include "disk.h"
+#include "mapping.h"
 #include "python_bytes.h"
 #include "unlocked.h"
 

@@ -144,8 +144,6 @@ bool Operation::advance(int64_t result) {
     return moved >= (reads() ? needed : total);
 }
 
-size_t Operation::codec() const { return frame_codec(payload); }
-
 std::optional<size_t> Operation::next_piece() {
     const size_t which = pieces[front].nbytes == 0 ? front : 1 - front;
     if (asked >= total || pieces[which].nbytes != 0) return std::nullopt;
@@ -185,6 +183,7 @@ bool Operation::decode(uint64_t until) {
         damaged = ENOMEM;
     }
     decoding_ns += since(began);
+    codec = frame_codec(payload);
     return damaged != 0 || until >= needed;
 }
 
@@ -207,7 +206,9 @@ DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t stag
       writes_most_(std::max<size_t>(1, depth / 2)),
       decoders_(decoders),
       again_(staged_most),
-      staged_most_(staged_most) {}
+      staged_most_(staged_most) {
+    begun_.reserve(depth);  // all of them are in the kernel's part
+}
 
 DiskQueue::~DiskQueue() { close(notify_fd_); }
 
@@ -420,7 +421,7 @@ void DiskQueue::forget_sync(File& file, Operation& sync, bool reported) {
 
 void DiskQueue::came(Operation& operation) {
     const std::lock_guard lock(mutex_);
-    operation.come = operation.moved;
+    operation.come = operation.from();  // what is beyond is read again
     if (operation.waits || operation.decoding || operation.damaged != 0) return;
     if (operation.come <= operation.frame_header) return;
     operation.waits = true;
@@ -522,14 +523,12 @@ void DiskQueue::decoded(Operation& one, uint64_t until, bool over) {
         return;
     }
     if (one.error == 0) one.error = one.damaged;
-    const size_t codec = one.error == 0 ? one.codec() : kCodecs;
-    if (codec < kCodecs) {
-        Decoded& sum = moved_.decoded[codec][static_cast<size_t>(one.element)];
+    if (one.error == 0 && one.codec < kCodecs) {
+        Decoded& sum = moved_.decoded[one.codec][static_cast<size_t>(one.element)];
         sum.block_bytes += one.block_bytes;
         sum.nanoseconds += one.decoding_ns;
     }
     const bool was_empty = done_.empty();
-    again_.give(std::move(one.own));
     end(decoding_, one.self, one.error);
     notify(was_empty);
 }
@@ -548,6 +547,7 @@ void DiskQueue::run_decoder() {
         if (next() != nullptr) wake(1);
         lock.unlock();
         const bool over = one->decode(until);
+        if (over && one->damaged == 0) again_.give(std::move(one->own));  // all of it has come
         lock.lock();
         decoded(*one, until, over);
         if (next() != nullptr) wake(1);

@@ -23,7 +23,7 @@
 #include "codec/recipe.h"
 #include "disk_ring.h"
 #include "frame.h"
-#include "mapping.h"
+#include "page.h"
 #include "xxh3.h"
 
 namespace kvtier {
@@ -170,7 +170,8 @@ struct Operation {
     // The decoder's alone while it is with one.
     std::unique_ptr<FrameDecoder> decoder;
     int64_t decoding_ns = 0;
-    int damaged = 0;  // an errno
+    size_t codec = 0;  // that the frame says
+    int damaged = 0;   // an errno
 
     // Of a block, as those say what the disk gives.
     bool measured() const { return kind == Kind::kRead || (kind == Kind::kReadBytes && staged); }
@@ -195,8 +196,6 @@ struct Operation {
     bool advance_piece(size_t which, int64_t result);
     // Decodes an encoded frame as far as so many bytes of it go, and says whether that was the end.
     bool decode(uint64_t until);
-    // The codec that an encoded frame says.
-    size_t codec() const;
 };
 
 struct Completion {

@@ -6,11 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "page.h"
 #include "python_bytes.h"
 
 namespace kvtier {
-
-inline constexpr uint64_t kPage = 4096;  // granularity of slots and of the generation tables
 
 // The whole of a file, shared; unmapped when its last reference goes, views included.
 class Mapping {

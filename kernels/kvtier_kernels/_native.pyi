@@ -96,7 +96,7 @@ class Disk:
         says where the frame begins, its digest is that of the payload, and nbytes are the block's; it is
         followed by the payload's bytes u64, those of the header u32, the type of the elements u16, and
         which of the recipes the frame may be of u16, from 1; 0 is none.
-        EBADMSG where anything of it is not what was written, and then the slot holds anything."""
+        EBADMSG where anything of it is not what was written. After any error the slot holds anything."""
 
     def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
         """Since the start: bytes of blocks and frames that were read while the kernel had 2.5 of them on

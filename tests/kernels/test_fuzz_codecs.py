@@ -66,3 +66,19 @@ def test_what_is_damaged_is_refused_or_gives_bytes_and_nothing_else_is_touched(
     assert found.returncode == 0, found.stderr[-4000:]
     damaged, refused = (int(word) for word in found.stdout.split() if word.isdigit())
     assert damaged >= ROUNDS and damaged / 3 < refused < damaged
+
+
+def test_a_frame_in_pieces_is_read_whatever_a_disk_returns(
+    objects: list[Path], tmp_path: Path
+) -> None:
+    own = compiled(
+        tmp_path, [KERNELS / "cpu" / "disk.cpp", Path(__file__).with_name("fuzz_reads.cpp")]
+    )
+    program = tmp_path / "reads"
+    subprocess.run(["g++", *FLAGS, *objects, *own, "-o", program], check=True, timeout=300)
+    found = subprocess.run(
+        [program, str(ROUNDS), "7"], capture_output=True, text=True, check=False, timeout=SECONDS
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    read, failed = (int(word) for word in found.stdout.split() if word.isdigit())
+    assert read >= ROUNDS // 60 and read / 20 < failed < read / 2
