@@ -99,6 +99,7 @@ def layers(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
 
 MODELS = {
     "full": layers(attention(), attention()),
+    "window": layers(attention(WINDOW), attention(WINDOW)),
     "full and window": layers(attention(), attention(WINDOW), attention(WINDOW), attention()),
     "jamba": layers(*[state("mamba1")] * 3, attention(), *[state("mamba1")] * 3, attention()),
     "bamba": layers(*[state("mamba2")] * 2, attention()),

@@ -60,10 +60,10 @@ class Loads:
     def between_steps(self, prompt: Prompt, blocks: int) -> bool:
         """Whether so many blocks are better loaded between steps than within the next."""
         # Where a load fails within a step, a page of one group can't be told from another's, nor can the
-        # other ranks know that what they computed with it is nothing to keep. And a state stands for all that
-        # is before it: the engine has no other to go back to.
+        # other ranks know that what they computed with it is nothing to keep. And a state, or a window,
+        # stands for all that is before it: the engine has nothing else to go back to.
         groups = self._layout.groups
-        one = len(groups) == self._layout.shards.ranks == 1 and groups[0].kind != "state"
+        one = len(groups) == self._layout.shards.ranks == 1 and groups[0].kind == "full"
         if not one or self.options.load == "async":
             return True
         if self.options.load == "sync":

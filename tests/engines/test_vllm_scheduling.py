@@ -277,6 +277,28 @@ def test_what_another_connector_loads_is_saved_where_that_went_well(
         assert again.core.reset_prefix_cache()
 
 
+def test_a_window_is_loaded_between_steps(
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that fails has its request computed from the beginning."""
+    text = prompt(1, 300)
+    numbers_of("window").run(text[:161])
+    one = numbers_of("window", extra={"load": "sync"})
+    one.rank.spreads, failed = True, []
+
+    def fail(side: WorkerSide, load: Any) -> bool:
+        failed.append(load)
+        one.rank.spoil(load.shards[0][0].block_ids)
+        return side._loaded(load, "stale", 0, 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerSide, "_load", fail)
+        one.run(text)
+    assert failed
+    again = numbers_of("window")
+    assert again.run(text) == [288]
+
+
 def test_what_an_engine_finds_in_its_cache_of_a_load_that_failed_is_not_saved(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -667,7 +667,7 @@ def test_doubtful_pages_are_not_saved_before_they_are_known_to_be_good() -> None
     assert not len(doubts)
 
 
-@pytest.mark.parametrize("shape", ["two ranks", "six groups"])
+@pytest.mark.parametrize("shape", ["two ranks", "a window", "six groups"])
 def test_where_a_failure_could_not_be_told_loads_are_between_steps(
     cold_daemon: Daemon, engine_of: EngineOf, shape: str
 ) -> None:
