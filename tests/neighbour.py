@@ -58,8 +58,9 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
             if self.good:
                 self.rank.fill(request_id)
             else:
-                self.failed.update(pages)
-                self.rank.spoil(pages)
+                some = [page for page in pages if page]  # a window has left the others behind
+                self.failed.update(some)
+                self.rank.spoil(some)
 
     def wait_for_layer_load(self, name: str) -> None:
         """Each is there when the step begins."""

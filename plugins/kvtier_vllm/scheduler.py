@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -343,7 +343,7 @@ class SchedulerSide:
     # --- what the ranks report ---------------------------------------------------------------
 
     def reported(
-        self, report: Report, failed: set[str], invalid: Container[int] = frozenset()
+        self, report: Report, failed: set[str], invalid: Collection[int] = frozenset()
     ) -> None:
         """Take what the ranks have done; `failed` are requests whose load came to nothing, `invalid` the
         pages that a load within the step did not fill, whosever it was."""

@@ -277,6 +277,23 @@ def test_what_another_connector_loads_is_saved_where_that_went_well(
         assert again.core.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_where_a_window_has_nothing_before_it_nothing_is_saved(
+    numbers_of: EngineOf, neighbour: type[Neighbour], asynchronous: bool
+) -> None:
+    """Another's load of a window fails: the engine computes on from the first of its pages."""
+    one = numbers_of("window", asynchronous=asynchronous, beside="Neighbour")
+    one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, False
+    neighbour.offers["r1"] = 96
+    text = prompt(1, 300)
+    name = one.add(text, 1)
+    one.until(lambda: name in one.reasons)
+    one.settle()
+    assert one.rank.wrong
+    again = numbers_of("window")
+    assert again.run(text) == [0]
+
+
 def test_a_window_is_loaded_between_steps(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,13 +316,15 @@ def test_a_window_is_loaded_between_steps(
     assert again.run(text) == [288]
 
 
+@pytest.mark.parametrize(("chunk", "shared"), [(32, 192), (24, 32)])
 def test_what_an_engine_finds_in_its_cache_of_a_load_that_failed_is_not_saved(
-    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch, chunk: int, shared: int
 ) -> None:
-    """It computes those pages once more, in some steps, and has another request use them meanwhile."""
-    text, other = prompt(1, 400), prompt(1, 192) + prompt(2, 100)
+    """It computes those pages once more, in some steps, and has another request use them meanwhile: some that
+    were not computed yet, or half of one."""
+    text, other = prompt(1, 400), prompt(1, shared) + prompt(2, 100)
     numbers_of("full").run(text[:161])
-    one = numbers_of("full", extra={"load": "sync"}, budget=64, long_prefill_token_threshold=32)
+    one = numbers_of("full", extra={"load": "sync"}, budget=64, long_prefill_token_threshold=chunk)
     one.rank.spreads, call, failed = True, WorkerSide._load, []
 
     def fail(side: WorkerSide, load: Any) -> bool:

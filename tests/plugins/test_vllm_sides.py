@@ -17,7 +17,6 @@ from fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, s
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
-from kvtier_vllm.doubts import Doubts
 from kvtier_vllm.layout import Cached, Layout, Shards
 from kvtier_vllm.messages import Hole, Load, Report, Save, Seat
 from kvtier_vllm.options import Options
@@ -606,65 +605,6 @@ def test_nothing_is_kept_that_was_computed_from_a_load_that_failed(
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     assert engine.scheduler.counts["saved"] == 8
     assert engine_of(cold_daemon).serve(longer).cached == 8 * BLOCK
-
-
-def test_doubtful_pages_are_not_saved_before_they_are_known_to_be_good() -> None:
-    """Those of another's load, and what is computed from them; of one of ours only once it has failed."""
-    doubts = Doubts(layout_of())
-    prompts: dict[str, Any] = {}
-    tables: dict[str, list[int]] = {}
-
-    def step(number: int, first: list[str], ours: str = "", given: int = 0, **tokens: int) -> None:
-        scheduled = SimpleNamespace(
-            has_sync_kv_loads=bool(first), num_scheduled_tokens=tokens,
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in first],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=["d"], new_block_ids=[([given],)] if given else [None], resumed_req_ids=set()
-            ),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (tables[name],)),
-        )  # fmt: skip
-        doubts.begun(number, scheduled, prompts, ours, set())
-        for name, count in tokens.items():
-            prompts[name].request.num_computed_tokens += count
-
-    def request(name: str, own: int, computed: int, pages: range) -> None:
-        tables[name] = [*pages]
-        asked = SimpleNamespace(num_computed_tokens=computed)
-        prompts[name] = SimpleNamespace(request=asked, computed=own)
-
-    def sure(name: str) -> int:
-        return doubts.sure([tables[name]], 0, len(tables[name]))
-
-    # One block of a was here, two are loaded, two computed. b shares three of its five.
-    request("a", BLOCK, 3 * BLOCK, range(1, 6))
-    request("b", 3 * BLOCK, 3 * BLOCK, range(1, 4))
-    tables["b"] += [8, 9]
-    request("c", 0, 0, range(10, 12))
-    step(1, ["a", "b", "c"], a=2 * BLOCK, b=2 * BLOCK - 5, c=2 * BLOCK)
-    assert (sure("a"), sure("b"), sure("c"), len(doubts)) == (1, 1, 2, 6)
-    step(2, [], b=5)
-    doubts.reported(1, {77})
-    assert (sure("a"), sure("b"), len(doubts)) == (5, 5, 0)
-    # Of ours: the ranks save nothing with that step, and when it has failed, nobody does.
-    request("a", BLOCK, 3 * BLOCK, range(1, 6))
-    step(3, ["a"], ours="a", a=2 * BLOCK)
-    assert (sure("a"), len(doubts)) == (5, 4)
-    doubts.reported(3, {2, 3})
-    assert (sure("a"), sure("b")) == (1, 1)
-    # Computed once more, a step at a time: who shares the rest computes from nothing.
-    prompts["a"].request.num_computed_tokens = BLOCK
-    request("b", 5 * BLOCK, 5 * BLOCK, range(1, 7))
-    step(4, ["b"], a=2 * BLOCK, b=BLOCK)
-    doubts.reported(4, set())
-    assert (sure("a"), sure("b")) == (3, 3)
-    step(5, [], a=2 * BLOCK)
-    doubts.reported(5, set())
-    assert (sure("a"), sure("b"), len(doubts)) == (5, 5, 1)
-    # Its page is somebody else's.
-    step(6, [], given=7)
-    assert len(doubts) == 1
-    step(7, [], given=6)
-    assert not len(doubts)
 
 
 @pytest.mark.parametrize("shape", ["two ranks", "a window", "six groups"])
