@@ -108,21 +108,23 @@ class Saves:
         end = min(before + tokens, self._limit(prompt)) // block
         if end <= prompt.saved or prompt.tries >= TRIES:
             return []
-        keys = keys_of()
-        ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
-        if ids is None:
-            return []
-        sure = self.doubts.sure(ids, prompt.saved, end)
-        whole = keys[:sure]
+        keys, first = keys_of(), prompt.saved
+        named = self.named(scheduled).get(request.request_id)
         room = (self._most_bytes - self._nbytes) // self._block_bytes
-        last = min(len(whole), prompt.saved + min(room, most, LIMIT_BLOCKS))
-        self._count_left(max(last, prompt.saved), end, before, before + tokens)
-        end = last
-        if end <= prompt.saved:
-            end = prompt.saved
-            if not self.named(scheduled).get(request.request_id):
+        last = min(end, len(keys), first + min(room, most, LIMIT_BLOCKS))
+        ids, whole = None, keys
+        if last > first or named:
+            # Only now: the engine lists all pages of a request that is asked for.
+            ids = scheduled.kv_connector_block_state.get_block_ids(request.request_id)
+            if ids is None:
                 return []
-        first, prompt.saved = prompt.saved, end
+            whole = keys[: self.doubts.sure(ids, first, end)]
+            last = min(last, len(whole))
+        last = max(last, first)
+        self._count_left(last, end, before, before + tokens)
+        if ids is None or (last == first and not named):
+            return []
+        end = prompt.saved = last
         behind: list[Write] = []
         inside: list[Write] = []
         others: list[Write] = []

@@ -183,14 +183,13 @@ def test_what_a_window_still_has_is_tried_again() -> None:
 
 
 def test_what_a_window_leaves_behind_without_room_is_counted() -> None:
-    """Once, by the step that leaves it behind: 8 blocks, and one more."""
+    """Once, by the step that leaves it behind: 8 blocks, and one more. No engine is asked for pages then: it
+    lists all of a request."""
     saves = Saves(layout_of([0, 2 * BLOCK]), Options(saving=1), counts := Counter())
-    pages = [[*range(1, 13)], [*range(21, 33)]]
     request: Any = SimpleNamespace(
         request_id="r", num_computed_tokens=0, num_tokens=12 * BLOCK, num_prompt_tokens=12 * BLOCK
     )
-    state = SimpleNamespace(get_block_ids=lambda name: pages)
-    scheduled = SimpleNamespace(kv_connector_block_state=state)
+    scheduled = SimpleNamespace()
     prompt = Prompt(request, b"", True, True)
     saves.seen(prompt)
     keys = Keys(bytes(12 * KEY_BYTES))
