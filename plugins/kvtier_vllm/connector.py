@@ -306,7 +306,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._worker is None else self._worker.bad_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport:
-        report = Report() if self._worker is None else self._worker.report()
+        if self._worker is not None:
+            report = self._worker.report()
+        else:
+            step = self._step()  # which is over for another connector, too
+            report = Report(step.number if step is not None else 0)
         if not self._reported:
             self._reported = True
             report.pages = {self._rank: self._pages}

@@ -274,9 +274,11 @@ class SchedulerSide:
         self._steps += 1
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
         overwritten = self._saves.overwritten(scheduled, fresh)
-        now = {load.request_id for load in loads if load.now}
-        self._saves.doubts.begun(self._steps, scheduled, self._prompts, now, fresh)
-        saves = self._saves.in_order(self._new_saves(scheduled)) if self._options.save else []
+        saves = []
+        if self._options.save:
+            now = {load.request_id for load in loads if load.now}
+            self._saves.doubts.begun(self._steps, scheduled, self._prompts, now, fresh)
+            saves = self._saves.in_order(self._new_saves(scheduled))
         self._note(scheduled)
         self.timelines.scheduled(self._steps, scheduled.num_scheduled_tokens)
         session = self._daemon.session

@@ -17,6 +17,8 @@ from prompts import prompt
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from kvtier_vllm import connector  # noqa: E402
+from kvtier_vllm.options import Unsupported  # noqa: E402
 from kvtier_vllm.worker import WorkerSide  # noqa: E402
 from neighbour import Neighbour  # noqa: E402
 from numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
@@ -314,6 +316,23 @@ def test_a_window_is_loaded_between_steps(
     assert failed
     again = numbers_of("window")
     assert again.run(text) == [288]
+
+
+def test_a_rank_that_can_t_serve_leaves_no_page_in_doubt(
+    numbers_of: EngineOf, neighbour: type[Neighbour], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells which step is over all the same."""
+
+    def refuse(*args: Any) -> None:
+        raise Unsupported("not here")
+
+    monkeypatch.setattr(connector, "open_device", refuse)
+    monkeypatch.setattr(NumbersEngine, "connect", lambda engine: None)
+    one = numbers_of("full", beside="Neighbour")
+    neighbour.rank, neighbour.good = one.rank, True
+    neighbour.offers["r1"] = 96
+    assert one.run(prompt(1, 200)) == [96]
+    assert not len(one.connector._scheduler._saves.doubts)
 
 
 @pytest.mark.parametrize(("chunk", "shared"), [(32, 192), (24, 32)])

@@ -606,6 +606,20 @@ def test_nothing_is_kept_that_was_computed_from_a_load_that_failed(
     assert engine_of(cold_daemon).serve(longer).cached == 8 * BLOCK
 
 
+@pytest.mark.parametrize("save", [True, False])
+def test_pages_are_doubted_where_something_is_saved(
+    cold_daemon: Daemon, engine_of: EngineOf, save: bool
+) -> None:
+    engine_of(cold_daemon).serve(PROMPT)
+    engine = engine_of(cold_daemon, load="sync", save=save)
+    begun, doubted = engine.scheduler._saves.doubts, []
+    call = begun.reported
+    begun.reported = lambda *told: (doubted.append(len(begun)), call(*told))  # type: ignore[assignment]
+    assert engine.serve(PROMPT).cached == 8 * BLOCK
+    assert max(doubted) == (9 if save else 0)
+    assert not len(begun)
+
+
 @pytest.mark.parametrize("shape", ["two ranks", "a window", "six groups"])
 def test_where_a_failure_could_not_be_told_loads_are_between_steps(
     cold_daemon: Daemon, engine_of: EngineOf, shape: str
