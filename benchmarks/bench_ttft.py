@@ -431,6 +431,8 @@ def one_cold(name: str, one: dict[str, Any], timelines: Path, **beside: float) -
         assert time.monotonic() < until, f"{timelines} has no copy of this hit: {one}"
         time.sleep(0.05)
         spans = parts_of(read_spans(timelines.read_text()), one)
+    # What is drawn of it is what the disk has brought.
+    assert any(what == "blocks come from disk" for what, _, _ in spans), f"no cold hit: {one}"
     begun, ended = spans[0][1], max(at + took for _, at, took in spans)
     in_all = one["seconds"] * 1e3
     parts = [(BEFORE, 0.0, begun), *spans, (AFTER, ended, in_all - ended)]

@@ -87,6 +87,13 @@ def test_a_timeline_that_is_not_written_yet_is_waited_for(
     later.join()
 
 
+def test_a_hit_that_waited_for_no_disk_is_not_shown_as_a_cold_one(tmp_path: Path) -> None:
+    path = tmp_path / "hits.json"
+    path.write_text("[\n" + lines([one for one in MINE if "disk" not in one["name"]]))
+    with pytest.raises(AssertionError, match="no cold hit"):
+        bench.one_cold("one", HIT, path)
+
+
 def test_what_a_hit_is_compared_with_is_drawn_to_its_scale() -> None:
     picture, said = figures.cold_hit(ROW)
     drawn = bars(picture)
