@@ -280,20 +280,22 @@ def test_what_another_connector_loads_is_saved_where_that_went_well(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_where_a_window_has_nothing_before_it_nothing_is_saved(
-    numbers_of: EngineOf, neighbour: type[Neighbour], asynchronous: bool
+@pytest.mark.parametrize("model", ["window", "mamba"])
+@pytest.mark.parametrize("good", [True, False], ids=["good", "failed"])
+def test_what_has_nothing_before_it_is_not_saved(
+    numbers_of: EngineOf, neighbour: type[Neighbour], model: str, good: bool, asynchronous: bool
 ) -> None:
-    """Another's load of a window fails: the engine computes on from the first of its pages."""
-    one = numbers_of("window", asynchronous=asynchronous, beside="Neighbour")
-    one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, False
+    """Where another's load of a window, or a state, fails, the engine goes on at the first of its pages."""
+    one = numbers_of(model, asynchronous=asynchronous, beside="Neighbour")
+    one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, good
     neighbour.offers["r1"] = 96
     text = prompt(1, 300)
     name = one.add(text, 1)
     one.until(lambda: name in one.reasons)
     one.settle()
-    assert one.rank.wrong
-    again = numbers_of("window")
-    assert again.run(text) == [0]
+    assert bool(one.rank.wrong) != good
+    again = numbers_of(model)
+    assert again.run(text) == [288 if good else 0]
 
 
 def test_a_window_is_loaded_between_steps(
