@@ -133,6 +133,23 @@ def test_a_misspelt_command_is_an_error(run):
         assert f"No such command '{words[-1]}'. Did you mean '{meant}'" in err
 
 
+def test_a_configuration_is_checked_with_the_profiles_that_it_needs(run, tmp_path):
+    file, profile = tmp_path / "kvtier.toml", tmp_path / "llama.kvtp"
+    cold = (
+        f'[warm]\nsize = "1GiB"\n[cold]\nsize = "1GiB"\ndirectories = ["{tmp_path}"]\n'
+        f'profiles = ["{profile}"]\n'
+        'codecs = ["llama*={}"]\n'
+    )
+    file.write_text(cold.format("q8"))
+    assert run("config", "check", str(file))[0] == 0, "it needs none"
+    file.write_text(cold.format("ecsq-mid"))
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and f"cold.profiles: {profile}: No such file" in err
+    profile.write_bytes(b"no profile")
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and f"cold.profiles: {profile}: " in err and "kvtier calibrate" in err
+
+
 HELP = "import sys; from kvtier_daemon.cli import main\ntry: main(['--help'])\nexcept SystemExit: "
 
 

@@ -31,11 +31,12 @@ def check(file: File = None, json: Json = False) -> None:
     from kvtier.errors import ConfigError
     from kvtier_daemon.config import load, system_file
     from kvtier_daemon.problems import Refusal
+    from kvtier_daemon.profiles import losses_of
 
     file = file or system_file()
     problems: tuple[str, ...] = ()
     try:
-        load(file)
+        losses_of(load(file).config)
     except Refusal as error:
         problems = error.problems
     except ConfigError as error:
