@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from engines.forking import Forked, Forks
 from prompts import BLOCK
 
 HERE = Path(__file__).parent
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Engine:
     """A running engine, `host.py` under it."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     records: Path
     log: Path
 
@@ -147,7 +148,45 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def forks() -> Iterator[Callable[[], Forks]]:
+    """Made when the first asks for it."""
+    made: list[Forks] = []
+
+    def find() -> Forks:
+        if not made:
+            made.append(Forks(os.environ | ENVIRONMENT))
+        return made[0]
+
+    yield find
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture(scope="session")
+def made_of(
+    forks: Callable[[], Forks], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., None]:
+    """Makes a model of a kind in a folder, or an adapter from a seed: in another process, as engines do."""
+    logs = tmp_path_factory.mktemp("made")
+
+    def make(*what: str | Path | int) -> None:
+        log = logs / f"{what[0]}.log"
+        with log.open("w") as sink:
+            words = [str(word) for word in what]
+            process = forks().start(
+                HERE / "models.py", *words, environment=os.environ | ENVIRONMENT, log=sink
+            )
+        process.wait(START_S)
+        with process.stdin, process.stdout as replies:
+            assert replies.read() == "made\n", log.read_text()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_of(
+    made_of: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
@@ -159,16 +198,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def made_of(*what: str | Path | int) -> None:
-    """Make a model of a kind in a folder, or an adapter from a seed: in another process, as engines do."""
-    command = [sys.executable, HERE / "models.py", *what]
-    subprocess.run(
-        [str(word) for word in command], check=True, capture_output=True, timeout=START_S
-    )
-
-
 @pytest.fixture
-def make_adapter() -> Callable[[Path, int], Path]:
+def make_adapter(made_of: Callable[..., None]) -> Callable[[Path, int], Path]:
     def make(folder: Path, seed: int) -> Path:
         made_of("adapter", folder, seed)
         return folder
@@ -178,14 +209,16 @@ def make_adapter() -> Callable[[Path, int], Path]:
 
 @pytest.fixture(scope="module")
 def engine_of(
-    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Engine]]:
-    """Starts engines on the spot's models; stops them at the end."""
+    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory,
+    forks: Callable[[], Forks],
+) -> Iterator[Callable[..., Engine]]:  # fmt: skip
+    """Starts engines on the spot's models, `spawned` as vLLM would or forked; stops them at the end."""
     running: list[Engine] = []
 
     def start(kind: str, socket: str, records: Path | None = None, **changes: Any) -> Engine:
         folder = tmp_path_factory.mktemp("engine")
         script = HERE / changes.pop("script", "host.py")
+        spawned = changes.pop("spawned", False)
         kept = records or folder
         beside = changes.pop("beside", None)
         extra = {"socket": socket} | changes.pop("extra", {})
@@ -208,12 +241,17 @@ def engine_of(
                 "kv_connector_extra_config": {"connectors": connectors},
             }  # fmt: skip
         log = folder / "engine.log"
+        environment = os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)}
+        told = json.dumps(arguments)
+        process: subprocess.Popen[str] | Forked
         with log.open("w") as sink:
-            process = subprocess.Popen(
-                [sys.executable, str(script), json.dumps(arguments)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
-                env=os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)},
-            )  # fmt: skip
+            if spawned:
+                process = subprocess.Popen(
+                    [sys.executable, str(script), told], env=environment,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
+                )  # fmt: skip
+            else:
+                process = forks().start(script, told, environment=environment, log=sink)
         engine = Engine(process, kept, log)
         running.append(engine)
         started = time.monotonic()

@@ -157,6 +157,7 @@ def main() -> None:
         make_adapter(Path(folder), int(seed[0]))
     else:
         make_model(kind, Path(folder))
+    print("made")
 
 
 if __name__ == "__main__":

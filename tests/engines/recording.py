@@ -39,6 +39,14 @@ def name_of(load: Any) -> str:
     return f"{load.request_id} {load.number}"
 
 
+def broken() -> str:
+    """How a load is to go wrong now."""
+    try:
+        return (FOLDER / "break").read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def swap(read: Any, others: list[Any]) -> None:
     """Its first two slots; of a state, of which there is one, that of the next group."""
     one, two = read.slots[:SLOT_BYTES], read.slots[SLOT_BYTES : 2 * SLOT_BYTES]
@@ -196,8 +204,7 @@ class RecordingConnector(KvtierConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._step()
-        broken = FOLDER / "break"
-        how = broken.read_text() if broken.exists() else ""
+        how = broken()
         for load in step.loads if step is not None else ():
             read, *others = load.shards[self._worker._shard]
             if how == "swap":
@@ -217,9 +224,8 @@ class RecordingConnector(KvtierConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        broken = FOLDER / "break"
         for request_id in results.finished_recving - results.failed_recving:
-            self._loaded(request_id, broken.read_text() if broken.exists() else "")
+            self._loaded(request_id, broken())
         return results
 
     def _loaded(self, request_id: str, how: str) -> None:

@@ -24,7 +24,9 @@ def test_without_a_daemon_the_engine_works_and_says_so_once(
     engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     """Found by its name, through vLLM's plugins, as users write it. One that comes later is used."""
-    engine = engine_of("llama", str(tmp_path / "kvtier.sock"), connector="KvtierConnector")
+    engine = engine_of(
+        "llama", str(tmp_path / "kvtier.sock"), connector="KvtierConnector", spawned=True
+    )
     right = [engine.generate([one])[0] for one in PROMPTS]
     engine.reset()
     for one, other in zip(engine.generate(PROMPTS), right, strict=True):

@@ -148,7 +148,7 @@ def test_warm_and_cold_hits_over_restarts(
     """The engine restarts: warm hits. The daemon restarts: hits from the disk. By loads between steps."""
     engine.stop()
     extra = {"socket": daemon.socket, "load": "async", "patience_ms": 5000}
-    second = engine_of("llama", daemon.socket, engine.records, extra=extra)
+    second = engine_of("llama", daemon.socket, engine.records, extra=extra, spawned=True)
     (plain,) = second.generate([prompt(4)], 8)
     (warm,) = second.generate([prompt(2)], 8)
     assert (plain["cached"], warm["cached"]) == (0, 10 * BLOCK)

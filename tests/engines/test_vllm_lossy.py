@@ -84,14 +84,20 @@ def over_the_disk(engine: Any, disk: Disk, codec: str, seed: int) -> tuple[list[
 
 
 def saved(engine: Any, daemon: Daemon, prompts: list[list[int]], blocks: int) -> list[Any]:
-    """Have them computed until the engine has found the daemon, and all of them is on its disk."""
+    """Have them computed once the engine has found the daemon: all of them is on its disk."""
+
+    def written(stats: dict[str, Any]) -> int:
+        return int(stats["tiers"]["cold"]["states"]["written"])
+
+    before = written(daemon.stats())
+    one_block = prompts[0][::-1][: BLOCK + 1]
     deadline = time.monotonic() + AGAIN_S
-    while True:
+    while not daemon.stats()["tiers"]["warm"]["blocks"] and time.monotonic() < deadline:
         engine.reset()
-        computed: list[Any] = engine.generate(prompts, 8)
-        if daemon.stats()["tiers"]["warm"]["blocks"] or time.monotonic() > deadline:
-            break
-    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= blocks, 30.0)
+        engine.generate([one_block], 1)
+    engine.reset()
+    computed: list[Any] = engine.generate(prompts, 8)
+    daemon.wait_for(lambda stats: written(stats) >= before + 1 + blocks, 30.0)
     return computed
 
 

@@ -48,8 +48,7 @@ def compiled(folder: Path, sources: Sequence[Path]) -> list[Path]:
         subprocess.Popen(["g++", *FLAGS, *places, "-c", source, "-o", into])
         for source, into in zip(sources, made, strict=True)
     ]
-    for build in builds:
-        assert build.wait(300) == 0
+    assert [build.wait(300) for build in builds] == [0] * len(builds)
     return made
 
 

@@ -1,0 +1,136 @@
+"""Processes of an engine that need not import vLLM: forked from one that has.
+
+Importing it is nearly all of a small engine's start, and each of its three processes does so, one after the
+other, and a fourth where a model's architecture is looked up. What is forked is an engine as any other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+MESSAGE = 1 << 20
+IMPORT_S = 240.0
+IMPORTED = (
+    "vllm.lora.request", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)  # fmt: skip
+
+
+class Forked:
+    """A process of another's, as far as `subprocess.Popen` is one for those who started it."""
+
+    def __init__(self, handle: int, stdin: IO[str], stdout: IO[str]) -> None:
+        self._handle = handle
+        self.stdin = stdin
+        self.stdout = stdout
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not select.select([self._handle], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+
+class Forks:
+    """A process that has imported vLLM, and runs scripts in copies of itself."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=dict(environment),
+            )  # fmt: skip
+        self._orders.settimeout(IMPORT_S)
+
+    def start(
+        self, script: Path, *arguments: str, environment: Mapping[str, str], log: IO[str]
+    ) -> Forked:
+        given, stdin = os.pipe()
+        stdout, said = os.pipe()
+        order = {"script": str(script), "arguments": arguments, "environment": dict(environment)}
+        try:
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [given, said, log.fileno()])
+            answer, (handle,), _, _ = socket.recv_fds(self._orders, MESSAGE, 1)
+        finally:
+            os.close(given)
+            os.close(said)
+        assert answer == b"begun"
+        return Forked(handle, os.fdopen(stdin, "w"), os.fdopen(stdout))
+
+    def stop(self) -> None:
+        self._orders.close()
+        self._process.wait(60)
+
+
+def prepare() -> None:
+    """Import what an engine's processes import, and have them forked."""
+    import multiprocessing
+
+    import vllm
+    from vllm.model_executor.models import registry
+    from vllm.utils import system_utils
+
+    for module in IMPORTED:
+        importlib.import_module(module)
+    assert vllm.LLM  # imported once it is asked for
+
+    class Contexts:
+        """On CPUs vLLM asks for processes that are spawned, for each to have OpenMP's settings of its own:
+        here all have the same."""
+
+        @staticmethod
+        def get_context(_: str) -> Any:
+            return multiprocessing.get_context("fork")
+
+    system_utils.multiprocessing = Contexts
+    # In another process for no GPU to be touched.
+    registry._run_in_subprocess = lambda look_up: look_up()
+
+
+def serve(orders: socket.socket) -> dict[str, Any] | None:
+    """Fork for each order; what was ordered, in the one that was forked."""
+    while True:
+        body, files, _, _ = socket.recv_fds(orders, MESSAGE, 3)
+        if not body:
+            return None
+        process = os.fork()
+        if process == 0:
+            for target, file in enumerate(files):
+                os.dup2(file, target)
+                os.close(file)
+            order: dict[str, Any] = json.loads(body)
+            return order
+        handle = os.pidfd_open(process)
+        socket.send_fds(orders, [b"begun"], [handle])
+        for file in (handle, *files):
+            os.close(file)
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as orders:
+        prepare()
+        tasks = os.listdir("/proc/self/task")
+        assert len(tasks) == 1, f"forked with {len(tasks)} threads"
+        order = serve(orders)
+    if order is not None:
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        sys.argv = [order["script"], *order["arguments"]]
+        runpy.run_path(order["script"], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
