@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.forking import Forks
 from kvtier_daemon.beside.sizing import read_config
 
 HERE = Path(__file__).parent
@@ -45,14 +46,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def allocated(folders: dict[str, Path]) -> dict[str, Any]:
+def allocated(
+    folders: dict[str, Path], forks: Callable[[], Forks], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     arguments = {name: f"{folders[name]}={MODELS[name][2]}" for name in MODELS}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "sizes.py"), *arguments.values()],
-        capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
+    log = tmp_path_factory.mktemp("sizes") / "log"
+    script = HERE / "sizes.py"
+    with log.open("w") as sink:
+        process = forks().start(script, *arguments.values(), environment=os.environ, log=sink)
+    process.wait(900)
+    with process.stdin, process.stdout as replies:
+        said = replies.read()
+    assert said, log.read_text()[-4000:]
+    told = json.loads(said)
     return {name: told[argument] for name, argument in arguments.items()}
 
 
