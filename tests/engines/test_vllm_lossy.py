@@ -66,6 +66,12 @@ def engine(disk: Disk, engine_of: Callable[..., Any]) -> Any:
     return engine_of("uneven", disk.socket, extra={"patience_ms": 10_000})
 
 
+@pytest.fixture(scope="module")
+def in_bfloat16(disk: Disk, engine_of: Callable[..., Any]) -> Any:
+    """Its pages are tiles where the processor multiplies those."""
+    return engine_of("uneven", disk.socket, dtype="bfloat16", extra={"patience_ms": 10_000})
+
+
 def over_the_disk(engine: Any, disk: Disk, codec: str, seed: int) -> tuple[list[Any], list[Any]]:
     """Prompts as they were computed, and as they are once they come from the disk; every page that was loaded
     has lost something."""
@@ -138,10 +144,21 @@ def test_what_a_lossy_codec_gives_back_is_near(engine: Any, disk: Disk, codec: s
 
 def test_pages_taken_in_another_order_are_seen(engine: Any, disk: Disk) -> None:
     """The control: K as V lies, and V as K, so that a channel's step is made of others."""
-    (engine.records / "order").write_text("hptd|hpdt")
-    try:
-        far = distance(*over_the_disk(engine, disk, "q8", 900))
-    finally:
-        (engine.records / "order").unlink()
+    far = by_another_order(engine, disk, 900)
     print(f"another order: logprobs {far:.3f} apart")
     assert far > NEAR["q8"]
+
+
+def test_pages_in_bfloat16_are_taken_as_they_lie(in_bfloat16: Any, disk: Disk) -> None:
+    far = distance(*over_the_disk(in_bfloat16, disk, "q8", 1000))
+    wrong = by_another_order(in_bfloat16, disk, 1100)
+    print(f"bfloat16: logprobs {far:.3f} apart, {wrong:.3f} by another order")
+    assert 0.0 < far < NEAR["q8"] < wrong
+
+
+def by_another_order(engine: Any, disk: Disk, seed: int) -> float:
+    (engine.records / "order").write_text("hptd|hpdt")
+    try:
+        return distance(*over_the_disk(engine, disk, "q8", seed))
+    finally:
+        (engine.records / "order").unlink()
