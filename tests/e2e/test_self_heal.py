@@ -76,7 +76,11 @@ class Site:
 
     def settle(self) -> None:
         last = -1
-        while (now := self.cold()["states"]["written"]) != last:
+        while True:
+            cold = self.cold()
+            now = cold["states"]["written"]
+            if now == last and not cold["writing"] and not cold["leaving"]:
+                return
             last = now
             time.sleep(0.08)
 
