@@ -27,7 +27,9 @@ from kvtier_daemon.moving import blocks as moving_blocks
 from kvtier_daemon.tiers import drive as drives
 from kvtier_daemon.tiers import shelf as shelves
 from kvtier_daemon.tiers.drive import FAULTS_TO_OFF, Lane
-from kvtier_daemon.tiers.volume import Volume, open_direct
+from kvtier_daemon.tiers.log import Stage
+from kvtier_daemon.tiers.recovery import recover
+from kvtier_daemon.tiers.volume import Volume, open_direct, tenant_digest
 from kvtier_kernels import Store
 
 
@@ -329,6 +331,33 @@ def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> 
         assert await life() == 0 + 1  # the bench's own
         assert await life() <= 2
         assert await life() <= 2
+
+    run(work())
+
+
+def test_a_stop_while_a_segment_is_begun_leaves_it_with_a_footer(tmp_path: Path) -> None:
+    """Or the next start would have to look for each of its frames."""
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def work() -> None:
+        first = Bench([tmp_path])
+        await first.recover()
+        await first.write(range(4))
+        await first.tier.close()
+        second = Bench([tmp_path])
+        await second.tier.recover(nothing)
+        (shelf,) = second.tier.shelves["t"]
+        assert [one.stage for one in shelf.log.others] == [Stage.BEGINNING]
+        await second.tier.close()
+        files = [recover(path, tenant_digest("t"), {}) for path in files_of(tmp_path)]
+        assert [one.sealed for one in files if one.head is not None] == [True]
+        third = Bench([tmp_path])
+        await third.recover()
+        assert sorted(third.on_disk) == list(range(4))
+        await third.all_read()
+        await third.tier.close()
 
     run(work())
 

@@ -285,10 +285,15 @@ class Shelf:
                 self._fault(f"{segment.path}: its head can't be written", code)
                 self.log.not_begun(segment)
             else:
-                self.log.begun(segment)
+                self._begun(segment)
                 self.prepare()
 
         self.drive.write_text(segment.fd, 0, segment.head.encode(), over)
+
+    def _begun(self, segment: Segment) -> None:
+        self.log.begun(segment)
+        if self.closing:
+            self.seal()
 
     def _make(self) -> None:
         """A new file, made beside the loop."""
@@ -493,5 +498,5 @@ class Shelf:
         # As long as it has a footer, a start would not look for what comes after what that lists.
         self.drive.write_text(
             newest.fd, newest.nbytes - PAGE, bytes(PAGE),
-            self._moved_on(newest, self.log.begun, what),
+            self._moved_on(newest, self._begun, what),
         )  # fmt: skip
