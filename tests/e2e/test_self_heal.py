@@ -64,25 +64,28 @@ class Site:
         return found
 
     def save(self, chains: range = range(CHAINS), blocks: int = CHAIN) -> None:
+        self.settle(0)
         with self.daemon.connect() as client:
-            space = client.open(SPEC)
+            space, wanted = client.open(SPEC), self.brought_away()
             for chain in chains:
                 keys = space.keys(tokens(chain))[:blocks]
                 data = [pattern(key, SPEC.block_bytes) for key in keys]
-                space.save(keys, data, checksum=chain % 2 == 0)
+                wanted += space.save(keys, data, checksum=chain % 2 == 0).stored
                 if chain % 4 == 3:
-                    self.settle()  # what leaves memory has to be on disk by then
-            self.settle()
+                    self.settle(wanted)  # what leaves memory has to be on disk by then
+            self.settle(wanted)
 
-    def settle(self) -> None:
-        last = -1
-        while True:
-            cold = self.cold()
-            now = cold["states"]["written"]
-            if now == last and not cold["writing"] and not cold["leaving"]:
-                return
-            last = now
-            time.sleep(0.08)
+    def brought_away(self) -> int:
+        """How many blocks were written, or went without, since the daemon started."""
+        cold = self.cold()
+        return int(cold["states"]["written"] + sum(cold["unwritten"].values()))
+
+    def settle(self, wanted: int) -> None:
+        """Until so many blocks were brought away, and nothing is on its way."""
+        until = time.monotonic() + 20
+        while self.brought_away() < wanted or self.cold()["writing"] or self.cold()["leaving"]:
+            assert time.monotonic() < until, (wanted, self.cold())
+            time.sleep(0.02)
 
     def forget_memory(self) -> None:
         """Fill memory with others, so that what was saved is on disk alone."""
