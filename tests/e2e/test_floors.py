@@ -78,7 +78,7 @@ def test_a_match_costs_little_more_than_a_ping(shared_daemon: Daemon) -> None:
             for _ in range(20):
                 client.ping()
 
-        assert reaches(0.1, matches, pings)
+        assert ratio(matches, pings) > 0.1
         space.forget(keys)
 
 
@@ -89,7 +89,7 @@ def test_keys_cost_little_more_than_their_hashes() -> None:
         for _ in range(1024):
             blake3(data)
 
-    assert reaches(0.5, lambda: token_keys(bytes(32), tokens, 16), hashes)
+    assert ratio(lambda: token_keys(bytes(32), tokens, 16), hashes) > 0.5
 
 
 def test_a_block_costs_128_bytes_of_catalog() -> None:

@@ -66,7 +66,7 @@ class Site:
     def save(self, chains: range = range(CHAINS), blocks: int = CHAIN) -> None:
         self.settle(0)
         with self.daemon.connect() as client:
-            space, wanted = client.open(SPEC), self.brought_away()
+            space, wanted = client.open(SPEC), brought_away(self.cold())
             for chain in chains:
                 keys = space.keys(tokens(chain))[:blocks]
                 data = [pattern(key, SPEC.block_bytes) for key in keys]
@@ -75,17 +75,14 @@ class Site:
                     self.settle(wanted)  # what leaves memory has to be on disk by then
             self.settle(wanted)
 
-    def brought_away(self) -> int:
-        """How many blocks were written, or went without, since the daemon started."""
-        cold = self.cold()
-        return int(cold["states"]["written"] + sum(cold["unwritten"].values()))
-
     def settle(self, wanted: int) -> None:
         """Until so many blocks were brought away, and nothing is on its way."""
-        until = time.monotonic() + 20
-        while self.brought_away() < wanted or self.cold()["writing"] or self.cold()["leaving"]:
-            assert time.monotonic() < until, (wanted, self.cold())
-            time.sleep(0.02)
+
+        def settled(stats: dict[str, Any]) -> bool:
+            cold = stats["tiers"]["cold"]
+            return brought_away(cold) >= wanted and not cold["writing"] and not cold["leaving"]
+
+        self.daemon.wait_for(settled, 20.0)
 
     def forget_memory(self) -> None:
         """Fill memory with others, so that what was saved is on disk alone."""
@@ -103,6 +100,11 @@ class Site:
         """Those that hold frames, oldest first."""
         paths = sorted((self.disk / "segments" / self.tenant).iterdir())
         return [path for path in paths if entries_of(recover(path, tenant_digest(self.tenant), {}))]
+
+
+def brought_away(cold: dict[str, Any]) -> int:
+    """How many blocks were written, or went without, since the daemon started."""
+    return int(cold["states"]["written"] + sum(cold["unwritten"].values()))
 
 
 def tokens(chain: int) -> list[int]:
