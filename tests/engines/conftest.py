@@ -148,37 +148,21 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Callable[[], Forks]]:
-    """Made when the first asks for it."""
-    made: list[Forks] = []
-
-    def find() -> Forks:
-        if not made:
-            made.append(Forks(os.environ | ENVIRONMENT))
-        return made[0]
-
-    yield find
-    for one in made:
-        one.stop()
+def forks() -> Iterator[Forks]:
+    made = Forks(os.environ | ENVIRONMENT)
+    yield made
+    made.stop()
 
 
 @pytest.fixture(scope="session")
-def made_of(
-    forks: Callable[[], Forks], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., None]:
+def made_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """Makes a model of a kind in a folder, or an adapter from a seed: in another process, as engines do."""
     logs = tmp_path_factory.mktemp("made")
 
     def make(*what: str | Path | int) -> None:
         log = logs / f"{what[0]}.log"
-        with log.open("w") as sink:
-            words = [str(word) for word in what]
-            process = forks().start(
-                HERE / "models.py", *words, environment=os.environ | ENVIRONMENT, log=sink
-            )
-        process.wait(START_S)
-        with process.stdin, process.stdout as replies:
-            assert replies.read() == "made\n", log.read_text()
+        said = forks.run(HERE / "models.py", *map(str, what), log=log, seconds=START_S)
+        assert said == "made\n", said
 
     return make
 
@@ -210,7 +194,7 @@ def make_adapter(made_of: Callable[..., None]) -> Callable[[Path, int], Path]:
 @pytest.fixture(scope="module")
 def engine_of(
     model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory,
-    forks: Callable[[], Forks],
+    forks: Forks,
 ) -> Iterator[Callable[..., Engine]]:  # fmt: skip
     """Starts engines on the spot's models, `spawned` as vLLM would or forked; stops them at the end."""
     running: list[Engine] = []
@@ -241,17 +225,17 @@ def engine_of(
                 "kv_connector_extra_config": {"connectors": connectors},
             }  # fmt: skip
         log = folder / "engine.log"
-        environment = os.environ | ENVIRONMENT | {"KVTIER_TEST_RECORDS": str(kept)}
+        environment = {"KVTIER_TEST_RECORDS": str(kept)}
         told = json.dumps(arguments)
         process: subprocess.Popen[str] | Forked
         with log.open("w") as sink:
             if spawned:
                 process = subprocess.Popen(
-                    [sys.executable, str(script), told], env=environment,
+                    [sys.executable, str(script), told], env=os.environ | ENVIRONMENT | environment,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
                 )  # fmt: skip
             else:
-                process = forks().start(script, told, environment=environment, log=sink)
+                process = forks.start(script, told, log=sink, **environment)
         engine = Engine(process, kept, log)
         running.append(engine)
         started = time.monotonic()

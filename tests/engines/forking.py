@@ -55,12 +55,11 @@ class Forks:
             )  # fmt: skip
         self._orders.settimeout(IMPORT_S)
 
-    def start(
-        self, script: Path, *arguments: str, environment: Mapping[str, str], log: IO[str]
-    ) -> Forked:
+    def start(self, script: Path, *arguments: str, log: IO[str], **environment: str) -> Forked:
+        """Run it, with these variables beside those of all."""
         given, stdin = os.pipe()
         stdout, said = os.pipe()
-        order = {"script": str(script), "arguments": arguments, "environment": dict(environment)}
+        order = {"script": str(script), "arguments": arguments, "environment": environment}
         try:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [given, said, log.fileno()])
             answer, (handle,), _, _ = socket.recv_fds(self._orders, MESSAGE, 1)
@@ -69,6 +68,16 @@ class Forks:
             os.close(said)
         assert answer == b"begun"
         return Forked(handle, os.fdopen(stdin, "w"), os.fdopen(stdout))
+
+    def run(self, script: Path, *arguments: str, log: Path, seconds: float) -> str:
+        """Have it run to its end; what it said."""
+        with log.open("w") as sink:
+            process = self.start(script, *arguments, log=sink)
+        process.wait(seconds)
+        with process.stdin, process.stdout as replies:
+            said = replies.read()
+        assert said, log.read_text()[-4000:]
+        return said
 
     def stop(self) -> None:
         self._orders.close()
@@ -126,7 +135,6 @@ def main() -> None:
         assert len(tasks) == 1, f"forked with {len(tasks)} threads"
         order = serve(orders)
     if order is not None:
-        os.environ.clear()
         os.environ.update(order["environment"])
         sys.argv = [order["script"], *order["arguments"]]
         runpy.run_path(order["script"], run_name="__main__")

@@ -34,6 +34,7 @@ class Case:
     compared: int = 40
     close: float = CLOSE
     slow: bool = False
+    tiles: bool = False  # only where a processor multiplies them
 
 
 # Where a processor multiplies tiles, vLLM would take what needs them, and bfloat16, unless it is told.
@@ -59,7 +60,9 @@ CASES = {
     "gpt_oss": Case("gpt_oss", 2 * 10 + 2 * WINDOW_BLOCKS, slow=True),
     # Neither prefix caching nor chunked prefill there, and the engine's own decoding and prefill differ.
     "deepseek": Case("deepseek", 3 * 20, REFERENCE, 20, 16, compared=4, close=0.05),
-    "deepseek on tiles": Case("deepseek", 3 * 10, {"dtype": "bfloat16"}, compared=2, close=0.05),
+    "deepseek on tiles": Case(
+        "deepseek", 3 * 10, {"dtype": "bfloat16"}, compared=2, close=0.05, tiles=True
+    ),
     "two ranks": Case("llama", 2 * 4 * 10, {"tensor_parallel_size": 2}),
     "fp8": Case("llama", 4 * 10, FP8),
     "ngram": Case("llama", 4 * 10, NGRAM, tokens=REPEATING, slow=True),
@@ -92,7 +95,7 @@ def test_a_prompt_is_loaded_as_it_was_saved(
     shared_daemon: Daemon, engine_of: Callable[..., Any], name: str
 ) -> None:
     case = CASES[name]
-    if name == "deepseek on tiles" and not multiplies_tiles():
+    if case.tiles and not multiplies_tiles():
         pytest.skip("needs a processor with AMX")
     engine = engine_of(case.kind, shared_daemon.socket, **case.options)
     before = shared_daemon.stats()["saved_tokens"]

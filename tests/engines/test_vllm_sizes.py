@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +45,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def allocated(
-    folders: dict[str, Path], forks: Callable[[], Forks], tmp_path_factory: pytest.TempPathFactory
+    folders: dict[str, Path], forks: Forks, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     arguments = {name: f"{folders[name]}={MODELS[name][2]}" for name in MODELS}
     log = tmp_path_factory.mktemp("sizes") / "log"
-    script = HERE / "sizes.py"
-    with log.open("w") as sink:
-        process = forks().start(script, *arguments.values(), environment=os.environ, log=sink)
-    process.wait(900)
-    with process.stdin, process.stdout as replies:
-        said = replies.read()
-    assert said, log.read_text()[-4000:]
-    told = json.loads(said)
+    told = json.loads(forks.run(HERE / "sizes.py", *arguments.values(), log=log, seconds=900))
     return {name: told[argument] for name, argument in arguments.items()}
 
 
