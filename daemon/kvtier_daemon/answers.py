@@ -197,6 +197,17 @@ class Answers:
         if new:
             asked.there = found.ready + found.coming if tenant.brings else found.ready
             asked.block_tokens = space.spec.block_tokens
+        if asked.there > found.ready or asked.owed:
+            self._settle_promise(tenant, space, found, asked, new, coming, why)
+        if new:
+            self._note_lookup(tenant, space, request.keys, found, coming, why)
+        asked.there, asked.coming = found.ready + coming, coming
+
+    def _settle_promise(
+        self, tenant: Tenant, space: Space, found: Found, asked: Asked, new: bool, coming: int,
+        why: str,
+    ) -> None:  # fmt: skip
+        """Count what was told to be coming and is lost by now, and what came."""
         # What was ready when it was counted, and is on disk by now, is no hit of the disk's to be lost.
         owed = asked.there - found.ready if new else asked.owed
         lost = max(0, min(asked.there - found.ready - coming, owed))
@@ -204,9 +215,6 @@ class Answers:
         self._owe(asked, min(owed - lost, coming))
         came = owed - lost - asked.owed
         tenant.catalog.count_came(space, came, max(0, found.ready - came))
-        if new:
-            self._note_lookup(tenant, space, request.keys, found, coming, why)
-        asked.there, asked.coming = found.ready + coming, coming
 
     def _note_lookup(
         self, tenant: Tenant, space: Space, keys: bytes, found: Found, coming: int, why: str

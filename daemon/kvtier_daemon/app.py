@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import kvtier
 from kvtier.catalog import Catalog
 from kvtier.policy.base import make
+from kvtier.policy.deferred import Deferred
 from kvtier.units import format_bytes
 from kvtier_daemon import profiles
 from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
@@ -79,13 +80,15 @@ class App:
         config = loaded.config
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
         losses = profiles.losses_of(config)
+        uses = {name: Deferred(make(config.warm.policy)) for name in quotas}
         self.tenants = {
             name: Tenant(
                 name,
                 secrets[name],
                 quota,
-                Catalog(Store(), make(config.warm.policy), config.history_bytes // len(quotas)),
+                Catalog(Store(), uses[name], config.history_bytes // len(quotas)),
                 losses=losses,
+                uses=uses[name],
             )
             for name, quota in quotas.items()
         }

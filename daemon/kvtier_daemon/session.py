@@ -166,6 +166,8 @@ class Session:
         self._spans.answered(request, reply)
         if request.id and reply is not None:
             self.send(reply)
+        if self.tenant is not None and self.tenant.uses:
+            self._server.settle_soon()
 
     def _hello_or_bye(self, request: wire.Request) -> None:
         if isinstance(request, wire.Bye):

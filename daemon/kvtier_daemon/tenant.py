@@ -8,6 +8,7 @@ from kvtier.catalog import Catalog, Space
 from kvtier.codec.losses import Losses
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec
+from kvtier.policy.deferred import Deferred
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.tiers.warm import Extent
 
@@ -23,6 +24,7 @@ class Tenant:
     mover: Mover | None = None
     extents: list[Extent] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
+    uses: Deferred | None = None  # what its policy has yet to hear of
 
     @property
     def brings(self) -> bool:

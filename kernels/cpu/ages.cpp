@@ -12,10 +12,11 @@ Ages::Ages(unsigned kinds) : Chains(1 + kinds * epochs), kinds_(kinds) {
 
 // A tick for each quarter of a second.
 void Ages::now(double seconds) {
-    const std::uint64_t before = quarters();
+    const std::uint64_t before = quarters_;
     Policy::now(seconds);
-    if (quarters() == before) return;
-    ticks_ += quarters() - before;
+    quarters_ = static_cast<std::uint64_t>(now_ * 4);
+    if (quarters_ == before) return;
+    ticks_ += quarters_ - before;
     open();
 }
 

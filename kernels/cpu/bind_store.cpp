@@ -366,6 +366,19 @@ class PyStore {
     }
 
     // What a policy is told of blocks: their names, 8 bytes each, and the ids of those before them.
+    static nb::bytes names_of_keys(nb::bytes keys, std::uint32_t at) {
+        Keys list = keys_in(keys);
+        char* data;
+        nb::bytes out = zeroed(list.n * 8, data);
+        for (std::size_t i = 0; i < list.n; ++i) {
+            std::uint64_t word;
+            std::memcpy(&word, keys.c_str() + i * key_bytes, 8);
+            const std::uint64_t name = Store::name_of(word, at);
+            std::memcpy(data + i * 8, &name, 8);
+        }
+        return out;
+    }
+
     nb::bytes names(nb::bytes ids) const {
         Ids list = ids_in(ids);
         char* data;
@@ -488,6 +501,7 @@ void bind_store(nb::module_& m) {
         .def("present", &PyStore::present, "space"_a, "group"_a, "shard"_a, "keys"_a)
         .def("ancestors", &PyStore::ancestors, "space"_a, "group"_a, "shard"_a, "key"_a, "limit"_a)
         .def("names", &PyStore::names, "ids"_a)
+        .def_static("names_of_keys", &PyStore::names_of_keys, "keys"_a, "at"_a)
         .def("parents", &PyStore::parents, "ids"_a)
         .def("room", &PyStore::room, "space"_a, "group"_a, "n"_a)
         .def("make_room", &PyStore::make_room, "space"_a, "group"_a, "n"_a, "victims"_a)

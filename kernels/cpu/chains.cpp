@@ -51,7 +51,8 @@ void Chains::list(Id id, bool hot) {
 
 void Chains::relist(Id id) {
     if (abouts_[id].listed) unlist(id);
-    list(id, true);
+    // Most blocks have others that hang on them.
+    if (nodes_[id].below == 0) list(id, true);
 }
 
 void Chains::splice(List from, List to) {

@@ -22,15 +22,14 @@ Duel::Duel(Rank rank, const Constants& constants)
     entries_.reserve(most_entries);
 }
 
-void Duel::used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
-                bool first) {
-    if (first) {
-        end_batch();
-        batch_.last = name;
-        while (held >> shift_ > most_room) thin();
-        room_ = std::max<std::size_t>(held >> shift_, 1);
-    }
-    if (!samples(name)) return;
+void Duel::start_batch(std::uint32_t name, std::size_t held) {
+    end_batch();
+    batch_.last = name;
+    while (held >> shift_ > most_room) thin();
+    room_ = std::max<std::size_t>(held >> shift_, 1);
+}
+
+void Duel::note(std::uint32_t name, std::uint32_t quarters, unsigned kind) {
     const std::size_t slot = find(name);
     if (index_[slot] == 0) {
         entries_.push_back({name, 0, 0, 0, 0, 0});

@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 3U << 18, sketch_window = counters / 4;
 constexpr unsigned rows = 4;
+constexpr unsigned again = 16;  // of so many requests one tells the sketch what it knows
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
 
 // Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some
@@ -71,6 +72,8 @@ Value::Value(const Constants& constants)
           },
           constants) {
     static_assert(ages == all_ages && kinds <= 256);
+    for (std::uint32_t own = 0; own < kinds_of_own_.size(); ++own)
+        kinds_of_own_[own] = counted_kind_of(own);
 }
 
 void Value::now(double seconds) {
@@ -92,14 +95,16 @@ std::uint64_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) c
 
 // ---- blocks ----
 
-unsigned Value::kind_of(std::uint32_t own) const {
+unsigned Value::kind_of(std::uint32_t own) const { return kinds_of_own_[own]; }
+
+std::uint8_t Value::counted_kind_of(std::uint32_t own) {
     unsigned family = (own & wanted_bits) / parts, part = (own & wanted_bits) % parts;
     if (family >= seldom) {
         const unsigned step = step_of((own & wanted_bits) - seldom * parts + seldom);
         family = seldom + step / parts;
         part = step % parts;
     }
-    return (family * 2 + (own & last_bit ? 1 : 0)) * parts + part;
+    return static_cast<std::uint8_t>((family * 2 + (own & last_bit ? 1 : 0)) * parts + part);
 }
 
 void Value::become(Id id, Name name, unsigned level, unsigned came_with, bool last) {
@@ -109,9 +114,9 @@ void Value::become(Id id, Name name, unsigned level, unsigned came_with, bool la
     const std::uint32_t called = short_name(name);
     about(id).own = own;
     if (last) lasts_[requests_ % lasts_.size()] = {id, called};
-    know(name, level);
-    watch(called, kind_of(own));
-    duel_.used(called, static_cast<std::uint32_t>(quarters()), kind_of(own), in_memory(), last);
+    const unsigned kind = kind_of(own);
+    watch(called, kind);
+    duel_.used(called, static_cast<std::uint32_t>(quarters()), kind, in_memory(), last);
 }
 
 // One that is forgotten was wanted as often as the sketch remembers.
@@ -120,23 +125,40 @@ void Value::met(Id id, Name name, bool again, std::size_t batch, bool last) {
         used(id, name, last);
         return;
     }
-    requests_ += last;
+    if (last) next_request();
     const unsigned before = known(name);
-    become(id, name, before == 0 ? 0 : more(before - 1), new_kind_of(batch), last);
+    const unsigned level = before == 0 ? 0 : more(before - 1);
+    know(name, level);
+    become(id, name, level, new_kind_of(batch), last);
 }
 
 void Value::used(Id id, Name name, bool last) {
-    requests_ += last;
+    if (last) next_request();
     const unsigned wanted = about(id).own & wanted_bits;
     const bool few = wanted < seldom * parts;
     const unsigned level = few ? wanted / parts : wanted - seldom * parts + seldom;
-    become(id, name, more(level), few ? wanted % parts : 0, last);
+    const unsigned now = more(level);
+    // The sketch is asked for blocks that are gone. One that stays at its level is told again now
+    // and then: counters are halved meanwhile.
+    if (now != level || tells_again_) know(name, now);
+    become(id, name, now, few ? wanted % parts : 0, last);
+}
+
+void Value::next_request() {
+    ++requests_;
+    chance_ = mix(requests_);
+    tells_again_ = (chance_ >> 32) % again == 0;
+    drawn_level_ = last_level + 1;
 }
 
 // Where a level is several times, it is left by chance, which is the same for all of a request.
-unsigned Value::more(unsigned level) const {
-    if (level == last_level || mix(requests_) % times_more[level] != 0) return level;
-    return level + 1;
+unsigned Value::more(unsigned level) {
+    if (level != drawn_level_) {
+        drawn_level_ = level;
+        rises_ =
+            level != last_level && (times_more[level] == 1 || chance_ % times_more[level] == 0);
+    }
+    return level + rises_;
 }
 
 // It was not the last of its request: the rest is only there now.
@@ -273,7 +295,19 @@ void Value::refit() {
         near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few,
                                run_of(family * parts, parts));
     }
+    // Kinds of a family of which nothing was seen are worth the same: only the first one is
+    // weighed.
+    std::array<unsigned, both> unseen;
+    unseen.fill(kinds);
     for (unsigned kind = 0; kind < kinds; ++kind) {
+        if (hits_[kind] == Row{} && ends[kind] == Row{} && blocks_[kind] == 0) {
+            unsigned& first = unseen[kind / parts];
+            if (first < kinds) {
+                worth[kind] = worth[first];
+                continue;
+            }
+            first = kind;
+        }
         const Row own =
             chances(hits_[kind], ends[kind], near[kind / parts], constants_.few, run_of(kind, 1));
         for (unsigned from = 0; from < ages; ++from) {

@@ -20,7 +20,7 @@ class Ages : public Chains {
     // Lower for what goes sooner, never 0. Ages are quarters of a second; places count from 0, the
     // oldest, and are less than `epochs`.
     virtual std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const = 0;
-    std::uint64_t quarters() const { return static_cast<std::uint64_t>(now_ * 4); }
+    std::uint64_t quarters() const { return quarters_; }
 
  private:
     // What was wanted at about the same time, in a list for each kind.
@@ -35,6 +35,7 @@ class Ages : public Chains {
     void open();
 
     unsigned kinds_;
+    std::uint64_t quarters_ = 0;
     std::size_t told_ = 0;       // blocks, in this tick
     std::vector<Epoch> epochs_;  // oldest first
     std::vector<unsigned> spare_slots_;

@@ -36,7 +36,10 @@ class Duel {
     // A request used a block; the tier holds so many. Of a batch the last of its chain is the
     // `first` that is told of, and the others follow from there to its head.
     void used(std::uint32_t name, std::uint32_t quarters, unsigned kind, std::size_t held,
-              bool first);
+              bool first) {
+        if (first) start_batch(name, held);
+        if (samples(name)) note(name, quarters, kind);
+    }
     // This batch hangs on one of those before it, whose last block has this name.
     void joined(std::uint32_t last) { joined_ = last; }
     void corrected(std::uint32_t name, unsigned kind);
@@ -52,6 +55,8 @@ class Duel {
     };
 
     bool samples(std::uint32_t name) const { return std::uint64_t{name} >> (32 - shift_) == 0; }
+    void start_batch(std::uint32_t name, std::size_t held);
+    void note(std::uint32_t name, std::uint32_t quarters, unsigned kind);
     std::size_t find(std::uint32_t name) const;
     Entry* entry_of(std::uint32_t name);
     void end_batch();

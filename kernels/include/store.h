@@ -180,8 +180,12 @@ class Store {
     Id parent_of(Id id) const { return records_[records_.node_of(id)].parent; }
     // The same wherever the block is, and after it was gone.
     std::uint64_t name_of(Id id) const {
-        std::uint64_t at = block(id).place - spaces_[place_of(id).space].first_place[0];
-        return key_of(id).words[0] + at * 0x9E3779B97F4A7C15;
+        return name_of(key_of(id).words[0],
+                       block(id).place - spaces_[place_of(id).space].first_place[0]);
+    }
+    // By the first word of its key, and its place among those of its space.
+    static std::uint64_t name_of(std::uint64_t word, std::uint64_t at) {
+        return word + at * 0x9E3779B97F4A7C15;
     }
     // The block of the same group and shard before it in its chain, or none.
     Id ahead_of(Id id) const {

@@ -50,7 +50,9 @@ class Value final : public Ages {
     std::uint32_t worth(unsigned order, unsigned kind, std::uint64_t age) const;
     std::uint32_t waited(const Seen& seen) const;
     void become(Id id, Name name, unsigned level, unsigned came_with, bool last);
-    unsigned more(unsigned level) const;
+    void next_request();
+    unsigned more(unsigned level);
+    static std::uint8_t counted_kind_of(std::uint32_t own);
     std::size_t find(std::uint32_t name) const;
     void watch(std::uint32_t name, unsigned kind);
     void thin();
@@ -65,6 +67,11 @@ class Value final : public Ages {
     std::uint32_t sample_ = 0xFFFFFFFF;                     // names up to this are watched
     std::array<std::pair<Id, std::uint32_t>, 64> lasts_{};  // of requests, lately
     std::size_t requests_ = 0;
+    std::uint64_t chance_ = mix(0);  // of this request
+    bool tells_again_ = true;
+    unsigned drawn_level_ = ~0U;  // the level that `rises_` was drawn for
+    bool rises_ = false;
+    std::array<std::uint8_t, 2 * last_bit> kinds_of_own_{};
 
     Table hits_{}, ends_{};  // at each age: wanted again, or watched no longer
     // Runs: blocks of a kind that a request used one after the other. How many blocks there were,

@@ -51,9 +51,9 @@ class Client:
         self.space = self.held.space.number
         use = self.catalog._use
 
-        def used(parts: Any, count: bool) -> None:
+        def used(space: Any, parts: Any, asked: bytes, count: bool) -> None:
             self.uses.append(count)
-            use(parts, count)
+            use(space, parts, asked, count)
 
         self.catalog._use = used  # type: ignore[method-assign]
 

@@ -60,6 +60,16 @@ def test_a_space_that_holds_nothing_gives_its_number_away(store):
     assert [store.slot_bytes(one, group) for group in (0, 1)] == [2 * PAGE, PAGE]
 
 
+def test_a_block_has_the_same_name_by_its_key_as_by_its_id(store):
+    open_arena(store)
+    store.add_space([(FULL, 0, PAGE)], [1])
+    space = store.add_space([(FULL, 0, PAGE), (FULL, 0, PAGE)], [2, 1])
+    for place, (group, shard) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        ids, _ = store.reserve(space, group, shard, None, keys(1, 2), bytes(2))
+        assert store.names(ids) == store.names_of_keys(keys(1, 2), place)
+    assert store.names_of_keys(keys(1), 0) != store.names_of_keys(keys(1), 1)
+
+
 def test_spaces_that_come_and_go_leave_nothing_behind():
     store = Store()
     open_arena(store, 2 * MIB)

@@ -366,9 +366,16 @@ class Store:
         found = []
         for block in self._known(ids):
             at = list(self._space(block.place.space).places.values()).index(block.place)
-            own = int.from_bytes(block.node.key[:8], "little")
-            found.append((own + at * 0x9E3779B97F4A7C15) % 2**64)
-        return struct.pack(f"<{len(found)}Q", *found)
+            found.append(self.names_of_keys(block.node.key, at))
+        return b"".join(found)
+
+    @staticmethod
+    def names_of_keys(keys: bytes, at: int) -> bytes:
+        """The same of blocks by their keys, at a place among those of their space."""
+        words = (int.from_bytes(key[:8], "little") for key in split(keys, 32))
+        return b"".join(
+            ((w + at * 0x9E3779B97F4A7C15) % 2**64).to_bytes(8, "little") for w in words
+        )
 
     def parents(self, ids: bytes) -> bytes:
         """The ids of the blocks before these in the same group and shard, or the last id there is."""

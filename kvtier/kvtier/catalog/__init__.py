@@ -25,6 +25,7 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.planning import COMPUTE
 from kvtier.policy.base import Policy
+from kvtier.policy.deferred import Deferred
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, SLOT_BYTES, Part
 from kvtier_kernels import Store
 
@@ -65,6 +66,8 @@ class Catalog:
     def __init__(self, store: Store, policy: Policy, notes_bytes: int = NOTES_BYTES) -> None:
         self._store = store
         self._policy = policy
+        own = policy.policy if isinstance(policy, Deferred) else policy
+        self._policy_name = type(own).__name__.lower()
         self._spaces = Spaces(store)
         self._changes = Changes(store, self._spaces)
         self.blocks = Blocks(store, policy, self._changes, Departures(notes_bytes))
@@ -106,7 +109,7 @@ class Catalog:
         miss."""
         space.check_keys(keys)
         ready, coming, parts = self._reading.find(space, keys)
-        self._use(parts, count)
+        self._use(space, parts, keys, count)
         if count:
             self._count_lookup(space, keys, ready, coming if brings else 0)
         return Found(ready, coming)
@@ -127,7 +130,7 @@ class Catalog:
         ready, coming, held = self._reading.find(space, keys)
         parts = self._reading.tell(held, shards)
         self._policy.now(now)
-        self._use(held, count)
+        self._use(space, held, keys, count)
         if count:
             self._count_lookup(space, keys, ready, coming if brings else 0)
         if ready == 0:
@@ -137,11 +140,14 @@ class Catalog:
         self._count_loaded(space, parts)
         return Found(ready, coming, lease.id, lease.token, parts)
 
-    def _use(self, parts: Sequence[Held], count: bool) -> None:
+    def _use(self, space: Space, parts: Sequence[Held], keys: bytes, count: bool) -> None:
         """The one place that says that a request used what it found."""
         for held in parts:
             if count:
-                self._policy.wanted(held.ids, self._store.names(held.ids))
+                first, blocks = held.first, len(held.ids) // ID_BYTES
+                theirs = keys[first * KEY_BYTES : (first + blocks) * KEY_BYTES]
+                place = space.place_of(held.group, held.shard)
+                self._policy.wanted(held.ids, Store.names_of_keys(theirs, place))
             else:
                 self._policy.refreshed(held.ids)
 
@@ -269,7 +275,7 @@ class Catalog:
             if why:
                 told |= {"why": why, "ago_s": round(ago, 1)}
                 if why in BY_POLICY:
-                    told["policy"] = type(self._policy).__name__.lower()
+                    told["policy"] = self._policy_name
             elif not best[0]:
                 told["why"] = "never_stored"
                 if space is not None and (others := near(space, list(self._spaces))):

@@ -44,6 +44,10 @@ class Space:
         tokens = self.spec.block_tokens
         return predict(self.prefill, blocks * tokens, before * tokens)
 
+    def place_of(self, group: int, shard: int) -> int:
+        """Where this group and shard are among the space's places."""
+        return sum(one.shards for one in self.spec.cache_groups[:group]) + shard
+
     @property
     def reach(self) -> int:
         """How far up a chain one look may go."""

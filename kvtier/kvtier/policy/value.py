@@ -39,6 +39,7 @@ FEW = 20.0  # runs that weigh as much as their relatives
 
 COUNTERS, ROWS = 3 << 18, 4
 WINDOW = COUNTERS // 4
+TOLD_AGAIN = 16  # of so many requests one tells the sketch what it knows
 
 # Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some 2,000. So
 # many times more it takes to the next one.
@@ -277,13 +278,19 @@ class ValueModel(Ages):
         self._requests += last
         before = self._known(name)
         level = self._more(before - 1) if before else 0
+        self._know(name, level)
         self._become(number, name, level, new_kind(batch), last)
 
     def used(self, number: int, name: int, last: bool) -> None:
         self._requests += last
         own = self.blocks[number].own
         came_with = (own & WANTED) % PARTS if (own & WANTED) < SELDOM * PARTS else 0
-        self._become(number, name, self._more(level_of(own)), came_with, last)
+        level = self._more(level_of(own))
+        # The sketch is asked for blocks that are gone. One that stays at its level is told again now and
+        # then: counters are halved meanwhile.
+        if level != level_of(own) or (mix(self._requests) >> 32) % TOLD_AGAIN == 0:
+            self._know(name, level)
+        self._become(number, name, level, came_with, last)
 
     def _become(self, number: int, name: int, level: int, came_with: int, last: bool) -> None:
         wanted = level * PARTS + came_with if level < SELDOM else SELDOM * PARTS + level - SELDOM
@@ -292,7 +299,6 @@ class ValueModel(Ages):
         called, kind = short_name(name), self.kind_of(own)
         if last:
             self._lasts.appendleft((number, called))
-        self._know(name, level)
         self._watch(called, kind)
         self._duel.used(called, self.quarters, kind, self.inside, last)
 
