@@ -128,7 +128,7 @@ class Disk {
         try {
             start();
         } catch (...) {
-            end(kGrace);
+            finish();
             throw;
         }
     }
@@ -137,9 +137,10 @@ class Disk {
 
     ~Disk() {
         if (getpid() != owner_) {
-            abandon();
-        } else if (end(kGrace) != 0) {
-            abandon();
+            detach();
+            keep_mappings();
+        } else {
+            finish();
         }
     }
 
@@ -396,12 +397,22 @@ class Disk {
         return left;
     }
 
-    // The threads go on by themselves, with what they share among them, or are not this process's;
-    // the memory that the kernel may still write to stays for good.
-    void abandon() {
+    // Ends without waiting longer than kGrace. A thread that has not ended by then, as no core was
+    // free for it, goes on by itself with what the threads share.
+    void finish() {
+        const size_t left = end(kGrace);
+        detach();
+        if (left != 0) keep_mappings();
+    }
+
+    void detach() {
         for (Thread& thread : running_) {
             if (thread.thread.joinable()) thread.thread.detach();
         }
+    }
+
+    // The kernel may still write to this memory: it stays mapped until the process ends.
+    void keep_mappings() {
         for (nb::object& mapping : mappings_) mapping.release();
     }
 
