@@ -186,12 +186,14 @@ def environment() -> dict[str, Any]:
 class Daemon:
     """A `kvtier serve` of its own for a benchmark."""
 
-    def __init__(self, folder: Path, warm: str, more: str = "", policy: str = "auto") -> None:
+    def __init__(self, folder: Path, warm: str, more: str = "", policy: str = "") -> None:
+        # Without a policy the line is left out: a tree's own default, in trees that know fewer policies too.
+        chosen = f'policy = "{policy}"\n' if policy else ""
         self.socket = str(folder / "kvtier.sock")
         config = folder / "kvtier.toml"
         config.write_text(
             f'socket = "{self.socket}"\nstate = "{folder / "state"}"\nlog_level = "warning"\n'
-            f'{more}\n[warm]\nsize = "{warm}"\npolicy = "{policy}"\n'
+            f'{more}\n[warm]\nsize = "{warm}"\n{chosen}'
         )
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
