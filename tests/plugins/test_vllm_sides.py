@@ -579,7 +579,7 @@ def test_a_slot_that_was_given_away_fails_the_load(
         space = client.open(spec_for(engine.layout))
         keys = engine.scheduler._prompts[request.request_id].keys
         assert keys is not None and space.forget(keys) == 8
-        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes()))
+        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes))
     engine.run(request)
     assert request.failed and not engine.wrong_pages(request)
     assert engine.scheduler.counts["load_failed:stale"] == 1
@@ -833,9 +833,9 @@ def test_a_daemon_without_room_is_not_asked_again(
     engine.serve(range(1000, 1000 + BLOCK))
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
-        count = (1 << 20) // space.block_bytes()
+        count = (1 << 20) // space.block_bytes
         keys = space.keys(list(range(5000, 5000 + count * BLOCK)))
-        space.save(keys, bytes(count * space.block_bytes()))
+        space.save(keys, bytes(count * space.block_bytes))
         lease = space.lease(keys, 60_000)
         assert lease.ready >= count - 1
         request = engine.run(engine.add(PROMPT))
