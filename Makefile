@@ -96,8 +96,8 @@ bench-compare: venv ## BASE=COMMIT: that commit and this tree measured alternate
 	@test -n "$(BASE)" || { echo "bench-compare: say what to compare with: make bench-compare BASE=COMMIT" >&2; exit 2; }
 	$(BIN)/python benchmarks/compare.py $(BASE) $(COMPARE)
 
-figures: venv   ## put the figures of the last benchmarks into the documents
-	$(BIN)/python benchmarks/figures.py
+figures: venv   ## put the figures of the last benchmarks into the documents; refuses results of changed code
+	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
 faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests

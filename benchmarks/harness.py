@@ -166,6 +166,10 @@ def environment() -> dict[str, Any]:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parent,
     )  # fmt: skip
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
     from kvtier_kernels import cpu_features
 
     return {
@@ -177,6 +181,7 @@ def environment() -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()),
         "features": cpu_features(),
         "commit": commit.stdout.strip(),
+        "uncommitted": bool(changed.stdout.strip()),
     }
 
 
