@@ -48,6 +48,8 @@ HEADLINES = {
         " memcpy",
         "load, 2 MiB blocks, to NT loop": "load from memory, beside one thread's loop of streaming stores",
         "load as views, 256 blocks, release included": "load 256 blocks without a copy, release included",
+        "four clients, half saving with checksums, to two best copy loops": "four clients at once, beside a"
+        " best copy loop on each of two cores",
         "four clients, half saving with checksums, to two-thread NT": "four clients at once, beside both"
         " cores' loops of streaming stores",
     },
