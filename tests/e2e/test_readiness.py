@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import select
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from daemons import Daemon
-from kvtier import KvtierError, NotReady, Unavailable
+from kvtier import KvtierError, NotReady, Refused, Unavailable, wire
+from kvtier.link import Link
 from specs import spec_of
 
 WARM = "2GiB"  # takes longer to allocate than a client to connect
@@ -65,6 +67,27 @@ def test_a_save_that_may_not_wait_is_refused_and_shows_why(
         assert refused == {"growing"} and re.search(rf"{blocks - len(saving)} growing", shown)
         with space.reserve(keys) as saving:
             assert len(saving) == blocks
+
+
+def test_a_session_has_one_wait_for_growth_at_a_time_and_it_ends_by_its_deadline(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    daemon = daemon_of(warm=WARM, wait=False)
+    with daemon.connect() as client:
+        link = client.link
+        grown = link.ask(wire.Grow(link.new_id(), wire.LIMIT_KEYS, 1), wire.Grown)
+        assert grown.growing, "the test needs a daemon whose memory still grows"
+        first = link.tell(wire.Grow(link.new_id(), wire.LIMIT_KEYS, 60_000))
+        with pytest.raises(Refused, match="already waits"):
+            link.ask(wire.Grow(link.new_id(), wire.LIMIT_KEYS, 60_000), wire.Grown)
+        (answer,) = answers_of(link)
+        assert isinstance(answer, wire.Grown) and answer.id == first
+
+
+def answers_of(link: Link) -> list[wire.Message]:
+    while not (answers := link.replies()):
+        select.select([link.connection], [], [], 30)
+    return [reply for _, reply in answers.values()]
 
 
 def test_wait_ready_ends_when_the_daemon_does(daemon_of: Callable[..., Daemon]) -> None:
