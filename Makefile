@@ -10,7 +10,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
 .PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-frames bench-ttft bench-gpu \
-        bench-peers figures faults package clean
+        bench-peers bench-compare figures faults package clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -92,8 +92,12 @@ bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and fr
 bench-peers: venv ## beside LMCache's daemon, which comes into build/peers; PEERS="--folder DIR" says where files go
 	$(BIN)/python benchmarks/bench_peers.py $(PEERS)
 
-figures: venv   ## put the figures of the last benchmarks into the documents
-	$(BIN)/python benchmarks/figures.py
+bench-compare: venv ## BASE=COMMIT: that commit and this tree measured alternately; fails where this tree is slower by 5%
+	@test -n "$(BASE)" || { echo "bench-compare: say what to compare with: make bench-compare BASE=COMMIT" >&2; exit 2; }
+	$(BIN)/python benchmarks/compare.py $(BASE) $(COMPARE)
+
+figures: venv   ## put the figures of the last benchmarks into the documents; refuses results of changed code
+	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
 faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests

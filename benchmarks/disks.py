@@ -80,7 +80,8 @@ def speed_row(
     return Row(
         f"{name}: throughput beside {label}", value, "x", f">= {bar:g}" if bar else "",
         value >= bar if bar else None, low, high,
-        {"GB/s": gigabytes / median(one.seconds), f"{label} GB/s": gigabytes / median(other.seconds)},
+        ({"settings": other.chosen} if isinstance(other, Fio) else {})
+        | {"GB/s": gigabytes / median(one.seconds), f"{label} GB/s": gigabytes / median(other.seconds)},
     )  # fmt: skip
 
 
@@ -202,9 +203,12 @@ class Worker(Arm):
 
 
 class Fio(Arm):
-    """So many bytes by fio at its best, io_uring with registered buffers; its own seconds are counted, not
-    those before its first operation. Of several files each run takes the next. `hole` bytes are left out
-    between two blocks; `first` is where the first one lies."""
+    """So many bytes by fio at its best: io_uring with registered buffers, and those depths, numbers of jobs
+    and kinds of memory that its first run finds to be the fastest, in `chosen`. Depth 1 stays what it is.
+
+    Its own seconds are counted, not those before its first operation. Of several files each run takes the
+    next. `hole` bytes are left out between two blocks; `first` is where the first one lies.
+    """
 
     def __init__(
         self, files: Iterable[Path], nbytes: int, block: int, depth: int, *, writes: bool = False,
@@ -216,17 +220,39 @@ class Fio(Arm):
         kind = ("rand" if at_random else "") + ("write" if writes else "read")
         self._command = [
             "fio", "--name=limit", f"--rw={kind}{f':{hole}' if hole else ''}", f"--bs={block}",
-            f"--io_size={nbytes}", f"--offset={first}", "--direct=1", "--ioengine=io_uring",
-            f"--iodepth={depth}", "--fixedbufs=1", "--overwrite=1", "--allow_file_create=0",
+            f"--offset={first}", "--direct=1", "--ioengine=io_uring",
+            "--fixedbufs=1", "--group_reporting=1", "--overwrite=1", "--allow_file_create=0",
             "--randrepeat=0", "--lat_percentiles=1", "--output-format=json",
             *([f"--fdatasync={sync}"] if sync else []),
             *(["--readonly"] if not writes else []),
         ]  # fmt: skip
         self._nbytes = nbytes
+        self.chosen = ""
+        self._settings = _fio_settings(nbytes, block, depth, split=not (hole or at_random or sync))
+
+    def _choose(self) -> str:
+        """The settings that are fastest here. Memory that the machine does not have is left out."""
+        took: dict[str, float] = {}
+        for settings in self._settings:
+            try:
+                self._run(settings)
+            except subprocess.CalledProcessError:
+                if "mmaphuge" not in settings:
+                    raise
+            else:
+                took[settings] = self.seconds[-1]
+        self.forget()
+        return min(took, key=lambda settings: took[settings])
 
     def once(self) -> None:
-        command = [*self._command, f"--filename={next(self._files)}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        self.chosen = self.chosen or self._choose()
+        self._run(self.chosen)
+
+    def _run(self, settings: str) -> None:
+        command = [*self._command, *settings.split(), f"--filename={next(self._files)}"]
+        # Its buffers come from malloc, which takes huge pages where it is told to.
+        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         [job] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
         part = job["write"] if job["write"]["io_bytes"] else job["read"]
         assert part["io_bytes"] == self._nbytes, f"fio moved {part['io_bytes']}: {command}"
@@ -238,6 +264,23 @@ class Fio(Arm):
     def forget(self) -> None:
         super().forget()
         self.latencies.clear()
+
+
+def _fio_settings(nbytes: int, block: int, depth: int, split: bool) -> list[str]:
+    """What `Fio` tries: each depth with each kind of memory, and by two jobs where the bytes can be split."""
+    depths = (depth,) if depth == 1 else (depth, 2 * depth, 4 * depth)
+    found = [
+        f"--iodepth={each} --io_size={nbytes}{memory}"
+        for each in depths
+        for memory in ("", " --mem=mmaphuge")
+    ]
+    half = nbytes // 2
+    if split and depth > 1 and half % block == 0:
+        found += [
+            f"--iodepth={each} --io_size={half} --numjobs=2 --offset_increment={half}"
+            for each in depths
+        ]
+    return found
 
 
 # --- past the page cache ------------------------------------------------------------------------

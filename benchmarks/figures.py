@@ -1,11 +1,16 @@
 """Write what was measured into the documents, so that no number there was typed by hand: every row into
 docs/figures.md, the rows that tell most into the README, hit rates over sizes and one hit from disk into
 pictures.
+
+Refuses results that are out of date: of a commit that is not among the last 50 of this history, or since
+which the measured code has changed, and results of a tree with changes that were not committed. `--stale`
+writes them nevertheless. Every figure stands beside its commit, so a reader sees what it is of.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,8 @@ from kvtier_daemon.sim.plot import draw
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+RECENT = 50
+MEASURED = ("kvtier", "daemon", "kernels", "plugins")  # a change in here makes a result out of date
 SOURCES = {
     "warm": "python benchmarks/bench_warm.py",
     "control": "python benchmarks/bench_control.py",
@@ -34,16 +41,24 @@ SOURCES = {
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {
     "warm": {
-        "save with checksum, 2 MiB blocks, to memcpy": "save to memory, with checksums, beside a memcpy",
-        "load, 2 MiB blocks, to NT loop": "load from memory, beside the fastest copy loop",
+        "save with checksum, 2 MiB blocks, to the best copy loop": "save to memory, with checksums, beside"
+        " the best copy loop",
+        "load, 2 MiB blocks, to the best copy loop": "load from memory, beside the best copy loop",
+        "save with checksum, 2 MiB blocks, to memcpy": "save to memory, with checksums, beside one thread's"
+        " memcpy",
+        "load, 2 MiB blocks, to NT loop": "load from memory, beside one thread's loop of streaming stores",
         "load as views, 256 blocks, release included": "load 256 blocks without a copy, release included",
+        "four clients, half saving with checksums, to two best copy loops": "four clients at once, beside a"
+        " best copy loop on each of two cores",
         "four clients, half saving with checksums, to two-thread NT": "four clients at once, beside both"
-        " cores' fastest copy loop",
+        " cores' loops of streaming stores",
     },
     "control": {
         "match of 1024 keys, p50": "ask for a prefix of 1,024 blocks",
         "catalog of 1,000,000 blocks: memory a block": "the daemon's memory for each block it knows",
-        "daemon with 12GiB: ready after": "start with 12 GiB",
+        "daemon with 12GiB: takes clients after": "start with 12 GiB, until it takes clients",
+        "daemon with 12GiB: memory complete after": "start with 12 GiB, until all of it is allocated",
+        "daemon with 12GiB: ready after": "start with 12 GiB, until it takes clients",
     },
     "cold": {
         "daemon, cold to warm, io_uring, registered, saved with checksums: throughput beside fio": "load from"
@@ -85,7 +100,10 @@ def head(name: str, result: dict[str, Any]) -> str:
     where = result["environment"]
     state = "" if result["valid"] else " **The machine was disturbed during this run.**"
     peer = f" {where['peer']}" if "peer" in where else ""
-    return f"`{SOURCES[name]}` on {where['cores']} shared cores of {where['cpu']}.{peer}{state}"
+    return (
+        f"`{SOURCES[name]}` on {where['cores']} shared cores of {where['cpu']},"
+        f" at commit {commit_of(result)}.{peer}{state}"
+    )
 
 
 def measured(row: dict[str, Any]) -> str:
@@ -97,15 +115,15 @@ def measured(row: dict[str, Any]) -> str:
     return value
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]], commit: str) -> list[str]:
     return [
-        "| | measured | bar |",
-        "| --- | --- | --- |",
-        *(f"| {row['name']} | {measured(row)} | {row['bar']} |" for row in rows),
+        "| | measured | bar | commit |",
+        "| --- | --- | --- | --- |",
+        *(f"| {row['name']} | {measured(row)} | {row['bar']} | {commit} |" for row in rows),
     ]
 
 
-def side_by_side(rows: list[dict[str, Any]]) -> list[str]:
+def side_by_side(rows: list[dict[str, Any]], commit: str) -> list[str]:
     """A column for each system, whose name begins its rows'; empty where a system has no such row."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -113,10 +131,10 @@ def side_by_side(rows: list[dict[str, Any]]) -> list[str]:
         cells.setdefault(what, {})[system] = row["more"].get("said") or measured(row)
     systems = list(dict.fromkeys(system for line in cells.values() for system in line))
     return [
-        f"| | {' | '.join(systems)} |",
-        f"| --- |{' --- |' * len(systems)}",
+        f"| | {' | '.join(systems)} | commit |",
+        f"| --- |{' --- |' * len(systems)} --- |",
         *(
-            f"| {what} | {' | '.join(line.get(system, '') for system in systems)} |"
+            f"| {what} | {' | '.join(line.get(system, '') for system in systems)} | {commit} |"
             for what, line in cells.items()
         ),
     ]
@@ -129,7 +147,10 @@ def everything(found: dict[str, dict[str, Any]]) -> str:
         "",
         "Written by `make figures` from `benchmarks/results/`. A ratio is the median of pairs that ran one"
         " after the other",
-        "in the same run, with what 95% of resampled medians lie between; a bar is what we want to hold.",
+        "in the same run, with what 95% of resampled medians lie between; a bar is what we want to hold."
+        " Each figure is of the",
+        "commit beside it, and says nothing about later ones: `make figures` refuses results of changed"
+        " code.",
         "",
     ]
     for name, result in found.items():
@@ -137,7 +158,7 @@ def everything(found: dict[str, dict[str, Any]]) -> str:
             f"## {name}",
             head(name, result),
             "",
-            *(side_by_side if name == "peers" else table)(result["rows"]),
+            *(side_by_side if name == "peers" else table)(result["rows"], commit_of(result)),
             "",
         ]
         if name in PICTURES:
@@ -146,11 +167,11 @@ def everything(found: dict[str, dict[str, Any]]) -> str:
 
 
 def highlights(found: dict[str, dict[str, Any]]) -> str:
-    lines = ["| | measured | |", "| --- | --- | --- |"]
+    lines = ["| | measured | benchmark | commit |", "| --- | --- | --- | --- |"]
     for name, wanted in HEADLINES.items():
         rows = {row["name"]: row for row in found.get(name, NONE)["rows"]}
         lines += [
-            f"| {said} | {measured(rows[row])} | {name} |"
+            f"| {said} | {measured(rows[row])} | {name} | {commit_of(found[name])} |"
             for row, said in wanted.items()
             if row in rows
         ]
@@ -212,13 +233,56 @@ def wanted() -> dict[Path, str]:
     if hit is not None:
         files[docs / "cold-hit.svg"], said = cold_hit(hit)
         for page, picture in HIT_PAGES.items():
-            shown = f"{said}\n\n![where the time of a hit from disk goes]({picture})"
+            of = f"Measured at commit {commit_of(found['ttft'])}."
+            shown = f"{said}\n{of}\n\n![where the time of a hit from disk goes]({picture})"
             files[docs / page] = between(docs / page, shown)
     return files
 
 
+def commit_of(result: dict[str, Any]) -> str:
+    commit: str = result["environment"].get("commit") or "unknown"
+    return commit
+
+
+def git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def out_of_date(result: dict[str, Any], root: Path = ROOT) -> str:
+    """Why this result says nothing about the tree at `root`; "" where it does."""
+    commit = commit_of(result)
+    whole = git(root, "rev-parse", "--verify", f"{commit}^{{commit}}")
+    if whole not in git(root, "rev-list", f"--max-count={RECENT}", "HEAD").split():
+        return f"its commit is not among the last {RECENT} of this history"
+    if changed := git(root, "diff", "--name-only", whole, "--", *MEASURED).split():
+        return f"code has changed since: {changed[0]}" + (
+            f" and {len(changed) - 1} other files" if len(changed) > 1 else ""
+        )
+    if result["environment"].get("uncommitted"):
+        return "the tree had changes that were not committed"
+    return ""
+
+
+def refused(found: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each result that is out of date, with its rows and what measures it again."""
+    lines = []
+    for name, result in found.items():
+        if why := out_of_date(result):
+            rows = [row["name"] for row in result["rows"]]
+            shown = [row for row in HEADLINES.get(name, {}) if row in rows]
+            lines.append(
+                f"{name}: {len(rows)} rows of commit {commit_of(result)}: {why};"
+                f" run `{SOURCES[name]}`"
+            )
+            lines += [f"    in README: {row}" for row in shown]
+    return lines
+
+
 def main() -> int:
-    """Write them; with --check only say whether they are true."""
+    """Write them; with --check only say whether the documents say what the results do."""
     stale = [
         path for path, text in wanted().items() if not path.exists() or path.read_text() != text
     ]
@@ -226,6 +290,10 @@ def main() -> int:
         for path in stale:
             print(f"{path.relative_to(ROOT)}: not what benchmarks/results say; run `make figures`")
         return int(bool(stale))
+    if "--stale" not in sys.argv and (lines := refused(results())):
+        print("figures: these results are out of date, so nothing was written:", *lines, sep="\n")
+        print("Run them again, or write them as what they are: `make figures FIGURES=--stale`")
+        return 1
     for path, text in wanted().items():
         path.write_text(text)
     return 0

@@ -166,6 +166,10 @@ def environment() -> dict[str, Any]:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parent,
     )  # fmt: skip
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", "kvtier", "daemon", "kernels", "plugins"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
     from kvtier_kernels import cpu_features
 
     return {
@@ -177,6 +181,7 @@ def environment() -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()),
         "features": cpu_features(),
         "commit": commit.stdout.strip(),
+        "uncommitted": bool(changed.stdout.strip()),
     }
 
 
@@ -186,12 +191,14 @@ def environment() -> dict[str, Any]:
 class Daemon:
     """A `kvtier serve` of its own for a benchmark."""
 
-    def __init__(self, folder: Path, warm: str, more: str = "", policy: str = "auto") -> None:
+    def __init__(self, folder: Path, warm: str, more: str = "", policy: str = "") -> None:
+        # Without a policy the line is left out: a tree's own default, in trees that know fewer policies too.
+        chosen = f'policy = "{policy}"\n' if policy else ""
         self.socket = str(folder / "kvtier.sock")
         config = folder / "kvtier.toml"
         config.write_text(
             f'socket = "{self.socket}"\nstate = "{folder / "state"}"\nlog_level = "warning"\n'
-            f'{more}\n[warm]\nsize = "{warm}"\npolicy = "{policy}"\n'
+            f'{more}\n[warm]\nsize = "{warm}"\n{chosen}'
         )
         self.started = time.perf_counter()
         self.process = subprocess.Popen(

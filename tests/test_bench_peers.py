@@ -151,14 +151,16 @@ def test_each_system_has_a_column() -> None:
         bench.row_of("lookup", "peer 1.0", 1.25, "ms"),
         bench.row_of("its own: way", "peer 1.0", 3.0, "x"),
     ]
-    where = {"cores": 2, "cpu": "a CPU", "peer": "It ran so."}
+    where = {"commit": "0a1b2c3", "cores": 2, "cpu": "a CPU", "peer": "It ran so."}
     found = {"environment": where, "valid": True, "rows": [asdict(row) for row in rows]}
     page = figures.everything({"peers": found}).splitlines()
-    assert page[page.index("## peers") + 1].endswith("on 2 shared cores of a CPU. It ran so.")
+    assert page[page.index("## peers") + 1].endswith(
+        "on 2 shared cores of a CPU, at commit 0a1b2c3. It ran so."
+    )
     assert [line for line in page if line.startswith("|")] == [
-        "| | kvtier | peer 1.0 |",
-        "| --- | --- | --- |",
-        "| lookup | 0.05 ms | 1.25 ms |",
-        "| cap | yes: fine |  |",
-        "| its own: way |  | 3 x |",
+        "| | kvtier | peer 1.0 | commit |",
+        "| --- | --- | --- | --- |",
+        "| lookup | 0.05 ms | 1.25 ms | 0a1b2c3 |",
+        "| cap | yes: fine |  | 0a1b2c3 |",
+        "| its own: way |  | 3 x | 0a1b2c3 |",
     ]

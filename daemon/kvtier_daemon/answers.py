@@ -13,6 +13,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.catalog import Found, LeaseId, Space, Watch
+from kvtier.catalog.reading import LIMIT_PIN_S
 from kvtier.errors import KvtierError, Refused
 from kvtier.key import KEY_BYTES
 from kvtier.layout import LIMIT_SHARDS
@@ -69,6 +70,7 @@ class Answers:
         self.waiting = 0  # lookups that are owed something, and how much
         self.owed_tokens = 0
         self._monitoring = 0  # the request that events are the answer to
+        self._growing = 0  # the request that waits for the tenant's memory to grow
 
     def to(self, tenant: Tenant | None, request: wire.Request) -> wire.Reply | None:
         """The answer; None where it comes later. Raises Refused or SpecError."""
@@ -299,8 +301,10 @@ class Answers:
     def _pin(self, tenant: Tenant, request: wire.Pin) -> wire.Reply:
         self._check_may_write()
         space = tenant.catalog.space(request.space)
-        if request.ttl_ms < 1:
-            raise Refused("bad_request", f"a pin for {request.ttl_ms} ms")
+        if not 1 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
+            longest = f"{LIMIT_PIN_S:.0f} s, a week"
+            text = f"a pin for {request.ttl_ms / 1000:g} s: pins last 1 ms to {longest}"
+            raise Refused("bad_request", text)
         now = self._server.clock()
         blocks = tenant.catalog.pin(space, request.keys, request.ttl_ms / 1000, now)
         return wire.Counted(request.id, blocks)
@@ -505,6 +509,31 @@ class Answers:
             self._monitoring = 0
             self._session.send(events)
 
+    def _grow(self, tenant: Tenant, request: wire.Grow) -> wire.Reply | None:
+        _check_answered(request)
+        if self._growing:
+            raise Refused("bad_request", "this session already waits for memory to grow")
+        waits = tenant.catalog.growing and len(tenant.extents) <= request.extents
+        if not waits or request.wait_ms < 1:
+            return _grown(tenant, request.id)
+        self._growing = request.id
+        wait_s = min(request.wait_ms / 1000, LONGEST_WAIT_S)
+        self._server.loop.call_later(wait_s, self._tell_growth, tenant, request.id)
+        return None
+
+    @property
+    def waits_for_memory(self) -> bool:
+        return bool(self._growing)
+
+    def memory_grew(self, tenant: Tenant) -> None:
+        """Answer the request that waits for this."""
+        self._tell_growth(tenant, self._growing)
+
+    def _tell_growth(self, tenant: Tenant, request_id: int) -> None:
+        if request_id and request_id == self._growing:
+            self._growing = 0
+            self._session.send(_grown(tenant, request_id))
+
     def _ping(self, tenant: Tenant | None, request: wire.Ping) -> wire.Reply:
         return wire.Done(request.id)
 
@@ -541,7 +570,12 @@ ANSWERS: dict[type[wire.Message], Answer] = {
     wire.List: Answers._list,
     wire.Purge: Answers._purge,
     wire.Monitor: Answers._monitor,
+    wire.Grow: Answers._grow,
 }
+
+
+def _grown(tenant: Tenant, request_id: int) -> wire.Grown:
+    return wire.Grown(request_id, len(tenant.extents), tenant.catalog.growing)
 
 
 def _loaded(

@@ -314,6 +314,9 @@ class App:
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._say_whether_it_grows()
+        if self._server is not None:
+            for session in list(self._server.sessions):
+                session.memory_grew()
         if self.warm.complete:
             log.info(
                 "warm tier is there: %s, of it %s in huge pages",

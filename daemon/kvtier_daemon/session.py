@@ -291,6 +291,12 @@ class Session:
         if not self._closing:
             self._writable()
 
+    def memory_grew(self) -> None:
+        """Tell a client that waits for it that its tenant has more extents, or has all that it gets."""
+        if self.tenant is not None and self._answers.waits_for_memory:
+            self._announce()
+            self._answers.memory_grew(self.tenant)
+
     @property
     def in_use(self) -> bool:
         """Whether this is an engine's: somebody who only asks how things are has no space open."""

@@ -8,13 +8,16 @@ if TYPE_CHECKING:
     from kvtier.errors import (
         ConfigError,
         FrameError,
+        InvalidArgument,
         KvtierError,
+        NotReady,
         ProtocolError,
         Refused,
         SpecError,
         StaleLease,
         TierError,
         Unavailable,
+        ViewsInUse,
     )
     from kvtier.key import Key, Keys
     from kvtier.layout import Group, KvSpec
@@ -27,12 +30,14 @@ __all__ = [
     "ConfigError",
     "FrameError",
     "Group",
+    "InvalidArgument",
     "Key",
     "Keys",
     "KvSpec",
     "KvtierError",
     "Lease",
     "Match",
+    "NotReady",
     "ProtocolError",
     "Refused",
     "Saved",
@@ -42,6 +47,7 @@ __all__ = [
     "StaleLease",
     "TierError",
     "Unavailable",
+    "ViewsInUse",
 ]
 
 _HOME = {

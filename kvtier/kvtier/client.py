@@ -17,16 +17,19 @@ import msgspec
 
 from kvtier import wire
 from kvtier.arena import Arena
+from kvtier.arguments import Checking, seconds
 from kvtier.connection import Clock, Connection
-from kvtier.errors import Unavailable
+from kvtier.errors import InvalidArgument, NotReady, Unavailable
 from kvtier.layout import KvSpec
 from kvtier.link import Link, Mappings
 from kvtier.loading import Blocks, Lease, Reader
 from kvtier.saving import Saved, Saving
 from kvtier.space import Change, Changes, Match, Pinned, Space
+from kvtier.units import format_bytes
 
 DEFAULT_SOCKET = "/run/kvtier/kvtier.sock"
 CONNECT_PAUSE_S = 0.005
+LEAST_TIMEOUT_S = 0.001
 
 Answer = Match | Lease | Pinned | Changes
 
@@ -72,8 +75,10 @@ class Client:
         `timeout_s` bounds every request. `read_only` maps the arena for reading only and can't save.
         Raises Unavailable if there is no daemon, Refused if it won't have this client.
         """
-        path = os.fspath(socket or default_socket())
-        sock = _connected(path, timeout_s, clock)
+        with Checking("socket"):
+            path = os.fsdecode(socket or default_socket())
+            os.fsencode(path)
+        sock = _connected(path, seconds("timeout_s", timeout_s, least=LEAST_TIMEOUT_S), clock)
         connection = Connection(sock, clock, timeout_s)
         arena = Arena(read_only, populate)
         try:
@@ -85,6 +90,8 @@ class Client:
 
     def open(self, spec: KvSpec) -> Space:
         """The space of this description: made on first sight, shared by all who describe it alike."""
+        if not isinstance(spec, KvSpec):
+            raise InvalidArgument(f"spec: a KvSpec is wanted, not {type(spec).__name__}")
         opened = self.link.ask(wire.Open(self.link.new_id(), spec.checked()), wire.Opened)
         return Space(self.link, spec, opened)
 
@@ -121,11 +128,28 @@ class Client:
         """Ask for nothing and wait for the answer."""
         self.link.ask(wire.Ping(self.link.new_id()), wire.Done)
 
+    def wait_ready(self, timeout_s: float = 60.0) -> int:
+        """Wait until the daemon has all the memory that it makes at its start; how many bytes of it this
+        tenant has. That is less than configured where the machine has no more.
+
+        Waits for the daemon's answers. Raises NotReady after `timeout_s`, and Unavailable if the daemon
+        goes; after NotReady the client stays usable.
+        """
+        clock = self.link.connection.clock
+        until = clock() + seconds("timeout_s", timeout_s)
+        while self.link.wait_for_growth(until):
+            if clock() >= until:
+                have = format_bytes(self.link.arena.nbytes)
+                text = f"memory is not complete after {timeout_s:g} s: {have} of this tenant so far"
+                raise NotReady(f"{text}; wait longer, or see `kvtier status`")
+        return self.link.arena.nbytes
+
     def adopt(self, token: bytes, shards: Sequence[int] = (0,)) -> Lease:
         """Join a lease that another process of this tenant holds, by its token. Refused once the lease has
         ended. It ends when all who joined it have released it, and never later than its deadline."""
         mappings = self.link.mappings
-        request = wire.Adopt(self.link.new_id(), token, list(shards))
+        with Checking("shards"):
+            request = wire.Adopt(self.link.new_id(), token, list(shards))
         return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
 
     def reader(self) -> Reader:
@@ -189,6 +213,8 @@ class Client:
 
 
 def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
+    if "\0" in path:
+        raise InvalidArgument(f"socket: {path!r} has a zero byte")
     if (nbytes := len(os.fsencode(path))) > wire.LIMIT_SOCKET_PATH:
         most = wire.LIMIT_SOCKET_PATH
         text = f"{path} has {nbytes} bytes, and a socket's path at most {most}: name a shorter one"

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier import wire
-from kvtier.errors import KvtierError, ProtocolError, Refused, Unavailable
+from kvtier.errors import InvalidArgument, KvtierError, ProtocolError, Refused, Unavailable
 
 RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
@@ -27,8 +27,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, clock: Clock, timeout_s: float) -> None:
         self._sock = sock
-        self._clock = clock
-        self._timeout_s = timeout_s
+        self.clock = clock
+        self.timeout_s = timeout_s
         self._waits_s: float | None = None  # as the socket was told last
         self._pid = os.getpid()
         self._framer = wire.Framer()
@@ -51,16 +51,16 @@ class Connection:
         return request_id
 
     def send(self, message: wire.Message) -> int:
-        """Write one request; its id is what `wait` and `poll` know the answer by. Raises TypeError for one
-        that no daemon would understand."""
+        """Write one request; its id is what `wait` and `poll` know the answer by. Raises InvalidArgument
+        for one that no daemon would understand."""
         self._check_usable()
-        frame = _checked(message)
+        frame = checked_frame(message)
         try:
-            self._wait_at_most(self._timeout_s)
+            self._wait_at_most(self.timeout_s)
             self._flush()
             self._sock.sendall(frame)
         except TimeoutError as error:
-            raise self.give_up(f"the daemon took no request for {self._timeout_s} s") from error
+            raise self.give_up(f"the daemon took no request for {self.timeout_s} s") from error
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
@@ -70,11 +70,11 @@ class Connection:
             self._expected.add(message.id)
         return message.id
 
-    def begin(self, message: wire.Message) -> int:
-        """Write one request without waiting: what the socket does not take now goes with the next call.
+    def begin(self, request_id: int, frame: bytes) -> None:
+        """Write one request, as `checked_frame` made it, without waiting: what the socket does not take now
+        goes with the next call.
         A daemon that takes nothing for too long breaks the connection."""
         self._check_usable()
-        frame = _checked(message)
         # One frame may wait whatever its size: the limit is for a daemon that takes none.
         if len(self._backlog) > LIMIT_BACKLOG_BYTES:
             self.push()
@@ -83,10 +83,9 @@ class Connection:
                     f"the daemon left {len(self._backlog)} bytes of requests waiting"
                 )
         self._backlog += frame
-        if message.id:
-            self._expected.add(message.id)
+        if request_id:
+            self._expected.add(request_id)
         self.push()
-        return message.id
 
     @property
     def backlog_bytes(self) -> int:
@@ -127,12 +126,12 @@ class Connection:
 
     def wait(self, request_id: int) -> wire.Reply:
         """The reply to this request. Raises Refused if the daemon says no."""
-        deadline = self._clock() + self._timeout_s
+        deadline = self.clock() + self.timeout_s
         try:
             while request_id not in self._replies:
-                left = deadline - self._clock()
+                left = deadline - self.clock()
                 if left <= 0:
-                    raise self.give_up(f"no answer for {self._timeout_s} s")
+                    raise self.give_up(f"no answer for {self.timeout_s} s")
                 self._receive(left)
         except (KvtierError, OSError):
             raise
@@ -173,7 +172,7 @@ class Connection:
         except BlockingIOError:
             raise
         except TimeoutError as error:
-            raise self.give_up(f"no answer for {self._timeout_s} s") from error
+            raise self.give_up(f"no answer for {self.timeout_s} s") from error
         except OSError as error:
             raise self.give_up(f"the connection is gone: {error}") from error
         for level, kind, data in control:
@@ -252,11 +251,11 @@ class Connection:
         return said or self.inherited
 
 
-def _checked(message: wire.Message) -> bytes:
-    """The frame of a request, if its fields have the types that the wire wants."""
+def checked_frame(message: wire.Message) -> bytes:
+    """The frame of a request; InvalidArgument if a field has a type or a size that the wire does not take."""
     try:
         frame = wire.encode(message)
         wire.decode_request(memoryview(frame)[wire.LENGTH.size :])
-    except (ProtocolError, OverflowError, TypeError) as error:
-        raise TypeError(f"{type(message).__name__}: {error}") from error
+    except (ProtocolError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{type(message).__name__}: {error}") from error
     return frame

@@ -5,6 +5,9 @@
     ├── Unavailable       no daemon answers, or it answers too late
     ├── ProtocolError     the peer broke the wire's rules
     ├── Refused           the daemon understood and said no, with a code
+    ├── NotReady          the daemon's memory is not complete within the deadline; also a TimeoutError
+    ├── InvalidArgument   a call with an argument that cannot be right; also a ValueError and a TypeError
+    ├── ViewsInUse        something still shows slots that were given back; also a BufferError
     ├── StaleLease        the lease has ended; the bytes may be somebody else's by now
     ├── FrameError        stored bytes are not what they claim to be
     ├── ProfileError      a calibration profile that is damaged, or that is of something else
@@ -42,6 +45,18 @@ class Refused(KvtierError):  # noqa: N818
 
     def __str__(self) -> str:
         return f"{self.message} ({self.code})"
+
+
+class NotReady(KvtierError, TimeoutError):  # noqa: N818
+    """Memory is not complete within the deadline. The client stays usable: wait again, or go on without."""
+
+
+class InvalidArgument(KvtierError, ValueError, TypeError):  # noqa: N818
+    """An argument of the wrong type, length or range. Nothing was sent to the daemon."""
+
+
+class ViewsInUse(KvtierError, BufferError):  # noqa: N818
+    """Something still shows slots whose lease has ended: copy their bytes before the `with` block ends."""
 
 
 class StaleLease(KvtierError):  # noqa: N818

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NewType, overload
 
+from kvtier.arguments import Checking
+from kvtier.errors import InvalidArgument
 from kvtier_kernels import blake3, chain_hashes, chain_keys
 
 if TYPE_CHECKING:
@@ -29,8 +31,13 @@ class Keys(Sequence[Key]):
     __slots__ = ("packed", "parent")
 
     def __init__(self, packed: bytes, parent: bytes = b"") -> None:
+        if not (isinstance(packed, bytes) and isinstance(parent, bytes)):
+            raise InvalidArgument(
+                f"keys are bytes: got {type(packed).__name__}, {type(parent).__name__}"
+            )
         if len(packed) % KEY_BYTES or len(parent) not in (0, KEY_BYTES):
-            raise ValueError(f"keys are {KEY_BYTES} bytes each: got {len(packed)}, {len(parent)}")
+            text = f"keys are {KEY_BYTES} bytes each: got {len(packed)}, {len(parent)}"
+            raise InvalidArgument(text)
         self.packed = packed
         self.parent = parent
 
@@ -39,8 +46,10 @@ class Keys(Sequence[Key]):
         """The same keys, packed: what every call of a space accepts."""
         if isinstance(keys, Keys):
             return keys
-        if not all(isinstance(key, bytes) and len(key) == KEY_BYTES for key in keys):
-            raise TypeError(
+        if not isinstance(keys, Iterable) or not all(
+            isinstance(key, bytes) and len(key) == KEY_BYTES for key in keys
+        ):
+            raise InvalidArgument(
                 f"keys of {KEY_BYTES} bytes each are wanted: they come from space.keys(token_ids)"
             )
         return cls(b"".join(keys))
@@ -57,7 +66,7 @@ class Keys(Sequence[Key]):
             packed = self.packed
             start, stop, step = index.indices(len(packed) // KEY_BYTES)
             if step != 1:
-                raise ValueError("keys form a chain: only slices of step 1 make sense")
+                raise InvalidArgument("keys form a chain: only slices of step 1 make sense")
             first = start * KEY_BYTES
             parent = packed[first - KEY_BYTES : first] if start else self.parent
             return Keys(packed[first : stop * KEY_BYTES], parent)
@@ -94,8 +103,9 @@ def token_keys(
     secret: bytes, token_ids: TokenIds, block_tokens: int, salt: bytes = b"", extras: bytes = b""
 ) -> Keys:
     """One key per whole block of the tokens (a list, or a buffer of 32- or 64-bit integers)."""
-    root = chain_root(secret, salt)
-    return Keys(chain_keys(secret, root, token_ids, block_tokens, extras))
+    with Checking("keys of tokens"):
+        root = chain_root(secret, salt)
+        return Keys(chain_keys(secret, root, token_ids, block_tokens, extras))
 
 
 def hash_keys(
@@ -106,6 +116,9 @@ def hash_keys(
     after: Keys | None = None,
 ) -> Keys:
     """One key per block hash of an engine, in place of tokens; `after` those keys, or as a new chain."""
+    if not (after is None or isinstance(after, Keys)):
+        raise InvalidArgument(f"after: Keys are wanted, not {type(after).__name__}")
     parent = after[-1] if after else b""
-    root = parent or chain_root(secret, salt)
-    return Keys(chain_hashes(secret, root, list(hashes), extras), parent)
+    with Checking("keys of hashes"):
+        root = parent or chain_root(secret, salt)
+        return Keys(chain_hashes(secret, root, list(hashes), extras), parent)

@@ -163,6 +163,7 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Multi-head latent attention: one latent part in place of K and V, the same on every
         tensor-parallel rank, so all of them share one shard."""
         _positive(layers=layers, latent_dim=latent_dim)
+        _integers(rope_dim=rope_dim)
         group = Group(layers=layers, kv_heads=1, head_dim=latent_dim + rope_dim, parts=1)
         return cls(
             model=model,
@@ -192,7 +193,7 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             weights=weights,
             dtype=dtype,
             block_tokens=block_tokens,
-            cache_groups=tuple(groups),
+            cache_groups=tuple(groups) if isinstance(groups, Sequence) else groups,
             **more,
         ).checked()
 
@@ -211,8 +212,15 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def checked(self) -> KvSpec:
         """Itself, if it makes sense; raises SpecError naming the field otherwise."""
+        try:
+            msgspec.json.decode(msgspec.json.encode(self), type=type(self))
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            raise SpecError(f"a field of another type: {error}") from error
         for name in ("model", "weights"):
-            if not getattr(self, name).strip():
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise SpecError(f"{name} is text, not {value!r}")
+            if not value.strip():
                 raise SpecError(f"{name} is empty: a cache without it would be shared wrongly")
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"dtype {self.dtype!r} is unknown: one of {', '.join(DTYPE_BYTES)}")
@@ -260,7 +268,14 @@ def space_id(spec: KvSpec, tenant: str, loss: str = "") -> bytes:
     return hashlib.sha256(IDENTITY_VERSION + description).digest()
 
 
+def _integers(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int):
+            raise SpecError(f"{name}={value!r}: must be an integer")
+
+
 def _positive(**values: int) -> None:
+    _integers(**values)
     for name, value in values.items():
         if value < 1:
             raise SpecError(f"{name}={value}: must be at least 1")

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from kvtier import wire
 from kvtier.arena import Arena
-from kvtier.connection import Connection
+from kvtier.connection import Connection, checked_frame
 from kvtier.errors import ProtocolError, Unavailable
 from kvtier_kernels import Mapping
 
 LIMIT_DEFERRED = 4096
+GROWTH_TURN_MS = 100  # how long one request for growth keeps the connection from other threads
+GROWTH_PAUSE_S = 0.001
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 Mappings: TypeAlias = "Sequence[Mapping | None]"
@@ -50,7 +53,7 @@ class Link:
         self._told: dict[int, type[wire.Message]] = {}
         self._path = path
         self._writing = 0
-        self._deferred: deque[wire.Message] = deque()
+        self._deferred: deque[tuple[int, bytes]] = deque()
         self._closed = False
         with _unsaid_lock:
             ended = _unsaid.get(path, [])[: wire.LIMIT_ENDED]
@@ -88,15 +91,31 @@ class Link:
             raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
         return reply
 
+    def wait_for_growth(self, until: float) -> bool:
+        """Wait until the daemon's memory has grown, or grows no more, or it is `until` by the connection's
+        clock; whether it still grows. Other threads have the connection in between."""
+        extents = len(self.arena.extents)
+        while True:
+            left_s = max(0.0, until - self.connection.clock())
+            # An answer must be able to come within the deadline of a request.
+            turn_ms = int(min(left_s * 1000, GROWTH_TURN_MS, self.connection.timeout_s * 500))
+            asked = wire.Grow(self.new_id(), extents, turn_ms)
+            grown = self.ask(asked, wire.Grown)
+            if grown.extents > extents or not grown.growing or self.connection.clock() >= until:
+                return grown.growing
+            time.sleep(GROWTH_PAUSE_S)
+
     def tell(self, request: wire.Message) -> int:
         """Send without waiting: not for the daemon, and not for another thread's request in flight, after
         which it goes then."""
         self.connection.check_process()
+        # Before it is deferred: another thread, which may send it, is not to be told of its faults.
+        frame = checked_frame(request)
         if len(self._deferred) >= LIMIT_DEFERRED:
             raise Unavailable(f"{len(self._deferred)} requests wait for another thread's answer")
         if request.id:
             self._told[request.id] = type(request)
-        self._deferred.append(request)
+        self._deferred.append((request.id, frame))
         self._flush()
         return request.id
 
@@ -169,7 +188,7 @@ class Link:
 
     def _send_deferred(self) -> None:
         while self._deferred:
-            self.connection.begin(self._deferred.popleft())
+            self.connection.begin(*self._deferred.popleft())
 
     def _map_extents(self) -> None:
         extents = self.connection.extents

@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvtier import wire
-from kvtier.errors import StaleLease, Unavailable
+from kvtier.arguments import Checking
+from kvtier.errors import InvalidArgument, StaleLease, Unavailable, ViewsInUse
 from kvtier_kernels import Buffers, Pieces, copy_out, fresh, release_views, scatter, views
 
 if TYPE_CHECKING:
@@ -44,11 +45,11 @@ class Lease:
         self.parts: list[wire.Part] = loaded.parts
 
     def part(self, group: int, shard: int) -> wire.Part:
-        """The slots of one group and shard; KeyError if they were not asked for."""
+        """The slots of one group and shard; InvalidArgument if they were not asked for."""
         for part in self.parts:
             if part.group == group and part.shard == shard:
                 return part
-        raise KeyError(f"the lease tells nothing of group {group}, shard {shard}")
+        raise InvalidArgument(f"the lease tells nothing of group {group}, shard {shard}")
 
     @property
     def extents(self) -> int:
@@ -58,16 +59,19 @@ class Lease:
 
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
         """Read-only views of a part's slots."""
-        return views(self._extents, part.slots, nbytes, False)
+        with Checking("views of a part"):
+            return views(self._extents, part.slots, nbytes, False)
 
     def copy_out(self, part: wire.Part, targets: Buffers, threads: int) -> int:
         """Copy a part's slots; how many leading ones still were what they were after it."""
-        copy_out(self._extents, part.slots, targets, threads)
+        with Checking("copying a part"):
+            copy_out(self._extents, part.slots, targets, threads)
         return self.fresh(part)
 
     def fresh(self, part: wire.Part) -> int:
         """How many leading blocks of a part still are what they were. Ask after reading them."""
-        return fresh(self._tables, part.slots)
+        with Checking("a part"):
+            return fresh(self._tables, part.slots)
 
     def release(self) -> None:
         """Let go. Does not wait for the daemon; a second call does nothing. A daemon that is gone has
@@ -124,7 +128,9 @@ class Reader:
         """The paged blocks, of so many bytes each, that slots go to, and where in the slots each begins."""
         if len(block_ids) * wire.SLOT_BYTES != parts * len(slots):
             count = len(slots) // wire.SLOT_BYTES
-            raise ValueError(f"{len(block_ids)} paged blocks for {count} slots of {parts} parts")
+            raise InvalidArgument(
+                f"{len(block_ids)} paged blocks for {count} slots of {parts} parts"
+            )
         if parts == 1:
             return block_ids, slots
         within = wire.split(slots, parts, nbytes)
@@ -162,7 +168,7 @@ class Loading:
         if lease.ready:
             try:
                 part = self._part = lease.part(group, shard)
-                self._views = lease.views(part, self._space.block_bytes(group))
+                self._views = lease.views(part, self._space.group_block_bytes(group))
             except BaseException:
                 lease.release()
                 raise
@@ -185,4 +191,4 @@ class Loading:
             raise StaleLease("the lease ran out while its blocks were read: use nothing of them")
         if kept and kind is None:
             text = "are still shown by something made from their views (an array, a slice): copy instead"
-            raise BufferError(f"{kept} blocks {text}; they may be another's at any time")
+            raise ViewsInUse(f"{kept} blocks {text}; they may be another's at any time")

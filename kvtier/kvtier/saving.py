@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvtier import wire
-from kvtier.errors import KvtierError, ProtocolError
+from kvtier.arguments import Checking
+from kvtier.errors import InvalidArgument, KvtierError, ProtocolError
 from kvtier.key import KEY_BYTES, Key, Keys
 from kvtier_kernels import Buffers, Pieces, copy_in, gather, release_views, views
 
@@ -24,8 +25,11 @@ PIECE_BYTES = 16 << 20  # of a copy that others may wait for
 class Saving(Mapping[Key, memoryview]):
     """A save as a context: key -> writable slot, in order; see Space.reserve."""
 
-    def __init__(self, space: Space, keys: Keys, group: int, shard: int) -> None:
+    def __init__(
+        self, space: Space, keys: Keys, group: int, shard: int, wait_s: float = 0.0
+    ) -> None:
         self._space = space
+        self._wait_s = wait_s
         self._keys = keys
         self._group = group
         self._shard = shard
@@ -59,16 +63,14 @@ class Saving(Mapping[Key, memoryview]):
 
     def commit(self, count: int) -> None:
         """The next `count` granted blocks are written: others may read them from now on."""
-        if not 0 <= count <= len(self) - self._committed:
-            raise ValueError(
-                f"{count} of {len(self) - self._committed} blocks that are not committed"
-            )
+        left = len(self) - self._committed
+        if not (isinstance(count, int) and 0 <= count <= left):
+            raise InvalidArgument(f"{count} of {left} blocks that are not committed")
         if not count:
             return
         if self._buffers is not None and self._written() < count:
-            raise ValueError(
-                f"block {self._written()} of these {count} was handed out and never written"
-            )
+            text = f"block {self._written()} of these {count} was handed out and never written"
+            raise InvalidArgument(text)
         at, sums = self._committed, self.checksums
         digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
         link = self._space.link
@@ -78,7 +80,8 @@ class Saving(Mapping[Key, memoryview]):
     def copy(self, sources: Buffers, threads: int, checksum: bool) -> None:
         """Copy a source for each key into the slots that were granted, and commit them."""
         at = None if len(self) == len(sources) else self.granted
-        self.checksums = copy_in(self._extents, self.slots, sources, threads, checksum, at)
+        with Checking("copying blocks in"):
+            self.checksums = copy_in(self._extents, self.slots, sources, threads, checksum, at)
         self.commit(len(self))
 
     def gather(
@@ -110,14 +113,16 @@ class Saving(Mapping[Key, memoryview]):
         slots each begins."""
         parts, rest = divmod(len(block_ids), len(self._keys))
         if rest:
-            raise ValueError(f"{len(block_ids)} paged blocks for {len(self._keys)} keys")
+            raise InvalidArgument(f"{len(block_ids)} paged blocks for {len(self._keys)} keys")
         ids = [block for at in self.granted for block in block_ids[at * parts : (at + 1) * parts]]
         whole = parts == 1
         return ids, self.slots if whole else b"".join(wire.split(self.slots, parts, nbytes))
 
     def _slot_views(self) -> dict[Key, memoryview]:
         if self._buffers is None:
-            buffers = views(self._extents, self.slots, self._space.block_bytes(self._group), True)
+            buffers = views(
+                self._extents, self.slots, self._space.group_block_bytes(self._group), True
+            )
             for buffer in buffers[self._committed :]:
                 # Tells a slot that was never written, and still holds what was evicted from it.
                 buffer[:MARK_BYTES] = self._mark[: len(buffer)]
@@ -144,21 +149,44 @@ class Saving(Mapping[Key, memoryview]):
         return len(self.slots) // wire.SLOT_BYTES
 
     def __enter__(self) -> Saving:
-        keys, space, link = self._keys, self._space, self._space.link
-        request = wire.Reserve(
-            link.new_id(), space.index, self._group, self._shard, keys.parent, keys.packed
-        )
+        link = self._space.link
         self._extents, _ = link.mappings
         link.begin_writing()
         try:
-            reserved = link.ask(request, wire.Reserved)
-            if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
-                raise ProtocolError("a reserve was answered for another number of keys")
+            reserved = self._reserved()
         except BaseException:
             link.end_writing()
             raise
         self._lease, self.slots, self.outcomes = reserved.lease, reserved.slots, reserved.outcomes
         return self
+
+    def _reserved(self) -> wire.Reserved:
+        """What the daemon grants. While its memory grows, this waits until that is enough."""
+        link = self._space.link
+        until = link.connection.clock() + self._wait_s
+        while True:
+            reserved = self._asked()
+            if wire.GROWING not in reserved.outcomes or link.connection.clock() >= until:
+                return reserved
+            # All keys are asked for again: a save has one lease.
+            if reserved.slots:
+                link.ask(wire.Abort(link.new_id(), reserved.lease), wire.Done)
+            link.wait_for_growth(until)
+
+    def _asked(self) -> wire.Reserved:
+        keys, space, link = self._keys, self._space, self._space.link
+        request = wire.Reserve(
+            link.new_id(), space.index, self._group, self._shard, keys.parent, keys.packed
+        )
+        reserved = link.ask(request, wire.Reserved)
+        if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
+            raise ProtocolError("a reserve was answered for another number of keys")
+        return reserved
+
+    def __repr__(self) -> str:
+        return (
+            f"<{len(self)} slots for {len(self._keys)} keys{_reasons(self.outcomes, wire.GRANTED)}>"
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         link = self._space.link
@@ -177,7 +205,11 @@ class Saving(Mapping[Key, memoryview]):
 
 
 class Saved(Sequence[Key]):
-    """The keys that are in the cache after a save: `stored` by it, or `present` before; and the `refused`."""
+    """The keys that are in the cache after a save, in order.
+
+    `stored` and `present` are numbers of blocks: those that this save wrote, and those that were in the cache
+    before it. `refused` has the other keys, each with its reason.
+    """
 
     def __init__(self, keys: Keys, outcomes: bytes) -> None:
         self._keys = keys
@@ -210,5 +242,16 @@ class Saved(Sequence[Key]):
         return self._kept[index]
 
     def __repr__(self) -> str:
-        refused = len(self._keys) - len(self)
-        return f"<{self.stored} blocks stored, {self.present} present, {refused} refused>"
+        reasons = _reasons(self._outcomes, wire.GRANTED, wire.PRESENT)
+        return f"<{self.stored} blocks stored, {self.present} present{reasons or ', 0 refused'}>"
+
+
+def _reasons(outcomes: bytes, *kept: int) -> str:
+    """How many keys were refused and why, for people: ", 4 refused (4 growing)"."""
+    counts = {
+        name: outcomes.count(code)
+        for code, name in enumerate(wire.OUTCOMES)
+        if code not in kept and outcomes.count(code)
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f", {sum(counts.values())} refused ({told})" if counts else ""

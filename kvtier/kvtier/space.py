@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvtier import wire
+from kvtier.arguments import Checking, seconds, whole
+from kvtier.errors import InvalidArgument
 from kvtier.key import Keys, hash_keys, token_keys
-from kvtier.layout import KvSpec
+from kvtier.layout import LIMIT_SHARDS, KvSpec
 from kvtier.loading import Lease, Loading
 from kvtier.saving import Saved, Saving
 from kvtier_kernels import Buffers
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 # One core copies at about half of what memory gives: a large copy takes two where there are two.
 COPY_THREADS = 2
 LARGE_COPY_BYTES = 32 << 20
+LIMIT_COPY_THREADS = 256
+ROOM_WAIT_S = 10.0  # for a save, while the daemon's memory grows
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -74,9 +78,14 @@ class Space:
         self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
         self._most_keys: dict[int, int] = {}
 
-    def block_bytes(self, group: int = 0) -> int:
-        """What one shard's part of a block takes."""
-        return self._block_bytes[group]
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one shard, all groups together, as `spec.block_bytes`."""
+        return sum(self._block_bytes)
+
+    def group_block_bytes(self, group: int) -> int:
+        """Bytes of one group's part of a block in one shard, as `spec.group_block_bytes`."""
+        return self._block_bytes[whole("group", group, 0, len(self._block_bytes) - 1)]
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"", extras: bytes = b"") -> Keys:
         """One key per whole block of these tokens: a list, or a buffer of integers. Another `salt` (a user,
@@ -166,13 +175,15 @@ class Space:
         beyond. `threads`: None leaves it to the size.
         """
         self._check_place(group, shard)
+        _check_threads(threads)
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
             return 0
         try:
-            part, nbytes = lease.part(group, shard), self.block_bytes(group)
+            part, nbytes = lease.part(group, shard), self._block_bytes[group]
             count = len(part.slots) // wire.SLOT_BYTES
-            wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
+            with Checking("targets"):
+                wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
             good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
         finally:
             lease.release()
@@ -183,8 +194,10 @@ class Space:
 
     def _check_place(self, group: int, shard: int) -> None:
         groups = self.spec.cache_groups
+        if not (isinstance(group, int) and isinstance(shard, int)):
+            raise InvalidArgument(f"group {group!r}, shard {shard!r}: both are integers")
         if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
-            raise ValueError(f"the space has no group {group}, shard {shard}")
+            raise InvalidArgument(f"the space has no group {group}, shard {shard}")
 
     def lease(
         self,
@@ -199,6 +212,7 @@ class Space:
 
     def most_keys(self, shards: int = 1) -> int:
         """How many leading keys one lease that tells so many shards may ask for: of more it is refused."""
+        whole("shards", shards, 0, LIMIT_SHARDS)
         if shards not in self._most_keys:
             self._most_keys[shards] = self._counted_most_keys(shards)
         return self._most_keys[shards]
@@ -245,26 +259,38 @@ class Space:
         wait_ms: int = 0,
     ) -> wire.Load:
         packed, most = Keys.of(keys).packed, max(group.shards for group in self.spec.cache_groups)
-        for shard in shards:
-            if not 0 <= shard < most:
-                raise ValueError(f"the space has no shard {shard}: its groups have up to {most}")
+        with Checking("shards"):
+            wanted = list(shards)
+        for shard in wanted:
+            if not (isinstance(shard, int) and 0 <= shard < most):
+                text = f"the space has no shard {shard}: its groups have up to {most}"
+                raise InvalidArgument(text)
         return wire.Load(
-            self.link.new_id(), self.index, packed, deadline_ms, list(shards), request, within_ms,
+            self.link.new_id(), self.index, packed, deadline_ms, wanted, request, within_ms,
             queued_ms, wait_ms,
         )  # fmt: skip
 
     # --- saving ------------------------------------------------------------------------------
 
-    def reserve(self, keys: Keys | Sequence[bytes], group: int = 0, shard: int = 0) -> Saving:
+    def reserve(
+        self,
+        keys: Keys | Sequence[bytes],
+        group: int = 0,
+        shard: int = 0,
+        *,
+        wait_s: float = ROOM_WAIT_S,
+    ) -> Saving:
         """`with space.reserve(keys) as saving:` writable slots for the keys that are new and admitted.
 
         On leaving, the leading slots that were written are committed; the first that was handed out but never
         written, and all after it, are given back, and so are all on an exception. Whoever fills slots
-        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`. Waits for no
-        disk.
+        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`.
+
+        While the daemon's memory is still growing, entering waits up to `wait_s` for room; 0 does not wait.
+        Never waits for a disk.
         """
         self._check_place(group, shard)
-        return Saving(self, Keys.of(keys), group, shard)
+        return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s))
 
     def save(
         self,
@@ -274,16 +300,21 @@ class Space:
         shard: int = 0,
         checksum: bool = True,
         threads: int | None = None,
+        *,
+        wait_s: float = ROOM_WAIT_S,
     ) -> Saved:
         """Copy blocks in: a buffer per key, or one for all. What was kept comes back.
 
         Only blocks that are not here yet are copied. Streams past the cache, summing on the way.
-        `threads`: None leaves it to the size.
+        `threads`: None leaves it to the size. While the daemon's memory is still growing, waits up to
+        `wait_s` for room; 0 does not wait.
         """
         keys = Keys.of(keys)
-        saving = self.reserve(keys, group, shard)
-        nbytes = self.block_bytes(group)
-        sources = Buffers(arrays, 0, len(keys), nbytes)
+        saving = self.reserve(keys, group, shard, wait_s=wait_s)
+        _check_threads(threads)
+        nbytes = self._block_bytes[group]
+        with Checking("arrays"):
+            sources = Buffers(arrays, 0, len(keys), nbytes)
         with saving:
             if saving.slots:
                 saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
@@ -292,17 +323,16 @@ class Space:
     # --- wishes ------------------------------------------------------------------------------
 
     def pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
-        """Ask that the ready prefix stay for `ttl_s`; how many blocks will."""
-        packed = Keys.of(keys).packed
-        ttl_ms = int(ttl_s * 1000)
-        return self.link.ask(
-            wire.Pin(self.link.new_id(), self.index, packed, ttl_ms), wire.Counted
-        ).blocks
+        """Ask that the ready prefix stay for `ttl_s`, a week at most; how many blocks will."""
+        return self.link.ask(self._pin_request(keys, ttl_s), wire.Counted).blocks
 
     def begin_pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
         """Send a pin and return its ticket at once; `client.poll()` has the Pinned later."""
-        packed = Keys.of(keys).packed
-        return self.link.tell(wire.Pin(self.link.new_id(), self.index, packed, int(ttl_s * 1000)))
+        return self.link.tell(self._pin_request(keys, ttl_s))
+
+    def _pin_request(self, keys: Keys | Sequence[bytes], ttl_s: float) -> wire.Pin:
+        ttl_ms = int(seconds("ttl_s", ttl_s) * 1000)
+        return wire.Pin(self.link.new_id(), self.index, Keys.of(keys).packed, ttl_ms)
 
     def begin_watch(self) -> int:
         """Ask for what comes to this space and goes, from the first time on; returns a ticket at once, and
@@ -329,6 +359,11 @@ class Space:
         return self.link.ask(
             wire.Forget(self.link.new_id(), self.index, packed), wire.Counted
         ).blocks
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None:
+        whole("threads", threads, 1, LIMIT_COPY_THREADS)
 
 
 def _copy_threads(nbytes: int) -> int:

@@ -269,6 +269,14 @@ class Monitor(Message, tag=28):
     kinds: list[str] = []
 
 
+class Grow(Message, tag=29):
+    """Tell when this tenant has more than `extents` extents, or when no more come by themselves; after
+    `wait_ms` at the latest. Answered with a Grown. One at a time."""
+
+    extents: int
+    wait_ms: int
+
+
 # --- what the daemon answers --------------------------------------------------------------------
 
 
@@ -371,6 +379,13 @@ class Purged(Message, tag=44):
     blocks: int
 
 
+class Grown(Message, tag=45):
+    """So many extents this tenant has; `growing`: more come by themselves."""
+
+    extents: int
+    growing: bool
+
+
 # --- what the daemon says by itself -------------------------------------------------------------
 
 
@@ -386,11 +401,11 @@ class GoingDown(Message, tag=65):
 Request = (
     Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
-    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor
+    | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow
 )  # fmt: skip
 Reply = (
     Welcome | Opened | Matched | Loaded | Reserved | Done | Counted | Report | Failed
-    | Changed | Events | Listed | Purged | ExtentAdded | GoingDown
+    | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
 )  # fmt: skip
 
 # What became of each key of a reserve, by the byte in Reserved.outcomes.

@@ -417,7 +417,8 @@ class WorkerSide:
 
     def _copy_in(self, session: Session, write: Write, copying: Copying) -> Counter[str]:
         keys = Keys(write.keys, write.parent)
-        with session.space.reserve(keys, write.group, self._shard) as saving:
+        # An engine never waits for the daemon's memory.
+        with session.space.reserve(keys, write.group, self._shard, wait_s=0) as saving:
             if saving.slots:
                 if self._device is not None:
                     with copying:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_daemon.beside import benching
+from kvtier_daemon.beside import benching, limits
 from kvtier_daemon.cli import main
 
 
@@ -86,8 +88,9 @@ def test_a_measurement_has_its_limits_beside_it(small: None, tmp_path: Path) -> 
     steps: list[str] = []
     result = benching.run(True, tmp_path, lambda what, done, total: steps.append(what))
     names = [one["name"] for one in result["rows"]]
-    assert names[:3] == ["memcpy, one thread", "save, with checksums", "load from memory"]
+    assert names[:3] == ["copy in memory", "save, with checksums", "load from memory"]
     assert "direct reads of a file" in names
+    assert "at best: " in result["rows"][0]["note"]
     assert all(one["low"] <= one["value"] <= one["high"] for one in result["rows"])
     assert {"memory", "disk, written", "disk, read"} <= set(steps)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
@@ -98,3 +101,40 @@ def test_a_place_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(benching, "NEEDED_BYTES", 1 << 60)
     with pytest.raises(ConfigError, match="--cold"):
         benching.run(True, tmp_path, lambda *_: None)
+
+
+def test_the_limit_is_the_best_of_the_settings_that_were_tried() -> None:
+    ended = iter([9.0, 9.0, 5.0, 3.0, 4.0, 3.0, 6.0, 3.0])
+    clock = [0.0]
+
+    def step() -> None:
+        clock[0] += next(ended)
+
+    one, two = partial(step), partial(step)
+    found = limits.best({"one": one, "two": two}, clock=lambda: clock[0])
+    assert found == ("two", two)
+
+
+def test_every_copy_that_is_a_limit_copies_all_of_it() -> None:
+    source, target = limits.huge(8 << 20), limits.huge(8 << 20)
+    source[:] = os.urandom(len(source))
+    for copy in limits.copies(_blocks(target), _blocks(source)).values():
+        target[:] = bytes(len(target))
+        copy()
+        assert target == source
+
+
+def test_every_read_that_is_a_limit_reads_all_of_it(tmp_path: Path) -> None:
+    data = os.urandom(8 << 20)
+    (tmp_path / "data").write_bytes(data)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    target = limits.huge(len(data))
+    for read in limits.reads(fd, _blocks(target)).values():
+        target[:] = bytes(len(target))
+        read()
+        assert target == data
+    os.close(fd)
+
+
+def _blocks(memory: memoryview) -> list[memoryview]:
+    return [memory[at : at + (1 << 20)] for at in range(0, len(memory), 1 << 20)]

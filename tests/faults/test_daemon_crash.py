@@ -108,7 +108,7 @@ class Place:
 
     @property
     def block_bytes(self) -> int:
-        return self.space.block_bytes()
+        return self.space.block_bytes
 
     def served(self, oracle: Oracle, keys: Keys) -> int:
         """How many leading blocks are served from memory; each is judged."""

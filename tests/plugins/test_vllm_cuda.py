@@ -195,7 +195,7 @@ def test_a_slot_that_is_given_away_under_a_copy_fails_the_load(
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
         assert space.forget(keys[:8]) == 8
-        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes()))
+        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes))
     fake_cuda.hold(False)
     running.join(10)
     assert engine.scheduler.counts["load_failed:stale"] == 1

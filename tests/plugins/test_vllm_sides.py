@@ -14,9 +14,12 @@ import pytest
 
 from daemons import Daemon
 from fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
+from kvtier import wire
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
+from kvtier.link import Link
+from kvtier.saving import Saving
 from kvtier_vllm.layout import Cached, Layout, Shards
 from kvtier_vllm.messages import Hole, Load, Report, Save, Seat
 from kvtier_vllm.options import Options
@@ -579,7 +582,7 @@ def test_a_slot_that_was_given_away_fails_the_load(
         space = client.open(spec_for(engine.layout))
         keys = engine.scheduler._prompts[request.request_id].keys
         assert keys is not None and space.forget(keys) == 8
-        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes()))
+        space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes))
     engine.run(request)
     assert request.failed and not engine.wrong_pages(request)
     assert engine.scheduler.counts["load_failed:stale"] == 1
@@ -833,9 +836,9 @@ def test_a_daemon_without_room_is_not_asked_again(
     engine.serve(range(1000, 1000 + BLOCK))
     with daemon.connect() as client:
         space = client.open(spec_for(engine.layout))
-        count = (1 << 20) // space.block_bytes()
+        count = (1 << 20) // space.block_bytes
         keys = space.keys(list(range(5000, 5000 + count * BLOCK)))
-        space.save(keys, bytes(count * space.block_bytes()))
+        space.save(keys, bytes(count * space.block_bytes))
         lease = space.lease(keys, 60_000)
         assert lease.ready >= count - 1
         request = engine.run(engine.add(PROMPT))
@@ -867,6 +870,24 @@ def test_a_daemon_that_grows_is_asked_until_it_has_room(
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     engine.finish(request)
     assert times < 0 and engine.serve([*PROMPT, 1]).cached == 8 * BLOCK
+
+
+def test_an_engine_does_not_wait_while_the_daemon_grows(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(cold_daemon)
+    engine.serve(range(1000, 1000 + BLOCK))
+    waited: list[float] = []
+
+    def growing(saving: Saving) -> wire.Reserved:
+        return wire.Reserved(1, 0, bytes([wire.GROWING]) * len(saving._keys), b"")
+
+    monkeypatch.setattr(Saving, "_asked", growing)
+    monkeypatch.setattr(Link, "wait_for_growth", lambda link, until: waited.append(until))
+    request = engine.run(engine.add(PROMPT))
+    engine.until(lambda: not engine.scheduler.in_flight["saves"])
+    engine.finish(request)
+    assert engine.scheduler.counts["not_saved:growing"] and not waited
 
 
 def test_what_a_load_did_not_bring_is_not_counted_as_dropped(

@@ -1,13 +1,13 @@
 """A short, honest measurement of this machine by a throwaway daemon, and the comparison of two results.
 
-What is measured and its limit (memcpy, direct reads of the same disk) run in turns, and the median of the
-rounds counts, with a bootstrap interval. Every block that is loaded is compared with what was saved.
+What is measured and its limit (the best copy loop, the best direct reads of the same disk) run in turns, and
+the median of the rounds counts, with a bootstrap interval. Every block that is loaded is compared with
+what was saved.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
 import subprocess
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvtier.errors import ConfigError, Unavailable
 from kvtier.key import Keys
 from kvtier.layout import KvSpec
 from kvtier.units import MIB
+from kvtier_daemon.beside import limits
 
 BLOCK_BYTES: Final = 2 * MIB
 BLOCKS: Final = 96  # of a round: more than a processor's caches hold
@@ -34,7 +34,6 @@ SET_BYTES: Final = BLOCKS * BLOCK_BYTES
 SETS: Final = 4  # on disk, of which memory holds two
 COLD_BYTES: Final = 6 * SET_BYTES
 NEEDED_BYTES: Final = 8 * SET_BYTES
-READERS: Final = 8
 ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 11, 5, 3
 DISK_S: Final = 30.0
 BOOTSTRAPS: Final = 1000
@@ -52,7 +51,7 @@ Told = Callable[[str, int, int], None]
 def run(quick: bool, folder: Path | None, told: Told) -> dict[str, Any]:
     """Measure; the result has the shape of those in benchmarks/results."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    place = folder or Path(tempfile.gettempdir())
+    place = (folder or Path(tempfile.gettempdir())).absolute()
     if not place.is_dir():
         raise ConfigError(f"--cold {place}: there is no such directory")
     _check_room(place)
@@ -123,25 +122,29 @@ def _keys(space: Space, number: int) -> Keys:
     return space.keys([number] * BLOCKS * SPEC.block_tokens)
 
 
-def _cut(memory: bytearray) -> list[memoryview]:
-    whole = memoryview(memory)
-    return [whole[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
+def _filled() -> memoryview:
+    """Blocks that can't be compressed, in huge pages as an engine's are at best."""
+    memory = limits.huge(SET_BYTES)
+    memory[:] = os.urandom(BLOCK_BYTES) * BLOCKS
+    return memory
+
+
+def _cut(whole: memoryview) -> list[memoryview]:
+    return [whole[at : at + BLOCK_BYTES] for at in range(0, len(whole), BLOCK_BYTES)]
 
 
 def _memory(work: Path, rounds: int, told: Told) -> tuple[list[dict[str, Any]], float]:
-    """Saves and loads beside memcpy, and how evenly that one went."""
-    from kvtier_kernels import memcpy
-
-    source = bytearray(os.urandom(BLOCK_BYTES)) * BLOCKS
-    target = bytearray(len(source))
+    """Saves and loads beside the best copy loop, and how evenly that one went."""
+    source, target = _filled(), limits.huge(SET_BYTES)
     views, outs = _cut(source), _cut(target)
-    seconds: dict[str, list[float]] = {"memcpy": [], "save": [], "load": [], "match": []}
+    setting, copy = limits.best(limits.copies(outs, views))
+    seconds: dict[str, list[float]] = {"copy": [], "save": [], "load": [], "match": []}
     with _daemon(work, cold=False) as client:
         space = client.open(SPEC)
         for number in range(rounds + 1):
             told("memory", number, rounds + 1)
             keys = _keys(space, number)
-            one = {"memcpy": _timed(partial(memcpy, target, source))}
+            one = {"copy": _timed(copy)}
             one["save"] = _timed(partial(space.save, keys, views))
             one["match"] = _timed(partial(space.match, keys))
             target[:] = bytes(len(target))
@@ -155,7 +158,7 @@ def _memory(work: Path, rounds: int, told: Told) -> tuple[list[dict[str, Any]], 
     rows = [
         _row(name, [gigabytes / took for took in seconds[kind]], "GB/s", note)
         for name, kind, note in (
-            ("memcpy, one thread", "memcpy", "the limit"),
+            ("copy in memory", "copy", f"the limit, at best: {setting}"),
             ("save, with checksums", "save", ""),
             ("load from memory", "load", "every byte compared"),
         )
@@ -163,7 +166,7 @@ def _memory(work: Path, rounds: int, told: Told) -> tuple[list[dict[str, Any]], 
     rows.append(
         _row(f"match of {BLOCKS} keys", [took * 1e6 for took in seconds["match"]], "us", "")
     )
-    return rows, _spread(seconds["memcpy"])
+    return rows, _spread(seconds["copy"])
 
 
 def _loaded(space: Space, keys: Keys, outs: Sequence[memoryview]) -> None:
@@ -174,8 +177,7 @@ def _loaded(space: Space, keys: Keys, outs: Sequence[memoryview]) -> None:
 
 def _disk(work: Path, rounds: int, told: Told) -> list[dict[str, Any]]:
     """What the daemon reads from its disk beside direct reads of a file there."""
-    source = bytearray(os.urandom(BLOCK_BYTES)) * BLOCKS
-    target = bytearray(len(source))
+    source, target = _filled(), limits.huge(SET_BYTES)
     views, outs = _cut(source), _cut(target)
     until = time.monotonic() + DISK_S
     direct: list[float] = []
@@ -186,11 +188,12 @@ def _disk(work: Path, rounds: int, told: Told) -> list[dict[str, Any]]:
             told("disk, written", number, SETS)
             space.save(_keys(space, number), views)
             _written(client)
+        setting, read_direct = limits.best(limits.reads(fd, _cut(limits.huge(SET_BYTES))), 1)
         for number in range(rounds):
             if time.monotonic() > until and len(read) >= LEAST_ROUNDS:
                 break
             told("disk, read", number, rounds)
-            direct.append(len(source) / 1e9 / _timed(partial(_read_direct, fd)))
+            direct.append(len(source) / 1e9 / _timed(read_direct))
             keys = _keys(space, number % SETS)
             started = time.perf_counter()
             coming = _brought(space, keys)
@@ -203,7 +206,7 @@ def _disk(work: Path, rounds: int, told: Told) -> list[dict[str, Any]]:
     if len(read) < LEAST_ROUNDS:
         return [_row("direct reads of a file", direct, "GB/s", "nothing of the daemon's was read")]
     return [
-        _row("direct reads of a file", direct, "GB/s", "by eight threads"),
+        _row("direct reads of a file", direct, "GB/s", f"the limit, at best: {setting}"),
         _row("load from disk into memory", read, "GB/s", "every byte compared"),
     ]
 
@@ -250,18 +253,6 @@ def _probe_file(work: Path, blocks: Sequence[memoryview]) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read_direct(fd: int) -> None:
-    with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(partial(_read_some, fd), range(READERS)):
-            pass
-
-
-def _read_some(fd: int, first: int) -> None:
-    with mmap.mmap(-1, BLOCK_BYTES) as buffer:
-        for number in range(first, BLOCKS, READERS):
-            os.preadv(fd, [buffer], number * BLOCK_BYTES)
 
 
 def _timed(step: Callable[[], object]) -> float:

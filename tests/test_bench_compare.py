@@ -1,0 +1,29 @@
+"""What `make bench-compare` makes of its rounds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from compare import Row
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "verdict"),
+    [
+        ("a", [(100.0, 104.0), (101.0, 105.0), (99.0, 103.0)], "ok"),
+        ("a", [(100.0, 50.0)] * 5, "ok"),
+        ("a", [(100.0, 110.0), (101.0, 109.0), (99.0, 111.0)], "WORSE"),
+        ("a", [(100.0, 200.0), (100.0, 107.0), (100.0, 60.0), (60.0, 120.0)], "UNCLEAR"),
+        ("match, p99 beyond echo", [(10.0, 30.0)] * 3, "ok"),
+        ("match, p99 beyond echo", [(50.0, 90.0)] * 3, "WORSE"),
+        ("match, p99 beyond echo", [(-5.0, -2.0)] * 3, "ok"),
+    ],
+)
+def test_a_row_is_worse_beyond_the_limit_and_unclear_where_its_rounds_disagree(
+    name: str, pairs: list[tuple[float, float]], verdict: str
+) -> None:
+    assert Row(name, pairs).verdict(0.05) == verdict
