@@ -463,6 +463,8 @@ class Answers:
         self._check_may_write()
         _check_answered(request)
         meant = self._meant(tenant, request.tenant)
+        if request.space < 0:
+            return self._erase(meant, request)
 
         def over(failure: str) -> None:
             if failure:
@@ -473,6 +475,22 @@ class Answers:
 
         after, blocks, later = looking.purge(meant, request.space, request.first, over)
         return None if later else wire.Purged(request.id, after, blocks)
+
+    def _erase(self, tenant: Tenant, request: wire.Purge) -> wire.Reply | None:
+        def over(failure: str, after: int, files: int) -> None:
+            if failure:
+                text = (
+                    f"forgotten, but not all of it is erased from the disk: {failure}; purge again"
+                )
+                self._session.fail(request.id, "disk_failed", text)
+            else:
+                self._session.send(wire.Purged(request.id, after, files))
+
+        if tenant.mover is None:
+            return wire.Purged(request.id, 0, 0)
+        looking.check_found_all(tenant.mover)
+        tenant.mover.erase(request.first, over)
+        return None
 
     def _monitor(self, tenant: Tenant | None, request: wire.Monitor) -> None:
         _check_answered(request)

@@ -147,6 +147,10 @@ class Mover:
         is told what went wrong, or nothing."""
         self._forgetting.forget(space, keys, over)
 
+    def erase(self, first: int, over: Callable[[str, int, int], None]) -> None:
+        """Erase from the disks what no block owns, piece by piece; `over` is told how that went."""
+        self._forgetting.erase(first, over)
+
     def forget_early(self) -> None:
         """What was forgotten may have been found since."""
         self._forgetting.forget_early()

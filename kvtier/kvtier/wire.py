@@ -254,8 +254,8 @@ class List(Message, tag=26):
 
 
 class Purge(Message, tag=27):
-    """Forget some of a space, `first` as in `List`; or have all that was forgotten be so after a start, too
-    (space -1)."""
+    """Forget some of a space, `first` as in `List`; or erase from some of the tenant's files on disk what no
+    block owns (space -1), `first` as the answer before has it."""
 
     tenant: str = ""
     space: int = -1
@@ -365,7 +365,8 @@ class Listed(Message, tag=43):
 
 
 class Purged(Message, tag=44):
-    """So many blocks of this piece match no more. `next` is where to go on, 0 at the end."""
+    """How many blocks of this piece match no more, or how many files were erased. `next` is where to go on, 0
+    at the end."""
 
     next: int
     blocks: int

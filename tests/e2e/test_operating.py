@@ -25,11 +25,14 @@ import pytest
 
 from daemons import Daemon
 from kvtier import Client, wire
+from kvtier.codec.frame import PAGE
+from kvtier.errors import FrameError
 from kvtier_daemon.cli import COMMANDS
 from kvtier_daemon.cli.monitor import DOUBTED
 from kvtier_daemon.cli.screens import VIEWS, History, Moment
 from kvtier_daemon.cli.status import ANSWER_S, LEAST_ANSWER_S
 from kvtier_daemon.observing.events import LIMIT_KEPT
+from kvtier_daemon.tiers.segment import Head, Trailer
 from specs import pattern, spec_of
 
 NOBODY = 65_534
@@ -368,6 +371,71 @@ def test_what_was_purged_stays_so_after_a_kill(
             found = client.open(spec_of(name)).match(keys)
             assert found.ready + found.coming == there
     assert daemon.stats()["tiers"]["cold"]["blocks"] == 20
+
+
+PIECE = 64
+
+
+def pieces_on_disk(folder: Path) -> set[bytes]:
+    """All aligned pieces of 64 bytes, but for zeros, of the frames in segment files, and of
+    what lies where frames may."""
+    found: set[bytes] = set()
+    for path in (folder / "cold" / "segments").rglob("*"):
+        if path.is_file():
+            text = path.read_bytes()
+            end = len(text) - PAGE
+            with contextlib.suppress(FrameError):  # one that is full lists its frames at its end
+                end = Trailer.decode(text[-PAGE:], Head.decode(text[:PAGE])).table_at
+            found |= {text[at : at + PIECE] for at in range(PAGE, end, PIECE)}
+    return found - {bytes(PIECE)}
+
+
+def on_disk(count: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda stats: stats["tiers"]["cold"]["blocks"] >= count
+
+
+@pytest.mark.parametrize("codec", ["raw", "r32"])
+@pytest.mark.parametrize("what", ["--space", "--all"])
+def test_nothing_of_what_was_purged_is_left_on_disk(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str, what: str
+) -> None:
+    """Neither the blocks as they were saved nor as they were encoded, also where the daemon is killed right
+    after the answer; and what was not purged is found again."""
+    config = f'{cold(tmp_path)}codec = "{codec}"\n'
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    with daemon.connect() as client:
+        staying = saved(client, "staying", 20)
+        daemon.wait_for(on_disk(20))
+        before = pieces_on_disk(tmp_path) if what == "--space" else set()
+        going = saved(client, "going", 60)
+        daemon.wait_for(on_disk(80))
+        written = pieces_on_disk(tmp_path) - before
+        assert len(written) > 60, "what is searched for was there"
+        number = str(client.open(spec_of("going")).index)
+        flags = [what, number] if what == "--space" else [what]
+        done = kvtier("purge", *flags, "--yes", "--socket", daemon.socket)
+        assert done.returncode == 0, done
+        daemon.process.kill()
+    daemon.process.wait(10)
+    assert not pieces_on_disk(tmp_path) & written
+    text = b"".join(path.read_bytes() for path in (tmp_path / "cold").rglob("*") if path.is_file())
+    assert not any(key in text for key in going), "a block is its key, again and again"
+    assert "on disk erased" in done.stdout
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    left = 20 if what == "--space" else 0
+    with daemon.connect() as client:
+        daemon.wait_for(on_disk(left))
+        space = client.open(spec_of("staying"))
+        found = space.match(staying)
+        assert found.ready + found.coming == left
+        if left:
+            deadline = time.monotonic() + 30
+            while space.match(staying).ready < left:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with space.load(staying) as blocks:
+                texts = [bytes(block) for block in blocks]
+            assert texts == [pattern(key, space.spec.block_bytes) for key in staying]
 
 
 def test_purge_all_forgets_what_is_held_too(daemon_of: Callable[..., Daemon]) -> None:

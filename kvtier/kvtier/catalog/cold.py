@@ -18,13 +18,14 @@ from kvtier.catalog.blocks import ID_BYTES, Blocks
 from kvtier.catalog.departures import LOST, SPOILT
 from kvtier.catalog.leases import NOBODY
 from kvtier.catalog.spaces import IDENTITY, Space, Spaces
-from kvtier.codec.frame import Identity
+from kvtier.codec.frame import PAGE, Identity, pages
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, MEMORY, SLOT_BYTES, WENT
 
 COLD, PROMOTING = 5, 6  # what `Store.states` says of a block, after the wire's outcomes
-FRAME_BYTES = 16  # "<IIIBBBB": segment, page, payload bytes, codec, header pages, flags, 0
+FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, 0
+FRAME_BYTES = FRAME.size
 PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
@@ -380,6 +381,15 @@ class Cold:
     def in_segment(self, segment: int) -> bytes:
         """The ids of the blocks that have a frame in this segment, in the order in which they lie."""
         return self._blocks.store.in_segment(segment)[0]
+
+    def frames_in(self, segment: int) -> dict[int, int]:
+        """Where the frames of this segment that blocks have begin, and how many pages each takes."""
+        store = self._blocks.store
+        frames, _ = store.frames(store.still(store.in_segment(segment)[0], segment))
+        return {
+            page: header_pages + pages(payload_bytes) // PAGE
+            for _, page, payload_bytes, _, header_pages, _, _ in FRAME.iter_unpack(frames)
+        }
 
     def dirty(self, ids: bytes) -> bytes:
         """Those of these blocks that are in memory alone, and not forgotten."""
