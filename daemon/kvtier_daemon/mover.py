@@ -111,6 +111,10 @@ class Mover:
         """Whether all that was in memory alone when that was asked for is on disk."""
         return self._writing.is_drained
 
+    @property
+    def left_to_drain(self) -> int:
+        return self._writing.left_to_drain
+
     def inherit(self, other: Mover) -> None:
         """Go on where another one of this tenant ended: what it counted, may write, and has yet to forget."""
         self.counts.update(other.counts)

@@ -148,6 +148,13 @@ def held(folder: Path) -> bytes:
     return b"".join(path.read_bytes()[PAGE:] for path in files)
 
 
+async def frames(tenant: Tenant, count: int) -> None:
+    """Wait until so many blocks are on disk."""
+    frames_in, segments = tenant.catalog.cold.frames_in, tenant.bench.tier.segments
+    while sum(len(frames_in(one.number)) for one in segments) != count:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 async def erased(tenant: Tenant) -> str:
     """Erase from the disk what no block owns; what went wrong."""
     first = 0
@@ -174,6 +181,7 @@ def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) 
         assert any(pattern(key(at), 4096) in held(tmp_path) for at in stale)
         kept = [at for at in range(number + 1) if tenant.knows(at)][-3:]
         assert await tenant.forget(*(at for at in range(number + 1) if at not in kept)) == ""
+        await frames(tenant, 3)
         assert await erased(tenant) == ""
         text = held(tmp_path)
         # The block of key 0 is all zeros.
@@ -181,7 +189,7 @@ def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) 
         assert all(pattern(key(at), BLOCK) in text for at in kept)
         for at in range(5000, 5006):  # and it is written to as before
             tenant.save(at)
-        await tenant.on_disk(number + 7)
+        await frames(tenant, 9)
         await tenant.kill()
         found = await after_a_start(tmp_path, range(number + 1))
         assert found == kept

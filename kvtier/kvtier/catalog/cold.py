@@ -277,10 +277,11 @@ class Cold:
                 return self._demotion(ids, victims=True)
             ask *= 2
 
-    def plan_write_through(self, ids: bytes) -> Demotion:
+    def plan_write_through(self, ids: bytes, limit_blocks: int | None = None) -> Demotion:
         """What of these is in memory alone and not being written, such as a commit's."""
         new = array("I", self._blocks.store.dirty(ids))
-        ids = array("I", (one for one in new if one not in self._writing)).tobytes()
+        fresh = (one for one in new if one not in self._writing)
+        ids = array("I", islice(fresh, limit_blocks)).tobytes()
         ids = self._blocks.admission.filter(ids, self._blocks.store.keys_of)
         self._blocks.lease([ids])
         return self._demotion(ids, victims=False)
@@ -351,30 +352,26 @@ class Cold:
         clean = counts["framed_blocks"] - blocks["cold"] - blocks["promoting"]
         return max(0, blocks["ready"] - clean)
 
-    def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int]:
-        """Some of what is in memory alone, whoever wants it and however soon it would be evicted, and where
-        to go on; 0 where that was the last of it. Looks at so many at once that nobody waits."""
+    def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int, bytes]:
+        """Some of what is in memory alone, whoever wants it and however soon it would be evicted; where to go
+        on, 0 where that was the last of it; and which blocks on the way are being written already. Looks at
+        a bounded number at once."""
         store = self._blocks.store
         most = store.memory_bytes() // LEAST_RECORD_BYTES
-        found, at = array("I"), begin
+        found, writing, at = array("I"), array("I"), begin
         for _ in range(SWEEP_TURNS):
             step = min(SWEEP_IDS, max(1, limit_blocks - len(found)) * 8)
             new = array("I", store.dirty(array("I", range(at, at + step)).tobytes()))
             fresh = [one for one in new if one not in self._writing][: limit_blocks - len(found)]
             found.extend(fresh)
             at = found[-1] + 1 if len(found) == limit_blocks else at + step
+            writing.extend(one for one in new if one < at and one in self._writing)
             if at >= most or len(found) == limit_blocks:
                 break
         ids = found.tobytes()
         self._blocks.lease([ids])
-        return self._demotion(ids, victims=False), at if at < most else 0
-
-    def is_writing(self, ids: Set[int]) -> bool:
-        """Whether one of these is being written."""
-        return not ids.isdisjoint(self._writing)
-
-    def being_written(self) -> frozenset[int]:
-        return frozenset(self._writing)
+        plan = self._demotion(ids, victims=False)
+        return plan, at if at < most else 0, writing.tobytes()
 
     # --- segments ----------------------------------------------------------------------------
 
