@@ -22,7 +22,7 @@ from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 from kvtier_daemon.cold_life import END_S, ColdLife
 from kvtier_daemon.config import Config, Loaded, tenant_of
 from kvtier_daemon.notify import Notifier, watchdog_s
-from kvtier_daemon.observing import web
+from kvtier_daemon.observing import hints, web
 from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.lag import Lag
@@ -156,6 +156,7 @@ class App:
                 tasks.create_task(recorder.run(), name="record"),
                 tasks.create_task(self._settings.reload_when(reload), name="reload"),
                 tasks.create_task(self._tell_on(), name="tell"),
+                tasks.create_task(self._keep_hints(), name="hints"),
             ]
             if every_s := watchdog_s() / WATCHDOG_PARTS:
                 running.append(tasks.create_task(self._show_life(every_s), name="watchdog"))
@@ -251,6 +252,14 @@ class App:
         while True:
             self._unforeseen.tried("the history", self._history.note)
             await asyncio.sleep(EVERY_S)
+
+    async def _keep_hints(self) -> None:
+        def note() -> None:
+            self._figures.hints.note(self._figures.of(None))
+
+        while True:
+            await asyncio.sleep(hints.EVERY_S)
+            self._unforeseen.tried("the hints", note)
 
     async def _tell_on(self) -> None:
         """Keep `systemctl status` up to date."""

@@ -73,7 +73,9 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
-        self.counts: Counter[str] = Counter(written=0, read=0, written_again=0, spoilt=0, late=0)
+        self.counts: Counter[str] = Counter(
+            written=0, read=0, written_again=0, spoilt=0, not_read=0
+        )
         self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
         # On requests: load, or compute.
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
@@ -330,4 +332,4 @@ class Mover:
             self.counts["spoilt"] += 1
         else:
             cold.unpromoted(ids, errno.errorcode.get(code, str(code)))
-            self.counts["late"] += 1
+            self.counts["not_read"] += 1

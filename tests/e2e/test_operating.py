@@ -507,6 +507,29 @@ def test_an_interrupted_purge_says_so_and_can_be_run_again(
         assert told("purge", *flags)["blocks"] == 3000 - 1024
 
 
+# --- what goes wrong quietly ---------------------------------------------------------------------
+
+
+def test_blocks_that_are_lost_unwritten_are_told_by_status_top_and_doctor(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    config = cold(tmp_path).replace('"64MiB"', '"4MiB"')
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    told("tier", "drain", "cold", "--socket", daemon.socket)
+    with daemon.connect() as client:
+        for number in range(3):
+            saved(client, "lost", 60, first=number)
+        space = client.open(spec_of("lost"))
+        assert space.match(space.keys([2] * 60 * 16)).ready == 60
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["unwritten"].get("off", 0) > 0)
+    shown = kvtier("status", "--socket", daemon.socket).stdout
+    assert "evicted before they were written to disk" in " ".join(shown.split())
+    rows = [line.split()[0] for line in shown.splitlines() if line.split()]
+    assert rows.index("hit") == rows.index("tokens") + 1, "the total is first"
+    shown = kvtier("doctor", "--socket", daemon.socket).stdout
+    assert "blocks lost unwritten" in shown and "off " in shown
+
+
 # --- monitor -------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from itertools import chain
 from kvtier.catalog import Catalog
 from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion
-from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
+from kvtier.catalog.departures import BUDGET, OFF, ONCE, SLOW_DISK
 from kvtier.codec.choice import Average, Choice
 from kvtier_daemon.moving.blocks import (
     BEGIN_S,
@@ -77,7 +77,7 @@ class Writing:
         self._budget = budget
         self._leaving = leaving
         self.go_by(through=through, admission=admission)
-        catalog.blocks.keeps_back = LATE
+        catalog.blocks.keeps_back = SLOW_DISK
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._drains = False  # all is to be written, soon
         self._sweep = 0  # where that goes on
@@ -249,7 +249,7 @@ class Writing:
         elif left <= 0:
             blocks.keeps_back = BUDGET
         else:
-            blocks.keeps_back = ONCE if shut else LATE
+            blocks.keeps_back = ONCE if shut else SLOW_DISK
         return left
 
     async def _write(self, plan: Demotion) -> tuple[bytes, bool]:
