@@ -388,7 +388,7 @@ class Answers:
     def _settings(self, tenant: Tenant | None, request: wire.Settings) -> None:
         self._check_runs_the_daemon("the configuration is")
         assert self._server.operated is not None
-        if request.order not in ("show", "diff", "reload"):
+        if request.order not in ("show", "diff", "reload", "log"):
             raise Refused("bad_request", f"settings can't be asked to {request.order!r}")
         self._answer_later(request.id, self._server.operated.settings(request.order))
 

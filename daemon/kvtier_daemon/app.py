@@ -26,6 +26,7 @@ from kvtier_daemon.observing import hints, web
 from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.lag import Lag
+from kvtier_daemon.observing.recent import RECENT
 from kvtier_daemon.probe import DiskProbe, Probe
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.secrets import load_secrets
@@ -54,6 +55,7 @@ def run(loaded: Loaded) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger().addHandler(RECENT)
     secrets = load_secrets(config.state, config.tenants)
     listener = inherited_socket(config.socket) or claim_socket(
         config.socket, config.socket_mode, config.socket_group, origin=loaded.origins["socket"]
@@ -211,7 +213,9 @@ class App:
     # --- what those who run it ask for -------------------------------------------------------
 
     async def settings(self, order: str) -> dict[str, Any]:
-        """As `Settings.answer`."""
+        """As `Settings.answer`; or the last lines of the log ("log")."""
+        if order == "log":
+            return {"pid": os.getpid(), "lines": list(RECENT.lines)}
         return await self._settings.answer(order)
 
     async def tier(self, tier: str, order: str) -> dict[str, Any]:

@@ -221,8 +221,9 @@ class Explain(Message, tag=21):
 
 
 class Settings(Message, tag=23):
-    """What the daemon runs with ("show"), what its configuration says otherwise by now ("diff"), or have
-    that put into force ("reload"). Answered with a Report, to who runs the daemon alone."""
+    """What the daemon runs with ("show"), what its configuration says otherwise by now ("diff"), have that
+    put into force ("reload"), or the last lines of its log ("log"). Answered with a Report, to who runs the
+    daemon alone."""
 
     order: str = "show"
 
