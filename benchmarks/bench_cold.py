@@ -687,7 +687,7 @@ def trace(folder: Path, size: Size, requests: list[traces.Request], share: float
     new, again = states["written"], states["written_again"]
     return [
         at_least(f"{name}: hit rate", hits / every, "", round(lru, 4), requests=len(requests),
-                 seconds=took, late=states["late"], spoilt=states["spoilt"],
+                 seconds=took, not_read=states["not_read"], spoilt=states["spoilt"],
                  lru_of_memory_too=of_both),
         at_most(f"{name}: written for each new byte", (new + again) / new, "x", 1.25,
                 blocks_new=new, blocks_again=again, saved=saved, by_the_disk=written / (new * frame),

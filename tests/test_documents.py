@@ -20,6 +20,7 @@ from daemons import Daemon, kvtier
 from kvtier.units import GIB, parse_bytes
 from kvtier_daemon.cli import COMMANDS
 from kvtier_daemon.config import load
+from kvtier_daemon.tiers.volume import Volume
 from specs import spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -159,6 +160,7 @@ def test_every_command_of_the_commands_page_runs(
     }  # fmt: skip
     daemon = daemon_of()
     (tmp_path / "cold").mkdir()
+    Volume(tmp_path / "cold", None).close()  # as a daemon has left it
     environment = dict(os.environ, KVTIER_SOCKET=daemon.socket, KVTIER_WARM__SIZE="64MiB")
     python = [sys.executable, "-m", "kvtier_daemon.cli"]
     with daemon.connect() as client, ThreadPoolExecutor() as pool:

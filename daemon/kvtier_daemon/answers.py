@@ -400,7 +400,7 @@ class Answers:
     def _settings(self, tenant: Tenant | None, request: wire.Settings) -> None:
         self._check_runs_the_daemon("the configuration is")
         assert self._server.operated is not None
-        if request.order not in ("show", "diff", "reload"):
+        if request.order not in ("show", "diff", "reload", "log"):
             raise Refused("bad_request", f"settings can't be asked to {request.order!r}")
         self._answer_later(request.id, self._server.operated.settings(request.order))
 
@@ -475,6 +475,8 @@ class Answers:
         self._check_may_write()
         _check_answered(request)
         meant = self._meant(tenant, request.tenant)
+        if request.space < 0:
+            return self._erase(meant, request)
 
         def over(failure: str) -> None:
             if failure:
@@ -485,6 +487,22 @@ class Answers:
 
         after, blocks, later = looking.purge(meant, request.space, request.first, over)
         return None if later else wire.Purged(request.id, after, blocks)
+
+    def _erase(self, tenant: Tenant, request: wire.Purge) -> wire.Reply | None:
+        def over(failure: str, after: int, files: int) -> None:
+            if failure:
+                text = (
+                    f"forgotten, but not all of it is erased from the disk: {failure}; purge again"
+                )
+                self._session.fail(request.id, "disk_failed", text)
+            else:
+                self._session.send(wire.Purged(request.id, after, files))
+
+        if tenant.mover is None:
+            return wire.Purged(request.id, 0, 0)
+        looking.check_found_all(tenant.mover)
+        tenant.mover.erase(request.first, over)
+        return None
 
     def _monitor(self, tenant: Tenant | None, request: wire.Monitor) -> None:
         _check_answered(request)

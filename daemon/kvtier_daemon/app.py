@@ -23,10 +23,11 @@ from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 from kvtier_daemon.cold_life import END_S, ColdLife
 from kvtier_daemon.config import Config, Loaded, tenant_of
 from kvtier_daemon.notify import Notifier, watchdog_s
-from kvtier_daemon.observing import web
+from kvtier_daemon.observing import hints, web
 from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.observing.history import EVERY_S, History
 from kvtier_daemon.observing.lag import Lag
+from kvtier_daemon.observing.recent import RECENT
 from kvtier_daemon.probe import DiskProbe, Probe
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.secrets import load_secrets
@@ -55,6 +56,7 @@ def run(loaded: Loaded) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger().addHandler(RECENT)
     secrets = load_secrets(config.state, config.tenants)
     listener = inherited_socket(config.socket) or claim_socket(
         config.socket, config.socket_mode, config.socket_group, origin=loaded.origins["socket"]
@@ -159,6 +161,7 @@ class App:
                 tasks.create_task(recorder.run(), name="record"),
                 tasks.create_task(self._settings.reload_when(reload), name="reload"),
                 tasks.create_task(self._tell_on(), name="tell"),
+                tasks.create_task(self._keep_hints(), name="hints"),
             ]
             if every_s := watchdog_s() / WATCHDOG_PARTS:
                 running.append(tasks.create_task(self._show_life(every_s), name="watchdog"))
@@ -213,7 +216,9 @@ class App:
     # --- what those who run it ask for -------------------------------------------------------
 
     async def settings(self, order: str) -> dict[str, Any]:
-        """As `Settings.answer`."""
+        """As `Settings.answer`; or the last lines of the log ("log")."""
+        if order == "log":
+            return {"pid": os.getpid(), "lines": list(RECENT.lines)}
         return await self._settings.answer(order)
 
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
@@ -254,6 +259,14 @@ class App:
         while True:
             self._unforeseen.tried("the history", self._history.note)
             await asyncio.sleep(EVERY_S)
+
+    async def _keep_hints(self) -> None:
+        def note() -> None:
+            self._figures.hints.note(self._figures.of(None))
+
+        while True:
+            await asyncio.sleep(hints.EVERY_S)
+            self._unforeseen.tried("the hints", note)
 
     async def _tell_on(self) -> None:
         """Keep `systemctl status` up to date."""

@@ -14,6 +14,7 @@ from kvtier.catalog import Space
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.wire import LIMIT_LISTED, LISTED
+from kvtier_daemon.mover import Mover
 from kvtier_daemon.tenant import Tenant
 
 LOOK_RECORDS: Final = 65_536  # in one piece
@@ -86,10 +87,8 @@ def purge(
     what went wrong on the way to the disk, or nothing. So it is at the end, when all of it would survive a
     kill."""
     mover = tenant.mover
-    if mover is not None and not mover.has_found_all:
-        raise Refused(
-            "disk_failed", "the cold tier is still looking at what it has: try again soon"
-        )
+    if mover is not None:
+        check_found_all(mover)
     found = tenant.catalog.space(space)
     after, rows = tenant.catalog.listed(found, _checked(first), LOOK_RECORDS, PURGE_BLOCKS)
     each = (rows[at + KEY_AT : at + LISTED.size] for at in range(0, len(rows), LISTED.size))
@@ -99,6 +98,14 @@ def purge(
         mover.forget(found, keys, over)
         return after, blocks, True
     return after, blocks, False
+
+
+def check_found_all(mover: Mover) -> None:
+    """Raises Refused where what is on disk is not known: the cold tier is off, or being looked through."""
+    if not mover.has_found_all:
+        raise Refused(
+            "disk_failed", "the cold tier is still looking at what it has: try again soon"
+        )
 
 
 def _checked(first: int) -> int:

@@ -73,7 +73,9 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
-        self.counts: Counter[str] = Counter(written=0, read=0, written_again=0, spoilt=0, late=0)
+        self.counts: Counter[str] = Counter(
+            written=0, read=0, written_again=0, spoilt=0, not_read=0
+        )
         self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
         # On requests: load, or compute.
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))
@@ -111,6 +113,10 @@ class Mover:
         """Whether all that was in memory alone when that was asked for is on disk."""
         return self._writing.is_drained
 
+    @property
+    def left_to_drain(self) -> int:
+        return self._writing.left_to_drain
+
     def inherit(self, other: Mover) -> None:
         """Go on where another one of this tenant ended: what it counted, may write, and has yet to forget."""
         self.counts.update(other.counts)
@@ -146,6 +152,10 @@ class Mover:
         """See to it that these blocks, which the catalog has forgotten, are so after a start too; then `over`
         is told what went wrong, or nothing."""
         self._forgetting.forget(space, keys, over)
+
+    def erase(self, first: int, over: Callable[[str, int, int], None]) -> None:
+        """Erase from the disks what no block owns, piece by piece; `over` is told how that went."""
+        self._forgetting.erase(first, over)
 
     def forget_early(self) -> None:
         """What was forgotten may have been found since."""
@@ -322,4 +332,4 @@ class Mover:
             self.counts["spoilt"] += 1
         else:
             cold.unpromoted(ids, errno.errorcode.get(code, str(code)))
-            self.counts["late"] += 1
+            self.counts["not_read"] += 1

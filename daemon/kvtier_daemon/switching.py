@@ -83,12 +83,14 @@ class Switching:
 
     def report(self, tier: str) -> dict[str, Any]:
         """How it is, and how much is left to do of what was asked last."""
-        counts = [tenant.catalog.cold.in_memory_alone for tenant in self._tenants.values()]
+        movers = [tenant.mover for tenant in self._tenants.values()]
         moving = sum(
             tenant.catalog.cold.writing + tenant.catalog.cold.reading
             for tenant in self._tenants.values()
         )
-        left = sum(counts) if tier == "warm" else moving
+        left = moving
+        if tier == "warm":
+            left = sum(mover.left_to_drain for mover in movers if mover is not None)
         return {
             "tier": tier,
             "state": self.state(tier),

@@ -114,7 +114,8 @@ class Client:
 
     def settings(self, order: str = "show") -> dict[str, Any]:
         """For who runs the daemon. "show": what it runs with; "diff": what its configuration says otherwise;
-        "reload": put that into force. What `kvtier config` and `kvtier reload` print."""
+        "reload": put that into force; "log": the last lines of its log. What `kvtier config` and
+        `kvtier reload` print."""
         report = self.link.ask(wire.Settings(self.link.new_id(), order), wire.Report)
         return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
 

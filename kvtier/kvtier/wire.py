@@ -221,8 +221,9 @@ class Explain(Message, tag=21):
 
 
 class Settings(Message, tag=23):
-    """What the daemon runs with ("show"), what its configuration says otherwise by now ("diff"), or have
-    that put into force ("reload"). Answered with a Report, to who runs the daemon alone."""
+    """What the daemon runs with ("show"), what its configuration says otherwise by now ("diff"), have that
+    put into force ("reload"), or the last lines of its log ("log"). Answered with a Report, to who runs the
+    daemon alone."""
 
     order: str = "show"
 
@@ -254,8 +255,8 @@ class List(Message, tag=26):
 
 
 class Purge(Message, tag=27):
-    """Forget some of a space, `first` as in `List`; or have all that was forgotten be so after a start, too
-    (space -1)."""
+    """Forget some of a space, `first` as in `List`; or erase from some of the tenant's files on disk what no
+    block owns (space -1), `first` as the answer before has it."""
 
     tenant: str = ""
     space: int = -1
@@ -373,7 +374,8 @@ class Listed(Message, tag=43):
 
 
 class Purged(Message, tag=44):
-    """So many blocks of this piece match no more. `next` is where to go on, 0 at the end."""
+    """How many blocks of this piece match no more, or how many files were erased. `next` is where to go on, 0
+    at the end."""
 
     next: int
     blocks: int

@@ -111,7 +111,7 @@ class SchedulerSide:
         since = prompt.wait.begin(now)
         answer = self._answer(prompt, computed, now)
         if answer is None and self._patience.ended(since, now):
-            answer = self._what_is_ready(prompt, computed, now) or self._give_up(prompt, "late")
+            answer = self._what_is_ready(prompt, computed, now) or self._give_up(prompt, "patience")
         if answer is None:
             return None, False
         waited_s = prompt.wait.end(now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import socket
 import tarfile
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 from daemons import Daemon, kvtier
 from kvtier.errors import ConfigError
 from kvtier_daemon.beside import reporting
+from kvtier_daemon.observing.recent import KEPT, LINE_CHARS, Recent
 from specs import pattern, spec_of
 
 PROMPT = "my grandmother's maiden name"
@@ -55,7 +58,7 @@ def test_nothing_that_was_planted_is_in_it(
         members = {one.name.split("/")[1]: tar.extractfile(one) for one in tar.getmembers()}
         files = {name: part.read().decode() for name, part in members.items() if part is not None}
     assert set(files) == {"versions.json", "machine.txt", "environment.json", "config.toml",
-                          "status.json", "doctor.json", "log.txt"}  # fmt: skip
+                          "config-in-force.txt", "status.json", "doctor.json", "log.txt"}  # fmt: skip
     assert set(json.loads(done.stdout)["files"]) == set(files)
     whole = "\n".join(files.values())
     secrets = [PROMPT, "maiden", TOKEN, PASSWORD, keys[0].hex(), keys[0].hex()[:16], "203.0.113.9"]
@@ -69,6 +72,55 @@ def test_nothing_that_was_planted_is_in_it(
     assert json.loads(files["status.json"])["tiers"]["warm"]["blocks"] == 4
     assert json.loads(files["versions.json"])["kvtier"]
     assert json.loads(files["environment.json"])["KVTIER_TEST_TOKEN"] == "<set>"
+
+
+def test_what_the_daemon_runs_with_and_its_log_are_in_it_without_being_named(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Of a daemon that is no service: the last lines of its log are what it keeps itself."""
+    (tmp_path / "cold-of-alice").mkdir()
+    daemon = daemon_of(
+        folder=tmp_path / "d",
+        config='[warm]\nsize = "64MiB"\npolicy = "lru"\n[tenants.acme-corp]\nuids = ["*"]\nquota = "100%"\n'
+        f'[cold]\ndirectories = ["{tmp_path / "cold-of-alice"}"]\nsize = "256MiB"\n',
+    )
+    out = tmp_path / "report.tar.gz"
+    done = kvtier("bugreport", "-o", str(out), "--socket", daemon.socket)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(out) as tar:
+        members = {one.name.split("/")[1]: tar.extractfile(one) for one in tar.getmembers()}
+        files = {name: part.read().decode() for name, part in members.items() if part is not None}
+    assert "warm.policy = 'lru'  # file" in files["config-in-force.txt"]
+    assert "warm.lock = False  # default" in files["config-in-force.txt"]
+    assert "cold tier is there" in files["log.txt"], "an INFO line of the start"
+    assert "acme-corp" not in "".join(files.values())
+    assert "cold-of-alice" not in files["config-in-force.txt"]
+
+
+def test_the_log_that_a_daemon_keeps_is_bounded() -> None:
+    recent = Recent()
+    for number in range(KEPT + 5):
+        recent.handle(logging.makeLogRecord({"msg": "x" * 5000 + str(number)}))
+    recent.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",), "level": 20}))
+    assert len(recent.lines) == KEPT and max(map(len, recent.lines)) <= LINE_CHARS
+
+
+def test_a_service_is_asked_for_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/cgroup").write_text("0::/system.slice/kvtierd.service\n")
+    (tmp_path / "proc/8").mkdir(parents=True)
+    (tmp_path / "proc/8/cgroup").write_text("0::/user.slice/session-1.scope\n")
+    assert reporting.unit_of(7, tmp_path) == "kvtierd.service"
+    assert reporting.unit_of(8, tmp_path) == reporting.unit_of(9, tmp_path) == ""
+    tool = tmp_path / "journalctl"
+    tool.write_text('#!/bin/sh\necho "said $*"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert reporting.journal("kvtierd.service").startswith("said --unit kvtierd.service")
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    assert reporting.journal("kvtierd.service") == ""
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -396,7 +396,8 @@ def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
         "       ██████████████████░░░░░░  75%  made so far",
         "",
         " tokens looked up                                   10,000",
-        "   hit warm          █████████████████░░░░░░░  70%   7,000",
+        "   hit               █████████████████░░░░░░░  70%   7,000",
+        "     hit warm        █████████████████░░░░░░░  70%   7,000",
         "   miss absent       ███████░░░░░░░░░░░░░░░░░  30%   2,990",
         "   miss in_progress  █░░░░░░░░░░░░░░░░░░░░░░░  <1%      10",
         " tokens offered                                      5,000",
@@ -417,7 +418,7 @@ COLD = {
     "capacity_bytes": 2048 * GIB,
     "used_bytes": 512 * GIB,
     "blocks": 8_000_000,
-    "states": {"written": 9_000_000, "read": 70_000, "written_again": 900_000, "late": 3},
+    "states": {"written": 9_000_000, "read": 70_000, "written_again": 900_000, "not_read": 3},
     "bytes": {"written": 600 * GIB, "written_again": 60 * GIB, "read": 5 * GIB},
     "day_bytes": 40 * GIB,
     "day_limit_bytes": 1024 * GIB,
@@ -445,24 +446,27 @@ def cold_lines(**change):
 
 def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
     assert cold_lines() == [
-        " cold blocks     written 9,000,000, written_again 900,000, read 70,000, late 3",
+        " cold blocks     written 9,000,000, written_again 900,000, read 70,000, not_read",
+        "                 3",
         " cold written    660 GiB, 1.10 for each new byte",
         "   in 24 hours   40 GiB, 984 GiB left of 1 TiB",
         " cold not read   ETIMEDOUT 3, EBADMSG 2",
         " cold scrub      16 MiB/s, 1,234,567 frames, 2 damaged, last round 1 h 2 min",
     ]
-    nothing = cold_lines(bytes={}, not_read={}, day_bytes=0, day_limit_bytes=0, scrub={})
+    nothing = cold_lines(
+        states={"written": 1}, bytes={}, not_read={}, day_bytes=0, day_limit_bytes=0, scrub={}
+    )
     assert nothing[1:] == ["   in 24 hours   0 B, no limit", " cold scrub      off"]
     spaces = [
         {"codec": "raw", "ratios": {"r32": 1.01}},
         {"codec": "r32", "ratios": {"r32": 1.5, "fix4": 1.3}},
         {"codec": "r32", "ratios": {"r32": 1.44}},
     ]
-    assert cold_lines(coding={"spaces": spaces})[3] == (
+    assert cold_lines(coding={"spaces": spaces})[4] == (
         " cold codecs     r32 in 2 spaces, 1.44 to 1.50 times smaller, raw in 1 space"
     )
     lossy = [{"codec": "q8", "lossy": True, "ratios": {"q8": 1.88}}]
-    assert cold_lines(coding={"spaces": lossy})[3] == (
+    assert cold_lines(coding={"spaces": lossy})[4] == (
         " cold codecs     q8 (lossy) in 1 space, 1.88 times smaller"
     )
     spaces[0] |= {"asked": "q8", "why": "opaque"}

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
+import os
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from daemon.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
+from daemon.test_cold import BLOCK, SEGMENT, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
+from kvtier.codec.frame import PAGE
 from kvtier.policy.base import make
 from kvtier_daemon.index import Index
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving import forgetting
-from kvtier_daemon.tiers.log import Segment
+from kvtier_daemon.tiers import erasing as erasing_module
+from kvtier_daemon.tiers import shelf as shelf_module
+from kvtier_daemon.tiers.log import Segment, Stage
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_kernels import Store
@@ -131,6 +138,138 @@ def test_an_answer_means_that_it_holds(tmp_path: Path) -> None:
         assert await tenant.forget(3, 5) == ""
         await tenant.kill()
         assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
+
+    run(work())
+
+
+def held(folder: Path) -> bytes:
+    """What the segment files hold behind their heads."""
+    files = sorted(path for path in (folder / "segments").rglob("*") if path.is_file())
+    return b"".join(path.read_bytes()[PAGE:] for path in files)
+
+
+async def frames(tenant: Tenant, count: int) -> None:
+    """Wait until so many blocks are on disk."""
+    frames_in, segments = tenant.catalog.cold.frames_in, tenant.bench.tier.segments
+    while sum(len(frames_in(one.number)) for one in segments) != count:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def erased(tenant: Tenant) -> str:
+    """Erase from the disk what no block owns; what went wrong."""
+    first = 0
+    while True:
+        said: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
+        tenant.mover.erase(first, lambda *all_, said=said: said.set_result(all_))
+        failure, first, _ = await said
+        if failure or not first:
+            return failure
+
+
+def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) -> None:
+    """Blocks that were evicted long ago lie behind what was written since."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf = tenant.bench.tier.shelves["t"][0]
+        shelf._most = 3
+        for number in range(6 * SEGMENT // BLOCK):
+            tenant.save(number)
+            await tenant.on_disk(number + 1)
+        stale = [at for at in range(number + 1) if not tenant.knows(at)]
+        assert any(pattern(key(at), 4096) in held(tmp_path) for at in stale)
+        kept = [at for at in range(number + 1) if tenant.knows(at)][-3:]
+        assert await tenant.forget(*(at for at in range(number + 1) if at not in kept)) == ""
+        await frames(tenant, 3)
+        assert await erased(tenant) == ""
+        text = held(tmp_path)
+        # The block of key 0 is all zeros.
+        assert [at for at in range(1, number + 1) if pattern(key(at), 64) in text] == kept
+        assert all(pattern(key(at), BLOCK) in text for at in kept)
+        for at in range(5000, 5006):  # and it is written to as before
+            tenant.save(at)
+        await frames(tenant, 9)
+        await tenant.kill()
+        found = await after_a_start(tmp_path, range(number + 1))
+        assert found == kept
+
+    run(work())
+
+
+def test_what_is_erased_is_not_used_again_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames written there while the old ones are erased would be erased with them."""
+    erasing, go = threading.Event(), threading.Event()
+    erase = erasing_module.erase
+
+    def slow(*arguments: Any) -> None:
+        erasing.set()
+        assert go.wait(30)
+        erase(*arguments)
+
+    monkeypatch.setattr(shelf_module, "erase", slow)
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, segment = await tenant.sealed(5)
+        assert await tenant.forget(0, 1, 2) == ""
+        going = asyncio.create_task(erased(tenant))
+        assert await asyncio.to_thread(erasing.wait, 30)
+        assert shelf.log.leave() is segment
+        tenant.catalog.cold.drop_segment(segment.number)
+        shelf.left(segment)
+        going.cancel()  # whoever asked for it has gone: it goes on
+        await asyncio.gather(going, return_exceptions=True)
+        assert segment.stage is Stage.LEAVING
+        go.set()
+        await tenant.bench.tier.settled("t")
+        assert segment.stage is Stage.FREE
+        await tenant.kill()
+
+    run(work())
+
+
+def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        await tenant.sealed(8)
+        assert await tenant.forget(3, 5) == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(erasing_module, "_zero", broken)
+            assert "Input/output error" in await erased(tenant)
+        await tenant.kill()
+        assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
+
+    def broken(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run(work())
+
+
+def test_where_no_hole_can_be_made_zeros_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: int) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(erasing_module, "_fallocate", unsupported)
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        await tenant.sealed(8)
+        assert await tenant.forget(*range(7)) == ""
+        assert await erased(tenant) == ""
+        text = held(tmp_path)
+        assert [at for at in range(1, 8) if pattern(key(at), 64) in text] == [7]
+        await tenant.kill()
 
     run(work())
 

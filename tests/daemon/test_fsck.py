@@ -136,3 +136,20 @@ def test_what_is_no_directory_is_said_to_be_none(
     assert left.value.code == 2
     assert f"{tmp_path / 'none'}: no directory" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "nothing is begun before all are there"
+
+
+@pytest.mark.parametrize("has", ["", "segments", "index", "kvtier.lock"])
+def test_a_folder_of_others_is_refused_and_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("not ours")
+    if has == "kvtier.lock":
+        (tmp_path / has).touch()
+    elif has:
+        (tmp_path / has).mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as ended:
+        main(["fsck", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "not a kvtier directory" in " ".join(capsys.readouterr().err.split())
+    assert sorted(tmp_path.iterdir()) == before

@@ -198,7 +198,7 @@ def test_what_does_not_come_in_time_is_given_up_and_told_so(
         now[0] += PATIENCE_S + 0.01
         tenant.reads.tend()
         assert tenant.catalog.cold.reading == begun
-        assert tenant.mover.counts["late"] == 24 - begun
+        assert tenant.mover.counts["not_read"] == 24 - begun
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[2] == "late"
         await tenant.end()
 
@@ -251,7 +251,7 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         assert (planner.waiting, planner.waits, tenant.reads._waiting) == (0, 0, {})
         assert planner.may_write(link), "nobody waits"
         assert sum(segment.reading for segment in segments) == 0
-        assert tenant.mover.counts["late"] == 24
+        assert tenant.mover.counts["not_read"] == 24
         assert tenant.catalog.match(tenant.space, keys(24)) == Found(0, 24)
         await tenant.end()
 
@@ -276,9 +276,9 @@ def test_who_goes_takes_nothing_from_another_tenant(
         for session, tenant in enumerate(two):
             assert tenant.mover.promote(tenant.space, keys(24), 24, request=(session, 1))[0] == 24
         goes.mover.session_over(0)
-        while sum(tenant.mover.counts["late"] for tenant in two) < 24:  # noqa: ASYNC110
+        while sum(tenant.mover.counts["not_read"] for tenant in two) < 24:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert (goes.mover.counts["late"], stays.mover.counts["late"]) == (24, 0)
+        assert (goes.mover.counts["not_read"], stays.mover.counts["not_read"]) == (24, 0)
         assert stays.catalog.cold.reading == 24
         monkeypatch.setattr(reads, "READ_BLOCKS", 32)
         goes.reads._pump_soon(bench.tier.drives[0])
@@ -324,7 +324,7 @@ def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
             await asyncio.sleep(0)
         assert len(set(told)) == len(told) == 24
         assert [text.split()[1] for text in failures] == ["1", "2"]
-        assert tenant.mover.counts["late"] == tenant.catalog.cold.reading + 18 == 21
+        assert tenant.mover.counts["not_read"] == tenant.catalog.cold.reading + 18 == 21
         assert tenant.reads._waiting == {}
         monkeypatch.setattr(tenant.catalog.cold, "reading", 0)
         await tenant.end()

@@ -256,3 +256,37 @@ def test_a_wrong_flag_is_refused_in_words(
         main(["sim", str(SMALL), *flags])
     assert left.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--memory", "--nvme"])
+@pytest.mark.parametrize(("size", "why"), [("4", "no unit"), ("64KiB", "less than one block")])
+def test_a_size_without_a_unit_or_below_a_block_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, size: str, why: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", str(SMALL), flag, size])
+    assert ended.value.code == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_day_is_not_told_from_a_trace_of_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sim: Sim
+) -> None:
+    trace = tmp_path / "short.jsonl"
+    lines = [
+        {"timestamp": at * 100, "input_length": 512 * 4, "output_length": 1,
+         "hash_ids": [at * 4 + block for block in range(4)]}
+        for at in range(70)
+    ]  # fmt: skip
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (str(trace), "--memory", "1GiB", "--nvme", "10GiB")
+    (run,) = sim(*flags)["runs"]
+    assert run["bytes"]["nvme_written"] and run["nvme_bytes_written_a_day"] is None
+    with pytest.raises(SystemExit):
+        main(["sim", *flags])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the trace has 7 s, and less than 600 s say nothing of a day" in told
+    assert "TiB" not in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvtier.catalog.cold import Demotion
 from kvtier.policy.base import make
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving import writing
-from kvtier_daemon.tiers.batch import Outgoing, Wrote
+from kvtier_daemon.tiers.batch import Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.drive import FAULTS_TO_OFF, Lane
 from kvtier_kernels import Store
 
@@ -226,6 +227,61 @@ def test_a_drain_wakes(tmp_path: Path) -> None:
         # What is in memory alone by then is found without being told of.
         desk.save(200, 2, told=False)
         await desk.written(10)
+        await desk.end()
+
+    run(work())
+
+
+def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
+    """For each block that comes to the disk another one is saved: there is always something to write."""
+
+    async def work() -> None:
+        desk = await desk_in(tmp_path, quota_bytes=0)
+        asked = array("I", desk.save(100, SLOTS // 2))
+        await desk.rest()
+        asked += array("I", desk.save(500, SLOTS // 4))
+        landed, saves = desk.mover._writing._landed, 0
+        on_disk: set[int] = set()
+
+        def saved_meanwhile(blocks: list[Landed]) -> None:
+            nonlocal saves
+            landed(blocks)
+            for one in blocks:
+                on_disk.add(one.id)
+                saves += 1
+                desk.save(10_000 + saves)
+
+        desk.mover._writing._landed = saved_meanwhile  # type: ignore[method-assign]
+        desk.mover.drain(True)
+        assert desk.mover.left_to_drain == len(asked)
+        await until(lambda: desk.mover.is_drained or saves > 20 * SLOTS)
+        assert desk.mover.is_drained
+        assert desk.catalog.cold.in_memory_alone, "saves have outrun the disk"
+        assert not desk.mover.left_to_drain
+        assert set(asked) <= on_disk
+        await desk.end()
+
+    run(work())
+
+
+def test_a_drain_is_not_over_before_what_could_not_be_written_at_first(tmp_path: Path) -> None:
+    async def work() -> None:
+        desk = await desk_in(tmp_path, quota_bytes=0)
+        desk.save(100, 8)
+        await desk.rest()
+        write, refused = desk.bench.tier.write, 0
+
+        def refuse(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
+            nonlocal refused
+            refused += 1
+            if refused > 2:
+                return write(tenant, blocks, done)
+            return write(tenant, blocks, lambda landed, _: done([], [one.id for one in landed]))
+
+        desk.bench.tier.write = refuse  # type: ignore[method-assign]
+        desk.mover.drain(True)
+        await until(lambda: desk.mover.is_drained)
+        assert refused > 2 and not desk.catalog.cold.in_memory_alone
         await desk.end()
 
     run(work())

@@ -25,11 +25,14 @@ import pytest
 
 from daemons import Daemon
 from kvtier import Client, wire
+from kvtier.codec.frame import PAGE
+from kvtier.errors import FrameError
 from kvtier_daemon.cli import COMMANDS
 from kvtier_daemon.cli.monitor import DOUBTED
 from kvtier_daemon.cli.screens import VIEWS, History, Moment
 from kvtier_daemon.cli.status import ANSWER_S, LEAST_ANSWER_S
 from kvtier_daemon.observing.events import LIMIT_KEPT
+from kvtier_daemon.tiers.segment import Head, Trailer
 from specs import pattern, spec_of
 
 NOBODY = 65_534
@@ -370,6 +373,71 @@ def test_what_was_purged_stays_so_after_a_kill(
     assert daemon.stats()["tiers"]["cold"]["blocks"] == 20
 
 
+PIECE = 64
+
+
+def pieces_on_disk(folder: Path) -> set[bytes]:
+    """All aligned pieces of 64 bytes, but for zeros, of the frames in segment files, and of
+    what lies where frames may."""
+    found: set[bytes] = set()
+    for path in (folder / "cold" / "segments").rglob("*"):
+        if path.is_file():
+            text = path.read_bytes()
+            end = len(text) - PAGE
+            with contextlib.suppress(FrameError):  # one that is full lists its frames at its end
+                end = Trailer.decode(text[-PAGE:], Head.decode(text[:PAGE])).table_at
+            found |= {text[at : at + PIECE] for at in range(PAGE, end, PIECE)}
+    return found - {bytes(PIECE)}
+
+
+def on_disk(count: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda stats: stats["tiers"]["cold"]["blocks"] >= count
+
+
+@pytest.mark.parametrize("codec", ["raw", "r32"])
+@pytest.mark.parametrize("what", ["--space", "--all"])
+def test_nothing_of_what_was_purged_is_left_on_disk(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, codec: str, what: str
+) -> None:
+    """Neither the blocks as they were saved nor as they were encoded, also where the daemon is killed right
+    after the answer; and what was not purged is found again."""
+    config = f'{cold(tmp_path)}codec = "{codec}"\n'
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    with daemon.connect() as client:
+        staying = saved(client, "staying", 20)
+        daemon.wait_for(on_disk(20))
+        before = pieces_on_disk(tmp_path) if what == "--space" else set()
+        going = saved(client, "going", 60)
+        daemon.wait_for(on_disk(80))
+        written = pieces_on_disk(tmp_path) - before
+        assert len(written) > 60, "what is searched for was there"
+        number = str(client.open(spec_of("going")).index)
+        flags = [what, number] if what == "--space" else [what]
+        done = kvtier("purge", *flags, "--yes", "--socket", daemon.socket)
+        assert done.returncode == 0, done
+        daemon.process.kill()
+    daemon.process.wait(10)
+    assert not pieces_on_disk(tmp_path) & written
+    text = b"".join(path.read_bytes() for path in (tmp_path / "cold").rglob("*") if path.is_file())
+    assert not any(key in text for key in going), "a block is its key, again and again"
+    assert "on disk erased" in done.stdout
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    left = 20 if what == "--space" else 0
+    with daemon.connect() as client:
+        daemon.wait_for(on_disk(left))
+        space = client.open(spec_of("staying"))
+        found = space.match(staying)
+        assert found.ready + found.coming == left
+        if left:
+            deadline = time.monotonic() + 30
+            while space.match(staying).ready < left:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with space.load(staying) as blocks:
+                texts = [bytes(block) for block in blocks]
+            assert texts == [pattern(key, space.spec.block_bytes) for key in staying]
+
+
 def test_purge_all_forgets_what_is_held_too(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
     with daemon.connect() as client:
@@ -399,8 +467,13 @@ def test_who_is_asked_whether_to_purge_is_told_of_what_and_may_leave(
             while b"Do it?" not in text:
                 text += os.read(outer, 4096)
             assert b"blocks in memory and 0 on disk, in " in text
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
+            # One that comes between the question and the read is seen only after the read.
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
+            assert process.returncode == 130
         finally:
             process.kill()
             process.wait()
@@ -437,6 +510,53 @@ def test_an_interrupted_purge_says_so_and_can_be_run_again(
         left_over = told("keys", *flags[:2], "--limit", "5000", *flags[3:])["keys"]
         assert len(left_over) == 3000 - 1024
         assert told("purge", *flags)["blocks"] == 3000 - 1024
+
+
+# --- what commands must not accept ----------------------------------------------------------------
+
+
+def test_doctor_knows_the_configuration_of_the_daemon_that_answers(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = daemon_of(folder=tmp_path / "d", config=cold(tmp_path))
+    found = json.loads(kvtier("doctor", "--json", "--socket", daemon.socket).stdout)
+    by_name = {one["name"]: one["value"] for one in found}
+    assert by_name["configuration"] == f"in force in the daemon, from {tmp_path / 'd/kvtier.toml'}"
+    assert {"memlock", f"file system of {tmp_path / 'cold'}"} & by_name.keys(), by_name
+
+
+@pytest.mark.parametrize("term", ["why=nosuch", "kind=nosuch", "what=nosuch", "lookup,why=nosuch"])
+def test_monitor_refuses_values_that_no_event_has(shared_daemon: Daemon, term: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, "monitor", "--filter", term, "--limit", "1", "--socket", shared_daemon.socket],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "nosuch" in done.stderr
+    known = {"why": "slower", "kind": "lookup", "what": "committed"}
+    assert known[term.partition("=")[0].rpartition(",")[2]] in " ".join(done.stderr.split())
+
+
+# --- what goes wrong quietly ---------------------------------------------------------------------
+
+
+def test_blocks_that_are_lost_unwritten_are_told_by_status_top_and_doctor(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    config = cold(tmp_path).replace('"64MiB"', '"4MiB"')
+    daemon = daemon_of(folder=tmp_path / "d", config=config)
+    told("tier", "drain", "cold", "--socket", daemon.socket)
+    with daemon.connect() as client:
+        for number in range(3):
+            saved(client, "lost", 60, first=number)
+        space = client.open(spec_of("lost"))
+        assert space.match(space.keys([2] * 60 * 16)).ready == 60
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["unwritten"].get("off", 0) > 0)
+    shown = kvtier("status", "--socket", daemon.socket).stdout
+    assert "evicted before they were written to disk" in " ".join(shown.split())
+    rows = [line.split()[0] for line in shown.splitlines() if line.split()]
+    assert rows.index("hit") == rows.index("tokens") + 1, "the total is first"
+    shown = kvtier("doctor", "--socket", daemon.socket).stdout
+    assert "blocks lost unwritten" in shown and "off " in shown
 
 
 # --- monitor -------------------------------------------------------------------------------------

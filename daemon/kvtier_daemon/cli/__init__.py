@@ -38,7 +38,7 @@ COMMANDS = {
     "install-service": "Write systemd's units, and say what to run then.",
     "keys": "List the spaces and what they hold, or the keys of one.",
     "monitor": "Show what happens, as it happens, until interrupted.",
-    "purge": "Forget blocks, for good: those on disk too.",
+    "purge": "Forget blocks, for good: those on disk are erased, too.",
     "record": "Record what is looked up, as a trace for kvtier sim.",
     "reload": "Put what the configuration says now into force.",
     "serve": "Run the daemon until it is told to stop.",

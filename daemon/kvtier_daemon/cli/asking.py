@@ -86,6 +86,11 @@ def forgotten(client: Client, tenant: str, space: int) -> Iterator[int]:
     return _pieces(ask)
 
 
+def erased(client: Client, tenant: str) -> Iterator[int]:
+    """Erase from the disks what no block of this tenant owns: how many files each piece had."""
+    return forgotten(client, tenant, EVERY_SPACE)
+
+
 def _listed(client: Client, tenant: str, space: int, first: int) -> tuple[bytes, int]:
     piece = client.link.ask(wire.List(client.link.new_id(), tenant, space, first), wire.Listed)
     return piece.rows, piece.next

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtier_daemon.cli.flags import Json, Socket
+
+if TYPE_CHECKING:
+    from kvtier_daemon.beside.reporting import Names
 
 
 def bugreport(
@@ -23,7 +26,12 @@ def bugreport(
         Path | None, typer.Option(metavar="FILE", readable=False, help="The daemon's.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its log: the last 256 KiB go in.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its log: the last 256 KiB go in. Else the journal of its service, or the last"
+            " 1,000 lines, which it keeps itself.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go in, and write nothing.")
@@ -33,8 +41,9 @@ def bugreport(
 ) -> None:
     """Collect in one file what a report of a fault needs.
 
-    Versions, configuration, status, doctor, kernel and mounts. No keys, no tokens, no
-    prompts; secrets, names of models and of users are taken out.
+    Versions, configuration (what the daemon runs with, too), status, doctor, log, kernel
+    and mounts. No keys, no tokens, no prompts; secrets, names of models and of users are
+    taken out.
     """
     from datetime import UTC, datetime
 
@@ -78,6 +87,51 @@ def _parts(config: Path | None, log: Path | None, socket: Path | None) -> Iterat
         said = next(one for one in found if one.name == DAEMON)
         yield "status.txt", names.redacted(f"{said.value}; {said.fix}")
     told = [as_json(one) for one in found]
+    if stats:
+        yield "config-in-force.txt", _in_force(socket, config, names)
     yield "doctor.json", names.redacted(dumps(told, indent=2))
     if log is not None:
         yield "log.txt", reporting.tail(log, names)
+    elif stats:
+        yield "log.txt", _log(socket, config, int(stats.get("pid", 0)), names)
+
+
+def _where(socket: Path | None, config: Path | None) -> Path | None:
+    """The socket that `doctor` has asked."""
+    from kvtier.errors import ConfigError
+    from kvtier_daemon.config import load
+
+    if socket is not None or config is None:
+        return socket
+    try:
+        return load(config).config.socket
+    except ConfigError:
+        return None
+
+
+def _in_force(socket: Path | None, config: Path | None, names: Names) -> str:
+    """What the daemon runs with."""
+    from kvtier.errors import KvtierError
+    from kvtier_daemon.beside import reporting
+    from kvtier_daemon.cli.config import ask_daemon
+
+    try:
+        return reporting.in_force(ask_daemon(_where(socket, config), "show")["keys"], names)
+    except KvtierError as error:
+        return f"the daemon does not tell it: {reporting.scrubbed(str(error), names)}\n"
+
+
+def _log(socket: Path | None, config: Path | None, pid: int, names: Names) -> str:
+    """The journal's of the service that the daemon is, or the last lines that it keeps itself."""
+    from kvtier.errors import KvtierError
+    from kvtier_daemon.beside import reporting
+    from kvtier_daemon.cli.config import ask_daemon
+
+    unit = reporting.unit_of(pid)
+    if unit and (text := reporting.journal(unit)):
+        return f"journalctl --unit {unit}\n{reporting.log_text(text.splitlines(), names)}"
+    try:
+        lines = ask_daemon(_where(socket, config), "log")["lines"]
+    except KvtierError as error:
+        return f"the daemon does not tell it: {reporting.scrubbed(str(error), names)}\n"
+    return f"the last {len(lines)} lines that the daemon keeps\n{reporting.log_text(lines, names)}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from kvtier_daemon.cli.flags import Json, Socket, plain
+
+if TYPE_CHECKING:
+    from kvtier_daemon.config import Loaded
 
 EXIT_WRONG: Final = 2
 AMOUNTS: Final = frozenset(
@@ -120,6 +123,19 @@ def change_lines(changes: Iterable[Mapping[str, Any]], live: str, restart: str) 
         how = live if one["live"] else restart
         was, will = (_shown(one["key"], one[which]) for which in ("running", "files"))
         yield f"{one['key']}: {was} -> {will} ({how})"
+
+
+def loaded_of(keys: Mapping[str, tuple[object, str]]) -> Loaded:
+    """The configuration that a daemon says it runs with. Raises ConfigError where this version can't read
+    it."""
+    import tomllib
+
+    from kvtier_daemon.config import load
+    from kvtier_daemon.sources import flatten
+
+    tree = tomllib.loads("\n".join(_lines(keys, origin=False)))
+    flags = {".".join(path): value for path, value in flatten(tree)}
+    return load(None, flags, environ={})
 
 
 def _lines(keys: Mapping[str, tuple[object, str]], origin: bool) -> Iterator[str]:

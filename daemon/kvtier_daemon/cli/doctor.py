@@ -71,6 +71,8 @@ def examined(
     world = checks.World()
     loaded, trouble = _loaded(config)
     stats, why = _stats(socket or (loaded.config.socket if config and loaded else None))
+    if config is None and stats is not None:
+        loaded, trouble = _in_force(socket, loaded)
     found = checks.examine(world, loaded, stats, why)
     found.append(checks.io_uring())
     if trouble is not None:
@@ -99,6 +101,25 @@ def _loaded(config: Path | None) -> tuple[Loaded | None, Found | None]:
     except ConfigError as error:
         return None, Found("configuration", Level.fail, str(error), "mend it, then try again")
     return loaded, Found("configuration", Level.ok, f"{file or 'environment'} is understood")
+
+
+def _in_force(socket: Path | None, otherwise: Loaded | None) -> tuple[Loaded | None, Found]:
+    """What the daemon that answers runs with, or, where it does not tell that, `otherwise`."""
+    from kvtier.errors import ConfigError, KvtierError
+    from kvtier_daemon.beside.doctor import Found, Level
+    from kvtier_daemon.cli.config import ask_daemon, loaded_of
+
+    try:
+        told = ask_daemon(socket, "show")
+        loaded = loaded_of(told["keys"])
+    except ConfigError as error:
+        return otherwise, Found("configuration", Level.warn, str(error), "give it by --config FILE")
+    except KvtierError as error:
+        value = f"the daemon does not tell the one that it runs with: {error}"
+        fix = "run this as root or as the daemon's user, or give it by --config FILE"
+        return otherwise, Found("configuration", Level.warn, value, fix)
+    source = told["file"] or "flags and environment"
+    return loaded, Found("configuration", Level.ok, f"in force in the daemon, from {source}")
 
 
 def _stats(socket: Path | None) -> tuple[Mapping[str, Any] | None, str]:

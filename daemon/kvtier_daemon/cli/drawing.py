@@ -97,6 +97,15 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+# Of what was offered and not taken: these were not lost.
+KEPT_ALREADY = {"present": "kept already", "in_progress": "being saved already"}
+
+
+def not_taken(why: str) -> str:
+    """What to call tokens that were offered and not taken for this reason."""
+    return KEPT_ALREADY.get(why, f"refused {why}")
+
+
 def duration(seconds: float) -> str:
     """Return the two largest units: enough to know whether it was restarted lately."""
     left = int(seconds)

@@ -29,7 +29,7 @@ WHY = {
     "spoilt": "its frame on disk was damaged",
     "budget": "it was evicted unwritten: the disks' daily writes were used up",
     "off": "it was evicted unwritten: the disks took nothing",
-    "late": "it was evicted before it could be written",
+    "slow_disk": "it was evicted before the disk had written it",
     "once": "it was evicted unwritten: it had been wanted once, and writes are scarce",
     "absent": "the first missing block was not there",
     "cold": "what was missing was on disk",

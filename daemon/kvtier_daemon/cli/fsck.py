@@ -23,13 +23,19 @@ def fsck(
     """Check cold directories that no daemon is using. Exits with 1 if something is damaged and stays so."""
     from kvtier.errors import ConfigError
     from kvtier_daemon.beside.fsck import check
-    from kvtier_daemon.tiers.volume import Volume
+    from kvtier_daemon.tiers.volume import LOCK, Volume, is_volume
 
     reports: dict[str, Any] = {}
     damaged = False
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"{directory}: no directory; name those that cold.directories has")
+    for directory in directories:
+        if not is_volume(directory):
+            raise ConfigError(
+                f"{directory} is not a kvtier directory: it has no {LOCK} and no index; name those that"
+                " cold.directories has"
+            )
     for directory in directories:
         volume = Volume(directory.absolute(), None)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +47,7 @@ def monitor(
     terms = [text for each in wanted or [] for text in each.split(",")]
     kinds = [text for text in terms if "=" not in text]
     fields = dict(text.split("=", 1) for text in terms if "=" in text)
+    _check(fields, kinds)
     shown = 0
     unseen = Unseen(fields)
     with connected(Path(socket or default_socket()), "monitor") as client:
@@ -60,6 +61,25 @@ def monitor(
             shown += 1
             if shown == limit:
                 return
+
+
+def _check(fields: Mapping[str, str], kinds: Collection[str]) -> None:
+    """Refuse what no event ever has: it would be waited for without end."""
+    from kvtier.catalog import WHY_MISSED
+    from kvtier.planning import WHY
+    from kvtier_daemon.observing.events import KINDS, WHAT
+
+    values = {"kind": KINDS, "what": WHAT, "why": tuple(dict.fromkeys((*WHY_MISSED, *WHY, "off")))}
+    for name, known in values.items():
+        value = fields.get(name)
+        # Why a client went, and what a disk said, is text.
+        anything = value is None or (name == "why" and not {"fault", "client"}.isdisjoint(kinds))
+        if not anything and value not in known:
+            raise typer.BadParameter(
+                f"{name}={value}: no event has that; {name} is one of {', '.join(known)}"
+                + ("; of kind fault and client it is any text" if name == "why" else ""),
+                param_hint="--filter",
+            )
 
 
 class Unseen:

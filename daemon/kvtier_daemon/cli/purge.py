@@ -29,9 +29,10 @@ def purge(
     json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Forget blocks, for good: those on disk too.
+    """Forget blocks, for good: those on disk are erased, too.
 
-    Can be interrupted without harm, and run again. What engines save meanwhile stays.
+    Can be interrupted without harm, and run again. What engines save meanwhile stays. What a disk keeps of
+    erased blocks is in docs/security.md.
     """
     from kvtier.client import default_socket
     from kvtier_daemon.cli import asking
@@ -47,7 +48,7 @@ def purge(
             for one in ([asking.named(each, space)] if space else each["spaces"])
         ]
         _confirm(chosen, yes or json)
-        report = _forget(client, chosen)
+        report = _forget(client, chosen, [each["tenant"] for each in tenants])
     if json:
         from json import dumps
 
@@ -81,11 +82,13 @@ def _confirm(chosen: Sequence[tuple[str, dict[str, Any]]], yes: bool) -> None:
         raise typer.Exit(1)
 
 
-def _forget(client: Client, chosen: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def _forget(
+    client: Client, chosen: Sequence[tuple[str, dict[str, Any]]], tenants: Sequence[str]
+) -> dict[str, Any]:
     from kvtier_daemon.cli import asking
     from kvtier_daemon.cli.progress import progress
 
-    report: dict[str, Any] = {"spaces": 0, "blocks": 0, "interrupted": False}
+    report: dict[str, Any] = {"spaces": 0, "blocks": 0, "erased_files": 0, "interrupted": False}
     try:
         with progress() as bar:
             most = sum(max(space["memory_blocks"], space["disk_blocks"]) for _, space in chosen)
@@ -95,6 +98,11 @@ def _forget(client: Client, chosen: Sequence[tuple[str, dict[str, Any]]]) -> dic
                     report["blocks"] += blocks
                     bar.update(task, completed=report["blocks"])
                 report["spaces"] += 1
+            task = bar.add_task("erase", total=None)
+            for tenant in tenants:
+                for files in asking.erased(client, tenant):
+                    report["erased_files"] += files
+                    bar.update(task, completed=report["erased_files"])
     except KeyboardInterrupt:
         report["interrupted"] = True
     return report
@@ -105,6 +113,8 @@ def _said(report: dict[str, Any]) -> str:
     if report["interrupted"]:
         return (
             f"interrupted: {report['blocks']:,} blocks are forgotten in memory; of the last space some may be"
-            " back from disk after a restart. Run it again to end it"
+            " back from disk after a restart, and not all is erased from the disk. Run it again to end it"
         )
+    if report["erased_files"]:
+        done += f"; {count(report['erased_files'], 'file')} on disk erased of them"
     return done

@@ -13,6 +13,7 @@ from kvtier_daemon.cli.drawing import (
     count,
     duration,
     falling,
+    not_taken,
     percent,
     row,
     table_of,
@@ -223,10 +224,11 @@ def _shares(history: History, room: Room, most: int) -> Table:
     shown = misses[:most]
     table = table_of("", "", ">", ">", least=SHARES)
     row(table, "tokens looked up", "", "", f"{looked:,}")
-    for name, tokens in hits.items():
+    shown_hits = {"hit": sum(hits.values())} | {f"  hit {name}": n for name, n in hits.items()}
+    for name, tokens in shown_hits.items():
         row(
             table,
-            f"  hit {name}",
+            f"  {name}",
             bar(tokens, looked, cells),
             percent(tokens, looked),
             f"{tokens:,}",
@@ -308,6 +310,8 @@ def _queues(history: History) -> Table:
         if tier.get("failure") and not is_away(tier):
             off = "" if tier.get("on", True) else "off: "
             row(table, f"{name} tier", f"{off}{tier['failure']}")
+    if hints := stats.get("hints"):
+        row(table, "look into", "; ".join(hints))
     if cold:
         queues = ("reading", "writing", "leaving")
         row(table, "disk queues", ", ".join(f"{name} {cold.get(name, 0):,}" for name in queues))
@@ -327,7 +331,7 @@ def _hits(history: History, room: Room) -> Iterator[RenderableType]:
     offered = saved + sum(tokens for _, tokens in refused)
     table = table_of("", "", ">", ">", least=SHARES)
     row(table, "tokens offered", "", "", f"{offered:,}")
-    for label, tokens in [("saved", saved), *((f"refused {why}", n) for why, n in refused)]:
+    for label, tokens in [("saved", saved), *((not_taken(why), n) for why, n in refused)]:
         row(
             table,
             f"  {label}",

@@ -102,8 +102,9 @@ def sim(
         cache = read_cache(config)
         token_bytes = cache.prefix_bytes(2, whole=True) - cache.prefix_bytes(1, whole=True)
     whole = requests.native.unique * requests.block_tokens * token_bytes
-    memories = _sizes("--memory", memory, [whole // 64, whole // 16, whole // 4])
-    disks = _sizes("--nvme", nvme, [0, whole // 4, whole])
+    block_bytes = requests.block_tokens * token_bytes
+    memories = _sizes("--memory", memory, [whole // 64, whole // 16, whole // 4], block_bytes)
+    disks = _sizes("--nvme", nvme, [0, whole // 4, whole], block_bytes)
     machines = [
         Machine(
             memory_bytes=memory_bytes, nvme_bytes=nvme_bytes, token_bytes=token_bytes, policy=name,
@@ -151,10 +152,24 @@ def _counts(text: str, requests: Requests) -> list[int]:
     return found
 
 
-def _sizes(flag: str, text: str | None, otherwise: list[int]) -> list[int]:
+def _sizes(flag: str, text: str | None, otherwise: list[int], least_bytes: int) -> list[int]:
+    from kvtier.units import format_bytes
     from kvtier_daemon.cli.flags import amount, items
 
-    return otherwise if text is None else [amount(flag, item) for item in items(flag, text)]
+    if text is None:
+        return otherwise
+    sizes = []
+    for item in items(flag, text):
+        if item.strip().isdecimal() and (int(item) or flag == "--memory"):
+            raise typer.BadParameter(
+                f"{flag}: {item!r} has no unit; say {item}GiB if that is meant"
+            )
+        nbytes = amount(flag, item)
+        if 0 < nbytes < least_bytes or (not nbytes and flag == "--memory"):
+            least = format_bytes(least_bytes)
+            raise typer.BadParameter(f"{flag}: {item!r} is less than one block, which has {least}")
+        sizes.append(nbytes)
+    return sizes
 
 
 def _trace(requests: Requests) -> dict[str, Any]:
@@ -311,6 +326,7 @@ def _show_sizes(
     recommended: dict[str, Any],
 ) -> None:
     from kvtier.units import format_bytes
+    from kvtier_daemon.sim.report import LEAST_SPAN_S
 
     typer.echo(
         f"{len(requests):,} requests in {requests.span_s:,.0f} s, {requests.native.unique:,} blocks of"
@@ -329,7 +345,7 @@ def _show_sizes(
         typer.echo(
             f"{format_bytes(run['memory_bytes']):>9}{format_bytes(run['nvme_bytes']):>10}  {run['policy']:<9}"
             f"{run['hit_rate']:>7.1%}{by['memory']:>8.1%}{by['nvme']:>7.1%}{run['optimum']['hit_rate']:>9.1%}"
-            f"{_times(run['ttft_ms'])}{format_bytes(run['nvme_bytes_written_a_day']):>13}"
+            f"{_times(run['ttft_ms'])}{_a_day(run):>13}"
             f"{' <' if chosen else ''}"
         )
     typer.echo(
@@ -337,6 +353,18 @@ def _show_sizes(
         f" {format_bytes(recommended['nvme_bytes'])} of NVMe: the least of these that hits"
         f" {ENOUGH:.0%} as often as the best of them"
     )
+    if any(run["nvme_bytes_written_a_day"] is None for run in runs):
+        typer.echo(
+            f"written/day: the trace has {requests.span_s:,.0f} s, and less than {LEAST_SPAN_S:,.0f} s say"
+            " nothing of a day"
+        )
+
+
+def _a_day(run: dict[str, Any]) -> str:
+    from kvtier.units import format_bytes
+
+    nbytes = run["nvme_bytes_written_a_day"]
+    return "-" if nbytes is None else format_bytes(nbytes)
 
 
 def _times(ttft_ms: dict[str, float]) -> str:

@@ -20,6 +20,7 @@ from kvtier_daemon.cli.drawing import (
     count,
     duration,
     falling,
+    not_taken,
     percent,
     row,
     table_of,
@@ -182,6 +183,8 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
         f"   up {duration(stats.get('uptime_s', 0))}",
         f"   {count(stats.get('sessions', 0), 'session')}",
     )
+    for hint in stats.get("hints", ()):
+        yield Text(f"! {hint}", "yellow")
     yield _tiers(stats.get("tiers", {}), bar)
     yield _flows(stats, bar)
     if notes := _notes(stats):
@@ -208,16 +211,19 @@ def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
 
 
 def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
-    """Return the hit rate and the misses, then what was kept of the saves: shares of 100% each."""
+    """Return the hit rate, in all and by tier, and the misses; then what was kept of the saves: shares of
+    100% each."""
     table = table_of("~", "", ">", ">")
-    hits = {f"hit {tier}": n for tier, n in falling(stats.get("hit_tokens", {}))}
+    found = stats.get("hit_tokens", {})
+    hits = {"hit": sum(found.values())}
+    hits |= {f"  hit {tier}": n for tier, n in falling(found)}
     misses = {f"miss {why}": n for why, n in falling(stats.get("miss_tokens", {}))}
     looked_up = stats.get("lookup_tokens", 0)
     row(table, "tokens looked up", "", "", f"{looked_up:,}")
-    for label, tokens in (hits | misses).items():
+    for label, tokens in (hits | misses).items() if looked_up else ():
         row(table, f"  {label}", bar(tokens, looked_up), percent(tokens, looked_up), f"{tokens:,}")
     saved = stats.get("saved_tokens", 0)
-    refused = {f"refused {why}": n for why, n in falling(stats.get("refused_tokens", {}))}
+    refused = {not_taken(why): n for why, n in falling(stats.get("refused_tokens", {}))}
     offered = saved + sum(refused.values())
     row(table, "tokens offered", "", "", f"{offered:,}")
     for label, tokens in ({"saved": saved} | refused).items() if offered else ():

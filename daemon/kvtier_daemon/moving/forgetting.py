@@ -7,11 +7,13 @@ import asyncio
 from collections.abc import Callable
 
 from kvtier.catalog import Catalog, Space
+from kvtier.errors import TierError
 from kvtier_daemon.moving.blocks import PLACE_BYTES
 from kvtier_daemon.tiers.cold import ColdTier
 from kvtier_daemon.tiers.log import NOT_FREE_YET, Segment
 
 FORGET_S = 3.0
+ERASE_S = 8.0
 EARLY_BYTES = 64 << 20
 
 
@@ -26,6 +28,7 @@ class Forgetting:
         self._copies: dict[Segment, dict[bytes, bytes]] = {}
         self._forgotten: list[Callable[[str], None]] = []  # who waits until it is so on disk
         self._forgetting: asyncio.Task[None] | None = None
+        self._erasing: set[asyncio.Task[None]] = set()
         self._early: list[tuple[bytes, bytes]] = []  # forgotten before all was found that there is
         self._early_bytes = 0
 
@@ -66,6 +69,27 @@ class Forgetting:
             for over in some:
                 over(failure)
         self._forgetting = None
+
+    def erase(self, first: int, over: Callable[[str, int, int], None]) -> None:
+        """Erase from the disks what no block owns, some of it; then `over` is told what went wrong, or
+        nothing, where to go on (0 at the end), and how many files were gone through."""
+        erasing = asyncio.create_task(self._erase_on(first, over), name="erase")
+        self._erasing.add(erasing)
+        erasing.add_done_callback(self._erasing.discard)
+
+    async def _erase_on(self, first: int, over: Callable[[str, int, int], None]) -> None:
+        after, files = 0, 0
+        try:
+            async with asyncio.timeout(ERASE_S):
+                after, files = await self._cold.erase(
+                    self._tenant, first, self._catalog.cold.frames_in
+                )
+            failure = self._cold.unknown
+        except TimeoutError:
+            failure = self._cold.failure or f"nothing was heard of it for {ERASE_S:.0f} s"
+        except (OSError, TierError) as error:
+            failure = str(error)
+        over(failure, after, files)
 
     def forget_early(self) -> None:
         """What was forgotten may have been found since."""

@@ -13,7 +13,7 @@ from itertools import chain
 from kvtier.catalog import Catalog
 from kvtier.catalog.blocks import ID_BYTES
 from kvtier.catalog.cold import Demotion
-from kvtier.catalog.departures import BUDGET, LATE, OFF, ONCE
+from kvtier.catalog.departures import BUDGET, OFF, ONCE, SLOW_DISK
 from kvtier.codec.choice import Average, Choice
 from kvtier_daemon.moving.blocks import (
     BEGIN_S,
@@ -77,12 +77,13 @@ class Writing:
         self._budget = budget
         self._leaving = leaving
         self.go_by(through=through, admission=admission)
-        catalog.blocks.keeps_back = LATE
+        catalog.blocks.keeps_back = SLOW_DISK
         self._saved: deque[bytes] = deque()  # write-through: blocks that were committed
         self._drains = False  # all is to be written, soon
         self._sweep = 0  # where that goes on
-        self._sweep_found = False
-        self._last_ones: frozenset[int] = frozenset()
+        self._swept = False  # all that there was when a drain was asked for has been looked at
+        self._unsure: set[int] = set()  # blocks of that which may not be on disk yet
+        self._drain_blocks = 0  # of that, at least so many to go
         self.is_drained = False
         # A writer each: who found nothing to write, and who could not write what there was.
         self._resting: deque[asyncio.Future[None]] = deque()
@@ -104,26 +105,42 @@ class Writing:
         """Write all that is in memory alone, and what is saved meanwhile at once, whatever the day's budget
         says; or do so no more."""
         if wanted != self._drains:
-            self._drains, self._sweep, self._sweep_found = wanted, 0, True
-            self._last_ones, self.is_drained = frozenset(), False
+            self._drains, self._sweep, self._swept = wanted, 0, False
+            self._unsure, self.is_drained = set(), False
+            self._drain_blocks = self._catalog.cold.in_memory_alone
             self.wake()
 
     @property
     def drains(self) -> bool:
         return self._drains
 
-    def _sweep_on(self) -> Demotion | None:
-        """Some of what is to be drained."""
+    @property
+    def left_to_drain(self) -> int:
+        """How many blocks have to be written until a drain is over, about; of those saved since, none."""
+        if not self._drains or self.is_drained:
+            return 0
+        return max(1, min(self._drain_blocks, self._catalog.cold.in_memory_alone))
+
+    def _drain_on(self) -> Demotion:
+        """Some of what was in memory alone when the drain was asked for. All ids are looked at once; those
+        that were found dirty then are looked at again until they are on disk or gone. So this ends, however
+        much is saved meanwhile."""
         cold = self._catalog.cold
-        plan, self._sweep = cold.sweep(self._sweep, WRITE_BLOCKS)
-        self._sweep_found |= bool(plan.ids)
-        if (
-            not self._sweep
-        ):  # a round is over: if it found nothing, what is being written is the last
-            if not self._sweep_found and not self.is_drained:
-                self._last_ones = self._last_ones or cold.being_written()
-                self.is_drained = not cold.is_writing(self._last_ones)
-            self._sweep_found = False
+        if not self._swept:
+            plan, self._sweep, writing = cold.sweep(self._sweep, WRITE_BLOCKS)
+            self._swept = not self._sweep
+            self._unsure.update(array("I", plan.ids), array("I", writing))
+            if plan.ids or not self._swept:
+                return plan
+        left = cold.dirty(array("I", self._unsure).tobytes())
+        self._unsure = set(array("I", left))
+        self.is_drained = not left
+        return cold.plan_write_through(left, WRITE_BLOCKS)
+
+    def _sweep_on(self) -> Demotion | None:
+        """Some of what was saved since the drain, and for which there was no place among the commits that
+        wait."""
+        plan, self._sweep, _ = self._catalog.cold.sweep(self._sweep, WRITE_BLOCKS)
         return plan if plan.ids else None
 
     def wake(self) -> None:
@@ -200,6 +217,9 @@ class Writing:
         if not self._cold.may_write(self._tenant):
             return None
         cold = self._catalog.cold
+        # Before what is saved meanwhile, or it would never be over.
+        if self._drains and not self.is_drained and (plan := self._drain_on()).ids:
+            return plan
         while self._saved:
             ids, some = self._saved.popleft(), WRITE_BLOCKS * ID_BYTES
             if len(ids) > some:
@@ -208,7 +228,7 @@ class Writing:
             if plan.ids:
                 return plan
         if self._drains:
-            return self._sweep_on()
+            return self._sweep_on() if self.is_drained else None
         plan = cold.plan_demotion(int(min(left, WRITE_BYTES)), self._clean_bytes, WRITE_BLOCKS)
         return plan if plan.ids else None
 
@@ -229,7 +249,7 @@ class Writing:
         elif left <= 0:
             blocks.keeps_back = BUDGET
         else:
-            blocks.keeps_back = ONCE if shut else LATE
+            blocks.keeps_back = ONCE if shut else SLOW_DISK
         return left
 
     async def _write(self, plan: Demotion) -> tuple[bytes, bool]:
@@ -314,6 +334,7 @@ class Writing:
         nbytes = sum(map(frame_bytes, landed))
         self._budget.spend(nbytes)
         self._leaving.wrote(nbytes)
+        self._drain_blocks -= len(landed)
         self.counts["written"] += len(landed)
         self.bytes["written"] += nbytes
         numbers = array("I", (one.id for one in landed)).tobytes()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtier_daemon.tiers.cold import ColdTier
 
 KINDS: Final = ("client", "space", "save", "lookup", "evict", "promote", "demote", "fault")
+WHAT: Final = ("came", "went", "reserved", "committed")
 LIMIT_KEPT: Final = 4096
 LIMIT_WATCHERS: Final = 16
 KEY_DIGITS: Final = 8

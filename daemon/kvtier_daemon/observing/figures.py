@@ -14,6 +14,7 @@ import kvtier
 from kvtier.catalog import Catalog
 from kvtier.units import format_bytes
 from kvtier_daemon.cold_life import ColdLife
+from kvtier_daemon.observing.hints import Hints
 from kvtier_daemon.observing.lag import Lag
 from kvtier_daemon.observing.series import WARM_STATES
 from kvtier_daemon.settings import Settings
@@ -38,6 +39,7 @@ class Figures:
         shown_at: str,
     ) -> None:
         self.stopping = False
+        self.hints = Hints()
         self._started_at = time.monotonic()
         self._began_s = round(time.time(), 3)
         self._settings = settings
@@ -147,6 +149,7 @@ class Figures:
                 "cpu_s": round(time.process_time(), 3),
                 "http": self._shown_at,
             }
+            body["hints"] = self.hints.of(body)
         return body
 
     def _hits(self, catalogs: Iterable[Catalog]) -> dict[str, int]:

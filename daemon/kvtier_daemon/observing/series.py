@@ -27,7 +27,7 @@ Read = Callable[[Figures], Any]
 
 WARM_STATES: Final = ("ready", "writing", "promoting", "doomed", "quarantined")
 ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "cold_scrub")
-FRAMES: Final = ("written", "written_again", "read", "late", "spoilt")
+FRAMES: Final = ("written", "written_again", "read", "not_read", "spoilt")
 TIERS: Final = ("warm", "cold")
 OTHER: Final = "other"  # a test fails where a daemon shows it
 ENDS: Final[Mapping[Kind, tuple[str, ...]]] = {
@@ -238,7 +238,8 @@ SERIES: Final[tuple[Series, ...]] = (
            lambda f: int(_cold(f).get("given_up", False))),
     Series("kvtier_cold_faults", "counter", "Errors and timeouts of the disks.", _of_cold("faults")),
     Series("kvtier_cold_frames", "counter", "Blocks written to the disks and read from them, by what became "
-           "of them: late ones were not read in time, spoilt ones were damaged.",
+           "of them: not_read ones did not come (out of time, called off, an error), spoilt ones were "
+           "damaged.",
            lambda f: _cold(f).get("states", {}), "outcome", FRAMES),
     Series("kvtier_cold_loads", "counter", "Requests for blocks on disk, by what was decided and why.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),

@@ -9,6 +9,7 @@ from kvtier_daemon.sim.tiers import Machine, Simulation, queued
 from kvtier_daemon.sim.trace import Requests
 
 DAY_S = 86_400.0
+LEAST_SPAN_S = 600.0  # of a trace that says what a day would be
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -46,7 +47,6 @@ def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict
     totals = simulation.totals
     looked_up = max(1, totals.looked_up_blocks)
     written = totals.moved["nvme_written"] + totals.moved["nvme_written_again"]
-    span = max(requests.span_s, 1e-9)
     return {
         "policy": machine.policy,
         "memory_bytes": machine.memory_bytes,
@@ -64,7 +64,14 @@ def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict
             way: totals.moved[way]
             for way in ("saved", "memory_read", "nvme_read", "nvme_written", "nvme_written_again")
         },
-        "nvme_bytes_written_a_day": round(written / span * DAY_S),
+        "nvme_bytes_written_a_day": _a_day(written, requests.span_s),
         "verdicts": dict(totals.verdicts),
         "lost": dict(totals.lost),
     }
+
+
+def _a_day(nbytes: int, span_s: float) -> int | None:
+    """What that comes to in a day; None where the trace is too short to say."""
+    if not nbytes:
+        return 0
+    return round(nbytes / span_s * DAY_S) if span_s >= LEAST_SPAN_S else None

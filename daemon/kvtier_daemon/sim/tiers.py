@@ -365,7 +365,7 @@ class Simulation:
         kept = [node for node in victims if node in self._frames or node in self._writing]
         lost = [node for node in victims if node not in self._frames and node not in self._writing]
         if self.nvme_blocks:
-            why = "late"  # the disk was not fast enough
+            why = "slow_disk"
             if self._budget.left() < self._frame_bytes:
                 why = "budget"
             elif self._admission.shut:

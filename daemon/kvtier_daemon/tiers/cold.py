@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 BURIED = struct.Struct("<II")
 DOUBTED_MOST = FITS_MOST = 4096
 ROOM_LEAST = 8 << 20
+ERASED_AT_ONCE = 8
 LOOK_S = 10.0
 INDEX_S = 1.0  # that an index has to be written and closed in, at least
 NOWHERE: frozenset[int] = frozenset()
@@ -573,6 +574,31 @@ class ColdTier:
     def left(self, shelf: Shelf, segment: Segment) -> None:
         """Nothing names this segment any more."""
         shelf.left(segment)
+
+    async def erase(
+        self, tenant: str, first: int, live: Callable[[int], dict[int, int]]
+    ) -> tuple[int, int]:
+        """Erase what no block owns from some of this tenant's segments: where to go on, 0 at the end, and how
+        many files that were. `live` has the frames of a segment by page, and how many pages each has. Raises
+        OSError or TierError."""
+        shelves = self.shelves[tenant]
+        if self._closing or not all(one.ready and one.drive.writes.is_on for one in shelves):
+            raise TierError(self.failure or "the cold tier is not ready")
+        # Before one of them is begun, and has to be sealed to be erased.
+        free = [(one, each) for one in shelves for each in one.log.free if each.leftover]
+        for shelf, segment in free[:ERASED_AT_ONCE]:
+            await shelf.erase(segment, live)
+        if free:
+            return max(1, first), len(free[:ERASED_AT_ONCE])
+        theirs = [
+            (shelf, self.segments[number])
+            for number, shelf in enumerate(self._numbering.shelves)
+            if number >= first - 1 and shelf in shelves
+        ]
+        for shelf, segment in theirs[:ERASED_AT_ONCE]:
+            await shelf.erase(segment, live)
+        rest = theirs[ERASED_AT_ONCE:]
+        return rest[0][1].number + 1 if rest else 0, len(theirs) - len(rest)
 
     # --- start and end -----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """One tenant's segments in one directory: which is written to, which comes next. No I/O, no clock.
 
      FREE ──begin──▶ BEGINNING ──begun──▶ OPEN ──seal──▶ SEALING ──sealed──▶ SEALED
-      ▲                                                                        │
+      ▲ (FREE ──hold_back──▶ FREEING: while it is erased)                      │
       └──freed── FREEING ◀──when nothing names or reads it── LEAVING ◀──leave──┘
 
 Segments are used again in the order in which they were begun: the oldest leaves first, and what of it was
@@ -71,6 +71,7 @@ class Segment:
     writing: int = 0
     reading: int = 0
     buried: list[int] = field(default_factory=list)  # pages of frames that were forgotten
+    leftover: bool = True  # it may hold bytes of an earlier use
 
     @property
     def idle(self) -> bool:
@@ -213,8 +214,15 @@ class Log:
         """Its head could not be taken back: that is still to be done."""
         _step(segment, Stage.FREEING, Stage.LEAVING)
 
+    def hold_back(self, segment: Segment) -> None:
+        """A free one is not to be begun until `freed` is said of it."""
+        _step(segment, Stage.FREE, Stage.FREEING)
+        self.free.remove(segment)
+        self.others.add(segment)
+
     def freed(self, segment: Segment) -> None:
         _step(segment, Stage.FREEING, Stage.FREE)
+        segment.leftover = True
         self.others.discard(segment)
         self.free.append(segment)
 

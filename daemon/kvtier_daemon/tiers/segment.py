@@ -9,8 +9,9 @@ A segment is used again and again, each time with a new epoch, which is in the h
 the trailer: what an earlier use left behind is of another epoch, and so is nothing. The head is on disk
 before the first frame is written; the frames are before the trailer. A segment with a good trailer of its
 head's epoch is sealed, and the table says all that is in it; without one it is open, and its frames are found
-by walking from the first page until one is none. Flag 1 of a trailer: a kill has left the segment open, and
-what was being written then may lie behind its last frame, of the same epoch. Nothing is added to such a one.
+by walking from the first page until one is none. Flag 1 of a trailer: nothing is added to this
+segment. Either a kill has left it open, and what was being written then may lie behind its last frame, of the
+same epoch; or frames of it were erased, and a walk would end at the first of them.
 
 Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ tenant 32
                   │ digest 16
@@ -30,7 +31,7 @@ pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the or
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -155,6 +156,17 @@ def space_of(row: bytes) -> int:
 def page_of(row: bytes) -> int:
     """Where the frame of an entry begins."""
     return int(ENTRY.unpack_from(row)[5])
+
+
+def rows_of_pages(
+    spaces: Sequence[tuple[bytes, KvSpec]], rows: bytes, pages: Collection[int]
+) -> tuple[list[tuple[bytes, KvSpec]], bytes]:
+    """The entries whose frames begin at these pages, and the spaces that they are of."""
+    kept = [list(fields) for fields in ENTRY.iter_unpack(rows) if fields[5] in pages]
+    numbers = {old: new for new, old in enumerate(sorted({fields[2] for fields in kept}))}
+    for fields in kept:
+        fields[2] = numbers[fields[2]]
+    return [spaces[old] for old in numbers], b"".join(ENTRY.pack(*fields) for fields in kept)
 
 
 def encode_footer(

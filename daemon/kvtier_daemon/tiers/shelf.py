@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvtier.codec.frame import GENERATION_AT, PAGE, RAW, Identity, Template, pages, stamp
@@ -22,6 +23,7 @@ from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Batch, Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.drive import Drive, Over
+from kvtier_daemon.tiers.erasing import erase
 from kvtier_daemon.tiers.log import Log, Segment, Stage, Taken
 from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
 from kvtier_daemon.tiers.segment import (
@@ -50,6 +52,7 @@ TEMPLATES_BYTES = 8 << 20
 GOING_MOST = 4  # batches under way, where a disk is so slow that nobody waits for it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_TO_LEAVE = 3
+ERASE_LOOK_S = 0.005
 RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
 
 
@@ -314,7 +317,8 @@ class Shelf:
                 os.close(future.result())
             else:
                 self.drive.short = ""
-                self._add(Segment(0, str(path), future.result(), self._segment_bytes))
+                new = Segment(0, str(path), future.result(), self._segment_bytes, leftover=False)
+                self._add(new)
             self.prepare()
 
         making.add_done_callback(made)
@@ -379,6 +383,44 @@ class Shelf:
             self.volume.index.drop(b"forgotten", buried_key(segment.head, page))
         segment.buried = []
         self.volume.uses.drop(segment.head.epoch)
+
+    # --- erasing -----------------------------------------------------------------------------
+
+    async def erase(self, segment: Segment, live: Callable[[int], dict[int, int]]) -> None:
+        """Have nothing in this segment's file but `live` frames, by page, and how many pages each. It is not
+        used again meanwhile. Raises OSError or TierError."""
+        while segment.stage in (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.FREEING):
+            if segment.stage is Stage.OPEN:
+                if self._is_clean(segment, live):
+                    return
+                self.seal()
+            await asyncio.sleep(ERASE_LOOK_S)
+        was_free = segment.stage is Stage.FREE
+        if was_free:
+            self.log.hold_back(segment)
+        else:
+            segment.reading += 1
+        head, pages_of = (None, {}) if was_free else (segment.head, live(segment.number))
+        job = self.drive.beside(
+            erase, Path(segment.path), segment.fd, head, pages_of,
+            partial(spaces_of, self.volume, self.tenant),
+        )  # fmt: skip
+
+        def over(done: asyncio.Future[None]) -> None:
+            if not was_free:
+                self.not_read(segment)
+                return
+            self.log.freed(segment)
+            segment.leftover = done.cancelled() or done.exception() is not None
+            self.prepare()
+
+        job.add_done_callback(over)
+        await asyncio.shield(job)  # the file is being written to, whoever waits for that
+
+    def _is_clean(self, segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
+        """Whether an open segment has nothing but frames of blocks."""
+        clean = not segment.leftover and not segment.writing and not segment.failed
+        return clean and segment.taken == len(live(segment.number))
 
     def close_files(self) -> None:
         for segment, shelf in zip(self._numbering.segments, self._numbering.shelves, strict=True):

@@ -161,6 +161,11 @@ class Volume:
         return f"{self.directory} is another directory than at the start; {LOST}"
 
 
+def is_volume(directory: Path) -> bool:
+    """Whether a daemon has used this directory. Makes nothing in it."""
+    return (directory / LOCK).is_file() and (directory / "index").is_dir()
+
+
 def buried_key(head: Head, page: int) -> bytes:
     """How the index names a frame that was forgotten. The epoch is a random number of 64 bits."""
     return BURIED.pack(head.epoch, page)

@@ -16,8 +16,8 @@ from kvtier.catalog.departures import (
     EVICTED,
     FORGOTTEN,
     GONE,
-    LATE,
     ONCE,
+    SLOW_DISK,
     UNWRITTEN,
     Departures,
 )  # fmt: skip
@@ -138,8 +138,8 @@ class Blocks:
         keys = self.store.keys_of(dirty)
         again = self.admission.admitted(keys)
         self.departures.note(keys, ONCE)
-        self.departures.note(b"".join(compress(Keys(keys), again)), LATE)
-        codes = (LATE if one else ONCE for one in again)
+        self.departures.note(b"".join(compress(Keys(keys), again)), SLOW_DISK)
+        codes = (SLOW_DISK if one else ONCE for one in again)
         return dict(zip(array("I", dirty), codes, strict=True))
 
     def _count_unwritten(self, dirty: dict[int, int], evicted: bytes, dropped: int) -> None:

@@ -18,13 +18,14 @@ from kvtier.catalog.blocks import ID_BYTES, Blocks
 from kvtier.catalog.departures import LOST, SPOILT
 from kvtier.catalog.leases import NOBODY
 from kvtier.catalog.spaces import IDENTITY, Space, Spaces
-from kvtier.codec.frame import Identity
+from kvtier.codec.frame import PAGE, Identity, pages
 from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, MEMORY, SLOT_BYTES, WENT
 
 COLD, PROMOTING = 5, 6  # what `Store.states` says of a block, after the wire's outcomes
-FRAME_BYTES = 16  # "<IIIBBBB": segment, page, payload bytes, codec, header pages, flags, 0
+FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, 0
+FRAME_BYTES = FRAME.size
 PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
@@ -276,10 +277,11 @@ class Cold:
                 return self._demotion(ids, victims=True)
             ask *= 2
 
-    def plan_write_through(self, ids: bytes) -> Demotion:
+    def plan_write_through(self, ids: bytes, limit_blocks: int | None = None) -> Demotion:
         """What of these is in memory alone and not being written, such as a commit's."""
         new = array("I", self._blocks.store.dirty(ids))
-        ids = array("I", (one for one in new if one not in self._writing)).tobytes()
+        fresh = (one for one in new if one not in self._writing)
+        ids = array("I", islice(fresh, limit_blocks)).tobytes()
         ids = self._blocks.admission.filter(ids, self._blocks.store.keys_of)
         self._blocks.lease([ids])
         return self._demotion(ids, victims=False)
@@ -350,36 +352,41 @@ class Cold:
         clean = counts["framed_blocks"] - blocks["cold"] - blocks["promoting"]
         return max(0, blocks["ready"] - clean)
 
-    def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int]:
-        """Some of what is in memory alone, whoever wants it and however soon it would be evicted, and where
-        to go on; 0 where that was the last of it. Looks at so many at once that nobody waits."""
+    def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int, bytes]:
+        """Some of what is in memory alone, whoever wants it and however soon it would be evicted; where to go
+        on, 0 where that was the last of it; and which blocks on the way are being written already. Looks at
+        a bounded number at once."""
         store = self._blocks.store
         most = store.memory_bytes() // LEAST_RECORD_BYTES
-        found, at = array("I"), begin
+        found, writing, at = array("I"), array("I"), begin
         for _ in range(SWEEP_TURNS):
             step = min(SWEEP_IDS, max(1, limit_blocks - len(found)) * 8)
             new = array("I", store.dirty(array("I", range(at, at + step)).tobytes()))
             fresh = [one for one in new if one not in self._writing][: limit_blocks - len(found)]
             found.extend(fresh)
             at = found[-1] + 1 if len(found) == limit_blocks else at + step
+            writing.extend(one for one in new if one < at and one in self._writing)
             if at >= most or len(found) == limit_blocks:
                 break
         ids = found.tobytes()
         self._blocks.lease([ids])
-        return self._demotion(ids, victims=False), at if at < most else 0
-
-    def is_writing(self, ids: Set[int]) -> bool:
-        """Whether one of these is being written."""
-        return not ids.isdisjoint(self._writing)
-
-    def being_written(self) -> frozenset[int]:
-        return frozenset(self._writing)
+        plan = self._demotion(ids, victims=False)
+        return plan, at if at < most else 0, writing.tobytes()
 
     # --- segments ----------------------------------------------------------------------------
 
     def in_segment(self, segment: int) -> bytes:
         """The ids of the blocks that have a frame in this segment, in the order in which they lie."""
         return self._blocks.store.in_segment(segment)[0]
+
+    def frames_in(self, segment: int) -> dict[int, int]:
+        """Where the frames of this segment that blocks have begin, and how many pages each takes."""
+        store = self._blocks.store
+        frames, _ = store.frames(store.still(store.in_segment(segment)[0], segment))
+        return {
+            page: header_pages + pages(payload_bytes) // PAGE
+            for _, page, payload_bytes, _, header_pages, _, _ in FRAME.iter_unpack(frames)
+        }
 
     def dirty(self, ids: bytes) -> bytes:
         """Those of these blocks that are in memory alone, and not forgotten."""

@@ -31,10 +31,10 @@ GONE = (
     "spoilt",  # was on disk, and its frame was damaged
     "budget",  # evicted, and not on disk: what may be written in a day is written
     "off",  # the same: the disks take nothing
-    "late",  # the same: it was not yet written
+    "slow_disk",  # the same: the disks had not written it yet
     "once",  # the same: it was wanted once, and only what is wanted again is written
 )
-EVICTED, EXPIRED, FORGOTTEN, LOST, SPOILT, BUDGET, OFF, LATE, ONCE = range(1, len(GONE))
+EVICTED, EXPIRED, FORGOTTEN, LOST, SPOILT, BUDGET, OFF, SLOW_DISK, ONCE = range(1, len(GONE))
 UNWRITTEN = GONE[BUDGET:]
 BY_POLICY = ("evicted", "expired", *UNWRITTEN)
 AND_EVICTED = 0x80  # beside EXPIRED
