@@ -145,18 +145,6 @@ class Server:
         self._max_clients = max_clients
         self._clients_each = max(1, max_clients // max(1, len(self.tenants)))
 
-    def look_who_is_whose(self) -> None:
-        """Hang up on those whose users belong to other tenants by now. Who runs the daemon and holds nothing
-        may go on asking how it is."""
-        for session in list(self.sessions):
-            if self._tenant_of(session.peer.uid) is session.tenant:
-                continue
-            if session.peer.privileged and not session.in_use:
-                session.tenant = None
-            else:
-                text = f"uid {session.peer.uid} is of another tenant now: connect again"
-                session.fail(0, "no_tenant", text, fatal=True)
-
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """Who is connected, of one tenant or of all; the longest first, and no more than LIMIT_TOLD."""
         now = self.clock()
