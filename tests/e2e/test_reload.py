@@ -16,7 +16,6 @@ import pytest
 
 from daemons import SERVE, Daemon, kvtier
 from kvtier import Refused
-from kvtier.errors import Unavailable
 from specs import pattern, spec_of
 
 NOBODY = 65_534
