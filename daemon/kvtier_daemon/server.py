@@ -23,8 +23,9 @@ from kvtier_daemon.observing.events import Events
 from kvtier_daemon.observing.spans import Latencies
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.recorder import Recorder
-from kvtier_daemon.session import Session
+from kvtier_daemon.session import HALF_S, RECEIVE_FIRST_BYTES, Session
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.turns import Share, Turns
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,10 @@ class Server:
         self.events = Events(time.time)
         self.run = secrets.token_bytes(RUN_BYTES)
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self.receive_first = self.receive_buffer[:RECEIVE_FIRST_BYTES]
+        # Those who run the daemon and have no tenant have a share of their own.
+        self.turns = Turns(loop, len(tenants) + 1)
+        self._shares: dict[str, Share] = {}
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
@@ -122,6 +127,9 @@ class Server:
                 self._turn_away(sock, "too_many", f"{strangers} clients have yet to say hello")
             else:
                 self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
+
+    def share_of(self, tenant: Tenant | None) -> Share:
+        return self._shares.setdefault(tenant.name if tenant else "", Share())
 
     def refusal(self, peer: Peer) -> str:
         """Why this client, which has said hello, may not stay. A ghost counts as the client that it was."""
@@ -200,6 +208,9 @@ class Server:
                 session.unpark()
             if not session.greeted and now - session.opened_at > HELLO_S:
                 session.end("said nothing")
+            elif session.sends_half(now):
+                text = f"a request was not complete {HALF_S:.0f} s after it began: send it again"
+                session.fail(0, "bad_frame", text, fatal=True)
             elif session.waits_for_its_client and now - session.alive_at > TAKE_S:
                 session.end("takes nothing")
 

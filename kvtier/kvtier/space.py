@@ -261,7 +261,7 @@ class Space:
         On leaving, the leading slots that were written are committed; the first that was handed out but never
         written, and all after it, are given back, and so are all on an exception. Whoever fills slots
         otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`. Waits for no
-        disk.
+        disk. At most wire.LIMIT_RESERVED keys: more are refused.
         """
         self._check_place(group, shard)
         return Saving(self, Keys.of(keys), group, shard)
@@ -281,13 +281,23 @@ class Space:
         `threads`: None leaves it to the size.
         """
         keys = Keys.of(keys)
-        saving = self.reserve(keys, group, shard)
         nbytes = self.block_bytes(group)
         sources = Buffers(arrays, 0, len(keys), nbytes)
-        with saving:
-            if saving.slots:
-                saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
-        return Saved(keys, saving.outcomes)
+        outcomes = b""
+        while not outcomes or len(outcomes) < len(keys):
+            at = len(outcomes)
+            piece = keys[at : at + wire.LIMIT_RESERVED]
+            if len(piece) < len(keys):
+                sources = Buffers(arrays, at, len(piece), nbytes, exact=False)
+            with self.reserve(piece, group, shard) as saving:
+                if saving.slots:
+                    saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
+            outcomes += saving.outcomes
+            if not outcomes or outcomes[-1] not in (wire.GRANTED, wire.PRESENT):
+                # What comes after a block that is not kept would never be found.
+                outcomes += outcomes[-1:] * (len(keys) - len(outcomes))
+                break
+        return Saved(keys, outcomes)
 
     # --- wishes ------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def test_more_clients_than_files_may_be_open_are_refused(
 def test_a_user_keeps_the_tenant_whose_memory_it_may_have_mapped_until_a_restart(
     configured: Callable[..., Daemon],
 ) -> None:
-    """A reload can take no mapping back: what the tenant saves later would still be the user's to overwrite."""
+    """A reload can take no mapping back: the user could still overwrite what the tenant saves later."""
     daemon = configured()
     configured(uids=12_345)
     done = kvtier("reload", "--socket", daemon.socket)
