@@ -263,6 +263,10 @@ class Answers:
     def _reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
         self._check_may_write()
         _check_answered(request)
+        if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
+            count = len(request.keys) // KEY_BYTES
+            text = f"{count} keys to reserve at once, at most {wire.LIMIT_RESERVED}: ask in parts"
+            raise Refused("bad_request", text)
         space = tenant.catalog.space(request.space)
         granted = tenant.catalog.reserve(
             self._session.id, space, request.group, request.shard, request.parent, request.keys

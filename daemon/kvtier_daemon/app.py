@@ -230,7 +230,6 @@ class App:
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
         self._server.limit_clients(config.max_clients)
-        self._server.look_who_is_whose()
         self._cold.go_by(config)
 
     # --- showing how it is -------------------------------------------------------------------

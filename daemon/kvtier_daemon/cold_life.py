@@ -54,6 +54,7 @@ class ColdLife:
         self.scrub: Scrub | None = None
         # By tenant: found on the disks, and of models that are stored otherwise now.
         self.unasked: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()  # extents that clients took pages out of
         self._settings = settings
         self._tenants = tenants
         self._warm = warm
@@ -126,8 +127,19 @@ class ColdLife:
         for name, tenant in self._tenants.items():
             if tenant.mover is not None:
                 self._unforeseen.tried(f"blocks of {name}", tenant.mover.tend)
+                self._say_what_is_lost(name, tenant.mover, tier)
         if not self._unforeseen.tried("the cold tier", tier.tend):
             tier.give_up("it could not be looked after; the daemon's log says how")
+
+    def _say_what_is_lost(self, tenant: str, mover: Mover, tier: ColdTier) -> None:
+        lost = sum(map(tier.is_lost, mover.extents))
+        if lost > self._lost[tenant]:
+            log.error(
+                "a client of tenant %s took pages out of the memory it shares with the daemon: the blocks in"
+                " %d of its %d extents are neither written to disk nor read from it until the daemon is"
+                " restarted", tenant, lost, len(mover.extents),
+            )  # fmt: skip
+        self._lost[tenant] = lost
 
     def map(self, tenant: Tenant, extent: Extent) -> None:
         """Have reads go into this extent, and writes come from it; in the order in which extents come."""
@@ -136,6 +148,7 @@ class ColdLife:
             return
         try:
             mapping = MappedExtent(extent.fd, extent.nbytes, True)
+            mapping.guard()
             tenant.mover.extents.append(tier.register(mapping))
         except (OSError, MemoryError) as error:
             log.error("an extent can't be mapped for the cold tier: %s", error)

@@ -1,7 +1,8 @@
 """What of a configuration may be swapped while the daemon runs, and what needs a restart. No I/O.
 
-Live is what nothing was built of: levels, limits, rates, who is whose user, how and what is written to the
-disks. Memory, files and sockets are as they were made.
+Live is what nothing was built of: levels, limits, rates, users that join a tenant, how and what is written to
+the disks. Memory, files and sockets are as they were made; and a user that has a tenant keeps it, because its
+processes may have mapped that tenant's memory, which cannot be taken back.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from kvtier.codec.losses import NAMES as LOSSY
-from kvtier_daemon.config import Cold, Config, settled
+from kvtier_daemon.config import Cold, Config, settled, tenant_of
 
+NOT_NAMED: Final = -1  # a uid that no configuration can name: it stands for all that "*" takes
 LIVE: Final = frozenset(
     {
         "log_level",
@@ -45,11 +47,10 @@ class Change:
 def changes(running: Config, wanted: Config) -> list[Change]:
     """Return what differs, in the order of the keys."""
     before, after = settled(running), settled(wanted)
-    same_tenants = running.tenants.keys() == wanted.tenants.keys()
+    keep_tenants = _all_keep_their_tenants(running, wanted)
 
     def live(key: str) -> bool:
-        # While a tenant is missing, nobody may lose a user to it.
-        is_uids = key.startswith("tenants.") and key.endswith(".uids") and same_tenants
+        is_uids = key.startswith("tenants.") and key.endswith(".uids") and keep_tenants
         if key == "cold.codecs" and not _same_losses(running.cold, wanted.cold):
             return False
         return key in before and key in after and (key in LIVE or is_uids)
@@ -64,7 +65,7 @@ def changes(running: Config, wanted: Config) -> list[Change]:
 def merged(running: Config, wanted: Config) -> Config:
     """Return the running configuration with all that may be swapped as it is wanted."""
     tenants = running.tenants
-    if tenants.keys() == wanted.tenants.keys():
+    if _all_keep_their_tenants(running, wanted):
         tenants = {
             name: replace(tenant, uids=wanted.tenants[name].uids)
             for name, tenant in tenants.items()
@@ -73,6 +74,17 @@ def merged(running: Config, wanted: Config) -> Config:
         running, log_level=wanted.log_level, max_clients=wanted.max_clients, tenants=tenants,
         cold=_merged_cold(running.cold, wanted.cold),
     )  # fmt: skip
+
+
+def _all_keep_their_tenants(running: Config, wanted: Config) -> bool:
+    """Return whether the tenants are the same, and every user that has one keeps it."""
+    if running.tenants.keys() != wanted.tenants.keys():
+        return False
+    both = (*running.tenants.values(), *wanted.tenants.values())
+    named = {uid for tenant in both for uid in tenant.uids if isinstance(uid, int)}
+    return all(
+        tenant_of(running, uid) in (None, tenant_of(wanted, uid)) for uid in (*named, NOT_NAMED)
+    )
 
 
 def _same_losses(running: Cold | None, wanted: Cold | None) -> bool:

@@ -23,8 +23,9 @@ from kvtier_daemon.observing.events import Events
 from kvtier_daemon.observing.spans import Latencies
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.recorder import Recorder
-from kvtier_daemon.session import Session
+from kvtier_daemon.session import HALF_S, RECEIVE_FIRST_BYTES, Session
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.turns import Share, Turns
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,10 @@ class Server:
         self.events = Events(time.time)
         self.run = secrets.token_bytes(RUN_BYTES)
         self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self.receive_first = self.receive_buffer[:RECEIVE_FIRST_BYTES]
+        # Those who run the daemon and have no tenant have a share of their own.
+        self.turns = Turns(loop, len(tenants) + 1)
+        self._shares: dict[str, Share] = {}
         self.sessions: set[Session] = set()
         self.ghosts: set[Session] = set()
         self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
@@ -126,6 +131,9 @@ class Server:
             else:
                 self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
 
+    def share_of(self, tenant: Tenant | None) -> Share:
+        return self._shares.setdefault(tenant.name if tenant else "", Share())
+
     def refusal(self, peer: Peer) -> str:
         """Why this client, which has said hello, may not stay. A ghost counts as the client that it was."""
         everybody = [*(each for each in self.sessions if each.greeted), *self.ghosts]
@@ -147,18 +155,6 @@ class Server:
         """So many may be connected from now on; who is stays."""
         self._max_clients = max_clients
         self._clients_each = max(1, max_clients // max(1, len(self.tenants)))
-
-    def look_who_is_whose(self) -> None:
-        """Hang up on those whose users belong to other tenants by now. Who runs the daemon and holds nothing
-        may go on asking how it is."""
-        for session in list(self.sessions):
-            if self._tenant_of(session.peer.uid) is session.tenant:
-                continue
-            if session.peer.privileged and not session.in_use:
-                session.tenant = None
-            else:
-                text = f"uid {session.peer.uid} is of another tenant now: connect again"
-                session.fail(0, "no_tenant", text, fatal=True)
 
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """Who is connected, of one tenant or of all; the longest first, and no more than LIMIT_TOLD."""
@@ -231,6 +227,9 @@ class Server:
                 session.unpark()
             if not session.greeted and now - session.opened_at > HELLO_S:
                 session.end("said nothing")
+            elif session.sends_half(now):
+                text = f"a request was not complete {HALF_S:.0f} s after it began: send it again"
+                session.fail(0, "bad_frame", text, fatal=True)
             elif session.waits_for_its_client and now - session.alive_at > TAKE_S:
                 session.end("takes nothing")
 

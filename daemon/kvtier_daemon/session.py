@@ -24,6 +24,7 @@ from kvtier_daemon.observing.spans import Spans
 from kvtier_daemon.peer import Peer
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.warm import Extent
+from kvtier_daemon.turns import TURN_S
 
 if TYPE_CHECKING:
     from kvtier_daemon.server import Server
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 LIMIT_UNSENT_BYTES = 1 << 20  # of answers, beyond which no more requests are read
 LIMIT_NAME = 64
 TOKEN_BYTES = 16
-TURN_S = 0.001  # how long one client is served before the others have their turn
+RECEIVE_FIRST_BYTES = 1 << 16  # at once, while no memory is promised for more
+HALF_S = 10.0  # how long a request may take to come
 PARKED_PAUSE_S = 0.002
 EXTENT_FDS = 2
 
@@ -57,12 +59,18 @@ class Session:
         self._farewell = False
         self._closing = False
         self._reading = True
-        self._scheduled = False
-        self._framer = wire.Framer()
-        self._inbox: deque[bytes] = deque()
+        self._share = server.share_of(peer.tenant)
+        self._waits = False  # for its tenant's turn
+        self._framer = wire.Framer(wire.LIMIT_HELLO_BYTES)
+        self._next: bytes | None = None  # a request that has come
+        self._half_since = 0.0  # when the unfinished request began to come
+        self._promised = 0  # bytes of memory for the rest of it
+        self._starved = False  # there is no memory for the rest of it
+        self._unanswered = False  # until its tenant's clients take answers
         # An extent is queued as such: descriptors are made when they can go.
         self._unsent: deque[tuple[memoryview, Extent | None]] = deque()
         self._unsent_bytes = 0
+        self._unsent_counted = 0  # by `turns`
         self._sent_bytes = 0
         self._announced = 0
         self._blocked = False
@@ -71,48 +79,140 @@ class Session:
         self.alive_at = self.opened_at  # when it last took or sent something, as far as can be seen
         self._answers = Answers(self, server)
         self._spans = Spans(server.latencies, server.clock)
-        server.loop.add_reader(sock.fileno(), self._readable)
+        server.loop.add_reader(sock.fileno(), self._ready)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
 
     # --- in ----------------------------------------------------------------------------------
 
-    def _readable(self) -> None:
-        buffer = self._server.receive_buffer
+    def _ready(self) -> None:
+        """The socket has something to read, or room for answers."""
+        if self._share.used_s >= TURN_S or self._share.waiting:
+            self._wait_for_turn()
+        else:
+            self.turn()
+
+    def _wait_for_turn(self) -> None:
+        if not self._waits and not self._closing:
+            self._waits = True
+            self._read(False)
+            self._server.loop.remove_writer(self._sock.fileno())
+            self._server.turns.wait(self._share, self)
+
+    def turn(self) -> None:
+        """Send and receive what can be, serve what has come, for one turn and as long as answers are taken;
+        and see to what is next."""
+        self._waits = False
+        if self._closing:
+            return
+        began = self._server.clock()
+        try:
+            if self._unsent:
+                self._writable()
+                self._count_unsent()
+            if self._unsent_bytes <= LIMIT_UNSENT_BYTES and not self._share.is_unread:
+                self._work(began)
+        except ProtocolError as error:
+            self.fail(0, "bad_frame", str(error), fatal=True)
+        now = self._server.clock()
+        if not self._closing:
+            self._go_on(now)
+        self._share.used_s += now - began
+        if self._share.used_s >= TURN_S:
+            self._server.turns.used_up(self._share)
+
+    def _work(self, began: float) -> None:
+        body: bytes | memoryview | None = self._next
+        self._next = None
+        if body is None:
+            body = self._framer.take() if self._starved else self._receive(began)
+        while body is not None and not self._closing:
+            if self._half_since:
+                self._have_received()
+            if not self._served(wire.decode_request(body)):
+                return
+            body = following = self._framer.take()
+            if following is not None and (
+                self._unsent_bytes > LIMIT_UNSENT_BYTES or self._server.clock() >= began + TURN_S
+            ):
+                self._next = following
+                return
+
+    def _receive(self, now: float) -> bytes | memoryview | None:
+        """A request, if one is whole then; it may be a view of what the next call overwrites."""
+        server = self._server
+        # Who has memory promised for the rest of a request may send much at once.
+        buffer = server.receive_buffer if self._promised else server.receive_first
         try:
             count = self._sock.recv_into(buffer)
         except (BlockingIOError, InterruptedError):
-            return
+            return self._framer.take()
         except OSError:
             count = 0
         if count == 0:
             self.end("hung up")
-            return
-        self.alive_at = self._server.clock()
-        try:
-            self._inbox.extend(self._framer.feed(buffer[:count]))
-        except ProtocolError as error:
-            self._work()
-            self.fail(0, "bad_frame", str(error), fatal=True)
-            return
-        self._work()
+            return None
+        self.alive_at = now
+        return self._framer.push_and_take(buffer[:count])
 
-    def _work(self) -> None:
-        """Serve what has come, for one turn and as long as answers are taken; reads no more while something
-        is left."""
-        until = self._server.clock() + TURN_S
-        while self._inbox and not self._closing and self._unsent_bytes <= LIMIT_UNSENT_BYTES:
-            try:
-                request = wire.decode_request(self._inbox.popleft())
-            except ProtocolError as error:
-                self.fail(0, "bad_frame", str(error), fatal=True)
-                return
-            if not self._served(request):
-                return
-            if self._inbox and self._server.clock() >= until:
-                self._schedule()
-                break
-        self._read(not self._inbox and self._unsent_bytes <= LIMIT_UNSENT_BYTES)
+    def _go_on(self, now: float) -> None:
+        """Wait for what is next: room for answers, another turn, or more of a request."""
+        if self._unsent_bytes != self._unsent_counted:
+            self._count_unsent()
+        if self._unsent_bytes > LIMIT_UNSENT_BYTES or self._share.is_unread:
+            self._read(False)
+            # It goes on when its own answers are taken, or those of its tenant's other clients.
+            if self._unsent_bytes <= LIMIT_UNSENT_BYTES and not self._unanswered:
+                self._unanswered = True
+                self._share.unanswered.append(self)
+        elif self._next is not None:
+            self._wait_for_turn()
+        elif not self._framer.held_bytes:
+            if not self._reading:
+                self._read(True)
+        elif not self._starved:
+            self._half_since = self._half_since or now
+            if (self._needs_room and self._share.room_for) or not self.receive_rest():
+                self._starved = True
+                self._read(False)
+                self._share.room_for.append(self)
+
+    @property
+    def _needs_room(self) -> bool:
+        return not self._promised and self._framer.missing_bytes > RECEIVE_FIRST_BYTES
+
+    def receive_rest(self) -> bool:
+        """Receive the rest of a request if there is memory for it."""
+        if self._closing:
+            return True
+        if self._needs_room:
+            missing = self._framer.missing_bytes
+            if not self._server.turns.may_receive(self._share, missing):
+                return False
+            self._promised = missing
+        if self._starved:
+            self._starved, self._half_since = False, self._server.clock()
+        self._read(not self._waits)
+        return True
+
+    def _have_received(self) -> None:
+        """What was promised for a request is free again."""
+        promised, self._promised, self._half_since = self._promised, 0, 0.0
+        if promised:
+            self._server.turns.received(self._share, promised)
+
+    def sends_half(self, now: float) -> bool:
+        """Whether it has left a request unfinished for too long."""
+        return self._half_since > 0 and not self._starved and now - self._half_since > HALF_S
+
+    def answer_again(self) -> None:
+        """Its tenant's clients have taken answers."""
+        self._unanswered = False
+        self._wait_for_turn()
+
+    def _count_unsent(self) -> None:
+        more, self._unsent_counted = self._unsent_bytes - self._unsent_counted, self._unsent_bytes
+        self._server.turns.unsent(self._share, more)
 
     def _served(self, request: wire.Request) -> bool:
         try:
@@ -125,27 +225,21 @@ class Session:
 
     def serve_later(self, request: wire.Request) -> None:
         """Answer now what was not answered when it came."""
-        if not self._closing:
-            self._served(request)
+        if self._closing:
+            return
+        began = self._server.clock()
+        self._served(request)
+        self._share.used_s += self._server.clock() - began
+        self._server.turns.used_up(self._share)
 
     def _read(self, wanted: bool) -> None:
         if self._closing or wanted == self._reading:
             return
         self._reading = wanted
         if wanted:
-            self._server.loop.add_reader(self._sock.fileno(), self._readable)
+            self._server.loop.add_reader(self._sock.fileno(), self._ready)
         else:
             self._server.loop.remove_reader(self._sock.fileno())
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._server.loop.call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        self._scheduled = False
-        if not self._closing:
-            self._work()
 
     def _serve(self, request: wire.Request) -> None:
         if type(request) not in ANSWERS:
@@ -190,6 +284,7 @@ class Session:
                 self.fail(request.id, "too_many", refusal, fatal=True)
                 return
             self.greeted = True
+            self._framer.limit = wire.LIMIT_FRAME_BYTES
             self.read_only = request.read_only
             self._announce()
             name = self.tenant.name if self.tenant else ""
@@ -259,15 +354,13 @@ class Session:
                 self._unsent[0] = (data[sent:], None)
             else:
                 self._unsent.popleft()
-            if not self._reading and self._unsent_bytes <= LIMIT_UNSENT_BYTES:
-                self._schedule()
         self._server.loop.remove_writer(self._sock.fileno())
 
     def _stopped(self, error: OSError) -> None:
         """What stands in the way of sending more now."""
         if isinstance(error, (BlockingIOError, InterruptedError)):
             self._blocked = True
-            self._server.loop.add_writer(self._sock.fileno(), self._writable)
+            self._server.loop.add_writer(self._sock.fileno(), self._ready)
         elif error.errno in (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE):
             self._pause()
         else:
@@ -289,7 +382,7 @@ class Session:
 
     def _try_again(self) -> None:
         if not self._closing:
-            self._writable()
+            self._ready()
 
     def memory_grew(self) -> None:
         """Tell a client that waits for it that its tenant has more extents, or has all that it gets."""
@@ -342,7 +435,11 @@ class Session:
         loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._unsent.clear()
-        self._inbox.clear()
+        self._unsent_bytes = 0
+        self._count_unsent()
+        self._framer = wire.Framer()
+        self._next = None
+        self._have_received()
         self.parked = 0
         self._server.sessions.discard(self)
         self._server.events.leave(self.id)

@@ -364,9 +364,10 @@ class Disk {
     }
 
     void start() {
-        // Signals are the main thread's business.
+        // Signals are the main thread's business, but for one: see guard.h.
         sigset_t all, before;
         sigfillset(&all);
+        sigdelset(&all, SIGBUS);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         running_.reserve(threads_ + decoders_ + 1);  // a thread once begun must not be lost
         try {

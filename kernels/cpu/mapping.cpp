@@ -138,9 +138,14 @@ Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(
 }
 
 Mapping::~Mapping() {
+    if (guard_ != nullptr) unguard(guard_);
     // A tenth of a second for each GiB that was touched.
     const Unlocked unlocked;
     munmap(data_, size_);
+}
+
+void Mapping::guard() {
+    if (guard_ == nullptr) guard_ = kvtier::guard(data_, size_);
 }
 
 bool Mapping::populate() const {
@@ -232,6 +237,8 @@ void bind_mapping(nb::module_& m) {
             .def_prop_ro(
                 "address",
                 [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+            .def("guard", &Mapping::guard)
+            .def_prop_ro("lost", &Mapping::lost)
             .def("populate", &Mapping::populate, nb::call_guard<kvtier::Unlocked>());
     mapping_type = reinterpret_cast<PyTypeObject*>(type.ptr());
     m.def("views", &views, nb::arg("mappings"), nb::arg("slots"), nb::arg("nbytes"),

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "guard.h"
 #include "page.h"
 #include "python_bytes.h"
 
@@ -26,10 +27,15 @@ class Mapping {
     // Faults all pages in, in steps; false where the kernel refuses.
     bool populate() const;
 
+    // From now on a page that is missing ends no process: see guard.h.
+    void guard();
+    bool lost() const { return guard_ != nullptr && guard_->lost.load(std::memory_order_acquire); }
+
  private:
     uint8_t* data_;
     uint64_t size_;
     bool writable_;
+    Guard* guard_ = nullptr;
 };
 
 // +--------+--------+----------------+----------------+

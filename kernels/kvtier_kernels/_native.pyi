@@ -27,6 +27,13 @@ class Mapping:
     def writable(self) -> bool: ...
     @property
     def address(self) -> int: ...
+    def guard(self) -> None:
+        """Keeps the process alive when a page of the file is missing: the first access to one replaces
+        the whole mapping by zeroed private memory, and `lost` is True from then on. Installs a handler
+        of SIGBUS."""
+
+    @property
+    def lost(self) -> bool: ...
     def populate(self) -> bool:
         """Faults all pages in without the GIL; False where the kernel refuses."""
 

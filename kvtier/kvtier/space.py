@@ -284,7 +284,8 @@ class Space:
 
         On leaving, the leading slots that were written are committed; the first that was handed out but never
         written, and all after it, are given back, and so are all on an exception. Whoever fills slots
-        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`.
+        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`. At most
+        wire.LIMIT_RESERVED keys: more are refused.
 
         While the daemon's memory is still growing, entering waits up to `wait_s` for room; 0 does not wait.
         Never waits for a disk.
@@ -310,15 +311,25 @@ class Space:
         `wait_s` for room; 0 does not wait.
         """
         keys = Keys.of(keys)
-        saving = self.reserve(keys, group, shard, wait_s=wait_s)
         _check_threads(threads)
         nbytes = self._block_bytes[group]
         with Checking("arrays"):
             sources = Buffers(arrays, 0, len(keys), nbytes)
-        with saving:
-            if saving.slots:
-                saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
-        return Saved(keys, saving.outcomes)
+        outcomes = b""
+        while not outcomes or len(outcomes) < len(keys):
+            at = len(outcomes)
+            piece = keys[at : at + wire.LIMIT_RESERVED]
+            if len(piece) < len(keys):
+                sources = Buffers(arrays, at, len(piece), nbytes, exact=False)
+            with self.reserve(piece, group, shard, wait_s=wait_s) as saving:
+                if saving.slots:
+                    saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
+            outcomes += saving.outcomes
+            if not outcomes or outcomes[-1] not in (wire.GRANTED, wire.PRESENT):
+                # What comes after a block that is not kept would never be found.
+                outcomes += outcomes[-1:] * (len(keys) - len(outcomes))
+                break
+        return Saved(keys, outcomes)
 
     # --- wishes ------------------------------------------------------------------------------
 

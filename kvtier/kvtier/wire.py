@@ -15,18 +15,23 @@ import hashlib
 import inspect
 import struct
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
 from kvtier.errors import ProtocolError
 from kvtier.layout import Group, KvSpec
 
-LIMIT_FRAME_BYTES = 4 << 20
+LIMIT_FRAME_BYTES = 4 << 20  # of a message that carries keys or checksums, and of every reply
+LIMIT_REQUEST_BYTES = 64 << 10  # of any other request: larger than any description of a space
+LIMIT_HELLO_BYTES = 16 << 10  # of what comes before a session is greeted
 LIMIT_KEYS = 65_536
+LIMIT_RESERVED = 16_384  # keys in one Reserve: some 2 ms where room has to be made for all of them
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
 LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
 LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
+LIMIT_SHARDS_TOLD = 4096  # numbers in a Load or Adopt: more are refused before they are decoded
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
 DIGEST_BYTES = 16
@@ -102,7 +107,7 @@ class Load(Message, tag=4):
     space: int
     keys: bytes
     deadline_ms: int
-    shards: list[int]
+    shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_TOLD)]
     request: int = 0
     within_ms: int = 0
     queued_ms: int = 0
@@ -113,7 +118,7 @@ class Adopt(Message, tag=5):
     """Join a lease by its token: another process of the same engine reads under it."""
 
     token: bytes
-    shards: list[int]
+    shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_TOLD)]
 
 
 class Release(Message, tag=6):
@@ -428,6 +433,11 @@ CODES = (
     "internal",        # a bug of the daemon's; fatal
 )  # fmt: skip
 
+FIRST_REPLY_TAG = 32
+_LARGE = frozenset(
+    kind.__struct_config__.tag
+    for kind in (Match, Load, Reserve, Commit, Prefetch, Pin, Hint, Forget, Unpin, Explain)
+)
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -436,8 +446,8 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 def encode(message: Message) -> bytes:
     """One frame, length included."""
     body = _encoder.encode(message)
-    if len(body) > LIMIT_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes: at most {LIMIT_FRAME_BYTES}")
+    if len(body) > LIMIT_REQUEST_BYTES and len(body) > (limit := limit_of(body)):
+        raise ProtocolError(f"a message of {len(body)} bytes: at most {limit}")
     return LENGTH.pack(len(body)) + body
 
 
@@ -456,39 +466,87 @@ def decode_reply(body: bytes | memoryview) -> Reply:
         raise ProtocolError(f"not a reply: {error}") from error
 
 
+def limit_of(body: bytes | bytearray | memoryview) -> int:
+    """How long a message may be, by its tag: its first two bytes are all that is looked at."""
+    tag = body[1] if body[0] & 0xF0 == 0x90 else 0
+    return LIMIT_FRAME_BYTES if tag in _LARGE or tag >= FIRST_REPLY_TAG else LIMIT_REQUEST_BYTES
+
+
 class Framer:
-    """Cuts a byte stream into frames' bodies. Holds at most one unfinished frame."""
+    """Cuts a byte stream into frames' bodies."""
 
     def __init__(self, limit: int = LIMIT_FRAME_BYTES) -> None:
-        self._limit = limit
+        self.limit = limit
         self._pending = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The bodies that are whole now. Raises ProtocolError at a length beyond the limit, at once
-        and before its bytes are waited for."""
+        """The bodies that are whole now. Raises as `take`."""
+        self.push(data)
+        while (body := self.take()) is not None:
+            yield body
+
+    def push(self, data: bytes | memoryview) -> None:
+        self._pending += data
+
+    def push_and_take(self, data: memoryview) -> bytes | memoryview | None:
+        """Both, without a copy where the data is one short frame and nothing was held: then it is a view."""
+        if not self._pending and len(data) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(data)
+            is_short = length <= LIMIT_REQUEST_BYTES and length <= self.limit
+            if is_short and length == len(data) - LENGTH.size:
+                return data[LENGTH.size :]
+        self.push(data)
+        return self.take()
+
+    def take(self) -> bytes | None:
+        """The next body, or None while it is not whole. Raises ProtocolError at a length beyond the limit, at
+        once and before its bytes are waited for."""
         pending = self._pending
-        pending += data
-        at = 0
-        try:
-            while len(pending) - at >= LENGTH.size:
-                (length,) = LENGTH.unpack_from(pending, at)
-                if length > self._limit:
-                    raise ProtocolError(f"a frame of {length} bytes: at most {self._limit}")
-                end = at + LENGTH.size + length
-                if end > len(pending):
-                    break
-                body = bytes(memoryview(pending)[at + LENGTH.size : end])
-                at = end
-                yield body
-        finally:
-            del pending[:at]
+        if len(pending) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(pending)
+        if (length > LIMIT_REQUEST_BYTES or length > self.limit) and not self._may_be(length):
+            return None
+        end = LENGTH.size + length
+        if end > len(pending):
+            return None
+        body = bytes(memoryview(pending)[LENGTH.size : end])
+        del pending[:end]
+        return body
+
+    def _may_be(self, length: int) -> bool:
+        """Whether so long a frame may come; False while the bytes that tell are not there."""
+        limit, head = self.limit, self._pending[LENGTH.size : LENGTH.size + 2]
+        if length <= limit and length > LIMIT_REQUEST_BYTES:
+            if len(head) < 2:
+                return False
+            limit = limit_of(head)
+        if length > limit:
+            raise ProtocolError(f"a frame of {length} bytes: at most {limit}")
+        return True
+
+    @property
+    def held_bytes(self) -> int:
+        """What was pushed and not taken."""
+        return len(self._pending)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the next body lacks, as far as its length is known."""
+        if len(self._pending) < LENGTH.size:
+            return 0
+        (length,) = LENGTH.unpack_from(self._pending)
+        return max(0, LENGTH.size + int(length) - len(self._pending))
 
 
 def schema_digest() -> bytes:
     """What both ends must agree on: every message's tag, fields and types, and the limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__]
-    limits = f"{LIMIT_FRAME_BYTES} {LIMIT_KEYS} {LIMIT_LOOKS} {LIMIT_TOLD_SLOTS}"
+    limits = (
+        f"{LIMIT_FRAME_BYTES} {LIMIT_REQUEST_BYTES} {LIMIT_KEYS} {LIMIT_RESERVED} {LIMIT_LOOKS}"
+    )
+    limits += f" {LIMIT_TOLD_SLOTS}"
     lines = [
         f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"
     ]

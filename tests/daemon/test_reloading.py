@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,40 @@ def config(folder: Path, codecs: list[str]) -> Config:
         f'[cold]\ndirectories = ["{folder}"]\nsize = "1GiB"\ncodecs = [{asked}]\n'
     )
     return load(file, environ={}).config
+
+
+def tenants(folder: Path, a: list[int | str], b: list[int | str]) -> Config:
+    file = folder / "kvtier.toml"
+    file.write_text(
+        f'state = "{folder}"\n[warm]\nsize = "64MiB"\n'
+        f'[tenants.a]\nuids = {a}\nquota = "50%"\n[tenants.b]\nuids = {b}\nquota = "50%"\n'
+    )
+    return load(file, environ={}).config
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "live"),
+    [
+        (([1], [2]), ([1, 3], [2]), True),
+        (([1], [2]), ([1], [2, "*"]), True),
+        (([1, 3], [2]), ([1], [2, 3]), False),
+        (([1, 3], [2]), ([1], [2]), False),
+        (([1], ["*"]), ([1, 3], ["*"]), False),
+        (([1], ["*"]), ([1], [2]), False),
+        (([1, "*"], [2]), ([1], [2, "*"]), False),
+    ],
+)
+def test_users_are_added_live_and_moved_by_a_restart(
+    tmp_path: Path,
+    before: tuple[list[Any], list[Any]],
+    after: tuple[list[Any], list[Any]],
+    live: bool,
+) -> None:
+    running, wanted = tenants(tmp_path, *before), tenants(tmp_path, *after)
+    found = changes(running, wanted)
+    assert {change.key for change in found} <= {"tenants.a.uids", "tenants.b.uids"}
+    assert {change.live for change in found} == {live}
+    assert merged(running, wanted).tenants == (wanted if live else running).tenants
 
 
 @pytest.mark.parametrize(

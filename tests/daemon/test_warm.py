@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.test_unforeseen import served
+from huge import huge_pages
 from kvtier_daemon.app import App
 from kvtier_daemon.tiers.warm import HUGE_PAGE, PAGE, Extent, WarmTier, plan_extents, table_bytes
 from kvtier_kernels import Mapping
@@ -83,24 +84,6 @@ def test_read_only_descriptors_can_not_be_mapped_for_writing() -> None:
         finally:
             for each in handles:
                 os.close(each)
-
-
-@contextlib.contextmanager
-def huge_pages(count: int) -> Iterator[None]:
-    """So many huge pages are free, or the test is skipped."""
-    pool = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-    before = (pool / "nr_hugepages").read_text()
-    used = int(before) - int((pool / "free_hugepages").read_text())
-    try:
-        (pool / "nr_hugepages").write_text(str(used + count))
-    except OSError:
-        pytest.skip("may not set huge pages aside")
-    try:
-        if int((pool / "free_hugepages").read_text()) != count:
-            pytest.skip("no huge pages to be had")
-        yield
-    finally:
-        (pool / "nr_hugepages").write_text(before)
 
 
 def test_memory_that_runs_out_is_said_and_what_is_there_serves() -> None:

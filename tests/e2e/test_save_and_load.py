@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from daemons import Daemon
-from kvtier import Client, KvSpec, Refused, StaleLease, Unavailable
+from kvtier import Client, KvSpec, Refused, StaleLease, Unavailable, wire
 from specs import changed_value, pattern, spec_of
 
 TOKENS = list(range(16 * 12))
@@ -364,3 +364,24 @@ def test_a_save_of_nine_tenths_of_the_tier_is_kept_whole(daemon_of: Callable[...
         keys = space.keys(list(range(16 * count)))
         assert space.save(keys, bytes(count * spec.block_bytes)).stored == count
         assert space.match(keys).ready == count
+
+
+def test_a_save_of_more_keys_than_one_reserve_takes_goes_in_parts(
+    daemon_of: Callable[..., Daemon],
+) -> None:
+    """And ends at the first block that there is no room for: what follows it would never be found."""
+    count = wire.LIMIT_RESERVED + 100
+    for warm, kept in (("96MiB", count), ("16MiB", 4096)):
+        daemon = daemon_of(warm=warm)
+        with daemon.connect() as client:
+            spec = spec_of("long", layers=1, kv_heads=1, head_dim=64)
+            space = client.open(spec)
+            keys = space.keys(list(range(16 * count)))
+            blocks = np.arange(count * spec.block_bytes // 4, dtype=np.uint32)
+            blocks = blocks.reshape(count, -1)
+            saved = space.save(keys, blocks)
+            assert (saved.stored, len(saved), len(saved.refused)) == (kept, kept, count - kept)
+            assert space.match(keys).ready == kept
+            with space.load(keys[:kept]) as found:
+                for number in (0, kept // 2, kept - 1):
+                    assert bytes(found[number]) == blocks[number].tobytes()

@@ -122,6 +122,7 @@ def test_requests_that_make_no_sense_are_refused_and_the_session_goes_on(
         wire.Reserve(3, space, 0, 9, b"", key),
         wire.Reserve(3, space, -1, -1, b"", key),
         wire.Reserve(3, space, 0, 0, b"parent", key),
+        wire.Reserve(3, space, 0, 0, b"", key * (wire.LIMIT_RESERVED + 1)),
         wire.Hint(3, space, key, 7.0),
         wire.Hint(3, space, key, float("nan")),
         wire.Pin(3, space, key, 0),

@@ -7,6 +7,8 @@ import resource
 import select
 import signal
 import struct
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -285,3 +287,43 @@ def test_prefaulter_refuses_nonsense(bell):
         prefaulter.add(-1, MIB)
     with pytest.raises(OSError):
         kernels.Prefaulter(-1)
+
+
+def in_child(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import os, kvtier_kernels as kernels\n" + program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+LOST = """
+fd = os.memfd_create("lost")
+os.ftruncate(fd, 8192)
+gone, stays = kernels.Mapping(fd, 8192, True), kernels.Mapping(fd, 4096, True)
+stays.guard()
+memoryview(gone)[5000] = 1
+"""
+
+
+def test_a_guarded_mapping_reads_as_zeros_where_its_file_has_no_page():
+    """And so does all of it: other pages of it are as little the file's."""
+    program = """
+gone.guard()
+memoryview(gone)[5] = memoryview(stays)[6] = 7
+os.ftruncate(fd, 4096)
+assert kernels.xxh3_128(memoryview(gone)[4096:]) == kernels.xxh3_128(bytes(4096))
+assert gone.lost and not stays.lost
+assert memoryview(gone)[5] == 0 and memoryview(stays)[5] == 7
+memoryview(gone)[5000] = 9
+assert memoryview(gone)[5000] == 9
+print("alive")
+"""
+    done = in_child(LOST + program)
+    assert done.stdout == "alive\n", done
+
+
+def test_a_missing_page_elsewhere_still_ends_the_process():
+    """Of a mapping that is not guarded, or not any more."""
+    for what in ("pass", "gone.guard(); del gone; gone = kernels.Mapping(fd, 8192, True)"):
+        done = in_child(f"{LOST}{what}\nos.ftruncate(fd, 4096)\nprint(memoryview(gone)[5000])")
+        assert done.returncode == -signal.SIGBUS, done

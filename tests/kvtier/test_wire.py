@@ -29,6 +29,23 @@ def test_framer_finds_every_frame_however_the_stream_is_cut(
     assert found == payloads
 
 
+@given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 400), max_size=9))
+def test_framer_takes_a_lone_frame_without_a_copy_and_others_as_ever(
+    payloads: list[bytes], cuts: list[int]
+) -> None:
+    stream = b"".join(wire.LENGTH.pack(len(p)) + p for p in payloads)
+    framer, found = wire.Framer(), []
+    for cut in [*cuts, len(stream)]:
+        body = framer.push_and_take(memoryview(stream[:cut]))
+        stream = stream[cut:]
+        while body is not None:
+            found.append(bytes(body))
+            body = framer.take()
+    assert found == payloads
+    lone = framer.push_and_take(memoryview(wire.LENGTH.pack(3) + b"abc"))
+    assert isinstance(lone, memoryview) and lone == b"abc" and not framer.held_bytes
+
+
 def test_framer_refuses_a_length_beyond_the_limit_before_its_bytes_come() -> None:
     with pytest.raises(ProtocolError, match="at most"):
         bodies(wire.LENGTH.pack(wire.LIMIT_FRAME_BYTES + 1))

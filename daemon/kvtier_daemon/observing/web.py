@@ -167,7 +167,7 @@ class Web:
         self.loop = loop
         self.pages = pages
         self.failed = failed
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
 
     async def listen(self, listener: socket.socket) -> None:
@@ -196,14 +196,17 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # no such instance in uvloop
         self._transport = transport
-        if len(self._web.connections) >= LIMIT_CONNECTIONS:
-            transport.abort()
-            return
-        self._web.connections.add(self)
+        connections = self._web.connections
+        if len(connections) >= LIMIT_CONNECTIONS:
+            # The oldest has had the most time to ask: slow clients must not keep others out.
+            oldest = next(iter(connections))
+            del connections[oldest]
+            oldest.abort()
+        connections[self] = None
         self._timer = self._web.loop.call_later(REQUEST_S, self.abort)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._web.connections.discard(self)
+        self._web.connections.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
 

@@ -96,3 +96,4 @@ class Batch:
     landed: list[Landed] = field(default_factory=list)
     rows: list[tuple[int, bytes]] = field(default_factory=list)  # where in the table, and what
     failed: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # ids whose memory had no page any longer

@@ -190,7 +190,7 @@ class ColdTier:
                     self.shelves[tenant].append(
                         Shelf(
                             loop, tenant, volume, drive, self._numbering, segment_bytes, segments,
-                            leaving, clock,
+                            leaving, self.is_lost, clock,
                         )
                     )  # fmt: skip
             undo.pop_all()
@@ -211,6 +211,11 @@ class ColdTier:
         (number,) = {drive.disk.register(mapping, fixed) for drive in self.drives}
         self._mappings[number] = mapping
         return number
+
+    def is_lost(self, extent: int) -> bool:
+        """Whether pages were taken out of this extent: what was read from it is not what was saved, and
+        what was written to it no client sees."""
+        return self._mappings[extent].lost
 
     def room(self, nbytes: int) -> tuple[int, int]:
         """Memory that is no slot, for so many bytes at least: its number, and how many it has. Nothing of it
@@ -486,6 +491,8 @@ class ColdTier:
 
     def _read_one(self, shelf: Shelf, segment: Segment, block: Incoming, done: Read) -> Over:
         def over(code: int, _: bytes | None) -> None:
+            if not code and self.is_lost(block.extent):
+                code = errno.EFAULT
             if code and code not in BENIGN:
                 what = f"{segment.path} at {block.page * PAGE}: a read failed"
                 shelf.drive.fault(shelf.drive.reads, what, code)

@@ -43,10 +43,10 @@ TURN_S = 0.001
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
 DTYPES = {number: dtype for dtype, number in ELEMENTS.items()}
 # They say nothing of the disk: too late, called off, not the bytes that were asked for, not decoded, no
-# memory of ours to read to.
+# memory of ours to read to, no page behind a slot.
 BENIGN = (
     errno.ETIMEDOUT, errno.ECANCELED, errno.EBADMSG, errno.ENODATA, errno.ENOTRECOVERABLE,
-    errno.ENOMEM,
+    errno.ENOMEM, errno.EFAULT,
 )  # fmt: skip
 
 Over = Callable[[int, bytes | None], None]  # an errno or 0, and the bytes or the digest

@@ -106,6 +106,7 @@ class Shelf:
         segment_bytes: int,
         most: int,
         leaving: Callable[[Shelf, Segment], None],
+        is_lost: Callable[[int], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tenant = tenant
@@ -124,6 +125,7 @@ class Shelf:
         self._loop = loop
         self._numbering = numbering
         self._leaving = leaving
+        self._is_lost = is_lost
         self._clock = clock
         self._making = False
         self._full = False  # said once to the owner, until something has left
@@ -185,6 +187,9 @@ class Shelf:
             if code or digest is None:
                 batch.failed.append(block.id)
                 return
+            if self._is_lost(block.extent):
+                batch.lost.append(block.id)  # what was written is not the block: nothing names it
+                return
             header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
             listed = Listed(
                 Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
@@ -206,7 +211,8 @@ class Shelf:
             segment = batch.segment
             segment.writing -= 1
             if code or batch.failed:
-                self._fault(f"{segment.path}: a write failed", code or errno.EIO)
+                if code != errno.EFAULT:  # that is a page of the slot, not the disk
+                    self._fault(f"{segment.path}: a write failed", code or errno.EIO)
                 batch.failed += [one.id for one in batch.landed]
                 batch.landed = []
                 segment.failed = True
@@ -217,7 +223,7 @@ class Shelf:
                     segment.list_frame(at, row)
             self.going.discard(batch)
             try:
-                batch.done(batch.landed, batch.failed)
+                batch.done(batch.landed, batch.failed + batch.lost)
             finally:
                 batch.settled.set_result(None)
             self.prepare()

@@ -1,0 +1,214 @@
+"""One tenant's load and another's answers: counted in requests and bytes, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from daemons import Daemon
+from faults.raw import Raw
+from kvtier import wire
+from kvtier.catalog import Catalog
+from kvtier.policy.base import make
+from kvtier.units import MIB
+from kvtier_daemon.answers import Answers
+from kvtier_daemon.peer import Peer
+from kvtier_daemon.recorder import Recorder
+from kvtier_daemon.server import Server
+from kvtier_daemon.session import HALF_S, RECEIVE_FIRST_BYTES
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.turns import RECEIVING_BYTES, TURN_S
+from kvtier_kernels import Store
+
+HELLO = wire.encode(wire.Hello(1, wire.SCHEMA, "raw"))
+
+
+@dataclass
+class Site:
+    """A server in this process with tenants "attacker" and "victim". Each request of the attacker's takes
+    `cost_s` of the clock, which stands still otherwise."""
+
+    path: str
+    server: Server
+    tenants: dict[str, Tenant]
+    now: list[float]
+    cost_s: float = 0.0
+    served: dict[str, int] = field(default_factory=lambda: {"attacker": 0, "victim": 0})
+    served_at: dict[str, float] = field(default_factory=dict)
+    joining: str = "attacker"
+    sockets: list[socket.socket] = field(default_factory=list)
+
+    async def join(self, tenant: str) -> socket.socket:
+        self.joining = tenant
+        sock = socket.socket(socket.AF_UNIX)
+        self.sockets.append(sock)
+        sock.connect(self.path)
+        sock.sendall(HELLO)
+        sock.setblocking(False)
+        assert isinstance(await self.answer(sock), wire.Welcome)
+        return sock
+
+    async def answer(self, sock: socket.socket) -> wire.Reply:
+        """The first reply of what comes next."""
+        async with asyncio.timeout(20):
+            data = await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
+        return wire.decode_reply(next(iter(wire.Framer().feed(data))))
+
+
+@asynccontextmanager
+async def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    loop, now = asyncio.get_running_loop(), [1000.0]
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "s"))
+    listener.listen(128)
+    listener.setblocking(False)
+    tenants = {
+        name: Tenant(name, bytes(32), 0, Catalog(Store(), make("lru")))
+        for name in ("attacker", "victim")
+    }
+    server = Server(
+        loop, listener, lambda uid: tenants[here.joining], tenants, lambda tenant: {}, 512,
+        Recorder(folder, loop.time), clock=lambda: now[0],
+    )  # fmt: skip
+    here = Site(str(folder / "s"), server, tenants, now)
+    answer = Answers.to
+
+    def slow(self: Answers, tenant: Tenant, request: wire.Request) -> wire.Reply | None:
+        here.served[tenant.name] += 1
+        here.served_at[tenant.name] = now[0]
+        if tenant.name == "attacker":
+            now[0] += here.cost_s
+        return answer(self, tenant, request)
+
+    monkeypatch.setattr(Answers, "to", slow)
+    monkeypatch.setattr(Peer, "privileged", False)
+    try:
+        yield here
+    finally:
+        for sock in here.sockets:
+            sock.close()
+        server.close("done")
+        listener.close()
+
+
+@pytest.mark.parametrize("cost_s", [TURN_S / 10, TURN_S * 1.1, TURN_S * 30])
+def test_many_connections_of_a_tenant_get_one_turn_of_each_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost_s: float
+) -> None:
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            flood = [await here.join("attacker") for _ in range(60)]
+            victim = await here.join("victim")
+            here.cost_s = cost_s
+            for sock in flood:
+                sock.sendall(wire.encode(wire.Ping(7)) * 50)
+            waits = []
+            while here.served["attacker"] < 40:  # noqa: ASYNC110 - until they all wait
+                await asyncio.sleep(0)
+            for number in range(20):
+                before = here.now[0]
+                victim.sendall(wire.encode(wire.Ping(number + 1)))
+                assert await here.answer(victim) == wire.Done(number + 1)
+                waits.append(here.served_at["victim"] - before)
+            # One turn of the attacker's in the iteration that the request is sent in, and one in the next.
+            assert max(waits) < 2 * (TURN_S + cost_s) + 1e-9, waits
+            assert here.served["attacker"] < 60 * 50, "it was under load to the end"
+            while here.served["attacker"] < 60 * 50:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_who_is_alone_and_asks_one_thing_at_a_time_is_answered_in_the_same_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            sock = await here.join("attacker")
+            here.cost_s = TURN_S / 16
+            for number in range(160):
+                sock.sendall(wire.encode(wire.Ping(number + 1)))
+                assert await here.answer(sock) == wire.Done(number + 1)
+            assert here.server.turns.rounds <= 11, "a round for each turn that it used, and no more"
+
+    asyncio.run(run())
+
+
+def test_half_a_request_is_hung_up_on_and_its_memory_goes_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By those who have memory promised; who waits for that is not late."""
+
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            share = here.server.share_of(here.tenants["attacker"])
+            frame = wire.encode(wire.Match(9, 0, bytes(32 * 65_536)))
+            fit = RECEIVING_BYTES // 3 // (len(frame) - RECEIVE_FIRST_BYTES)
+            flood = [await here.join("attacker") for _ in range(fit + 3)]
+            for sock in flood:
+                with suppress(BlockingIOError):
+                    sock.send(frame[:100_000])
+            async with asyncio.timeout(20):
+                while len(share.room_for) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            assert share.receiving_bytes <= RECEIVING_BYTES // 3
+            waiting = {session.id for session in share.room_for}
+            victim = await here.join("victim")
+            victim.sendall(wire.encode(wire.Ping(3)))
+            assert await here.answer(victim) == wire.Done(3)
+            here.now[0] += HALF_S + 1
+            here.server.tend()
+            assert {s.id for s in here.server.sessions if s.tenant.name == "attacker"} == waiting
+            assert not share.room_for
+            here.now[0] += HALF_S + 1
+            here.server.tend()
+            assert {session.tenant.name for session in here.server.sessions} == {"victim"}
+            assert (share.receiving_bytes, share.unsent_bytes) == (0, 0)
+            told = [await here.answer(sock) for sock in flood]
+            assert {one.code for one in told if isinstance(one, wire.Failed)} == {"bad_frame"}
+            assert len(told) == len(flood)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hello", [True, False])
+def test_a_long_request_that_carries_no_keys_is_refused_by_its_head(
+    shared_daemon: Daemon, hello: bool
+) -> None:
+    raw = Raw(shared_daemon, hello)
+    nbytes = wire.LIMIT_REQUEST_BYTES + 1 if hello else wire.LIMIT_HELLO_BYTES + 1
+    raw.sock.sendall(wire.LENGTH.pack(nbytes) + b"\x93\x02")
+    raw.ends_with("bad_frame")
+
+
+def test_requests_that_never_end_cost_the_daemon_a_bounded_amount_of_memory(
+    shared_daemon: Daemon,
+) -> None:
+    before = shared_daemon.process_bytes()
+    frame = wire.LENGTH.pack(wire.LIMIT_FRAME_BYTES) + b"\x97\x03\x01\x00\xc6"
+    frame += bytes(wire.LIMIT_FRAME_BYTES - 6)
+    flood = [Raw(shared_daemon) for _ in range(60)]
+    left = {raw.sock: memoryview(frame) for raw in flood}
+    for sock in left:
+        sock.setblocking(False)
+    with shared_daemon.connect() as other:
+        stuck = 0
+        while left and stuck < 50:  # in a row: the daemon takes nothing more
+            stuck += 1
+            for sock, rest in list(left.items()):
+                with suppress(BlockingIOError):
+                    left[sock] = rest[sock.send(rest) :]
+                    stuck = 0
+                if not left[sock]:
+                    del left[sock]
+            other.ping()
+        assert shared_daemon.process_bytes() < before + 64 * MIB
+    for raw in flood:
+        raw.sock.close()
+    shared_daemon.wait_for(lambda s: s["tenants"]["default"]["sessions"] == 0)
