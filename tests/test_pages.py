@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from daemons import Daemon
+from pages import Block, blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "plugins/README.md",
@@ -43,17 +43,6 @@ PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^'
 # tests/faults/test_package.py installs a checkout and a wheel; the rest are on the package index.
 INSTALLED = {".", "dist/kvtier-*.whl", "'textual>=8'", "'torch>=2.6' 'transformers>=5' 'numpy>=2'",
              "nvidia-cuda-nvrtc", "nvidia-cufile-cu12"}  # fmt: skip
-
-
-@dataclass
-class Block:
-    language: str
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [Block(language, text) for language, text in found]
 
 
 def elsewhere(page: Path, block: Block) -> tuple[str, str] | None:

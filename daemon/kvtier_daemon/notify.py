@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+ERROR: Final = "<3>"  # in front of a line for the journal
 PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up start and stop
 
 
