@@ -21,6 +21,7 @@ import kvtier
 from daemons import kvtier as command
 from kvtier.errors import KvtierError, ProtocolError, Unavailable
 from kvtier.units import GIB, MIB
+from kvtier_daemon.beside import checking
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.status import draw
 from kvtier_daemon.config import load, settled
@@ -204,6 +205,41 @@ def test_a_check_is_made_as_the_user_who_will_serve(tmp_path):
         assert unknown.returncode == 2 and "no such user" in unknown.stderr
     finally:
         shutil.rmtree(place)
+
+
+def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, monkeypatch):
+    file, units = tmp_path / "kvtier.toml", tmp_path / "units"
+    places = [tmp_path / "one", tmp_path / "two"]
+    listed = ", ".join(f'"{place}"' for place in places)
+    file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
+    monkeypatch.setattr(checking, "DROPINS", units)
+    monkeypatch.setattr(checking, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
+
+    def hidden():
+        found = checking.problems(file, checking.SERVICE_USER)
+        return [one for one in found if "sandbox" in one]
+
+    assert hidden() == [], "no service is installed"
+    dropin = units / "kvtierd.service.d" / "cold.conf"
+    dropin.parent.mkdir(parents=True)
+    (units / "kvtierd.service").touch()
+    assert [str(place) in one for place, one in zip(places, hidden(), strict=True)] == [True, True]
+    dropin.write_text(f"[Service]\nReadWritePaths={places[0]}\n")
+    (left,) = hidden()
+    assert str(places[1]) in left and "kvtier install-service" in left
+    dropin.write_text(f"[Service]\nReadWritePaths={tmp_path}\n")
+    assert hidden() == []
+
+
+def test_a_refusal_has_a_priority_in_the_journal_alone(tmp_path):
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "config", "show", "/none.toml"]
+    for to_journal in (True, False):
+        with open(tmp_path / "stderr", "w+") as stream:
+            found = os.fstat(stream.fileno() if to_journal else 0)
+            environ = {**os.environ, "JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+            subprocess.run(command, stderr=stream, env=environ, check=False)
+            stream.seek(0)
+            assert stream.read().startswith("<3>kvtier: " if to_journal else "kvtier: ")
 
 
 HELP = "import sys; from kvtier_daemon.cli import main\ntry: main(['--help'])\nexcept SystemExit: "

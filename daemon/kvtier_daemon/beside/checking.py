@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import sys
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from kvtier_daemon.config import SYSTEM_FILE, SYSTEM_SOCKET, SYSTEM_STATE, Loade
 from kvtier_daemon.problems import Refusal
 
 SERVICE_USER: Final = "kvtier"
+DROPINS: Final = Path("/etc/systemd/system")
 PLACES_OF_UNIT: Final = {"KVTIER_SOCKET": str(SYSTEM_SOCKET), "KVTIER_STATE": str(SYSTEM_STATE)}
 
 
@@ -43,9 +45,27 @@ def problems(file: Path | None, user: str | None) -> tuple[str, ...]:
         return error.problems
     except ConfigError as error:
         return (str(error),)
+    hidden = _hidden_by_sandbox(loaded) if is_service else ()
     if account is None or account.pw_uid == os.geteuid():
-        return _wrong(loaded, is_service)
-    return _asked_as(account, loaded, is_service)
+        return *hidden, *_wrong(loaded, is_service)
+    return *hidden, *_asked_as(account, loaded, is_service)
+
+
+def _hidden_by_sandbox(loaded: Loaded) -> tuple[str, ...]:
+    """Return the cold directories that no drop-in lets the installed service write."""
+    config = loaded.config
+    if config.cold is None or not any(DROPINS.glob("kvtierd*.service")):
+        return ()
+    lines = (line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
+             for line in file.read_text(errors="replace").splitlines())  # fmt: skip
+    named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
+    writable = [config.state, *(Path(one) for paths in named for one in shlex.split(paths))]
+    return tuple(
+        f"cold directory: {place}: the service's sandbox can't write it; run `kvtier install-service`"
+        " again, and the commands that it prints"
+        for place in config.cold.directories
+        if not any(place.is_relative_to(one) for one in writable)
+    )
 
 
 def _wrong(loaded: Loaded, of_service: bool) -> tuple[str, ...]:
