@@ -77,9 +77,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     booted.close()
 
 
-def printed(machine: Machine) -> list[str]:
+def printed(machine: Machine, flags: str = "") -> list[str]:
     """The commands that `kvtier install-service` tells the administrator to run."""
-    said = machine.do(f"{PROGRAM} install-service")
+    said = machine.do(f"{PROGRAM} install-service {flags}")
     _, _, commands = said.partition("now run, as root:\n")
     return [line.strip() for line in commands.splitlines()]
 
@@ -151,3 +151,22 @@ def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: 
     assert machine.show("MainPID") not in ("0", main), "the old program serves as before"
     assert "kvtier 9.9.9 serves" in machine.journal()
     assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
+
+
+def test_daemons_of_nodes_are_installed_and_removed_by_the_printed_commands(
+    machine: Machine,
+) -> None:
+    config = CONFIG.replace(COLD, f"{COLD} of node 0") + '[http]\nlisten = "127.0.0.1:9410"\n'
+    machine.do(
+        f"mkdir -p /etc/kvtier/node0; cat > /etc/kvtier/node0/kvtier.toml <<'END'\n{config}END"
+    )
+    for command in printed(machine, "--node 0"):
+        machine.do(command)
+    assert machine.show("ActiveState", "kvtierd@0.service") == "active"
+    socket = "KVTIER_SOCKET=/run/kvtier-node0/kvtier.sock"
+    assert python(machine, "save", SAVE, as_user=f"env {socket}") == "[1, 2, 3, 4]"
+    assert machine.do(f"stat -c %U:%a '{COLD} of node 0'") == "kvtier:700"
+    for command in printed(machine, "--uninstall"):
+        machine.do(command)
+    assert machine.do("systemctl list-units --all --no-legend 'kvtierd*'") == ""
+    assert machine.do("find /etc/systemd/system -name 'kvtierd*'") == ""
