@@ -227,7 +227,7 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     dropin.write_text(f"[Service]\nReadWritePaths={places[0]}\n")
     (left,) = hidden()
     assert str(places[1]) in left and "kvtier install-service" in left
-    dropin.write_text(f"[Service]\nReadWritePaths={tmp_path}\n")
+    dropin.write_text(f"[Service]\nReadWritePaths=-{tmp_path}\n")
     assert hidden() == []
 
 

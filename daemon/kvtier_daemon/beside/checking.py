@@ -59,7 +59,10 @@ def _hidden_by_sandbox(loaded: Loaded) -> tuple[str, ...]:
     lines = (line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
              for line in file.read_text(errors="replace").splitlines())  # fmt: skip
     named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
-    writable = [config.state, *(Path(one) for paths in named for one in shlex.split(paths))]
+    writable = [
+        config.state,
+        *(Path(one.lstrip("-+")) for paths in named for one in shlex.split(paths)),
+    ]
     return tuple(
         f"cold directory: {place}: the service's sandbox can't write it; run `kvtier install-service`"
         " again, and the commands that it prints"
