@@ -61,6 +61,7 @@ def test_the_commands_for_operators_run(daemon_of: Callable[..., Daemon], tmp_pa
     ran = set()
     for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
         for line in block.splitlines():
+            line = line.removeprefix("/opt/kvtier/bin/")
             if not line.startswith("kvtier "):
                 continue
             arguments = shlex.split(line, comments=True)[1:]

@@ -22,7 +22,7 @@ from kvtier_daemon import profiles
 from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 from kvtier_daemon.cold_life import END_S, ColdLife
 from kvtier_daemon.config import Config, Loaded, tenant_of
-from kvtier_daemon.notify import Notifier, watchdog_s
+from kvtier_daemon.notify import LogFormatter, Notifier, to_journal, watchdog_s
 from kvtier_daemon.observing import hints, web
 from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.observing.history import EVERY_S, History
@@ -53,9 +53,9 @@ STOP_S = 25.0  # less than the unit's TimeoutStopSec
 def run(loaded: Loaded) -> None:
     """Serve until SIGTERM or SIGINT. What can be known to fail, `preflight.require` has looked at before."""
     config = loaded.config
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter(to_journal(2)))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     logging.getLogger().addHandler(RECENT)
     secrets = load_secrets(config.state, config.tenants)
     listener = inherited_socket(config.socket) or claim_socket(

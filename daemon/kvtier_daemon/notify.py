@@ -1,14 +1,17 @@
-"""What the service manager is told: systemd's notification protocol, one datagram a message.
+"""What the service manager is told: systemd's notification protocol, one datagram a message, and lines of the
+log with the priority that the journal reads.
 
 Without $NOTIFY_SOCKET nobody listens, and every call does nothing.
 """
 
+import logging
 import os
 import socket
 import time
 from collections.abc import Mapping
 from typing import Final
 
+ERROR: Final = "<3>"  # in front of a line for the journal
 PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up start and stop
 
 
@@ -19,6 +22,39 @@ def watchdog_s(environ: Mapping[str, str] | None = None) -> float:
     if not usec.isdecimal() or pid not in ("", str(os.getpid())):
         return 0.0
     return int(usec) / 1_000_000
+
+
+class LogFormatter(logging.Formatter):
+    """Formats a record for a terminal or a file; for the journal, which adds the time by itself, with the
+    priority in front of each line."""
+
+    def __init__(self, journal: bool) -> None:
+        self._journal = journal
+        said = "%(name)s: %(message)s"
+        super().__init__(said if journal else f"%(asctime)s %(levelname)s {said}")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not self._journal:
+            return text
+        return "\n".join(f"<{_priority(record.levelno)}>{line}" for line in text.splitlines())
+
+
+def _priority(level: int) -> int:
+    """Return the priority of syslog for a level of logging."""
+    return next(
+        (number for least, number in ((50, 2), (40, 3), (30, 4), (20, 6)) if level >= least), 7
+    )
+
+
+def to_journal(descriptor: int, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether what is written to `descriptor` goes to the journal of the service manager."""
+    environ = os.environ if environ is None else environ
+    try:
+        found = os.fstat(descriptor)
+    except OSError:  # closed
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 class Notifier:

@@ -4,7 +4,10 @@ Each check returns a Finding. All that fail are reported together, each with its
 start is enough to learn everything that is missing.
 """
 
+import contextlib
+import grp
 import os
+import pwd
 import resource
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +67,23 @@ def look(loaded: Loaded) -> list[Finding]:
     ]
 
 
+def look_before_start(loaded: Loaded, of_service: bool = False) -> list[Finding]:
+    """Return what would stop a start with this configuration, or leave a tier out, as far as that can be
+    known while another daemon may be running; changes nothing. `of_service`: its unit sets the limits."""
+    config = loaded.config
+    is_default = loaded.origins["socket"] == "default"
+    findings = [] if of_service else [locked_memory(config.warm), open_files(config)]
+    return [
+        *findings,
+        memory_of_machine(config.warm),
+        socket_path(config.socket),
+        socket_directory(config.socket.parent, is_default=is_default, make=False),
+        state_directory(config.state),
+        *(cold_directory(place) for place in (config.cold.directories if config.cold else ())),
+        calibration(config),
+    ]
+
+
 def require(loaded: Loaded) -> list[Finding]:
     """Return the findings if all is well; else ConfigError has every one that is not, in a line."""
     findings = look(loaded)
@@ -98,6 +118,14 @@ def memory(
     if fitting >= MIB:
         fix = f"set warm.size to less than {format_bytes(fitting)}, or {fix}"
     return Finding(need <= available, what, value, fix)
+
+
+def memory_of_machine(warm: Warm, proc: Path = Path("/proc")) -> Finding:
+    """Find whether the machine has as much memory as the arena needs, free or not."""
+    what, need = "memory for the arena", arena_bytes(warm)
+    total = _table(proc / "meminfo").get("MemTotal:", need // 1024 + 1) * 1024
+    value = f"{format_bytes(need)} wanted, the machine has {format_bytes(total)}"
+    return Finding(need <= total, what, value, "set warm.size to less")
 
 
 def _available(proc: Path, cgroup: Path) -> Iterator[tuple[int, str]]:
@@ -241,12 +269,18 @@ def socket_path(path: Path) -> Finding:
     return Finding(length <= LIMIT_SOCKET_PATH, "length of the socket's path", value, fix)
 
 
-def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:
-    """Find whether a socket can be made there that nobody can swap; makes the default directory."""
+def socket_directory(directory: Path, *, is_default: bool = False, make: bool = True) -> Finding:
+    """Find whether a socket can be made there that nobody can swap; makes the default directory, if it is
+    to `make` it."""
     what = "socket directory"
     elsewhere = "name another with --socket"
     uid = os.geteuid()
-    if is_default:
+    if is_default and not make and _missing(directory):
+        wrong, remedy = _no_place_for(directory)
+        if wrong:
+            return Finding(False, what, wrong, remedy + elsewhere)
+        return Finding(True, what, f"{directory} will be made")
+    if is_default and make:
         try:
             directory.mkdir(mode=0o700)
             if uid == 0:  # the system's is for clients of every user, whatever the umask
@@ -260,8 +294,8 @@ def socket_directory(directory: Path, *, is_default: bool = False) -> Finding:
         # The default is ours to make: a link there was put by somebody else.
         found = directory.lstat() if is_default else directory.stat()
     except OSError as error:
-        make = f"run `mkdir -p {directory}`, or " if isinstance(error, FileNotFoundError) else ""
-        return Finding(False, what, f"{directory}: {error.strerror}", make + elsewhere)
+        mend = f"run `mkdir -p {directory}`, or " if isinstance(error, FileNotFoundError) else ""
+        return Finding(False, what, f"{directory}: {error.strerror}", mend + elsewhere)
     mode = stat.S_IMODE(found.st_mode)
     wrong, remedy = _unusable(directory, found.st_mode)
     if wrong:
@@ -297,6 +331,25 @@ def state_directory(directory: Path) -> Finding:
     return Finding(True, what, f"{directory} {will_be}")
 
 
+def cold_directory(directory: Path) -> Finding:
+    """Find whether a directory of the cold tier exists and can be written."""
+    what = "cold directory"
+    elsewhere = "remove it from cold.directories"
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        owner = f"{_user(os.geteuid())}:{_group(os.getegid())}"
+        fix = f"mount its disk there if it has one of its own, then run `mkdir -p {directory}`"
+        fix += (
+            f" and `chown {owner} {directory}` as root, and `chmod 700 {directory}`; or {elsewhere}"
+        )
+        return Finding(False, what, f"{directory} does not exist", fix)
+    except OSError as error:
+        return Finding(False, what, f"{directory}: {error.strerror}", f"{_GIVE}{elsewhere}")
+    wrong, remedy = _unusable(directory, found.st_mode)
+    return Finding(not wrong, what, wrong or f"{directory} is writable", remedy + elsewhere)
+
+
 def calibration(config: Config) -> Finding:
     """Find whether the lossy codecs that are asked for have their profiles, and can read them."""
     what = "calibration profiles"
@@ -306,6 +359,27 @@ def calibration(config: Config) -> Finding:
         value, _, fix = str(error).rpartition("; ")
         return Finding(False, what, value, fix)
     return Finding(True, what, "all that are asked for are there")
+
+
+def _no_place_for(directory: Path) -> tuple[str, str]:
+    """Return why a missing directory can't be made in its parent, and how to begin the remedy."""
+    try:
+        wrong, remedy = _unusable(directory.parent, directory.parent.stat().st_mode)
+    except OSError as error:
+        wrong, remedy = f"{directory.parent}: {error.strerror}", ""
+    return (f"{wrong}, so {directory} can't be made" if wrong else "", remedy)
+
+
+def _user(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return str(uid)
+
+
+def _group(gid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
 
 
 def _unusable(place: Path, mode: int) -> tuple[str, str]:

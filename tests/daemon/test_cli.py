@@ -1,12 +1,16 @@
 import io
 import json
 import os
+import pwd
 import resource
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,8 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kvtier
+from daemons import kvtier as command
 from kvtier.errors import KvtierError, ProtocolError, Unavailable
 from kvtier.units import GIB, MIB
+from kvtier_daemon.beside import checking
 from kvtier_daemon.cli import main
 from kvtier_daemon.cli.status import draw
 from kvtier_daemon.config import load, settled
@@ -148,6 +154,92 @@ def test_a_configuration_is_checked_with_the_profiles_that_it_needs(run, tmp_pat
     profile.write_bytes(b"no profile")
     code, _, err = run("config", "check", str(file))
     assert code == 2 and f"cold.profiles: {profile}: " in err and "kvtier calibrate" in err
+
+
+def test_a_check_finds_what_a_start_would_refuse(run, tmp_path):
+    file, missing = tmp_path / "kvtier.toml", tmp_path / "cold"
+    text = 'socket = "{}/k.sock"\nstate = "{}"\n[warm]\nsize = "{}"\n'
+    cold = f'[cold]\nsize = "1GiB"\ndirectories = ["{missing}"]\n'
+    file.write_text(text.format(tmp_path, tmp_path / "state", "64MiB") + cold)
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and err.count("\n") == 1
+    assert f"cold directory: {missing} does not exist" in err and f"mkdir -p {missing}" in err
+    missing.mkdir()
+    assert run("config", "check", str(file))[0] == 0
+    assert not (tmp_path / "state").exists(), "a check changes nothing"
+    file.write_text(text.format(tmp_path / "none", tmp_path, "8000TiB"))
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and "the machine has" in err and f"mkdir -p {tmp_path}/none" in err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can check as another user")
+def test_a_check_is_made_as_the_user_who_will_serve(tmp_path):
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # which that user can reach
+    try:
+        place.chmod(0o755)
+        (place / "state").mkdir()
+        (place / "run").mkdir()
+        (place / "cold").mkdir()
+        text = f'socket = "{place}/run/k.sock"\nstate = "{place}/state"\n[warm]\nsize = "64MiB"\n'
+        file = place / "kvtier.toml"
+        file.write_text(
+            f'{text}[cold]\nsize = "1GiB"\ndirectories = ["{place}/cold", "{place}/none"]\n'
+        )
+        check = ("config", "check", str(file))
+        as_root, as_other = command(*check), command(*check, "--user", "nobody", "--json")
+        assert as_root.stderr.count("\n") == 1, as_root.stderr  # the missing one
+        problems = json.loads(as_other.stdout)["problems"]
+        uid = pwd.getpwnam("nobody").pw_uid
+        for part in ("run", "state", "cold"):
+            assert any(f"{place}/{part} is not writable for uid {uid}" in one for one in problems)
+        assert any(f"chown nobody:nogroup {place}/none" in one for one in problems), problems
+        for part in ("run", "state", "cold"):
+            shutil.chown(place / part, "nobody")
+        left = command(*check, "--user", "nobody")
+        assert left.returncode == 2 and left.stderr.count("\n") == 1
+        (place / "none").mkdir()
+        shutil.chown(place / "none", "nobody")
+        done = command(*check, "--user", "nobody")
+        assert (done.returncode, done.stdout) == (0, f"{file}: all right for user nobody\n")
+        unknown = command(*check, "--user", "no-such-user")
+        assert unknown.returncode == 2 and "no such user" in unknown.stderr
+    finally:
+        shutil.rmtree(place)
+
+
+def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, monkeypatch):
+    file, units = tmp_path / "kvtier.toml", tmp_path / "units"
+    places = [tmp_path / "one", tmp_path / "two"]
+    listed = ", ".join(f'"{place}"' for place in places)
+    file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
+    monkeypatch.setattr(checking, "DROPINS", units)
+    monkeypatch.setattr(checking, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
+
+    def hidden():
+        found = checking.problems(file, checking.SERVICE_USER)
+        return [one for one in found if "sandbox" in one]
+
+    assert hidden() == [], "no service is installed"
+    dropin = units / "kvtierd.service.d" / "cold.conf"
+    dropin.parent.mkdir(parents=True)
+    (units / "kvtierd.service").touch()
+    assert [str(place) in one for place, one in zip(places, hidden(), strict=True)] == [True, True]
+    dropin.write_text(f"[Service]\nReadWritePaths={places[0]}\n")
+    (left,) = hidden()
+    assert str(places[1]) in left and "kvtier install-service" in left
+    dropin.write_text(f"[Service]\nReadWritePaths=-{tmp_path}\n")
+    assert hidden() == []
+
+
+def test_a_refusal_has_a_priority_in_the_journal_alone(tmp_path):
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "config", "show", "/none.toml"]
+    for to_journal in (True, False):
+        with open(tmp_path / "stderr", "w+") as stream:
+            found = os.fstat(stream.fileno() if to_journal else 0)
+            environ = {**os.environ, "JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+            subprocess.run(command, stderr=stream, env=environ, check=False)
+            stream.seek(0)
+            assert stream.read().startswith("<3>kvtier: " if to_journal else "kvtier: ")
 
 
 HELP = "import sys; from kvtier_daemon.cli import main\ntry: main(['--help'])\nexcept SystemExit: "

@@ -1,10 +1,11 @@
+import logging
 import os
 import socket
 import time
 
 import pytest
 
-from kvtier_daemon.notify import Notifier, watchdog_s
+from kvtier_daemon.notify import LogFormatter, Notifier, to_journal, watchdog_s
 
 
 @pytest.fixture(params=["file", "abstract"])
@@ -83,3 +84,26 @@ def test_the_manager_says_how_long_it_waits_to_the_process_that_it_means():
     assert watchdog_s({"WATCHDOG_USEC": "2500000"}) == 2.5
     assert watchdog_s({"WATCHDOG_USEC": "2500000", "WATCHDOG_PID": str(os.getpid())}) == 2.5
     assert watchdog_s({"WATCHDOG_USEC": "2500000", "WATCHDOG_PID": "1"}) == 0
+
+
+def test_a_line_for_the_journal_has_a_priority_and_no_time_of_its_own(tmp_path):
+    def line(level, journal, text="it is so"):
+        record = logging.LogRecord("kvtier_daemon.app", level, "", 0, text, None, None)
+        return LogFormatter(journal).format(record)
+
+    for level, priority in (
+        (logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6),
+        (logging.DEBUG, 7),
+    ):  # fmt: skip
+        assert line(level, True) == f"<{priority}>kvtier_daemon.app: it is so"
+    assert line(logging.ERROR, True, "one\ntwo") == "<3>kvtier_daemon.app: one\n<3>two"
+    assert line(logging.ERROR, False).endswith(" ERROR kvtier_daemon.app: it is so")
+
+
+def test_only_the_journals_own_stream_is_taken_for_it(tmp_path):
+    with open(tmp_path / "log", "w") as file, open(tmp_path / "other", "w") as other:
+        found = os.fstat(file.fileno())
+        environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        assert to_journal(file.fileno(), environ)
+        assert not to_journal(other.fileno(), environ), "stderr was redirected to a file"
+        assert not to_journal(file.fileno(), {})

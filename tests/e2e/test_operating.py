@@ -747,7 +747,7 @@ def test_top_needs_textual_only_for_its_screen(shared_daemon: Daemon) -> None:
         [*command, *place], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pip install 'kvtier[top]'" in done.stderr
+    assert "pip install 'textual>=8'" in done.stderr
     done = subprocess.run(
         [*command, "--once", "--interval", "0.2", *place], capture_output=True, text=True,
         check=False, timeout=60,

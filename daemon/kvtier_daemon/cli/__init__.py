@@ -159,4 +159,9 @@ def _say(error: Exception, advice: str, debug: bool) -> None:
         print_exception(error)
     text = " ".join(str(error).split())
     named = text if isinstance(error, KvtierError | OSError) else f"{type(error).__name__}: {text}"
-    print(f"kvtier: {named}{advice}", file=sys.stderr)
+    priority = ""
+    if "JOURNAL_STREAM" in os.environ:
+        from kvtier_daemon.notify import ERROR, to_journal
+
+        priority = ERROR if to_journal(2) else ""
+    print(f"{priority}kvtier: {named}{advice}", file=sys.stderr)

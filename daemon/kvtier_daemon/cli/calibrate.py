@@ -35,7 +35,7 @@ def calibrate(
     """Measure a model for the lossy codecs, and write its profile.
 
     How K and V are spread, what errors in them cost, and what each level loses. Needs torch and
-    transformers: pip install 'kvtier[calibrate]'.
+    transformers: pip install 'torch>=2.6' 'transformers>=5' 'numpy>=2'.
     """
     from kvtier.codec import profile as files
     from kvtier.errors import ConfigError
@@ -55,7 +55,8 @@ def calibrate(
         from kvtier_daemon.calibration.model import Model
     except ImportError as error:
         raise ConfigError(
-            f"kvtier calibrate needs torch and transformers ({error}): pip install 'kvtier[calibrate]'"
+            "kvtier calibrate needs torch and transformers"
+            f" ({error}): pip install 'torch>=2.6' 'transformers>=5' 'numpy>=2'"
         ) from error
     with progress() as bar:
         task = bar.add_task("model", total=None)

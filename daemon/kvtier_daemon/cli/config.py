@@ -26,24 +26,25 @@ File = Annotated[
 
 
 @app.command()
-def check(file: File = None, json: Json = False) -> None:
-    """Say everything that is wrong with a configuration. Exits with 2 if something is.
+def check(
+    file: File = None,
+    user: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Check as this user would start it; needs root."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say everything that would stop a start with this configuration. Exits with 2 if something would.
 
-    Without FILE /etc/kvtier/kvtier.toml, if it is there; conf.d and the environment count too.
+    Without FILE it checks /etc/kvtier/kvtier.toml if that exists; conf.d and the environment count too. When
+    root checks a file in /etc/kvtier it is checked as the service's user, kvtier.
     """
-    from kvtier.errors import ConfigError
-    from kvtier_daemon.config import load, system_file
-    from kvtier_daemon.problems import Refusal
-    from kvtier_daemon.profiles import losses_of
+    from kvtier_daemon.beside import checking
+    from kvtier_daemon.config import system_file
 
     file = file or system_file()
-    problems: tuple[str, ...] = ()
-    try:
-        losses_of(load(file).config)
-    except Refusal as error:
-        problems = error.problems
-    except ConfigError as error:
-        problems = (str(error),)
+    user = user or checking.user_of(file)
+    problems = checking.problems(file, user)
     if json:
         from json import dumps
 
@@ -52,7 +53,9 @@ def check(file: File = None, json: Json = False) -> None:
         for problem in problems:
             typer.echo(problem, err=True)
         if not problems:
-            typer.echo(f"{file or 'the environment'}: all right")
+            typer.echo(
+                f"{file or 'the environment'}: all right{f' for user {user}' if user else ''}"
+            )
     raise typer.Exit(EXIT_WRONG if problems else 0)
 
 

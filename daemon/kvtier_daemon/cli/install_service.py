@@ -35,16 +35,20 @@ def install_service(
     Starts nothing. The configuration that is there already says what its sandbox has to let through. A file
     that somebody else wrote is left alone.
     """
+    from kvtier.errors import ConfigError
     from kvtier_daemon.beside import installing
 
-    commands: tuple[str, ...] = ("systemctl daemon-reload",)
     if uninstall:
         paths = installing.ours(root)
         if not dry_run:
             installing.remove(paths)
-        verb = "removed"
+        verb, commands = "removed", installing.after_removal()
     else:
         program = (program or installing.own_program()).absolute()
+        if why := installing.hidden(program):
+            if not dry_run:
+                raise ConfigError(why)
+            typer.echo(f"not possible as it is: {why}", err=True)
         found = installing.plan(
             root, program, installing.systemd_version(), http=http,
             nodes=node or (),
@@ -53,7 +57,8 @@ def install_service(
         verb, commands = "written", found.commands
         if not any(place.exists() for place in (program, root / program.relative_to("/"))):
             typer.echo(
-                f"{program} is not there: install kvtier so before the service is started", err=True
+                f"{program} does not exist: install kvtier there before you start the service",
+                err=True,
             )
     if json:
         from json import dumps
@@ -69,8 +74,6 @@ def install_service(
         typer.echo(f"{f'to be {verb}:' if dry_run else verb} {path}")
         if dry_run and not uninstall:
             typer.echo("".join(f"    {line}\n" for line in _text(found, path).splitlines()))
-    if uninstall:
-        typer.echo("before that, or now: systemctl disable --now kvtierd.socket kvtierd.service")
     typer.echo("now run, as root:")
     for command in commands:
         typer.echo(f"    {command}")

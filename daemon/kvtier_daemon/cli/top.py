@@ -32,7 +32,7 @@ def top(
     """Watch tiers, hits and misses, what moves, and clients.
 
     Keys: 1 to 4 or the arrows for the view, space to hold, + and - for the interval, q to end. Needs
-    textual, but for --once and --json: pip install 'kvtier[top]'.
+    textual, but for --once and --json: pip install 'textual>=8'.
     """
     from kvtier.client import default_socket
     from kvtier_daemon.cli.screens import VIEWS
@@ -111,6 +111,6 @@ def _watch(path: Path, interval: float, view: str) -> None:
         from kvtier_daemon.cli.watching import Top
     except ImportError as error:
         raise ConfigError(
-            f"kvtier top needs textual ({error}): pip install 'kvtier[top]', or use --once"
+            f"kvtier top needs textual ({error}): pip install 'textual>=8', or use --once"
         ) from error
     Top(look, history, interval, view).run()

@@ -1,0 +1,172 @@
+"""The service as an administrator installs it: the commands that `kvtier install-service` prints, run
+unmodified and in order under a real systemd that is PID 1 of its own namespaces."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from booting import PROGRAM, BootError, Machine, reason_not_to
+from pages import blocks
+
+OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
+
+COLD = "/srv/disk/cold"
+CONFIG = f'[warm]\nsize = "64MiB"\n[cold]\ndirectories = ["{COLD}"]\nsize = "256MiB"\n'
+CLIENT = """
+import sys
+from kvtier import Client, KvSpec, errors
+spec = KvSpec.dense(model="m", layers=4, kv_heads=8, head_dim=64, dtype="bfloat16", block_tokens=16,
+                    weights="rev:1")
+def opened(client):
+    space = client.open(spec)
+    return space, space.keys(list(range(64)))
+"""
+SAVE = f"""{CLIENT}
+with Client.connect() as client:
+    space, keys = opened(client)
+    data = [bytes([n]) * spec.block_bytes for n in range(1, 5)]
+    while space.match(keys).ready < 4:
+        space.save(keys, data)
+    with space.load(keys) as blocks:
+        print([block[-1] for block in blocks])
+"""
+LOAD = f"""{CLIENT}
+with Client.connect() as client:
+    space, keys = opened(client)
+    while True:
+        found = space.match(keys)
+        if found.ready == 4:
+            with space.load(keys) as blocks:
+                print([block[-1] for block in blocks])
+            break
+        # Right after a start there is no memory yet to read into.
+        if not found.coming and sys.argv[1:] != ["patient"]:
+            sys.exit(f"not found: {{found}}")
+"""
+# A connection that is open while the service is restarted, and the same program connecting anew.
+RECONNECT = f"""{CLIENT}
+import pathlib, subprocess
+client = Client.connect()
+opened(client)
+subprocess.run(["systemctl", "restart", "kvtierd.service"], check=True)
+try:
+    client.ping()
+    sys.exit("the old connection outlived its daemon")
+except errors.Unavailable:
+    client.close()
+with Client.connect() as client:
+    opened(client)
+    print("connected again")
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    if reason := reason_not_to():
+        pytest.skip(reason)
+    try:
+        booted = Machine(tmp_path)
+    except BootError as error:
+        pytest.skip(f"this host boots no systemd in namespaces: {error}")
+    yield booted
+    booted.close()
+
+
+def printed(machine: Machine, flags: str = "") -> list[str]:
+    """The commands that `kvtier install-service` tells the administrator to run."""
+    said = machine.do(f"{PROGRAM} install-service {flags}")
+    _, _, commands = said.partition("now run, as root:\n")
+    return [line.strip() for line in commands.splitlines()]
+
+
+def python(machine: Machine, name: str, program: str, *arguments: str, as_user: str = "") -> str:
+    machine.do(f"cat > /tmp/{name}.py <<'END'\n{program}\nEND")
+    return machine.do(f"{as_user} /opt/kvtier/bin/python /tmp/{name}.py {' '.join(arguments)}")
+
+
+def wait_for(holds: Callable[[], bool], what: Callable[[], str], seconds: float = 40.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, what()
+        time.sleep(0.05)
+
+
+def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: Machine) -> None:
+    machine.do(f"mkdir -p /etc/kvtier; cat > /etc/kvtier/kvtier.toml <<'END'\n{CONFIG}END")
+    for command in printed(machine):
+        machine.do(command)
+    assert machine.show("ActiveState") == "active"
+    main = machine.show("MainPID")
+
+    # A hit through the socket, for root and for a member of the group.
+    assert python(machine, "save", SAVE) == "[1, 2, 3, 4]"
+    machine.do("useradd --system --groups kvtier member")
+    member = "setpriv --reuid=member --regid=member --init-groups"
+    assert python(machine, "load", LOAD, as_user=member) == "[1, 2, 3, 4]"
+    assert f"d {COLD}" in machine.do(f"find {COLD} -maxdepth 0 -printf '%y %p'")
+    assert machine.do("stat -c %U:%a /var/lib/kvtier /var/lib/kvtier/secrets").split() == [
+        "kvtier:700",
+        "kvtier:700",
+    ]
+
+    machine.do("sed -i '1i max_clients = 77' /etc/kvtier/kvtier.toml")
+    machine.do("systemctl reload kvtierd")
+    shown = f"{PROGRAM} config show --origin | grep '^max_clients'"
+    wait_for(lambda: "max_clients = 77" in machine.do(shown), machine.journal)
+    assert machine.show("MainPID") == main
+
+    machine.do("echo 'max_clients = 0' > /etc/kvtier/conf.d/wrong.toml; systemctl reload kvtierd")
+    lines = "journalctl --no-pager -u kvtierd _COMM=kvtier -o cat -p"
+    wait_for(lambda: "nothing was reloaded" in machine.do(f"{lines} err"), machine.journal)
+    assert "serves on" in machine.do(f"{lines} info") and "serves on" not in machine.do(
+        f"{lines} notice"
+    )
+    # The journal took the priority off and adds the time.
+    assert not re.findall(r"^(?:<\d>|\d{4}-)", machine.do(f"{lines} debug"), re.MULTILINE)
+    machine.do("rm /etc/kvtier/conf.d/wrong.toml")
+
+    # The page for operators, as printed. What was in memory alone is on the disk then.
+    page = [one.text for one in blocks(OPERATIONS) if one.language == "sh"]
+    assert len(page) == 4 and page[0].startswith("python3 -m venv"), "which tests/faults runs"
+    for block in page[1:]:
+        machine.do(f"set -e; PATH=/opt/kvtier/bin:$PATH\n{block}")
+    assert machine.show("MainPID") == main
+    assert python(machine, "reconnect", RECONNECT) == "connected again"
+    assert machine.show("MainPID") not in ("0", main)
+    assert python(machine, "load", LOAD, "patient", as_user=member) == "[1, 2, 3, 4]"
+
+    # An upgrade: new files of the program, and the same command again.
+    main = machine.show("MainPID")
+    machine.do(
+        "sed -i 's/^__version__ = .*/__version__ = \"9.9.9\"/'"
+        " /opt/kvtier/lib/python3*/site-packages/kvtier/__init__.py"
+    )
+    for command in printed(machine):
+        machine.do(command)
+    assert machine.show("MainPID") not in ("0", main), "the old program serves as before"
+    assert "kvtier 9.9.9 serves" in machine.journal()
+    assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
+
+
+def test_daemons_of_nodes_are_installed_and_removed_by_the_printed_commands(
+    machine: Machine,
+) -> None:
+    config = CONFIG.replace(COLD, f"{COLD} of node 0") + '[http]\nlisten = "127.0.0.1:9410"\n'
+    machine.do(
+        f"mkdir -p /etc/kvtier/node0; cat > /etc/kvtier/node0/kvtier.toml <<'END'\n{config}END"
+    )
+    for command in printed(machine, "--node 0"):
+        machine.do(command)
+    assert machine.show("ActiveState", "kvtierd@0.service") == "active"
+    socket = "KVTIER_SOCKET=/run/kvtier-node0/kvtier.sock"
+    assert python(machine, "save", SAVE, as_user=f"env {socket}") == "[1, 2, 3, 4]"
+    assert machine.do(f"stat -c %U:%a '{COLD} of node 0'") == "kvtier:700"
+    for command in printed(machine, "--uninstall"):
+        machine.do(command)
+    assert machine.do("systemctl list-units --all --no-legend 'kvtierd*'") == ""
+    assert machine.do("find /etc/systemd/system -name 'kvtierd*'") == ""

@@ -1,0 +1,152 @@
+"""The pages' fenced blocks as a reader runs them: as printed, in order, one fresh shell a page."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from daemons import Daemon
+from pages import Block, blocks
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "plugins/README.md",
+                *ROOT.glob("docs/**/*.md")])  # fmt: skip
+RUNNABLE = frozenset({"sh", "python"})
+DATA = frozenset({"text", "toml", "yaml", "ini", "console"})
+# Blocks by their page and first command: why they are not run here, and what runs them instead.
+ELSEWHERE = {
+    ("README.md", "make demo"): "builds .venv; tests/e2e/test_demo.py",
+    ("README.md", "make test"): "runs this test",
+    ("README.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
+    ("docs/vllm.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
+    ("CONTRIBUTING.md", "make venv"): "builds and runs everything; .ci/run",
+    ("docs/gpu.md", "make venv"): "needs a GPU; make test-gpu",
+    ("docs/gpu.md", "KVTIER_DEVICE=gpu compute-sanitizer"): "needs a GPU; make test-gpu",
+    ("docs/operations.md", "python3 -m venv /opt/kvtier"): "writes /opt; tests/faults/test_package.py",
+    ("docs/operations.md", "/opt/kvtier/bin/kvtier install-service"): "tests/e2e/test_installed.py",
+    ("docs/operations.md", "kvtier config check"): "tests/e2e/test_installed.py",
+    ("docs/operations.md", "kvtier tier drain warm"): "tests/e2e/test_installed.py",
+    ("docs/planning.md", "kvtier explain"): "names an example's key; tests/e2e/test_explain.py",
+    ("docs/sizing.md", "$ kvtier size"): "needs a model's configuration; tests/daemon/test_sizing.py",
+    ("docs/sizing.md", "$ kvtier sim"): "needs a trace; tests/daemon/test_sim.py",
+}  # fmt: skip
+# Findings about the machine are no failure of the command.
+MAY_FAIL = {"kvtier doctor": ("1", "2")}
+PIP = re.compile(r"(?:[\w./]*/)?pip install ((?:'[^']+'|[^\s`;|&\"(')]+)(?: '[^']+')*)")
+# tests/faults/test_package.py installs a checkout and a wheel; the rest are on the package index.
+INSTALLED = {".", "dist/kvtier-*.whl", "'textual>=8'", "'torch>=2.6' 'transformers>=5' 'numpy>=2'",
+             "nvidia-cuda-nvrtc", "nvidia-cufile-cu12"}  # fmt: skip
+
+
+def elsewhere(page: Path, block: Block) -> tuple[str, str] | None:
+    """The entry of ELSEWHERE that is this block's."""
+    name = str(page.relative_to(ROOT))
+    fits = (key for key in ELSEWHERE if key[0] == name and block.text.startswith(key[1]))
+    return next(fits, None)
+
+
+def runnable(page: Path) -> list[Block]:
+    return [
+        one for one in blocks(page) if one.language in RUNNABLE and elsewhere(page, one) is None
+    ]
+
+
+def test_every_block_says_what_it_is_and_is_run_or_listed() -> None:
+    used = set()
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in RUNNABLE | DATA, f"{page}: ```{block.language}: {block.text}"
+            used.add(elsewhere(page, block))
+    assert used - {None} == set(ELSEWHERE), "listed, and on no page"
+
+
+def test_every_pip_install_that_is_printed_is_one_that_works() -> None:
+    sources = [*PAGES, *(ROOT / "daemon").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
+    printed = {form: path for path in sources for form in PIP.findall(path.read_text())}
+    assert len(printed) >= 5
+    assert not {form: path for form, path in printed.items() if form not in INSTALLED}
+
+
+def script(page: Path, folder: Path) -> str:
+    """The page as one script of bash, which goes on after a failure and writes each to `failed`."""
+    lines = ["set -E", f"""trap 'echo "$? $BASH_COMMAND" >> {folder}/failed' ERR"""]
+    for number, block in enumerate(runnable(page)):
+        if block.language == "python":
+            program = folder / f"block-{number}.py"
+            program.write_text(block.text)
+            lines.append(f"python {program}")
+        else:
+            lines.append(block.text)
+            if re.search(r"^kvtier serve .*&$", block.text, re.MULTILINE):
+                lines.append("python $LISTENS $! || exit 9")
+    return "\n".join([*lines, "trap - ERR", "kill $(jobs -p) 2>/dev/null", "wait"])
+
+
+# A reader sees the line "serves on ...", and goes on.
+LISTENS = """
+import os, socket, sys, time
+pid = int(sys.argv[1])
+while True:
+    try:
+        socket.socket(socket.AF_UNIX).connect(os.environ["KVTIER_SOCKET"])
+        break
+    except OSError:
+        os.kill(pid, 0)
+        time.sleep(0.002)
+"""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name
+)
+def test_a_page_runs_as_it_is_printed(
+    page: Path, tmp_path: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    programs, home = tmp_path / "bin", tmp_path / "home"
+    programs.mkdir()
+    home.mkdir()
+    for name, body in (
+        ("python", f'exec {sys.executable} "$@"'),
+        ("kvtier", f'exec {sys.executable} -m kvtier_daemon.cli "$@"'),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "listens.py").write_text(LISTENS)
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "TMPDIR": str(tmp_path),
+        "KVTIER_SOCKET": str(tmp_path / "kvtier.sock"), "KVTIER_STATE": str(home / "state"),
+        "LISTENS": str(tmp_path / "listens.py"),
+    }  # fmt: skip
+    text = script(page, tmp_path)
+    if "kvtier serve" not in text:
+        environment["KVTIER_SOCKET"] = daemon_of().socket
+    with (tmp_path / "said").open("w+") as said:
+        shell = subprocess.Popen(
+            ["bash", "-c", text], cwd=home, env=environment, stdin=subprocess.DEVNULL,
+            stdout=said, stderr=said, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = shell.wait(120)
+        finally:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
+        said.seek(0)
+        output = said.read()
+    assert code == 0, output
+    failed = tmp_path / "failed"
+    lines = failed.read_text().splitlines() if failed.exists() else []
+    assert [line for line in lines if not _may(line)] == [], output
+    assert "Traceback" not in output
+
+
+def _may(line: str) -> bool:
+    code, _, command = line.partition(" ")
+    return code in MAY_FAIL.get(command, ())
