@@ -451,7 +451,7 @@ KVTIER_KERNEL(kvtier_calibrated_numbers) {
 
 KVTIER_KERNEL(kvtier_calibrated_values) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
-        if (part.kept || result.bad) return true;
+        if (part.kept || is_bad(result)) return true;
         return of_floats(part, [&](auto is) {
             const Known& known = *at<const Known>(part.known);
             const Plan plan(part, known, kBytes<KVTIER_IS>);

@@ -403,7 +403,7 @@ KVTIER_KERNEL(kvtier_fix4_count) {
 KVTIER_KERNEL(kvtier_fix4_decode) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
         if (part.kept) return take_kept(part, unit);
-        if (result.bad) return false;
+        if (is_bad(result)) return false;
         return of_elements(part, [&](auto is) {
             return fix4_decode<KVTIER_IS>(part, unit, measures + part.unit);
         });
@@ -457,7 +457,7 @@ KVTIER_KERNEL(kvtier_r32_begin) {
 
 KVTIER_KERNEL(kvtier_fix4_measure) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
-        if (part.kept || result.bad) return true;
+        if (part.kept || is_bad(result)) return true;
         return of_elements(part, [&](auto is) {
             return fix4_measure<KVTIER_IS>(part, unit, measures[part.unit + unit]);
         });
@@ -468,7 +468,7 @@ KVTIER_KERNEL(kvtier_r32_measure) {
     __shared__ EncodeSymbols of_warps[kWarps];
     EncodeSymbols& symbols = of_warps[warp() % kWarps];
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
-        if (part.kept || result.bad) return true;
+        if (part.kept || is_bad(result)) return true;
         return of_elements(part, [&](auto is) {
             return r32_measure<KVTIER_IS>(part, unit, symbols, measures[part.unit + unit]);
         });

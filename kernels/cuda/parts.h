@@ -130,7 +130,17 @@ KVTIER_DEVICE bool of_elements(const Part& part, Act act) {
     }
 }
 
-KVTIER_DEVICE void fail(Result& result) { result.bad = 1; }
+KVTIER_DEVICE void fail(Result& result) {
+    each([&](uint32_t lane) {
+        if (lane == 0) result.bad = 1;
+    });
+}
+
+// Whether the part is known to be damaged: the same for all lanes. Another warp may say so between
+// the looks of two lanes, and lanes that part ways never meet again in a shuffle.
+KVTIER_DEVICE bool is_bad(const Result& result) {
+    return ballot([&](uint32_t) { return result.bad != 0; }) != 0;
+}
 
 // Does `act(part, unit of the part, result)` for each unit that is this warp's. What it returns
 // says whether the part is sound.

@@ -9,7 +9,11 @@
 
 #include "codec/calibration.h"
 #include "codec/codec.h"
-#include "host_kernels.h"
+// Which stand-in for CUDA's threads: lanes one after the other, or each a thread.
+#ifndef KVTIER_HOST_KERNELS
+#define KVTIER_HOST_KERNELS "host_kernels.h"
+#endif
+#include KVTIER_HOST_KERNELS
 
 namespace kvtier::cuda {
 
@@ -144,6 +148,8 @@ class HostPart {
         }
         return result_.kept ? 0 : result_.bytes;
     }
+
+    Result& result() { return result_; }
 
  private:
     static uint64_t address(const void* of) { return reinterpret_cast<uint64_t>(of); }

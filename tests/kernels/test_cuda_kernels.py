@@ -214,3 +214,28 @@ def test_pieces_side_by_side_are_one() -> None:
 def test_pieces_that_lie_elsewhere_are_refused(row: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         DevicePieces([4096], *([one] for one in row), blocks=3)
+
+
+def test_a_damaged_part_leaves_no_lane_waiting(tmp_path: Path) -> None:
+    """Each lane is a thread here; what is known of the part changes between the looks of two lanes."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    program = tmp_path / "damaged_lanes"
+    source_file = Path(__file__).parents[1] / "cuda" / "damaged_lanes.cpp"
+    places = [f"-I{FOLDER / part}" for part in ("include", "cuda", "cpu")]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        *places,
+        str(source_file),
+        "-o",
+        str(program),
+        "-pthread",
+    ]
+    subprocess.run(command, check=True, timeout=300)
+    hangs_after_s = "120"
+    done = subprocess.run(
+        [str(program), hangs_after_s], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, "a lane waited for ever"
