@@ -24,7 +24,7 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
-from kvtier_daemon.tiers.segment import ENTRY
+from kvtier_daemon.tiers.segment import ENTRY, codecs_of
 from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_daemon.unforeseen import Unforeseen
@@ -242,6 +242,12 @@ class ColdLife:
             nonlocal found
             tenant = self._tenants[name]
             for identity, spec, rows in one.parts:
+                if not tenant.accepts(identity, spec, codecs_of(rows)):
+                    log.error(
+                        "cold: %s: the description of space %s does not have that identity: its %d frames are"
+                        " misses", one.path, identity.hex()[:16], len(rows) // ENTRY.size,
+                    )  # fmt: skip
+                    continue
                 asked = identity == tenant.identity_of(spec)
                 for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
                     some = rows[at : at + RESTORE_ROWS * ENTRY.size]

@@ -278,7 +278,7 @@ def dies(work):
             else:
                 with env.begin(write=True) as writing:
                     meta = env.open_db(b"meta", writing)
-                    writing.put(b"format", b"1", db=meta)
+                    writing.put(b"format", b"2", db=meta)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

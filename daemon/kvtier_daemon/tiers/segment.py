@@ -55,6 +55,7 @@ HEAD = struct.Struct("<4sHHIQQQ32s")
 TRAILER = struct.Struct("<4sHHIQQQ16s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 HEAD_MAGIC, TRAILER_MAGIC = b"KVTs", b"KVTe"
+CODEC_AT = 82  # in an entry; the field's low byte, and no codec has a number above 255
 SPACES_LENGTH = struct.Struct("<I")
 ARRAY_BYTES = 5  # how msgpack begins a list, at most
 FIRST_FRAME = PAGE
@@ -155,6 +156,11 @@ def space_of(row: bytes) -> int:
 def page_of(row: bytes) -> int:
     """Where the frame of an entry begins."""
     return int(ENTRY.unpack_from(row)[5])
+
+
+def codecs_of(rows: bytes) -> set[int]:
+    """The codecs of a table's frames."""
+    return set(rows[CODEC_AT :: ENTRY.size])
 
 
 def encode_footer(
