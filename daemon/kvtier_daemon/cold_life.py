@@ -156,6 +156,7 @@ class ColdLife:
         return ColdTier(
             asyncio.get_running_loop(), volumes, cold.size_bytes, cold.segment_bytes, shares,
             self._leaving, cold.engine,
+            secrets={name: tenant.secret for name, tenant in self._tenants.items()},
         )  # fmt: skip
 
     def _take(self, tier: ColdTier) -> None:

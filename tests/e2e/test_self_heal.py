@@ -19,7 +19,6 @@ from kvtier.codec import frame
 from kvtier.codec.frame import PAGE
 from kvtier_daemon.tiers.recovery import entries_of, recover
 from kvtier_daemon.tiers.segment import Listed, decode_entries
-from kvtier_daemon.tiers.volume import tenant_digest
 from specs import pattern, spec_of
 
 SPEC = spec_of("self-heal")
@@ -99,7 +98,7 @@ class Site:
     def segments(self) -> list[Path]:
         """Those that hold frames, oldest first."""
         paths = sorted((self.disk / "segments" / self.tenant).iterdir())
-        return [path for path in paths if entries_of(recover(path, tenant_digest(self.tenant), {}))]
+        return [path for path in paths if entries_of(recover(path, None, {}))]
 
 
 def brought_away(cold: dict[str, Any]) -> int:
@@ -143,7 +142,7 @@ def write_over(path: Path, at: int, text: bytes) -> None:
 
 
 def listed(path: Path) -> list[Listed]:
-    one = recover(path, tenant_digest("default"), {})
+    one = recover(path, None, {})
     return decode_entries(one.spaces, one.rows)
 
 
