@@ -94,6 +94,20 @@ def test_a_copy_of_a_segment_file_is_refused(
         run(work())
 
 
+def test_a_copy_of_a_segment_that_was_freed_since_is_refused(tmp_path: Path) -> None:
+    original = tmp_path / "segments" / "t" / "000000"
+
+    async def work() -> None:
+        await forgotten_on_disk(
+            tmp_path, lambda: (shutil.copyfile(original, original.with_name("000070")), None)[1]
+        )
+        with original.open("r+b") as file:
+            file.write(bytes(PAGE))
+        assert await after_a_start(tmp_path, range(8)) == []
+
+    run(work())
+
+
 @pytest.mark.parametrize("first", ["one", "other"])
 def test_a_segment_of_another_directory_is_refused(
     tmp_path: Path, first: str, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ from daemons import Daemon, start_daemon
 from kvtier import Client, KvSpec
 from kvtier.layout import Group
 from kvtier.space import Space
+from kvtier_daemon.cli import asking
 
 WINDOW = 80  # 5 blocks of 16 tokens; one flipped bit makes it 16, which is one block
 SPEC = KvSpec.groups(
@@ -68,3 +69,28 @@ def test_a_flipped_bit_in_the_index_makes_no_prefix_ready(tmp_path: Path) -> Non
         assert "1 records of table spaces fail their digests" in daemon.log.read_text()
     finally:
         daemon.stop()
+
+
+def test_without_its_secret_nothing_of_a_tenant_is_found_again(tmp_path: Path) -> None:
+    secret = tmp_path / "state" / "secrets" / "default"
+    daemon = serve(tmp_path)
+    with daemon.connect() as client:
+        space = client.open(SPEC)
+        keys = space.keys(list(range(160)))
+        space.save(keys, [os.urandom(SPEC.block_bytes) for _ in keys])
+        daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 10)
+    daemon.stop()
+    old = secret.read_bytes()
+    secret.unlink()
+    for said in (None, old):  # with another secret, and then with the first one again
+        if said is not None:
+            secret.write_bytes(said)
+        daemon = serve(tmp_path)
+        recovered(daemon)
+        with daemon.connect() as client:
+            space = client.open(SPEC)
+            assert asking.spaces(client, "")["spaces"][0]["disk_blocks"] == 0
+            found = space.match(keys)
+            assert found.ready + found.coming == 0
+        daemon.stop()
+    assert "another secret" in daemon.log.read_text()

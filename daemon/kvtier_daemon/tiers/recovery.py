@@ -6,7 +6,7 @@ Runs in a thread: each call is a few long ones without the GIL.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,9 +127,24 @@ def _refused(found: Recovered, head: Head, owner: bytes | None) -> str:
         return (
             "it was written under another secret, or in another directory; its blocks are not used"
         )
-    if found.path.name.isdecimal() and int(found.path.name) != head.number:
-        return f"it is a copy of segment {head.number}; its blocks are not used"
     return ""
+
+
+def refuse_copies(found: Sequence[Recovered]) -> list[Recovered]:
+    """The same segments of one tenant and directory, without what copies hold: a copy may have blocks that
+    were forgotten since. A file that was renamed is no copy if the file of its old name is another one's."""
+    numbers = {int(one.path.name): one.head.number for one in found if one.head is not None}
+    return [
+        Recovered(
+            one.path, one.nbytes,
+            warning=f"it is a copy of segment {one.head.number}; its blocks are not used",
+        )
+        if one.head is not None
+        and one.head.number != int(one.path.name)
+        and numbers.get(one.head.number, one.head.number) == one.head.number
+        else one
+        for one in found
+    ]  # fmt: skip
 
 
 def _list(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec] | None) -> None:

@@ -23,7 +23,7 @@ from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.batch import Batch, Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.drive import Drive, Over
 from kvtier_daemon.tiers.log import Log, Segment, Stage, Taken
-from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
+from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover, refuse_copies
 from kvtier_daemon.tiers.segment import (
     Listed,
     described_bytes,
@@ -456,6 +456,7 @@ class Shelf:
             self._next_file = max(self._next_file, int(path.name) + 1)
             if (one := await self._look_into(path, None)) is not None:
                 found.append(one)
+        found = refuse_copies(found)
         # What the index has lost may be described by a sealed segment.
         footers = {identity: spec for one in found for identity, spec in one.spaces}
         for at, one in enumerate(found):
