@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from daemon import test_cold
 from daemon.test_cold import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
@@ -89,6 +90,31 @@ def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> 
         await bench.tier.close()
 
     run(work())
+
+
+@pytest.mark.parametrize("segment", [MIB // 2, 2 * MIB])
+def test_segments_of_another_size_are_used_until_their_turn_comes(
+    tmp_path: Path, segment: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The size of segments follows cold.size, and all blocks were deleted where that was changed."""
+    filled(tmp_path, 200)
+    monkeypatch.setattr(test_cold, "SEGMENT", segment)
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert set(bench.on_disk) == set(range(200))
+        await bench.all_read()
+        for first in range(1000, 2200, 64):
+            assert not await bench.write(range(first, first + 64))
+            assert used(tmp_path) <= SIZE
+        await bench.all_read()
+        assert not set(bench.on_disk) & set(range(200)), "the oldest have left"
+        await bench.tier.close()
+
+    run(work())
+    assert {path.stat().st_size for path in files_of(tmp_path)} == {segment}
+    assert "another size than cold.segment says" in caplog.text
 
 
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:

@@ -231,6 +231,11 @@ class Log:
         self.others.discard(segment)
         self.free.append(segment)
 
+    def retired(self, segment: Segment) -> None:
+        """Its file goes."""
+        _step(segment, Stage.FREEING, Stage.FREE)
+        self.others.discard(segment)
+
     def failed(self, segment: Segment) -> None:
         """It could not be begun or sealed: what it holds may be read, and it leaves like a full one."""
         self.others.discard(segment)

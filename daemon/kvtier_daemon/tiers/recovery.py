@@ -14,6 +14,7 @@ from kvtier.codec import frame
 from kvtier.codec.frame import PAGE, Frame, pages
 from kvtier.errors import FrameError, TierError
 from kvtier.layout import KvSpec
+from kvtier_daemon.owned import distrust
 from kvtier_daemon.tiers.segment import (
     ENTRY,
     Head,
@@ -75,9 +76,12 @@ def recover(path: Path, owner: bytes | None, described: Mapping[bytes, KvSpec] |
     TierError if the file can't be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            found = Recovered(path, os.fstat(fd).st_size)
+            why, fix = distrust(path, there := os.fstat(fd), file=True)
+            if why:
+                raise TierError(f"{why}; it is not used: run `{fix}`")
+            found = Recovered(path, there.st_size)
             _look(fd, found, owner, described)
             found.table = found.rows
             if found.tombstones:

@@ -19,8 +19,8 @@ Trailer, "KVTe":  version u16 │ flags u16 │ entries u32 │ table at u64 │
 
 `number` is that in the file's name: a file of another name is a copy and not used, unless the file of that
 name is another segment. The owner is a digest of tenant, directory and the tenant's secret: without that
-secret nothing of the segment counts. Tombstones are drawn in tombstones.py. Head and trailer fill a page with zeros,
-and their digest, the last field, is the XXH3-128 of that page with it zero.
+secret nothing of the segment counts. Tombstones are drawn in tombstones.py. Head and trailer fill a page with
+zeros, and their digest, the last field, is the XXH3-128 of that page with it zero.
 The table is the identities and descriptions of the spaces (a length u32, then msgpack of [identity, KvSpec]
 pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the order in which they lie:
 

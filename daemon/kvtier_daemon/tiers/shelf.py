@@ -7,6 +7,7 @@ on disk. Segments come and go as their log says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -111,7 +112,8 @@ class Shelf:
         self.described: dict[bytes, KvSpec] = {}  # spaces that a start has found
         self.unreadable = 0  # files that are no use and can't be removed
         self._segment_bytes = segment_bytes
-        self._most = most
+        self._most_bytes = most * segment_bytes
+        self._held_bytes = 0  # of its files
         self._next_file = 0
         self.going: set[Batch] = set()
         self.parting: dict[Segment, asyncio.Future[None]] = {}  # named no more, and not free yet
@@ -274,7 +276,8 @@ class Shelf:
             self._begin()
         if books.free or self._making or self._full:
             return
-        if len(books) < self._most and self._clock() >= self._grows_at:
+        room = self._held_bytes + self._segment_bytes <= self._most_bytes
+        if room and self._clock() >= self._grows_at:
             self._make()
         elif len(books) >= LEAST_TO_LEAVE and (segment := books.leave()) is not None:
             self._full = True
@@ -339,6 +342,7 @@ class Shelf:
             self._tries_at = self._clock() + TRY_AGAIN_S
 
     def _add(self, segment: Segment) -> None:
+        self._held_bytes += segment.nbytes
         self._numbering.add(self, segment)
         self.log.add(segment)
 
@@ -365,13 +369,28 @@ class Shelf:
                 self.log.not_freed(segment)
                 return
             self._used_again(segment)
-            self.log.freed(segment)
+            if segment.nbytes == self._segment_bytes:
+                self.log.freed(segment)
+            else:
+                self._retire(segment)
             self.parting.pop(segment).set_result(None)
             self._full = False
             self.prepare()
 
         # A start would find its frames, those that were forgotten since among them.
         self.drive.write_text(segment.fd, 0, bytes(PAGE), over)
+
+    def _retire(self, segment: Segment) -> None:
+        """Remove the file of one that has another size than new ones: those take its place."""
+        self.log.retired(segment)
+        self._held_bytes -= segment.nbytes
+        fd, segment.fd = segment.fd, -1
+
+        def remove() -> None:
+            os.close(fd)
+            self._remove(Path(segment.path))
+
+        self.drive.beside(remove)  # before a new file is made there
 
     # --- what was forgotten ------------------------------------------------------------------
 
@@ -439,7 +458,7 @@ class Shelf:
 
     def close_files(self) -> None:
         for segment, shelf in zip(self._numbering.segments, self._numbering.shelves, strict=True):
-            if shelf is self:
+            if shelf is self and segment.fd >= 0:
                 os.close(segment.fd)
 
     def _fault(self, what: str, code: int) -> None:
@@ -463,9 +482,14 @@ class Shelf:
             if one.head is not None and not one.sealed:
                 found[at] = await self._look_into(one.path, footers | described) or one
         found.sort(key=lambda one: one.head.sequence if one.head else -1)
-        fitting = [one for one in found if one.nbytes == self._segment_bytes and not one.foreign]
-        stay = fitting[max(0, len(fitting) - max(0, self._most)) :]
+        stay = self._fitting(found)
         kept = {one.path for one in stay}
+        if others := sum(one.nbytes != self._segment_bytes for one in stay):
+            log.warning(
+                "cold: %s: %d segments of tenant %s have another size than cold.segment says now (%d bytes):"
+                " they are used as they are until it is their turn to be reused",
+                self.volume.directory, others, self.tenant, self._segment_bytes,
+            )  # fmt: skip
         for one in found:
             if one.warning:
                 log.warning("cold: %s: %s", one.path, one.warning)
@@ -473,6 +497,18 @@ class Shelf:
                 await self.drive.beside(self._remove, one.path)
         self.described = self._still_described(described, stay)
         return stay
+
+    def _fitting(self, found: Sequence[Recovered]) -> list[Recovered]:
+        """Those that there is room for, the newest first. One of another size than new ones is kept for what
+        it holds, unless there is no room for three such: then it could never leave."""
+        stay, room = [], self._most_bytes
+        for one in reversed(found):
+            other = one.nbytes != self._segment_bytes
+            unfit = other and (one.head is None or one.nbytes > self._most_bytes // LEAST_TO_LEAVE)
+            if not (one.foreign or unfit) and one.nbytes <= room:
+                stay.append(one)
+                room -= one.nbytes
+        return stay[::-1]
 
     async def _look_into(
         self, path: Path, described: Mapping[bytes, KvSpec] | None
@@ -483,7 +519,7 @@ class Shelf:
         except TierError as error:
             # It takes room that the cap has to know of, and holds nothing that can be had.
             log.error("cold: %s", error)
-            self.has_less()
+            self.has_less(path)
             return None
 
     def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
@@ -511,16 +547,20 @@ class Shelf:
             path.unlink()
         except OSError as error:
             log.error("cold: %s can't be removed: %s", path, error)
-            self.has_less()
+            self.has_less(path)
 
-    def has_less(self) -> None:
+    def has_less(self, path: Path | None = None) -> None:
         """A file takes the place of one of its segments, and is no use."""
         self.unreadable += 1
-        self._most -= 1
+        nbytes = self._segment_bytes
+        if path is not None:
+            with contextlib.suppress(OSError):
+                nbytes = max(nbytes, path.lstat().st_size)
+        self._most_bytes -= nbytes
 
     def not_taken_up(self, one: Recovered, error: Exception) -> None:
         log.error("cold: %s can't be taken up: %s", one.path, error)
-        self.has_less()
+        self.has_less(one.path)
 
     def take_up(self, one: Recovered) -> Segment:
         """A segment that a start has found. Raises OSError where it can't be opened."""

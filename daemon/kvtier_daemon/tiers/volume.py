@@ -21,6 +21,7 @@ import msgspec
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.index import CLOSE_S, FIRST_MAP_BYTES, Index
+from kvtier_daemon.owned import distrust, distrust_cold
 from kvtier_daemon.tiers.use import Uses
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class Volume:
         folder = self.directory / SEGMENTS / tenant
         if not folder.is_dir():
             return []
-        return sorted(path for path in folder.iterdir() if path.name.isdecimal() and path.is_file())
+        files = (path for path in folder.iterdir() if path.name.isdecimal())
+        return sorted(path for path in files if not path.is_dir())
 
     def lacks_bytes(self) -> int:
         """How much of what its segments may take the file system has not. Waits for the disk."""
@@ -174,11 +176,20 @@ def open_direct(path: Path | str, flags: int = 0, folder: int | None = None) -> 
     """Open for reading and writing past the page cache, where the file system can."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder)
+        return _ours(path, os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder)
+        return _ours(path, os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
+
+
+def _ours(path: Path | str, fd: int) -> int:
+    """The same descriptor, unless another user has put the file there or has it too: PermissionError."""
+    why, fix = distrust(Path(path), os.fstat(fd), file=True)
+    if why:
+        os.close(fd)
+        raise PermissionError(errno.EPERM, f"{why}; run `{fix}`")
+    return fd
 
 
 def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
@@ -191,6 +202,15 @@ def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
             with contextlib.suppress(msgspec.MsgspecError, ValueError):  # text that is not UTF-8
                 found[key[len(start) :]] = msgspec.msgpack.decode(text, type=KvSpec)
     return found
+
+
+def _refuse_others(directory: Path) -> None:
+    """Raises TierError where another user could have put something into the directory."""
+    why, fix = distrust_cold(directory)
+    if why:
+        raise TierError(
+            f"cold: {why}, so a segment may be another's; run `{fix}`, or name another directory"
+        )
 
 
 def _named(folder: int, directory: Path) -> bytes:
@@ -225,6 +245,7 @@ def _locked(directory: Path) -> tuple[int, int]:
         try:
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
+            _refuse_others(directory)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
