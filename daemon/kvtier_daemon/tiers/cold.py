@@ -622,7 +622,7 @@ class ColdTier:
                 segment = shelf.take_up(one)
                 if one.head is not None:
                     await restored(shelf.tenant, one, segment.number)
-            except (KvtierError, OSError, struct.error) as error:
+            except (KvtierError, OSError, ValueError, struct.error) as error:
                 shelf.not_taken_up(one, error)
         volume.uses.keep_only({one.head.epoch for _, one in found if one.head is not None})
         for shelf in shelves:
