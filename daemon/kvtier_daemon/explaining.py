@@ -19,8 +19,8 @@ LIMIT_EXPLAINED = 4096  # keys times spaces: some milliseconds
 def explain(
     tenant: Tenant, number: int, keys: bytes, now: float, digits: int | None = None
 ) -> dict[str, Any]:
-    """Of one tenant: the lookup of this number, or these keys, or the last lookups. Of keys that others have
-    looked up, so many digits are told, or all."""
+    """Of one tenant: the lookup of this number, or these keys, or the last lookups. `digits` limits
+    what is told of each key that others have looked up."""
     catalog = tenant.catalog
 
     @cache

@@ -197,9 +197,7 @@ def owned(directory: Path) -> Found:
         why, fix = distrust_cold(directory)
     except OSError as error:
         return _fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
-    return (
-        _fail(name, why, fix) if why else _ok(name, "nobody but the daemon's user can write there")
-    )
+    return _fail(name, why, fix) if why else _ok(name, "only the daemon's user can write there")
 
 
 def listening(world: World, pid: int) -> Found:

@@ -17,7 +17,7 @@ def digested_page(fields: bytes) -> bytes:
 
 
 def checked_page(page: bytes, size: int) -> bytes:
-    """The same page, whose fields take so many bytes. Raises FrameError if its digest is wrong."""
+    """The same page, whose fields take `size` bytes. Raises FrameError if its digest is wrong."""
     if len(page) != PAGE:
         raise FrameError(f"{len(page)} bytes of a page")
     digest = page[size : size + DIGEST_BYTES]

@@ -147,12 +147,12 @@ def encode_row(one: Listed, space: int) -> bytes:
 
 
 def first_frame(nbytes: int) -> int:
-    """Where the first frame of a segment of so many bytes begins: after head and tombstones."""
+    """Where the first frame of a segment of this size begins: after head and tombstones."""
     return PAGE + tombstone_pages(nbytes) * PAGE
 
 
 def end_of(rows: bytes, nbytes: int) -> int:
-    """Where the last frame of a table ends, in a segment of so many bytes."""
+    """Where the last frame of a table ends, in a segment of this size."""
     if not rows:
         return first_frame(nbytes)
     fields = ENTRY.unpack_from(rows, len(rows) - ENTRY.size)

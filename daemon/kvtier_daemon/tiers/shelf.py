@@ -395,7 +395,7 @@ class Shelf:
     # --- what was forgotten ------------------------------------------------------------------
 
     def bury(self, segment: Segment, page: int) -> None:
-        """This frame is nothing any more, after a start neither, once `note` has ended well."""
+        """Set the tombstone of this frame; `note` writes it to the disk."""
         if segment.head is not None:
             segment.tombstones.add(page)
             self._to_note[segment] = None

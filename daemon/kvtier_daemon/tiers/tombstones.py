@@ -25,7 +25,7 @@ MAGIC = b"KVTt"
 
 
 def tombstone_pages(nbytes: int) -> int:
-    """How many pages of tombstones a segment of so many bytes has."""
+    """How many pages of tombstones a segment of this size has."""
     return -(-nbytes // (PAGES_EACH * PAGE))
 
 
@@ -53,7 +53,7 @@ class Tombstones:
             self.dirty.add(page // PAGES_EACH)
 
     def encode(self, epoch: int, first: int, count: int) -> bytes:
-        """So many tombstone pages from this one on."""
+        """The bytes of `count` tombstone pages, from number `first` on."""
         return b"".join(
             digested_page(MARKS.pack(MAGIC, VERSION, 0, number, 0, epoch, self._part(number)))
             for number in range(first, first + count)

@@ -99,8 +99,8 @@ class Volume:
         return max(0, self.segments_bytes - there - found.f_frsize * found.f_bavail)
 
     def owner(self, tenant: str, secret: bytes) -> bytes:
-        """What the heads of this tenant's segments here say whose they are by. With another secret they are
-        nobody's, and so is what was copied from another directory."""
+        """What the heads of this tenant's segments here say whose they are by. Segments of another
+        secret, or copied from another directory, do not match it."""
         return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
 
     def read_index(self) -> None:
@@ -226,13 +226,13 @@ def _named(folder: int, directory: Path) -> bytes:
             log.error(
                 "cold: %s is damaged: a new one is made, and no segment counts", directory / NAME
             )
-        name, beside = os.urandom(NAME_BYTES), f"{NAME}.new"
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600, dir_fd=folder)
+        name, new = os.urandom(NAME_BYTES), f"{NAME}.new"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600, dir_fd=folder)
         with os.fdopen(fd, "wb") as file:
             file.write(name)
             file.flush()
             os.fsync(fd)
-        os.rename(beside, NAME, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(new, NAME, src_dir_fd=folder, dst_dir_fd=folder)
         os.fsync(folder)
     except OSError as error:
         raise TierError(f"cold: {directory / NAME} can't be used: {error.strerror}") from error

@@ -80,7 +80,7 @@ class Spaces:
 
     def open(self, identity: bytes, spec: KvSpec, session: SessionId) -> Space:
         """The space of this identity, made on first sight. One that a start found under another description
-        is not this space: nobody finds it by its identity from then on."""
+        is not this space, and is not found by its identity from then on."""
         space = self._by_identity.get(identity)
         if space is None or space.spec != spec:
             if len(self._of) >= LIMIT_SPACES:
