@@ -31,7 +31,7 @@ from kvtier_daemon.index_records import FORMAT
 
 log = logging.getLogger(__name__)
 
-TABLES: Final = (b"meta", b"spaces", b"segments", b"forgotten")
+TABLES: Final = (b"meta", b"spaces", b"segments")
 FIRST_MAP_BYTES: Final = 16 << 20
 RESERVE_BYTES: Final = 1 << 20
 LOCK_BYTES: Final = 4096
