@@ -48,8 +48,8 @@ from kvtier import Client, KvSpec, Space
 from kvtier.key import Keys
 from kvtier_daemon.index import FIRST_MAP_BYTES
 from kvtier_daemon.tiers.recovery import entries_of, recover
-from kvtier_daemon.tiers.segment import FIRST_FRAME, described_bytes, footer_bytes, space_bytes
-from kvtier_daemon.tiers.volume import OTHER_BYTES, tenant_digest
+from kvtier_daemon.tiers.segment import described_bytes, first_frame, footer_bytes, space_bytes
+from kvtier_daemon.tiers.volume import OTHER_BYTES
 
 TOKENS = 16
 GROUP = 1024
@@ -459,7 +459,7 @@ def restarts(folder: Path, size: Size) -> list[Row]:
     blocks = size.million + len(more) * GROUP
     walked = [
         found for path in files
-        if not (found := recover(path, tenant_digest("default"), {space.identity: spec})).sealed
+        if not (found := recover(path, None, {space.identity: spec})).sealed
         and entries_of(found)
     ]  # fmt: skip
     scanned = sum(one.end for one in walked)
@@ -538,7 +538,7 @@ def scan(folder: Path, size: Size) -> list[Row]:
         def once(self) -> None:
             assert disks.cached_bytes([path]) == 0
             cpu, started = time.process_time(), time.perf_counter()
-            found = recover(path, tenant_digest("default"), spaces)
+            found = recover(path, None, spaces)
             self.seconds.append(time.perf_counter() - started)
             self.cpu.append(time.process_time() - cpu)
             assert not found.sealed and entries_of(found) == size.chain
@@ -660,7 +660,8 @@ def trace(folder: Path, size: Size, requests: list[traces.Request], share: float
     frames = max(MIB // frame + 1, on_disk // TRACE_SEGMENTS)  # a segment has a MiB at least
     spec = spec_of(TRACE_BLOCK)
     footer = footer_bytes(described_bytes(space_bytes((bytes(32), spec))), frames)
-    segment = FIRST_FRAME + frames * frame + footer
+    body = frames * frame + footer
+    segment = first_frame(body) + body
     cold = on_disk // frames * segment + BESIDE_BYTES
     payload = noise_of(TRACE_BLOCK)
     hits = saved = 0

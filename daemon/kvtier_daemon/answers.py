@@ -239,7 +239,8 @@ class Answers:
         self._server.events.tell(kind, tenant.name, client=self._session.name, **fields)
 
     def _explain(self, tenant: Tenant, request: wire.Explain) -> wire.Reply:
-        told = explain(tenant, request.lookup, request.keys, self._server.clock())
+        digits = None if self._session.peer.privileged else 2 * looking.TOLD_BYTES
+        told = explain(tenant, request.lookup, request.keys, self._server.clock(), digits)
         fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in told.items()}
         return wire.Report(request.id, fields)
 
@@ -472,7 +473,8 @@ class Answers:
         meant = self._meant(tenant, request.tenant)
         if request.space < 0:
             return wire.Listed(request.id, *looking.tally(meant, request.first))
-        found = looking.listed(meant, request.space, request.first, request.limit)
+        privileged = self._session.peer.privileged
+        found = looking.listed(meant, request.space, request.first, request.limit, privileged)
         return wire.Listed(request.id, *found)
 
     def _purge(self, tenant: Tenant | None, request: wire.Purge) -> wire.Reply | None:

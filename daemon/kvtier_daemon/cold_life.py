@@ -24,7 +24,7 @@ from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
-from kvtier_daemon.tiers.segment import ENTRY
+from kvtier_daemon.tiers.segment import ENTRY, codecs_of
 from kvtier_daemon.tiers.shelf import Shelf
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_daemon.unforeseen import Unforeseen
@@ -169,6 +169,7 @@ class ColdLife:
         return ColdTier(
             asyncio.get_running_loop(), volumes, cold.size_bytes, cold.segment_bytes, shares,
             self._leaving, cold.engine,
+            secrets={name: tenant.secret for name, tenant in self._tenants.items()},
         )  # fmt: skip
 
     def _take(self, tier: ColdTier) -> None:
@@ -255,6 +256,12 @@ class ColdLife:
             nonlocal found
             tenant = self._tenants[name]
             for identity, spec, rows in one.parts:
+                if not tenant.accepts(identity, spec, codecs_of(rows)):
+                    log.error(
+                        "cold: %s: the description of space %s does not have that identity: its %d frames are"
+                        " misses", one.path, identity.hex()[:16], len(rows) // ENTRY.size,
+                    )  # fmt: skip
+                    continue
                 asked = identity == tenant.identity_of(spec)
                 for at in range(0, len(rows), RESTORE_ROWS * ENTRY.size):
                     some = rows[at : at + RESTORE_ROWS * ENTRY.size]

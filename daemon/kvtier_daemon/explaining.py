@@ -16,8 +16,11 @@ LAST = 20
 LIMIT_EXPLAINED = 4096  # keys times spaces: some milliseconds
 
 
-def explain(tenant: Tenant, number: int, keys: bytes, now: float) -> dict[str, Any]:
-    """Of one tenant: the lookup of this number, or these keys, or the last lookups."""
+def explain(
+    tenant: Tenant, number: int, keys: bytes, now: float, digits: int | None = None
+) -> dict[str, Any]:
+    """Of one tenant: the lookup of this number, or these keys, or the last lookups. `digits` limits
+    what is told of each key that others have looked up."""
     catalog = tenant.catalog
 
     @cache
@@ -28,12 +31,13 @@ def explain(tenant: Tenant, number: int, keys: bytes, now: float) -> dict[str, A
         lookup = catalog.lookups.numbered(number)
         if lookup is None:
             raise Refused("bad_request", f"lookup {number} is not among the last ones")
-        told: dict[str, Any] = {"lookup": _told(lookup, now)}
+        told: dict[str, Any] = {"lookup": _told(lookup, now, digits)}
         if lookup.missing:
-            told["keys"] = [_explained(tenant, asked, lookup.missing, lookup.space)]
+            missing = _explained(tenant, asked, lookup.missing, lookup.space)
+            told["keys"] = [missing | {"key": missing["key"][:digits]}]
         return told
     if not keys:
-        return {"lookups": [_told(one, now) for one in catalog.lookups.last(LAST)]}
+        return {"lookups": [_told(one, now, digits) for one in catalog.lookups.last(LAST)]}
     if len(keys) % KEY_BYTES:
         raise Refused("bad_request", f"{len(keys)} bytes of keys: {KEY_BYTES} each")
     if len(keys) // KEY_BYTES * max(1, catalog.spaces) > LIMIT_EXPLAINED:
@@ -58,7 +62,7 @@ def _explained(
     return told
 
 
-def _told(lookup: Lookup, now: float) -> dict[str, Any]:
+def _told(lookup: Lookup, now: float, digits: int | None) -> dict[str, Any]:
     return {
         "number": lookup.number,
         "ago_s": round(now - lookup.at, 3),
@@ -68,5 +72,5 @@ def _told(lookup: Lookup, now: float) -> dict[str, Any]:
         "ready": lookup.ready,
         "coming": lookup.coming,
         "why": lookup.why,
-        "missing": lookup.missing.hex(),
+        "missing": lookup.missing.hex()[:digits],
     }

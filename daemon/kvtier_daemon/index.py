@@ -1,9 +1,9 @@
-"""What a restart wants to know and the segments can't say: which blocks were forgotten, how each was used,
-what spaces there are. In LMDB, written by one thread, so that the loop never waits for a disk.
+"""What a restart wants to know and sealed segments do not say: which blocks were used, and the spaces of
+frames in open segments. In LMDB, written by one thread, so that the loop never waits for a disk.
 
-Nothing in it is believed where it matters: a block that it calls forgotten is a miss, and its use is a hint
-for who goes first. Lost, it costs the order of eviction and may bring back what was forgotten; never wrong
-bytes.
+Each record has a digest and is verified when it is read; one that fails it is dropped. A lost index costs the
+order of eviction, and the blocks of an open segment whose space no other segment describes; it never causes
+wrong bytes, and never brings back a forgotten block: tombstones are in the segments.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any, Final, NoReturn, TypeAlias
 import lmdb
 
 from kvtier.errors import TierError
+from kvtier_daemon import index_records
+from kvtier_daemon.index_records import FORMAT
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = b"1"
-TABLES: Final = (b"meta", b"spaces", b"segments", b"forgotten")
+TABLES: Final = (b"meta", b"spaces", b"segments")
 FIRST_MAP_BYTES: Final = 16 << 20
 RESERVE_BYTES: Final = 1 << 20
 LOCK_BYTES: Final = 4096
@@ -66,6 +67,7 @@ class Index:
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder = folder
         self.failure = ""
+        self.damaged = 0  # records that failed their digests and were dropped
         self._limit_bytes = limit_bytes
         self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES))
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -80,12 +82,23 @@ class Index:
         return int(self._env.info()["map_size"])
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
-        """All of a table, in the order of its keys. Waits for the disk: at start only."""
+        """The sound records of a table, in the order of its keys; the damaged ones are dropped. Waits for the
+        disk: at start only."""
         with self._env.begin() as reading, reading.cursor(self._tables[table]) as cursor:
-            return list(cursor)
+            sound, damaged = index_records.split(table, cursor)
+        for key in damaged:
+            self.drop(table, key)
+        if damaged:
+            self.damaged += len(damaged)
+            log.error(
+                "the index %s: %d records of table %s fail their digests and are dropped; if this repeats,"
+                " check the disk with smartctl and the memory",
+                self.folder, len(damaged), table.decode(),
+            )  # fmt: skip
+        return sound
 
     def put(self, table: bytes, key: bytes, value: bytes) -> None:
-        self._queue.put((table, key, value))
+        self._queue.put((table, key, index_records.seal(table, key, value)))
 
     def drop(self, table: bytes, key: bytes) -> None:
         self._queue.put((table, key, None))

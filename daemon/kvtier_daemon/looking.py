@@ -20,6 +20,7 @@ from kvtier_daemon.tenant import Tenant
 LOOK_RECORDS: Final = 65_536  # in one piece
 PURGE_BLOCKS: Final = 512
 SPACES_AT_ONCE: Final = 64
+TOLD_BYTES: Final = 8  # of a key, to who is not privileged
 KEY_AT: Final = LISTED.size - KEY_BYTES
 
 
@@ -72,12 +73,20 @@ def tally(tenant: Tenant, first: int) -> tuple[int, bytes]:
     return tenant.catalog.tally(_checked(first), LOOK_RECORDS)
 
 
-def listed(tenant: Tenant, space: int, first: int, limit: int) -> tuple[int, bytes]:
-    """Some of the blocks of a space."""
+def listed(
+    tenant: Tenant, space: int, first: int, limit: int, privileged: bool
+) -> tuple[int, bytes]:
+    """Some of the blocks of a space. Who is not privileged is told the first bytes of each key, by which a
+    block can be recognised and not loaded: the key of a salted block is what separates it from others."""
     if not 0 < limit <= LIMIT_LISTED:
         raise Refused("bad_request", f"{limit} keys at once: 1 to {LIMIT_LISTED}")
     found = tenant.catalog.space(space)
-    return tenant.catalog.listed(found, _checked(first), LOOK_RECORDS, limit)
+    after, rows = tenant.catalog.listed(found, _checked(first), LOOK_RECORDS, limit)
+    if not privileged:
+        told, hidden = KEY_AT + TOLD_BYTES, bytes(KEY_BYTES - TOLD_BYTES)
+        each = (rows[at : at + told] for at in range(0, len(rows), LISTED.size))
+        rows = b"".join(row + hidden for row in each)
+    return after, rows
 
 
 def purge(

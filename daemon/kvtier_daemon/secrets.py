@@ -57,7 +57,7 @@ def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, byte
         return {}
     files = {tenant: Path(folder) / f"{CREDENTIAL}{tenant}" for tenant in tenants}
     try:
-        found = {tenant: _read(file) for tenant, file in files.items()}
+        found = {tenant: _read(file, owned=False) for tenant, file in files.items()}
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: the credential can't be read: {error.strerror}"
@@ -66,15 +66,22 @@ def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, byte
 
 
 def _refuse_open_directory(directory: Path) -> None:
-    found = directory.stat()
-    if os.geteuid() not in (0, found.st_uid):
-        raise ConfigError(
-            f"{directory}: belongs to uid {found.st_uid} and not to this daemon's {os.geteuid()};"
-            f" chown it, or set state to a directory of its own"
-        )
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{directory}: is no directory; remove it, or set state to another one")
+    _refuse_strangers(directory, found)
     if stat.S_IMODE(found.st_mode) & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         raise ConfigError(f"{directory}: has mode {mode:04o}, open to others; chmod 700 it")
+
+
+def _refuse_strangers(path: Path, found: os.stat_result) -> None:
+    """Root could read another user's as well, and must not: who owns it knows what is in it."""
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path}: belongs to uid {found.st_uid} and not to this daemon's {os.geteuid()};"
+            f" if its contents are yours run `chown {os.geteuid()} {path}`, else remove it"
+        )
 
 
 def _load(file: Path, random: Callable[[int], bytes]) -> bytes:
@@ -86,7 +93,7 @@ def _load(file: Path, random: Callable[[int], bytes]) -> bytes:
     return secret
 
 
-def _read(file: Path) -> bytes | None:
+def _read(file: Path, *, owned: bool = True) -> bytes | None:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -102,6 +109,8 @@ def _read(file: Path) -> bytes | None:
                 " or remove it if somebody may have read it: a new one is made, and what is cached"
                 " for this tenant is lost"
             )
+        if owned:
+            _refuse_strangers(file, found)
         secret = opened.read(SECRET_BYTES + 1)
     if len(secret) != SECRET_BYTES:
         raise ConfigError(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from kvtier.catalog import Catalog, Space
+from kvtier.codec.base import CACHEGEN, ECSQ
 from kvtier.codec.losses import Losses
+from kvtier.errors import SpecError
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec
 from kvtier.policy.deferred import Deferred
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.tiers.warm import Extent
+
+CALIBRATED_NUMBERS = frozenset({ECSQ, CACHEGEN})
 
 
 @dataclass(slots=True)
@@ -40,6 +45,16 @@ class Tenant:
 
     def identity_of(self, spec: KvSpec) -> bytes:
         return self.losses.identity(spec, self.name)
+
+    def accepts(self, identity: bytes, spec: KvSpec, codecs: Set[int]) -> bool:
+        """Whether a description found on disk is that of this identity. Of a space that has frames of a
+        calibrated codec whose profile is not here this can't be told: such a one is accepted, and opened
+        under no other description."""
+        try:
+            described = self.losses.describes(identity, spec.checked(), self.name)
+        except SpecError:
+            return False
+        return described or not codecs.isdisjoint(CALIBRATED_NUMBERS)
 
     def asks_for(self, space: Space) -> bool:
         """Whether anybody can: it may be of a configuration that was another."""

@@ -19,7 +19,6 @@ from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import decode_entries
 from kvtier_daemon.tiers.shelf import Shelf
-from kvtier_daemon.tiers.volume import tenant_digest
 from kvtier_kernels import Mapping, views
 from specs import pattern, spec_of
 
@@ -275,7 +274,7 @@ def test_a_directory_that_is_missing_or_a_cap_that_is_small_is_said(tmp_path: Pa
 
 def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> None:
     def footers() -> list[bool]:
-        found = [recover(path, tenant_digest("t"), {}) for path in files_of(tmp_path)]
+        found = [recover(path, None, {}) for path in files_of(tmp_path)]
         return [one.sealed for one in found if one.head is not None]
 
     async def killed() -> None:

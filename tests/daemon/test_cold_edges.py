@@ -8,9 +8,11 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from daemon.test_cold import MIB, SEGMENT, SIZE, SPACE, Bench, files_of, run, used
+from daemon import test_cold
+from daemon.test_cold import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
 from kvtier.codec.frame import PAGE
 from kvtier.errors import TierError
 from kvtier_daemon.tiers import shelf as shelves
@@ -18,7 +20,7 @@ from kvtier_daemon.tiers.cold import ColdTier, open_volumes
 from kvtier_daemon.tiers.log import Stage
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.shelf import GROW_AGAIN_S
-from kvtier_daemon.tiers.volume import Volume, tenant_digest
+from kvtier_daemon.tiers.volume import Volume
 
 
 def filled(folder: Path, count: int = 100) -> None:
@@ -36,7 +38,7 @@ def bytes_of(path: str) -> bytes:
 
 
 def numbers_of(path: Path) -> set[int]:
-    one = recover(path, tenant_digest("t"), {})
+    one = recover(path, None, {})
     return {int.from_bytes(one.rows[at : at + 32], "big") for at in range(0, len(one.rows), 128)}
 
 
@@ -73,11 +75,11 @@ def test_a_file_that_can_not_be_read_costs_its_blocks_and_counts_for_the_cap(
 
 def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
     filled(tmp_path)
+    no_text = msgspec.msgpack.encode(SPEC).replace(SPEC.dtype.encode(), b"\xff" * len(SPEC.dtype))
     volume = Volume(tmp_path, None)
     volume.index.put(b"spaces", b"t\0" + b"x" * 32, b"no description")
     volume.index.put(b"spaces", b"t\0" + SPACE, b"\xc1")
-    volume.index.put(b"forgotten", b"short", b"")
-    volume.index.put(b"forgotten", bytes(12), b"and more")
+    volume.index.put(b"spaces", b"t\0" + b"y" * 32, no_text)
     volume.close()
 
     async def work() -> None:
@@ -88,6 +90,31 @@ def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> 
         await bench.tier.close()
 
     run(work())
+
+
+@pytest.mark.parametrize("segment", [MIB // 2, 2 * MIB])
+def test_segments_of_another_size_are_used_until_their_turn_comes(
+    tmp_path: Path, segment: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The size of segments follows cold.size, and all blocks were deleted where that was changed."""
+    filled(tmp_path, 200)
+    monkeypatch.setattr(test_cold, "SEGMENT", segment)
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert set(bench.on_disk) == set(range(200))
+        await bench.all_read()
+        for first in range(1000, 2200, 64):
+            assert not await bench.write(range(first, first + 64))
+            assert used(tmp_path) <= SIZE
+        await bench.all_read()
+        assert not set(bench.on_disk) & set(range(200)), "the oldest have left"
+        await bench.tier.close()
+
+    run(work())
+    assert {path.stat().st_size for path in files_of(tmp_path)} == {segment}
+    assert "another size than cold.segment says" in caplog.text
 
 
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
@@ -195,7 +222,7 @@ def test_a_segment_that_is_free_again_has_no_head(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         for segment in log.free:
             assert bytes_of(segment.path)[:PAGE] == bytes(PAGE)
-            assert recover(Path(segment.path), tenant_digest("t"), {}).head is None
+            assert recover(Path(segment.path), None, {}).head is None
         await bench.tier.close()
 
     run(work())

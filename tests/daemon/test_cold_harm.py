@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 
-from daemon.test_cold import BLOCK, SIZE, SPACE, SPEC, Bench, files_of, key, kill, run, used
+from daemon.test_cold import (
+    BLOCK,
+    SEGMENT,
+    SIZE,
+    SPACE,
+    SPEC,
+    Bench,
+    files_of,
+    key,
+    kill,
+    run,
+    used,
+)
 from daemon.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.catalog import Catalog
 from kvtier.errors import TierError
@@ -29,26 +41,27 @@ from kvtier_daemon.tiers import shelf as shelves
 from kvtier_daemon.tiers.drive import FAULTS_TO_OFF, Lane
 from kvtier_daemon.tiers.log import Stage
 from kvtier_daemon.tiers.recovery import recover
-from kvtier_daemon.tiers.volume import Volume, open_direct, tenant_digest
+from kvtier_daemon.tiers.segment import first_frame
+from kvtier_daemon.tiers.volume import Volume, open_direct
 from kvtier_kernels import Store
 
 
-def test_a_forget_asked_for_again_after_the_index_failed_holds(tmp_path: Path) -> None:
+def test_a_forget_asked_for_again_after_its_tombstone_failed_holds(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        index = tenant.bench.tier._volumes[0].index
-        commit, failures = index._commit, [1]
+        drive = tenant.bench.tier.drives[0]
+        write_text, failures = drive.write_text, [errno.EIO]
 
-        def failing(changes: dict[tuple[bytes, bytes], bytes | None]) -> str:
-            if failures and any(table == b"forgotten" for table, _ in changes):
-                failures.pop()
-                return "EIO, once"
-            return commit(changes)
+        def failing(fd: int, at: int, text: bytes, over: drives.Over) -> None:
+            if failures and at == 4096:
+                over(failures.pop(), None)
+            else:
+                write_text(fd, at, text, over)
 
-        index._commit = failing  # type: ignore[method-assign]
+        drive.write_text = failing  # type: ignore[method-assign]
         await tenant.forget(0)  # if it was tried again by then, that is well
         assert not failures
         assert await tenant.forget(0) == ""
@@ -318,7 +331,7 @@ def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> 
     async def life() -> int:
         bench = Bench([tmp_path])
         await bench.recover()
-        await bench.tier.flush()
+        await bench.tier._flushed(bench.tier._volumes[0], bench.tier.drives[0])
         there = len(bench.tier._volumes[0].index.entries(b"spaces"))
         for _ in range(20):
             await bench.tier.describe("t", os.urandom(32), SPEC)
@@ -351,7 +364,7 @@ def test_a_stop_while_a_segment_is_begun_leaves_it_with_a_footer(tmp_path: Path)
         (shelf,) = second.tier.shelves["t"]
         assert [one.stage for one in shelf.log.others] == [Stage.BEGINNING]
         await second.tier.close()
-        files = [recover(path, tenant_digest("t"), {}) for path in files_of(tmp_path)]
+        files = [recover(path, None, {}) for path in files_of(tmp_path)]
         assert [one.sealed for one in files if one.head is not None] == [True]
         third = Bench([tmp_path])
         await third.recover()
@@ -463,7 +476,7 @@ def test_a_damaged_index_that_was_put_aside_counts_for_the_cap(tmp_path: Path) -
         for number in range(13):
             for at in range(250):
                 index.put(b"segments", struct.pack(">QI", number, at), bytes(4000))
-            await bench.tier.flush()
+            await bench.tier._flushed(bench.tier._volumes[0], bench.tier.drives[0])
         for at in range(first, first + 800, 64):
             await bench.write(range(at, at + 64))
         assert used(tmp_path) <= SIZE, sorted(
@@ -482,7 +495,7 @@ def test_one_directory_that_hangs_at_the_start_takes_no_other_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders, let_go = two(tmp_path), threading.Event()
-    read = Volume.read_buried
+    read = Volume.read_index
 
     def hanging(volume: Volume) -> None:
         if volume.directory == folders[0]:
@@ -494,7 +507,7 @@ def test_one_directory_that_hangs_at_the_start_takes_no_other_along(
         await bench.recover()
         assert not await bench.write(range(100))
         await bench.tier.close()
-        monkeypatch.setattr(Volume, "read_buried", hanging)
+        monkeypatch.setattr(Volume, "read_index", hanging)
         bench = Bench(folders, 2 * SIZE)
         recovering = asyncio.create_task(bench.recover())
         try:
@@ -577,7 +590,7 @@ def test_fsck_tells_of_a_frame_that_can_not_be_read(
             return getattr(os, name)
 
         def pread(self, fd: int, nbytes: int, at: int) -> bytes:
-            if at == 4096:
+            if at == first_frame(SEGMENT):
                 raise OSError(errno.EIO, "a bad sector")
             return os.pread(fd, nbytes, at)
 
@@ -595,7 +608,6 @@ def test_a_link_in_a_directory_leads_to_nobody_elses_file(tmp_path: Path, where:
     victim, folder = tmp_path / "victim", tmp_path / "cold"
     victim.write_bytes(b"mine" * (1 << 18))
     (folder / where).parent.mkdir(parents=True)
-    folder.chmod(0o777)
     (folder / where).symlink_to(victim)
 
     async def work() -> None:

@@ -37,6 +37,7 @@ from kvtier_daemon.tiers.batch import Landed, Outgoing
 from kvtier_daemon.tiers.coding import threads_here
 from kvtier_daemon.tiers.cold import Incoming
 from kvtier_daemon.tiers.recovery import Recovered
+from kvtier_daemon.tiers.segment import first_frame
 from kvtier_daemon.tiers.staging import STAGED_BYTES
 from kvtier_daemon.tiers.volume import Volume
 from kvtier_kernels import Store
@@ -786,7 +787,7 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
             await tenant.on_disk(first + 16)
         frames = tenant.frames(b"".join(tenant.ids.values()))
         first_segment = [one for one in frames if one[0] == frames[0][0]]
-        end = 1
+        end = first_frame(SEGMENT) // PAGE
         for _, page, nbytes, _, header_pages, _, _ in first_segment:
             assert page == end, "one after the other"
             end = page + header_pages + -(-nbytes // PAGE)

@@ -35,13 +35,13 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
     with Index(tmp_path / "index", 64 * MIB) as index:
         assert list(index.done()) == []
         for number in range(10_000):
-            index.put(b"forgotten", b"%06d" % number, b"")
+            index.put(b"segments", b"%06d" % number, b"")
         index.put(b"spaces", b"a", b"first")
         index.put(b"spaces", b"a", b"second")
-        index.drop(b"forgotten", b"000003")
+        index.drop(b"segments", b"000003")
         assert flushed(index) == ""
     with Index(tmp_path / "index", 64 * MIB) as index:
-        keys = [key for key, _ in index.entries(b"forgotten")]
+        keys = [key for key, _ in index.entries(b"segments")]
         assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
         assert index.entries(b"spaces") == [(b"a", b"second")]
 
@@ -141,13 +141,13 @@ def test_no_token_succeeds_before_what_failed_is_on_disk(
     monkeypatch.setattr(index_module, "RETRY_S", 60)
     with Index(tmp_path, 64 * MIB) as index:
         fail(index, monkeypatch, 2)
-        index.put(b"forgotten", b"a", b"")
+        index.put(b"segments", b"a", b"")
         assert flushed(index) == "EIO"
-        index.put(b"forgotten", b"b", b"")
+        index.put(b"segments", b"b", b"")
         assert flushed(index) == "EIO", "this token wants what the one before it wanted"
-        assert index.entries(b"forgotten") == []
+        assert index.entries(b"segments") == []
         assert flushed(index) == "" and not index.failure
-        assert index.entries(b"forgotten") == [(b"a", b""), (b"b", b"")]
+        assert index.entries(b"segments") == [(b"a", b""), (b"b", b"")]
 
 
 def test_what_failed_is_tried_again_unasked(
@@ -156,9 +156,9 @@ def test_what_failed_is_tried_again_unasked(
     monkeypatch.setattr(index_module, "RETRY_S", 0.01)
     with Index(tmp_path, 64 * MIB) as index:
         fail(index, monkeypatch, 3)
-        index.put(b"forgotten", b"a", b"")
+        index.put(b"segments", b"a", b"")
         until = time.monotonic() + 20
-        while not index.entries(b"forgotten"):
+        while not index.entries(b"segments"):
             assert time.monotonic() < until
             time.sleep(0.01)
 
@@ -170,11 +170,11 @@ def test_when_too_much_failed_no_token_succeeds_any_more(
     with Index(tmp_path, 64 * MIB) as index:
         fail(index, monkeypatch, -1)
         for number in range(30):
-            index.put(b"forgotten", b"%02d" % number, b"")
+            index.put(b"segments", b"%02d" % number, b"")
         assert "are lost" in flushed(index)
         monkeypatch.undo()
         assert "are lost" in flushed(index) and "are lost" in index.failure
-        keys = [key for key, _ in index.entries(b"forgotten")]
+        keys = [key for key, _ in index.entries(b"segments")]
         assert b"29" in keys and b"00" not in keys, "the oldest went"
     with Index(tmp_path, 64 * MIB) as index:
         assert flushed(index) == ""
@@ -263,7 +263,7 @@ def test_no_index_can_be_begun_on_a_full_disk_and_that_is_said(tmp_path: Path) -
 ZEROED = """
 import os, sys, lmdb
 folder, asked = sys.argv[1:]
-tables = (b"meta", b"spaces", b"segments", b"forgotten")
+tables = (b"meta", b"spaces", b"segments")
 
 def dies(work):
     child = os.fork()
@@ -278,7 +278,7 @@ def dies(work):
             else:
                 with env.begin(write=True) as writing:
                     meta = env.open_db(b"meta", writing)
-                    writing.put(b"format", b"1", db=meta)
+                    writing.put(b"format", b"2", db=meta)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -301,7 +301,7 @@ from pathlib import Path
 from kvtier_daemon.index import Index
 with Index(Path(sys.argv[1]), 64 << 20) as index:
     index.put(b"spaces", b"a", b"b")
-    print(len(index.entries(b"forgotten")))
+    print(len(index.entries(b"segments")))
 """
 
 
@@ -309,7 +309,7 @@ def filled(folder: Path) -> None:
     with Index(folder, 64 * MIB) as index:
         for part in range(4):
             for number in range(part, 6000, 4):
-                index.put(b"forgotten", struct.pack(">QI", number % 8, number), b"")
+                index.put(b"segments", struct.pack(">QI", number % 8, number), b"")
             assert flushed(index) == ""
 
 
@@ -334,7 +334,7 @@ def test_keys_that_are_not_in_order_are_damage(tmp_path: Path) -> None:
     assert key in data.read_bytes()
     data.write_bytes(data.read_bytes().replace(key, bytes(len(key))))
     with Index(tmp_path, 64 * MIB) as index:
-        assert index.entries(b"forgotten") == []
+        assert index.entries(b"segments") == []
 
 
 def unreadable(_fd: int, _nbytes: int) -> bytes:
@@ -382,4 +382,4 @@ def test_a_look_that_tells_nothing_is_no_damage(
         assert time.monotonic() < until, "it is left behind"
         time.sleep(0.01)
     with Index(tmp_path, 64 * MIB) as index:
-        assert len(index.entries(b"forgotten")) == 6000
+        assert len(index.entries(b"segments")) == 6000

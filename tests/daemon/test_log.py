@@ -22,7 +22,7 @@ def a_log(count: int = 3, nbytes: int = 64 * PAGE) -> Log:
 
 
 def opened(log: Log, sequence: int = 0) -> Segment:
-    segment = log.begin(epoch=7 + sequence, sequence=sequence, tenant=TENANT)
+    segment = log.begin(epoch=7 + sequence, sequence=sequence, owner=TENANT)
     log.begun(segment)
     return segment
 
@@ -97,8 +97,8 @@ def test_frames_are_placed_so_that_the_footer_fits(seed: int) -> None:
 def test_a_place_is_promised_only_where_no_segment_has_to_leave_for_it() -> None:
     log = a_log(2)
     assert log.has_place
-    segment = log.begin(epoch=1, sequence=0, tenant=TENANT)
-    log.begin(epoch=2, sequence=1, tenant=TENANT)
+    segment = log.begin(epoch=1, sequence=0, owner=TENANT)
+    log.begin(epoch=2, sequence=1, owner=TENANT)
     assert log.has_place, "they are being begun"
     log.begun(segment)
     log.now_sealed(log.seal())

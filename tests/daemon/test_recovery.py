@@ -13,19 +13,21 @@ from kvtier.codec.frame import PAGE, Template
 from kvtier.errors import TierError
 from kvtier_daemon.tiers.recovery import entries_of, recover
 from kvtier_daemon.tiers.segment import (
-    FIRST_FRAME,
     Head,
     Listed,
     decode_entries,
     encode_footer,
     encode_row,
+    first_frame,
 )
+from kvtier_daemon.tiers.tombstones import Tombstones
 from specs import pattern, spec_of
 
 SPEC = spec_of("recovery", layers=1, kv_heads=1)
 SPACE = b"s" * 32
 TENANT = b"t" * 32
 SEGMENT = 64 * PAGE
+FIRST_FRAME = first_frame(SEGMENT)
 KIND = Template(SPACE, 0, 0, frame.RAW, raw.entries(SPEC, 0))
 
 
@@ -46,12 +48,15 @@ def segment(path: Path, count: int, epoch: int = 5, sealed: bool = False) -> byt
     head = Head(1, SEGMENT, epoch, 0, TENANT)
     old = b"".join(text_of(100 + number, epoch - 1) for number in range(20))
     new = b"".join(text_of(number, epoch) for number in range(count))
-    text = head.encode() + new + old[len(new) :]
+    text = head.encode() + Tombstones(SEGMENT).encode(epoch, 0, 1) + new + old[len(new) :]
     text = text.ljust(SEGMENT, b"\xaa")
     if sealed:
         rows = [
             encode_row(
-                Listed.of(frame.decode(text_of(n, epoch)), 1 + n * KIND.total_bytes // PAGE), 0
+                Listed.of(
+                    frame.decode(text_of(n, epoch)), (FIRST_FRAME + n * KIND.total_bytes) // PAGE
+                ),
+                0,
             )
             for n in range(count)
         ]
@@ -146,3 +151,24 @@ def test_frames_of_a_space_that_nobody_describes_are_passed_over(tmp_path: Path)
 def test_a_file_that_can_not_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="can't be read"):
         recover(tmp_path / "missing", TENANT, {})
+
+
+@pytest.mark.parametrize(
+    ("row", "at", "value"),
+    [(0, 72, 0), (0, 72, 1), (3, 72, 1 << 31), (5, 76, 1 << 20), (5, 72, 4), (11, 84, 1 << 20), (2, 88, 1)],
+    ids=["page 0", "tombstones", "far away", "too long", "out of order", "payload", "4 GiB"],
+)  # fmt: skip
+def test_a_table_whose_frames_lie_elsewhere_is_not_believed(
+    tmp_path: Path, row: int, at: int, value: int
+) -> None:
+    """Its digest is right: who forged it can compute that."""
+    text = bytearray(segment(tmp_path / "a", 12, sealed=True))
+    one = recover(tmp_path / "a", TENANT, {SPACE: SPEC})
+    assert one.head is not None
+    rows = bytearray(one.rows)
+    rows[128 * row + at : 128 * row + at + 4] = value.to_bytes(4, "little")
+    place, footer = encode_footer(one.head, one.spaces, bytes(rows), one.end)
+    (tmp_path / "b").write_bytes(text[:place] + footer)
+    forged = recover(tmp_path / "b", TENANT, {SPACE: SPEC})
+    assert not forged.sealed and "no footer" in forged.remark
+    assert found(tmp_path / "b") == list(range(12)), "the frames are as they were"

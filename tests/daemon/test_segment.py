@@ -24,7 +24,7 @@ from kvtier_daemon.tiers.segment import (
 )
 from specs import spec_of
 
-HEAD = Head(number=3, nbytes=256 * PAGE, epoch=0x1234_5678_9ABC_DEF0, sequence=9, tenant=b"t" * 32)
+HEAD = Head(number=3, nbytes=256 * PAGE, epoch=0x1234_5678_9ABC_DEF0, sequence=9, owner=b"t" * 32)
 SPACES = [(bytes([n]) * 32, spec_of(f"space {n}")) for n in range(3)]
 
 

@@ -138,7 +138,7 @@ def garble(index: Index) -> None:
 
 def others(index: Index) -> None:
     for name, _ in index.entries(TABLE):
-        index.put(TABLE, name, struct.pack("<III", 1 << 31, 2, 3))
+        index.put(TABLE, name, struct.pack("<III", 1 << 31, 3, 4))
 
 
 def lose(index: Index) -> None:

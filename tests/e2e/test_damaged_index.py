@@ -21,7 +21,7 @@ def test_a_zeroed_leaf_of_the_index_does_not_keep_a_daemon_from_starting(tmp_pat
     start_daemon(tmp_path, config=config).stop()
     index = Index(cold / "index", 16 << 20)
     for number in range(6000):
-        index.put(b"forgotten", struct.pack(">QI", number % 8, number), b"")
+        index.put(b"segments", struct.pack(">QI", number % 8, number), b"")
     index.close()
     data = cold / "index" / "data.mdb"
     text = bytearray(data.read_bytes())
@@ -32,7 +32,7 @@ def test_a_zeroed_leaf_of_the_index_does_not_keep_a_daemon_from_starting(tmp_pat
         and text.count(0, at, at + 4096) < 3900
     ]
     read = "import sys, pathlib; from kvtier_daemon.index import Index; "
-    read += "Index(pathlib.Path(sys.argv[1]), 16 << 20).entries(b'forgotten')"
+    read += "Index(pathlib.Path(sys.argv[1]), 16 << 20).entries(b'segments')"
     good = bytes(text)
     for at in leaves:  # most are of the tree as it is now, the others were left behind
         data.write_bytes(good[:at] + bytes(64) + good[at + 64 :])

@@ -329,6 +329,57 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
         assert client.open(spec_of("secret-model")).match(keys).ready == 4
 
 
+def test_a_client_that_lists_keys_can_not_load_what_another_has_salted(
+    open_folder: Path, daemon_of: Callable[..., Daemon]
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be somebody else")
+    config = f'socket_mode = "0666"\n[warm]\nsize = "64MiB"\n[tenants.ours]\nuids = [0, {NOBODY}]\n'
+    daemon = daemon_of(folder=open_folder, config=config)
+    with daemon.connect() as client:
+        space = client.open(spec_of("salted"))
+        keys = space.keys([7] * 64, salt=b"secret")
+        space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
+        missing = space.keys([8] * 16, salt=b"secret")
+        assert space.match(missing).ready == 0
+        script = (
+            "from kvtier_daemon.cli import asking\nfrom specs import spec_of\n"
+            + BE_NOBODY
+            + f"""
+with Client.connect({daemon.socket!r}, populate=False) as client:
+    space = client.open(spec_of("salted"))
+    listed = [block.key for block in asking.blocks(client, "", space.index)]
+    print(len(set(listed)))
+    for key in listed:
+        print(key.hex(), space.match([key]).ready)
+    print(client.explain(), client.explain(lookup=1))
+"""
+        )
+        path = os.pathsep.join(sys.path)
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=60,
+            env=dict(os.environ, PYTHONPATH=path),
+        )  # fmt: skip
+        said = done.stdout
+        assert said.startswith("4\n"), ("each block can be told from the others", done.stderr)
+        ready = [line.split() for line in said.splitlines()[1:5]]
+        assert [count for _, count in ready] == ["0"] * 4, "what was listed can't be loaded"
+        every = [key.hex() for key in (*keys, *missing)]
+        assert not any(key in said for key in every)
+        assert {listed[:16] for listed, _ in ready} == {key[:16] for key in every[:4]}
+        # Who runs the daemon sees them in full.
+        listed = told_of(daemon, space.index)
+        assert {one["key"] for one in listed} == set(every[:4])
+
+
+def told_of(daemon: Daemon, space: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = told("keys", "--space", str(space), "--socket", daemon.socket)[
+        "keys"
+    ]
+    return found
+
+
 # --- purge ---------------------------------------------------------------------------------------
 
 
@@ -444,7 +495,7 @@ def test_purge_all_forgets_what_is_held_too(daemon_of: Callable[..., Daemon]) ->
         keys = saved(client, "held", 30)
         space = client.open(spec_of("held"))
         assert space.pin(keys) > 0
-        with space.load(keys) as blocks:
+        with space.load(keys, deadline_ms=60_000) as blocks:
             told("purge", "--all", "--yes", "--socket", daemon.socket)
             assert bytes(blocks[3]) == pattern(keys[3], len(blocks[3]))
             assert space.match(keys).ready == 0

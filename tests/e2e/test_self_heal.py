@@ -18,8 +18,7 @@ from kvtier import Client
 from kvtier.codec import frame
 from kvtier.codec.frame import PAGE
 from kvtier_daemon.tiers.recovery import entries_of, recover
-from kvtier_daemon.tiers.segment import Listed, decode_entries
-from kvtier_daemon.tiers.volume import tenant_digest
+from kvtier_daemon.tiers.segment import Listed, decode_entries, first_frame
 from specs import pattern, spec_of
 
 SPEC = spec_of("self-heal")
@@ -99,7 +98,7 @@ class Site:
     def segments(self) -> list[Path]:
         """Those that hold frames, oldest first."""
         paths = sorted((self.disk / "segments" / self.tenant).iterdir())
-        return [path for path in paths if entries_of(recover(path, tenant_digest(self.tenant), {}))]
+        return [path for path in paths if entries_of(recover(path, None, {}))]
 
 
 def brought_away(cold: dict[str, Any]) -> int:
@@ -143,7 +142,7 @@ def write_over(path: Path, at: int, text: bytes) -> None:
 
 
 def listed(path: Path) -> list[Listed]:
-    one = recover(path, tenant_digest("default"), {})
+    one = recover(path, None, {})
     return decode_entries(one.spaces, one.rows)
 
 
@@ -250,13 +249,14 @@ def test_no_byte_of_a_header_makes_a_start_serve_other_bytes(site: Site) -> None
     path = site.disk / "segments" / "default" / "000000"
     text = path.read_bytes()
     chance = random.Random(5)
-    size = frame.peek(text[PAGE : 2 * PAGE])
-    total = frame.decode(text[PAGE : PAGE + size]).total_bytes
+    first = first_frame(len(text))
+    size = frame.peek(text[first : first + PAGE])
+    total = frame.decode(text[first : first + size]).total_bytes
     lost = []
     for at in chance.sample(range(frame.HEADER.size + 8 * frame.ENTRY.size), 6):
         block = chance.randrange(blocks)
         path.write_bytes(text)
-        place = PAGE + block * total + at
+        place = first + block * total + at
         write_over(path, place, bytes([text[place] ^ 1 << chance.randrange(8)]))
         site.start()
         lost.append((block, site.hits()))

@@ -8,6 +8,7 @@ import struct
 from array import array
 from hashlib import sha256
 
+import msgspec
 import pytest
 
 from kvtier import Group, KvSpec, Refused
@@ -521,6 +522,22 @@ def test_a_space_of_which_a_segment_lists_nothing_usable_is_not_kept() -> None:
     assert tenant.cold.restore(space_id(other, "t"), other, bytes(rows), 1) == (0, 1)
     assert tenant.catalog.spaces == 1
     tenant.store.check()
+
+
+def test_a_space_is_opened_under_no_other_description_than_its_own() -> None:
+    """A damaged description gave a window of one block where five are needed."""
+    before = Tenant(8)
+    before.save(chain(4))
+    before.write(before.cold.plan_demotion(4 * SIZE, 4 * SIZE))
+    identity, wrong = before.space.identity, msgspec.structs.replace(SPEC, model="another")
+    after = Tenant(8)
+    assert after.cold.restore(identity, wrong, before.rows(1), 1) == (0, 4), "it is open as it is"
+    late = Catalog(Store(), make("lru"))
+    assert late.cold.restore(identity, wrong, before.rows(1), 1) == (4, 0)
+    space = late.open(identity, SPEC, ME)
+    assert space.spec == SPEC and late.match(space, chain(4), brings=True).coming == 0
+    late.end_session(ME, True)
+    assert late.open(identity, SPEC, ME).spec == SPEC
 
 
 def test_groups_that_need_only_their_trailing_blocks_are_promoted_alone() -> None:

@@ -25,6 +25,7 @@ from kvtier.units import GIB, MIB, format_bytes
 from kvtier_daemon import preflight
 from kvtier_daemon.config import Config, Loaded
 from kvtier_daemon.observing.hints import LOST
+from kvtier_daemon.owned import distrust_cold
 from kvtier_daemon.standing import is_away, is_drained, meaning, remedy
 
 PROBE_BYTES: Final = 64 * 1024
@@ -135,7 +136,7 @@ def examine(
         found.append(reserved_huge_pages(world, config))
     directories = config.cold.directories if config.cold is not None else ()
     for directory in directories:
-        found += [file_system(world, directory), direct_io(directory)]
+        found += [file_system(world, directory), direct_io(directory), owned(directory)]
     if config.cold is not None:
         found.append(free_space(world, directories, config.cold.size_bytes))
     found.append(nodes(world, directories))
@@ -217,6 +218,16 @@ def lately(stats: Mapping[str, Any]) -> Found:
         return _ok(name, "no block lost unwritten, no disk too slow, no fall of the hit rate")
     what, _, advice = hints[0].partition("; ")
     return _warn(name, what, "; ".join([advice, *hints[1:]]))
+
+
+def owned(directory: Path) -> Found:
+    """Could another user have put segments into a cold directory?"""
+    name = f"owner of {directory}"
+    try:
+        why, fix = distrust_cold(directory)
+    except OSError as error:
+        return _fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
+    return _fail(name, why, fix) if why else _ok(name, "only the daemon's user can write there")
 
 
 def listening(world: World, pid: int) -> Found:

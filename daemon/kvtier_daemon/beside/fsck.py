@@ -17,7 +17,7 @@ from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import Listed, decode_entries, encode_footer, page_of, split_rows
-from kvtier_daemon.tiers.volume import Volume, spaces_of, tenant_digest
+from kvtier_daemon.tiers.volume import Volume, spaces_of
 from kvtier_kernels import xxh3_128
 
 
@@ -56,7 +56,7 @@ def _check_segment(
     path: Path, tenant: str, described: dict[bytes, KvSpec], report: Report, repair: bool
 ) -> None:
     report.segments += 1
-    found = recover(path, tenant_digest(tenant), described)
+    found = recover(path, None, described)
     if found.head is None:
         # A file that was made and not written to yet has no head either.
         with path.open("rb") as file:

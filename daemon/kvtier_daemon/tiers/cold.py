@@ -18,7 +18,7 @@ import struct
 import time
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,8 @@ from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Shelf
 from kvtier_daemon.tiers.staging import STAGED_BYTES, Staging
 from kvtier_daemon.tiers.volume import Volume, space_key
-from kvtier_kernels import Mapping, Recipe
+from kvtier_kernels import Mapping as MappedExtent
+from kvtier_kernels import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +98,22 @@ def open_volumes(directories: Sequence[Path], size_bytes: int) -> list[Volume]:
             except RuntimeError as error:
                 raise TierError(f"cold: no threads can be had: {error}") from error
             undo.callback(volumes[-1].close)
+            _refuse_copy(volumes)
             _tell_of_room(volumes[-1])
         undo.pop_all()
     return volumes
+
+
+def _refuse_copy(volumes: Sequence[Volume]) -> None:
+    """Two directories of one name hold the same segments, and one may have blocks forgotten in the other."""
+    *others, new = volumes
+    for other in others:
+        if other.name == new.name:
+            text = (
+                f"cold: {new.directory} is a copy of {other.directory}: take one of them out of"
+                " cold.directories, or empty it"
+            )
+            raise TierError(text)
 
 
 def _tell_of_room(volume: Volume) -> None:
@@ -127,6 +141,7 @@ class ColdTier:
         leaving: Callable[[Shelf, Segment], None],
         engine: str = "auto",
         clock: Callable[[], float] = time.monotonic,
+        secrets: Mapping[str, bytes] | None = None,
     ) -> None:
         self._loop = loop
         self._clock = clock
@@ -145,7 +160,7 @@ class ColdTier:
         self._doubted: dict[tuple[int, int], int] = {}
         self._turn = 0
         self.reads = Reads(loop, self, clock)
-        self._mappings: dict[int, Mapping] = {}
+        self._mappings: dict[int, MappedExtent] = {}
         self._looks_at = clock() + LOOK_S
         self._closing = False
         self.accepts = True  # what is to be written
@@ -190,7 +205,7 @@ class ColdTier:
                     self.shelves[tenant].append(
                         Shelf(
                             loop, tenant, volume, drive, self._numbering, segment_bytes, segments,
-                            leaving, self.is_lost, clock,
+                            leaving, self.is_lost, clock, (secrets or {}).get(tenant, b""),
                         )
                     )  # fmt: skip
             undo.pop_all()
@@ -205,7 +220,7 @@ class ColdTier:
     def segments(self) -> list[Segment]:
         return self._numbering.segments
 
-    def register(self, mapping: Mapping, fixed: bool = True) -> int:
+    def register(self, mapping: MappedExtent, fixed: bool = True) -> int:
         """Make an extent known; its number in what is to be read and written. A `fixed` one is the kernel's,
         too, for good."""
         (number,) = {drive.disk.register(mapping, fixed) for drive in self.drives}
@@ -293,6 +308,8 @@ class ColdTier:
         for drive in self.drives:
             drive.tend()
             drive.measure(self.coding.rates)
+        for shelf in self._all_shelves():
+            shelf.note_again()
         if self._clock() >= self._looks_at and not self._closing:
             self._looks_at = self._clock() + LOOK_S
             for volume, drive in zip(self._volumes, self.drives, strict=True):
@@ -369,9 +386,8 @@ class ColdTier:
             await asyncio.wait(going)
 
     async def flush(self) -> str:
-        """Wait until all that was told to the indexes is on disk; what went wrong, or nothing."""
-        pairs = zip(self._volumes, self.drives, strict=True)
-        failures = await asyncio.gather(*(self._flushed(*pair) for pair in pairs))
+        """Wait until all tombstones are on disk; what went wrong, or nothing."""
+        failures = await asyncio.gather(*(shelf.noted() for shelf in self._all_shelves()))
         return "; ".join(failure for failure in failures if failure)
 
     async def _flushed(self, volume: Volume, drive: Drive) -> str:
@@ -391,8 +407,13 @@ class ColdTier:
 
     def bury(self, places: bytes) -> None:
         """These frames, segment and page of each, are nothing any more, after a start neither."""
+        touched = set()
         for number, page in BURIED.iter_unpack(places):
-            self._numbering.shelves[number].bury(self.segments[number], page)
+            shelf = self._numbering.shelves[number]
+            shelf.bury(self.segments[number], page)
+            touched.add(shelf)
+        for shelf in touched:
+            shelf.note()
 
     def note_use(self, places: bytes) -> None:
         """The blocks of these frames, segment and page of each, are wanted for the first time."""
@@ -634,7 +655,7 @@ class ColdTier:
                 segment = shelf.take_up(one)
                 if one.head is not None:
                     await restored(shelf.tenant, one, segment.number)
-            except (KvtierError, OSError, struct.error) as error:
+            except (KvtierError, OSError, ValueError, struct.error) as error:
                 shelf.not_taken_up(one, error)
         volume.uses.keep_only({one.head.epoch for _, one in found if one.head is not None})
         for shelf in shelves:

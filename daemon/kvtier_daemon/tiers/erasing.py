@@ -19,10 +19,10 @@ from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.recovery import recover
 from kvtier_daemon.tiers.segment import (
-    FIRST_FRAME,
     Head,
     described_bytes,
     encode_footer,
+    first_frame,
     footer_bytes,
     rows_of_pages,
     space_bytes,
@@ -43,8 +43,8 @@ def erase(
     live: Mapping[int, int],
     described: Callable[[], Mapping[bytes, KvSpec]],
 ) -> None:
-    """Leave in this file only its head, the `live` frames (page, and how many pages) and a footer that lists
-    them; nothing without a head. `ours` is the descriptor that the daemon uses for it. Raises OSError or
+    """Leave in this file only its head, its tombstones, the `live` frames (page, and how many pages) and a
+    footer that lists them; nothing without a head. `ours` is the descriptor that the daemon uses for it. Raises OSError or
     TierError, and then some of it may still be there."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -53,9 +53,10 @@ def erase(
         keep = [(page * PAGE, (page + count) * PAGE) for page, count in sorted(live.items())]
         nbytes = os.fstat(fd).st_size
         if head is not None:
-            end = keep[-1][1] if keep else FIRST_FRAME
+            first = first_frame(head.nbytes)
+            end = keep[-1][1] if keep else first
             footer = _write_footer(fd, path, head, live, end, described)
-            keep = [(0, PAGE), *keep, (footer, nbytes)]
+            keep = [(0, first), *keep, (footer, nbytes)]
         for at, until in _gaps(keep, nbytes):
             _zero(fd, at, until - at)
         os.fsync(fd)
@@ -69,9 +70,9 @@ def _write_footer(
 ) -> int:  # fmt: skip
     """Write a footer that lists the live frames alone, and sync it; where it begins. Its flag says that
     nothing may be added to the segment: a walk over its frames would end at the first erased one."""
-    found = recover(path, head.tenant, {})
+    found = recover(path, head.owner, {})
     if not found.sealed:
-        found = recover(path, head.tenant, described())
+        found = recover(path, head.owner, described())
     if found.head is None or found.head.epoch != head.epoch:
         raise TierError(f"{path}: its head is damaged ({found.remark})")
     spaces, rows = rows_of_pages(found.spaces, found.table, live.keys())

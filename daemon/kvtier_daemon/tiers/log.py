@@ -13,20 +13,22 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import PurePath
 from typing import NamedTuple
 
 from kvtier.codec.frame import PAGE
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.segment import (
     ENTRY,
-    FIRST_FRAME,
     Head,
     described_bytes,
+    first_frame,
     footer_bytes,
     page_of,
     space_bytes,
     split_rows,
 )
+from kvtier_daemon.tiers.tombstones import Tombstones
 
 
 class Stage(Enum):
@@ -62,7 +64,7 @@ class Segment:
     nbytes: int
     stage: Stage = Stage.FREE
     head: Head | None = None
-    end: int = FIRST_FRAME  # where the next frame goes
+    end: int = 0  # where the next frame goes
     table: bytearray = field(default_factory=bytearray)  # to come: an entry for each frame
     failed: bool = False  # something was not written
     spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)  # of the table
@@ -70,12 +72,23 @@ class Segment:
     described: int = 0  # bytes that describing them takes, one by one
     writing: int = 0
     reading: int = 0
-    buried: list[int] = field(default_factory=list)  # pages of frames that were forgotten
     leftover: bool = True  # it may hold bytes of an earlier use
+    noting: bool = False  # its tombstones are being written
+    tombstones: Tombstones = field(init=False)  # of frames that were forgotten
+
+    def __post_init__(self) -> None:
+        self.end = first_frame(self.nbytes)
+        self.tombstones = Tombstones(self.nbytes)
 
     @property
     def idle(self) -> bool:
-        return not self.writing and not self.reading
+        return not (self.writing or self.reading or self.noting)
+
+    @property
+    def file_number(self) -> int:
+        """What its file is called."""
+        name = PurePath(self.path).name
+        return int(name) if name.isdecimal() else self.number
 
     @property
     def taken(self) -> int:
@@ -116,7 +129,7 @@ class Segment:
 
     def empty(self) -> None:
         """Forget what was written to it."""
-        self.end, self.described, self.failed = FIRST_FRAME, 0, False
+        self.end, self.described, self.failed = first_frame(self.nbytes), 0, False
         self.table, self.spaces, self.number_of = bytearray(), [], {}
 
 
@@ -149,13 +162,13 @@ class Log:
         segment.stage = Stage.SEALED
         self.sealed.append(segment)
 
-    def begin(self, epoch: int, sequence: int, tenant: bytes) -> Segment:
+    def begin(self, epoch: int, sequence: int, owner: bytes) -> Segment:
         """Take a free segment; its head is to be written, and `begun` to be said when that is on disk."""
         segment = self.free.popleft()
         _step(segment, Stage.FREE, Stage.BEGINNING)
         assert segment.idle
-        file_number = segment.head.number if segment.head else segment.number
-        segment.head = Head(file_number, segment.nbytes, epoch, sequence, tenant)
+        segment.head = Head(segment.file_number, segment.nbytes, epoch, sequence, owner)
+        segment.tombstones = Tombstones(segment.nbytes)
         segment.empty()
         self.others.add(segment)
         return segment
@@ -225,6 +238,11 @@ class Log:
         segment.leftover = True
         self.others.discard(segment)
         self.free.append(segment)
+
+    def retired(self, segment: Segment) -> None:
+        """Its file goes."""
+        _step(segment, Stage.FREEING, Stage.FREE)
+        self.others.discard(segment)
 
     def failed(self, segment: Segment) -> None:
         """It could not be begun or sealed: what it holds may be read, and it leaves like a full one."""

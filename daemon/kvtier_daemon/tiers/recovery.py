@@ -6,7 +6,7 @@ Runs in a thread: each call is a few long ones without the GIL.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,18 +14,22 @@ from kvtier.codec import frame
 from kvtier.codec.frame import PAGE, Frame, pages
 from kvtier.errors import FrameError, TierError
 from kvtier.layout import KvSpec
+from kvtier_daemon.owned import distrust
 from kvtier_daemon.tiers.segment import (
     ENTRY,
-    FIRST_FRAME,
     Head,
     Listed,
     Trailer,
+    check_rows,
     encode_row,
     end_of,
-    page_of,
+    first_frame,
+    one_space,
+    pages_of,
     space_of,
     split_rows,
 )
+from kvtier_daemon.tiers.tombstones import Tombstones, without
 from kvtier_kernels import xxh3_128
 
 
@@ -42,21 +46,16 @@ class Recovered:
     rows: bytes = b""  # of frames that count
     table: bytes = b""  # of all
     parts: list[tuple[bytes, KvSpec, bytes]] = field(default_factory=list)  # rows by space
-    left_out: tuple[int, ...] = ()
-    end: int = FIRST_FRAME  # of the frames of one that is not sealed
+    tombstones: Tombstones = field(default_factory=lambda: Tombstones(0))
+    end: int = 0  # of the frames
     remark: str = ""
+    warning: str = ""  # why something of it is not used that a daemon has written
+    foreign: bool = False  # of another secret, tenant or directory: nothing of it will ever count
     used: bytes = b""  # pages of frames that were wanted, 4 bytes each, in ascending order
-
-    def leave_out(self, pages: Iterable[int]) -> None:
-        """The frames at these pages count no more."""
-        self.left_out = tuple(pages)
-        out = set(self.left_out)
-        if out:
-            self.rows = b"".join(row for row in split_rows(self.rows) if page_of(row) not in out)
 
     def split(self) -> None:
         """Sort the rows by their spaces. Long where there are several."""
-        if len(self.spaces) == 1:
+        if len(self.spaces) == 1 and one_space(self.rows):
             self.parts = [(*self.spaces[0], self.rows)]
             return
         rows: dict[int, list[bytes]] = {}
@@ -69,18 +68,25 @@ class Recovered:
         ]
 
 
-def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Recovered:
-    """What the file holds: by its footer, or frame by frame where it has none.
+def recover(path: Path, owner: bytes | None, described: Mapping[bytes, KvSpec] | None) -> Recovered:
+    """What the file holds and was not forgotten: by its footer, or frame by frame where it has none.
 
-    `described` has the spaces that an open segment's frames may be of: one that is not described there is
-    lost. Raises TierError if the file can't be read.
+    A segment of another owner is foreign; None accepts any. `described` has the spaces that an open segment's
+    frames may be of: one that is not described there is lost. With None, open segments are not walked. Raises
+    TierError if the file can't be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            found = Recovered(path, os.fstat(fd).st_size)
-            _look(fd, found, tenant, described)
+            why, fix = distrust(path, there := os.fstat(fd), file=True)
+            if why:
+                raise TierError(f"{why}; it is not used: run `{fix}`")
+            found = Recovered(path, there.st_size)
+            _look(fd, found, owner, described)
             found.table = found.rows
+            if found.tombstones:
+                rows = split_rows(found.rows)
+                found.rows = b"".join(without(rows, pages_of(found.rows), found.tombstones))
             # What was read here is not wanted again soon.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return found
@@ -90,28 +96,76 @@ def recover(path: Path, tenant: bytes, described: Mapping[bytes, KvSpec]) -> Rec
         raise TierError(f"{path}: can't be read: {error.strerror}") from error
 
 
-def _look(fd: int, found: Recovered, tenant: bytes, described: Mapping[bytes, KvSpec]) -> None:
+def _look(
+    fd: int, found: Recovered, owner: bytes | None, described: Mapping[bytes, KvSpec] | None
+) -> None:
+    page = os.pread(fd, PAGE, 0)
     try:
-        head = Head.decode(os.pread(fd, PAGE, 0))
+        head = Head.decode(page)
     except FrameError as error:
         found.remark = f"no head: {error}"
+        found.warning = f"{found.remark}; its blocks are not used" if any(page) else ""
         return
-    if head.nbytes != found.nbytes or head.tenant != tenant:
-        found.remark = "another length than its head says, or another tenant's"
+    found.warning = _refused(found, head, owner)
+    if found.warning:
+        found.remark = found.warning
         return
-    found.head = head
+    found.head, found.end = head, first_frame(head.nbytes)
+    text = os.pread(fd, found.end - PAGE, PAGE)
+    found.tombstones, damaged = Tombstones.decode(text, head.epoch, head.nbytes)
+    if damaged:
+        found.warning = (
+            f"tombstone pages {damaged} are damaged; the blocks that they cover are not used"
+        )
+    _list(fd, found, head, described)
+
+
+def _refused(found: Recovered, head: Head, owner: bytes | None) -> str:
+    """Why nothing of this segment is used, if so."""
+    if head.nbytes != found.nbytes:
+        return (
+            f"it has {found.nbytes} bytes and its head says {head.nbytes}; its blocks are not used"
+        )
+    if owner is not None and head.owner != owner:
+        found.foreign = True
+        return (
+            "it was written under another secret, or in another directory; its blocks are not used"
+        )
+    return ""
+
+
+def refuse_copies(found: Sequence[Recovered]) -> list[Recovered]:
+    """The same segments of one tenant and directory, without what copies hold: a copy may have blocks that
+    were forgotten since. A file that was renamed is no copy if the file of its old name is another one's."""
+    numbers = {int(one.path.name): one.head.number for one in found if one.head is not None}
+    return [
+        Recovered(
+            one.path, one.nbytes,
+            warning=f"it is a copy of segment {one.head.number}; its blocks are not used",
+        )
+        if one.head is not None
+        and one.head.number != int(one.path.name)
+        and numbers.get(one.head.number, one.head.number) == one.head.number
+        else one
+        for one in found
+    ]  # fmt: skip
+
+
+def _list(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec] | None) -> None:
     try:
         trailer = Trailer.decode(os.pread(fd, PAGE, head.nbytes - PAGE), head)
         table = os.pread(fd, trailer.table_bytes, trailer.table_at)
-        found.spaces, found.rows = trailer.split(table)
-        found.sealed, found.torn = True, trailer.torn
-        found.end = end_of(found.rows)
-        if len(found.rows) % ENTRY.size or len(found.rows) // ENTRY.size != trailer.entries:
+        spaces, rows = trailer.split(table)
+        if len(rows) % ENTRY.size or len(rows) // ENTRY.size != trailer.entries:
             raise FrameError("a table of another length than its entries take")
+        check_rows(rows, found.end, trailer.table_at)
+        found.spaces, found.rows = spaces, rows
+        found.sealed, found.torn = True, trailer.torn
+        found.end = end_of(rows, head.nbytes)
     except FrameError as error:
-        found.spaces, found.rows, found.sealed = [], b"", False
         found.remark = f"no footer: {error}"
-        _walk(fd, found, head, described)
+        if described is not None:
+            _walk(fd, found, head, described)
 
 
 def _walk(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec]) -> None:

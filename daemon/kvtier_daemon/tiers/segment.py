@@ -1,9 +1,9 @@
-"""A segment file: its first page, its frames one after the other, and its footer once it is full.
+"""A segment file: head and tombstones, its frames one after the other, and its footer once it is full.
 
-     0        4096                                       table            last page
-     ┌────────┬────────┬────────┬─────┬────────┬────────┬────────────────┬─────────┐
-     │ head   │ frame  │ frame  │ ... │ frame  │ free   │ spaces, entries│ trailer │
-     └────────┴────────┴────────┴─────┴────────┴────────┴────────────────┴─────────┘
+     0        4096         first_frame                        table            last page
+     ┌────────┬────────────┬────────┬─────┬────────┬────────┬────────────────┬─────────┐
+     │ head   │ tombstones │ frame  │ ... │ frame  │ free   │ spaces, entries│ trailer │
+     └────────┴────────────┴────────┴─────┴────────┴────────┴────────────────┴─────────┘
 
 A segment is used again and again, each time with a new epoch, which is in the head, in every frame and in
 the trailer: what an earlier use left behind is of another epoch, and so is nothing. The head is on disk
@@ -13,12 +13,15 @@ by walking from the first page until one is none. Flag 1 of a trailer: nothing i
 segment. Either a kill has left it open, and what was being written then may lie behind its last frame, of the
 same epoch; or frames of it were erased, and a walk would end at the first of them.
 
-Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ tenant 32
+Head, "KVTs":     version u16 │ zero u16 │ number u32 │ bytes u64 │ epoch u64 │ sequence u64 │ owner 32
                   │ digest 16
 Trailer, "KVTe":  version u16 │ flags u16 │ entries u32 │ table at u64 │ table bytes u64 │ epoch u64
                   │ table digest 16 │ digest 16
 
-Both fill a page with zeros, and their digest, the last field, is the XXH3-128 of that page with it zero.
+`number` is that in the file's name: a file of another name is a copy and not used, unless the file of that
+name is another segment. The owner is a digest of tenant, directory and the tenant's secret: without that
+secret nothing of the segment counts. Tombstones are drawn in tombstones.py. Head and trailer fill a page with
+zeros, and their digest, the last field, is the XXH3-128 of that page with it zero.
 The table is the identities and descriptions of the spaces (a length u32, then msgpack of [identity, KvSpec]
 pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the order in which they lie:
 
@@ -31,36 +34,42 @@ pairs, up to a multiple of 8 bytes) and then 128 bytes for each frame, in the or
 from __future__ import annotations
 
 import struct
+from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import add, le
 
 import msgspec
 
 from kvtier.codec.frame import (
-    DIGEST_BYTES,
     HAS_PARENT,
     LOSSY,
     PAGE,
-    ZERO_DIGEST,
     Frame,
     Identity,
     pages,
 )
 from kvtier.errors import FrameError
 from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.paged import VERSION, checked_page, digested_page, expect
+from kvtier_daemon.tiers.tombstones import tombstone_pages
 from kvtier_kernels import xxh3_128
 
-VERSION = 1
 TORN = 1
 HEAD = struct.Struct("<4sHHIQQQ32s")
 TRAILER = struct.Struct("<4sHHIQQQ16s")
 ENTRY = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 HEAD_MAGIC, TRAILER_MAGIC = b"KVTs", b"KVTe"
+LIMIT_SEQUENCE = 1 << 62  # numbers after it are to fit their field too
+CODEC_AT = 82  # in an entry; the field's low byte, and no codec has a number above 255
 SPACES_LENGTH = struct.Struct("<I")
 ARRAY_BYTES = 5  # how msgpack begins a list, at most
-FIRST_FRAME = PAGE
 
-assert ENTRY.size == 128
+# In an entry, counted in words of 4 and halves of 2 bytes.
+ENTRY_WORDS, SPACE_WORD, PAGE_WORD, SIZE_WORD, HEADER_HALF = 32, 16, 18, 21, 40
+
+assert ENTRY.size == 4 * ENTRY_WORDS == 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +80,21 @@ class Head:
     nbytes: int
     epoch: int
     sequence: int
-    tenant: bytes
+    owner: bytes
 
     def encode(self) -> bytes:
-        fields = (self.number, self.nbytes, self.epoch, self.sequence, self.tenant)
-        return _page(HEAD.pack(HEAD_MAGIC, VERSION, 0, *fields))
+        fields = (self.number, self.nbytes, self.epoch, self.sequence, self.owner)
+        return digested_page(HEAD.pack(HEAD_MAGIC, VERSION, 0, *fields))
 
     @classmethod
     def decode(cls, page: bytes) -> Head:
         """Raises FrameError if this is no segment's first page, or damaged."""
-        magic, version, _, *fields = HEAD.unpack_from(_checked(page, HEAD.size))
-        _expect(magic, HEAD_MAGIC, version)
-        return cls(*fields)
+        magic, version, _, *fields = HEAD.unpack_from(checked_page(page, HEAD.size))
+        expect(magic, HEAD_MAGIC, version)
+        head = cls(*fields)
+        if head.sequence > LIMIT_SEQUENCE:
+            raise FrameError(f"a sequence of {head.sequence}: at most {LIMIT_SEQUENCE}")
+        return head
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +147,15 @@ def encode_row(one: Listed, space: int) -> bytes:
     )  # fmt: skip
 
 
-def end_of(rows: bytes) -> int:
-    """Where the last frame of a table ends."""
+def first_frame(nbytes: int) -> int:
+    """Where the first frame of a segment of this size begins: after head and tombstones."""
+    return PAGE + tombstone_pages(nbytes) * PAGE
+
+
+def end_of(rows: bytes, nbytes: int) -> int:
+    """Where the last frame of a table ends, in a segment of this size."""
     if not rows:
-        return FIRST_FRAME
+        return first_frame(nbytes)
     fields = ENTRY.unpack_from(rows, len(rows) - ENTRY.size)
     return int(fields[5] + fields[6]) * PAGE
 
@@ -151,6 +168,51 @@ def split_rows(rows: bytes) -> list[bytes]:
 def space_of(row: bytes) -> int:
     """The number that an entry's space has in its table."""
     return int(ENTRY.unpack_from(row)[2])
+
+
+def pages_of(rows: bytes) -> array[int]:
+    """Where the frames of a table begin."""
+    return _words(rows)[PAGE_WORD::ENTRY_WORDS]
+
+
+def one_space(rows: bytes) -> bool:
+    """Whether all frames of a table are of its first space."""
+    return not any(_words(rows)[SPACE_WORD::ENTRY_WORDS])
+
+
+def check_rows(rows: bytes, first: int, end: int) -> None:
+    """Raises FrameError unless the frames of a table lie one after the other from byte `first` to `end`, with
+    payloads that end there too."""
+    if not rows:
+        return
+    words = _words(rows)
+    starts, counts = words[PAGE_WORD::ENTRY_WORDS], words[PAGE_WORD + 1 :: ENTRY_WORDS]
+    inside = starts[0] * PAGE >= first and (starts[-1] + counts[-1]) * PAGE <= end
+    if not (inside and _in_order(starts, counts)):
+        raise FrameError("a table whose frames do not lie one after the other in their segment")
+    sizes, above = words[SIZE_WORD::ENTRY_WORDS], words[SIZE_WORD + 1 :: ENTRY_WORDS]
+    headers = array("H", rows)[HEADER_HALF :: 2 * ENTRY_WORDS]
+    # Of most frames it is enough to know that the longest payload would end in time.
+    near = bisect_right(starts, end // PAGE - max(headers) - pages(max(sizes)) // PAGE)
+    payloads = zip(starts[near:], headers[near:], sizes[near:], strict=True)
+    if any(above) or any((at + header) * PAGE + size > end for at, header, size in payloads):
+        raise FrameError("a table with a payload that ends outside its segment")
+
+
+def _in_order(starts: array[int], counts: array[int]) -> bool:
+    """Whether each of these frames ends where the next one begins, or before."""
+    # Most often each ends exactly there; to add them all as two long numbers takes a tenth of the time.
+    ends = int.from_bytes(starts.tobytes(), "little") + int.from_bytes(counts.tobytes(), "little")
+    size = len(starts) * starts.itemsize
+    if ends.bit_length() <= 8 * size and (
+        ends.to_bytes(size, "little")[: -starts.itemsize] == starts.tobytes()[starts.itemsize :]
+    ):
+        return True
+    return all(map(le, map(add, starts, counts), starts[1:]))
+
+
+def _words(rows: bytes) -> array[int]:
+    return array("I", rows)
 
 
 def page_of(row: bytes) -> int:
@@ -169,6 +231,11 @@ def rows_of_pages(
     return [spaces[old] for old in numbers], b"".join(ENTRY.pack(*fields) for fields in kept)
 
 
+def codecs_of(rows: bytes) -> set[int]:
+    """The codecs of a table's frames."""
+    return set(rows[CODEC_AT :: ENTRY.size])
+
+
 def encode_footer(
     head: Head,
     spaces: Sequence[tuple[bytes, KvSpec]],
@@ -185,7 +252,7 @@ def encode_footer(
         TRAILER_MAGIC, VERSION, torn * TORN, len(rows) // ENTRY.size, at, len(table), head.epoch,
         xxh3_128(table),
     )  # fmt: skip
-    return at, table.ljust(pages(len(table)), b"\0") + _page(trailer)
+    return at, table.ljust(pages(len(table)), b"\0") + digested_page(trailer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +269,12 @@ class Trailer:
     @classmethod
     def decode(cls, page: bytes, head: Head) -> Trailer:
         """Raises FrameError unless this seals the segment that has this head."""
-        fields = TRAILER.unpack_from(_checked(page, TRAILER.size))
+        fields = TRAILER.unpack_from(checked_page(page, TRAILER.size))
         magic, version, flags, entries, at, nbytes, epoch, digest = fields
-        _expect(magic, TRAILER_MAGIC, version)
+        expect(magic, TRAILER_MAGIC, version)
         if epoch != head.epoch:
             raise FrameError("a trailer of another epoch: the segment was used again")
-        if at % PAGE or at < FIRST_FRAME or at + pages(nbytes) != head.nbytes - PAGE:
+        if at % PAGE or at < first_frame(head.nbytes) or at + pages(nbytes) != head.nbytes - PAGE:
             raise FrameError(f"a table of {nbytes} bytes at {at}, in a segment of {head.nbytes}")
         return cls(entries, at, nbytes, epoch, digest, bool(flags & TORN))
 
@@ -222,7 +289,7 @@ class Trailer:
             (length,) = SPACES_LENGTH.unpack_from(described)
             text = described[SPACES_LENGTH.size : SPACES_LENGTH.size + length]
             spaces = msgspec.msgpack.decode(text, type=list[tuple[bytes, KvSpec]])
-        except (struct.error, msgspec.MsgspecError) as error:
+        except (struct.error, msgspec.MsgspecError, ValueError) as error:  # text that is not UTF-8
             raise FrameError(f"the spaces of a table can't be read: {error}") from error
         return spaces, table[self.table_bytes - rows :]
 
@@ -252,26 +319,3 @@ def _described(spaces: Sequence[tuple[bytes, KvSpec]]) -> bytes:
     text = msgspec.msgpack.encode(spaces)
     text = SPACES_LENGTH.pack(len(text)) + text
     return text.ljust(-(-len(text) // 8) * 8, b"\0")
-
-
-def _page(fields: bytes) -> bytes:
-    """A page of these fields, its digest after them."""
-    page = fields.ljust(PAGE, b"\0")
-    digest = xxh3_128(page)
-    return page[: len(fields)] + digest + page[len(fields) + DIGEST_BYTES :]
-
-
-def _checked(page: bytes, size: int) -> bytes:
-    if len(page) != PAGE:
-        raise FrameError(f"{len(page)} bytes of a page")
-    digest = page[size : size + DIGEST_BYTES]
-    if xxh3_128(page[:size] + ZERO_DIGEST + page[size + DIGEST_BYTES :]) != digest:
-        raise FrameError("a page's digest is not that of its bytes")
-    return page
-
-
-def _expect(magic: bytes, expected: bytes, version: int) -> None:
-    if magic != expected:
-        raise FrameError(f"{magic!r} where {expected!r} is wanted")
-    if version != VERSION:
-        raise FrameError(f"a segment of version {version}: this is {VERSION}")

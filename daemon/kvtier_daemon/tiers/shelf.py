@@ -7,6 +7,7 @@ on disk. Segments come and go as their log says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -25,23 +26,21 @@ from kvtier_daemon.tiers.batch import Batch, Landed, Outgoing, Wrote
 from kvtier_daemon.tiers.drive import Drive, Over
 from kvtier_daemon.tiers.erasing import erase
 from kvtier_daemon.tiers.log import Log, Segment, Stage, Taken
-from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover
+from kvtier_daemon.tiers.recovery import Recovered, entries_of, free_bytes, recover, refuse_copies
 from kvtier_daemon.tiers.segment import (
-    FIRST_FRAME,
     Listed,
     described_bytes,
     encode_footer,
     encode_row,
+    first_frame,
     footer_bytes,
     space_bytes,
 )
 from kvtier_daemon.tiers.volume import (
     Volume,
-    buried_key,
     open_direct,
     space_key,
     spaces_of,
-    tenant_digest,
 )
 
 log = logging.getLogger(__name__)
@@ -108,14 +107,17 @@ class Shelf:
         leaving: Callable[[Shelf, Segment], None],
         is_lost: Callable[[int], bool],
         clock: Callable[[], float] = time.monotonic,
+        secret: bytes = b"",
     ) -> None:
         self.tenant = tenant
+        self.owner = volume.owner(tenant, secret)
         self.volume = volume
         self.drive = drive
         self.described: dict[bytes, KvSpec] = {}  # spaces that a start has found
         self.unreadable = 0  # files that are no use and can't be removed
         self._segment_bytes = segment_bytes
-        self._most = most
+        self._most_bytes = most * segment_bytes
+        self._held_bytes = 0  # of its files
         self._next_file = 0
         self.going: set[Batch] = set()
         self.parting: dict[Segment, asyncio.Future[None]] = {}  # named no more, and not free yet
@@ -131,6 +133,10 @@ class Shelf:
         self._full = False  # said once to the owner, until something has left
         self._grows_at = 0.0  # after a file for which there was no room
         self._tries_at = 0.0  # after one that could not be made at all
+        self._noting: dict[Segment, asyncio.Future[None]] = {}  # their tombstones are being written
+        self._to_note: dict[Segment, None] = {}  # theirs are to be written
+        self._not_noted: dict[Segment, str] = {}  # why theirs could not be
+        self._notes_at = 0.0  # after some that could not be written
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -138,7 +144,8 @@ class Shelf:
         """Whether a segment can have such a block at all."""
         kind = self._numbering.template(block)
         footer = footer_bytes(described_bytes(space_bytes((block.space, block.spec))), 1)
-        return FIRST_FRAME + kind.total_bytes + footer <= self._segment_bytes
+        first = first_frame(self._segment_bytes)
+        return first + kind.total_bytes + footer <= self._segment_bytes
 
     def has_place(self) -> bool:
         """Whether there is an open segment that may be written to; sees to it that there is one to come."""
@@ -278,7 +285,8 @@ class Shelf:
             self._begin()
         if books.free or self._making or self._full:
             return
-        if len(books) < self._most and self._clock() >= self._grows_at:
+        room = self._held_bytes + self._segment_bytes <= self._most_bytes
+        if room and self._clock() >= self._grows_at:
             self._make()
         elif len(books) >= LEAST_TO_LEAVE and (segment := books.leave()) is not None:
             self._full = True
@@ -286,8 +294,9 @@ class Shelf:
 
     def _begin(self) -> None:
         epoch = secrets.randbits(64)
-        segment = self.log.begin(epoch, self._numbering.sequence, tenant_digest(self.tenant))
+        segment = self.log.begin(epoch, self._numbering.sequence, self.owner)
         assert segment.head is not None
+        marks = segment.tombstones
 
         def over(code: int, _: bytes | None) -> None:
             if code:
@@ -297,7 +306,8 @@ class Shelf:
                 self._begun(segment)
                 self.prepare()
 
-        self.drive.write_text(segment.fd, 0, segment.head.encode(), over)
+        text = segment.head.encode() + marks.encode(epoch, 0, marks.count)
+        self.drive.write_text(segment.fd, 0, text, over)
 
     def _begun(self, segment: Segment) -> None:
         self.log.begun(segment)
@@ -342,6 +352,7 @@ class Shelf:
             self._tries_at = self._clock() + TRY_AGAIN_S
 
     def _add(self, segment: Segment) -> None:
+        self._held_bytes += segment.nbytes
         self._numbering.add(self, segment)
         self.log.add(segment)
 
@@ -367,8 +378,11 @@ class Shelf:
                 self._tries_at = self._clock() + TRY_AGAIN_S
                 self.log.not_freed(segment)
                 return
-            self._dig_up(segment)
-            self.log.freed(segment)
+            self._used_again(segment)
+            if segment.nbytes == self._segment_bytes:
+                self.log.freed(segment)
+            else:
+                self._retire(segment)
             self.parting.pop(segment).set_result(None)
             self._full = False
             self.prepare()
@@ -376,18 +390,80 @@ class Shelf:
         # A start would find its frames, those that were forgotten since among them.
         self.drive.write_text(segment.fd, 0, bytes(PAGE), over)
 
-    def bury(self, segment: Segment, page: int) -> None:
-        """This frame is nothing any more, after a start neither."""
-        if segment.head is not None:
-            segment.buried.append(page)
-            self.volume.index.put(b"forgotten", buried_key(segment.head, page), b"")
+    def _retire(self, segment: Segment) -> None:
+        """Remove the file of one that has another size than new ones: those take its place."""
+        self.log.retired(segment)
+        self._held_bytes -= segment.nbytes
+        fd, segment.fd = segment.fd, -1
 
-    def _dig_up(self, segment: Segment) -> None:
-        """The segment is used again: what was nothing in it is not to be remembered."""
+        def remove() -> None:
+            os.close(fd)
+            self._remove(Path(segment.path))
+
+        self.drive.beside(remove)  # before a new file is made there
+
+    # --- what was forgotten ------------------------------------------------------------------
+
+    def bury(self, segment: Segment, page: int) -> None:
+        """Set the tombstone of this frame; `note` writes it to the disk."""
+        if segment.head is not None:
+            segment.tombstones.add(page)
+            self._to_note[segment] = None
+
+    def note(self) -> None:
+        """Begin to write the tombstones that are not on disk."""
+        for segment in list(self._to_note):
+            if segment not in self._noting:
+                self._note(segment)
+
+    def note_again(self) -> None:
+        """The same, of those that could not be written, now and then."""
+        if self._to_note and self._clock() >= self._notes_at:
+            self.note()
+
+    async def noted(self) -> str:
+        """Wait until all tombstones until now are on disk; what went wrong, or nothing."""
+        self.note()
+        for segment in list(self._noting):
+            # The write under way may have begun before the last tombstone: the next one has it.
+            for _ in range(2):
+                if writing := self._noting.get(segment):
+                    await asyncio.shield(writing)
+        return next(iter(self._not_noted.values()), "")
+
+    def _note(self, segment: Segment) -> None:
+        del self._to_note[segment]
+        marks, head = segment.tombstones, segment.head
+        if not marks.dirty or head is None:
+            return
+        first, count = marks.take_dirty()
+        done = self._noting[segment] = self._loop.create_future()
+        segment.noting = True
+
+        def over(code: int, _: bytes | None) -> None:
+            segment.noting = False
+            del self._noting[segment]
+            self._not_noted.pop(segment, None)
+            if code:
+                what = f"{segment.path}: its tombstones can't be written"
+                self._fault(what, code)
+                self._not_noted[segment] = f"{what}: {os.strerror(code)}"
+                marks.not_written(range(first, first + count))
+                self._to_note[segment] = None
+                self._notes_at = self._clock() + TRY_AGAIN_S
+            elif segment in self._to_note:
+                self._note(segment)
+            done.set_result(None)
+            self._perhaps_freed(segment)
+
+        text = marks.encode(head.epoch, first, count)
+        self.drive.write_text(segment.fd, PAGE + first * PAGE, text, over)
+
+    def _used_again(self, segment: Segment) -> None:
+        """Nothing of it is to be remembered."""
         assert segment.head is not None
-        for page in segment.buried:
-            self.volume.index.drop(b"forgotten", buried_key(segment.head, page))
-        segment.buried = []
+        self._to_note.pop(segment, None)
+        self._not_noted.pop(segment, None)
         self.volume.uses.drop(segment.head.epoch)
 
     # --- erasing -----------------------------------------------------------------------------
@@ -430,7 +506,7 @@ class Shelf:
 
     def close_files(self) -> None:
         for segment, shelf in zip(self._numbering.segments, self._numbering.shelves, strict=True):
-            if shelf is self:
+            if shelf is self and segment.fd >= 0:
                 os.close(segment.fd)
 
     def _fault(self, what: str, code: int) -> None:
@@ -445,26 +521,58 @@ class Shelf:
         found = []
         for path in await self.drive.beside(self.volume.files, self.tenant):
             self._next_file = max(self._next_file, int(path.name) + 1)
-            try:
-                found.append(await self.drive.beside(self._look_into, path, described))
-            except TierError as error:
-                # It takes room that the cap has to know of, and holds nothing that can be had.
-                log.error("cold: %s", error)
-                self.has_less()
+            if (one := await self._look_into(path, None)) is not None:
+                found.append(one)
+        found = refuse_copies(found)
+        # What the index has lost may be described by a sealed segment.
+        footers = {identity: spec for one in found for identity, spec in one.spaces}
+        for at, one in enumerate(found):
+            if one.head is not None and not one.sealed:
+                found[at] = await self._look_into(one.path, footers | described) or one
         found.sort(key=lambda one: one.head.sequence if one.head else -1)
-        fitting = [one for one in found if one.nbytes == self._segment_bytes]
-        stay = fitting[max(0, len(fitting) - max(0, self._most)) :]
+        stay = self._fitting(found)
         kept = {one.path for one in stay}
+        if others := sum(one.nbytes != self._segment_bytes for one in stay):
+            log.warning(
+                "cold: %s: %d segments of tenant %s have another size than cold.segment says now (%d bytes):"
+                " they are used as they are until it is their turn to be reused",
+                self.volume.directory, others, self.tenant, self._segment_bytes,
+            )  # fmt: skip
         for one in found:
+            if one.warning:
+                log.warning("cold: %s: %s", one.path, one.warning)
             if one.path not in kept:
                 await self.drive.beside(self._remove, one.path)
         self.described = self._still_described(described, stay)
         return stay
 
-    def _look_into(self, path: Path, described: Mapping[bytes, KvSpec]) -> Recovered:
-        one = recover(path, tenant_digest(self.tenant), described)
+    def _fitting(self, found: Sequence[Recovered]) -> list[Recovered]:
+        """Those that there is room for, the newest first. One of another size than new ones is kept for what
+        it holds, unless there is no room for three such: then it could never leave."""
+        stay, room = [], self._most_bytes
+        for one in reversed(found):
+            other = one.nbytes != self._segment_bytes
+            unfit = other and (one.head is None or one.nbytes > self._most_bytes // LEAST_TO_LEAVE)
+            if not (one.foreign or unfit) and one.nbytes <= room:
+                stay.append(one)
+                room -= one.nbytes
+        return stay[::-1]
+
+    async def _look_into(
+        self, path: Path, described: Mapping[bytes, KvSpec] | None
+    ) -> Recovered | None:
+        """What a file holds; None where that can't be known."""
+        try:
+            return await self.drive.beside(self._recover, path, described)
+        except TierError as error:
+            # It takes room that the cap has to know of, and holds nothing that can be had.
+            log.error("cold: %s", error)
+            self.has_less(path)
+            return None
+
+    def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
+        one = recover(path, self.owner, described)
         if one.head is not None:
-            one.leave_out(self.volume.buried(one.head))
             one.used = self.volume.uses.pages(one.head.epoch)
             one.split()
         return one
@@ -482,21 +590,25 @@ class Shelf:
         return {identity: spec for identity, spec in described.items() if identity in there}
 
     def _remove(self, path: Path) -> None:
-        log.warning("cold: %s goes: there is no place for it any more", path)
+        log.warning("cold: %s is removed: it is not used, or cold.size has no room for it", path)
         try:
             path.unlink()
         except OSError as error:
             log.error("cold: %s can't be removed: %s", path, error)
-            self.has_less()
+            self.has_less(path)
 
-    def has_less(self) -> None:
+    def has_less(self, path: Path | None = None) -> None:
         """A file takes the place of one of its segments, and is no use."""
         self.unreadable += 1
-        self._most -= 1
+        nbytes = self._segment_bytes
+        if path is not None:
+            with contextlib.suppress(OSError):
+                nbytes = max(nbytes, path.lstat().st_size)
+        self._most_bytes -= nbytes
 
     def not_taken_up(self, one: Recovered, error: Exception) -> None:
         log.error("cold: %s can't be taken up: %s", one.path, error)
-        self.has_less()
+        self.has_less(one.path)
 
     def take_up(self, one: Recovered) -> Segment:
         """A segment that a start has found. Raises OSError where it can't be opened."""
@@ -510,7 +622,7 @@ class Shelf:
         self._numbering.sequence = max(
             self._numbering.sequence, one.head.sequence + entries_of(one) + 1
         )
-        segment.buried = list(one.left_out)
+        segment.tombstones = one.tombstones
         if not one.sealed:
             self._seal_late(segment, one)
         return segment

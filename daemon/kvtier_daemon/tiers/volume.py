@@ -1,6 +1,7 @@
 """A directory of the cold tier: whose it is, its index, its segment files.
 
 DIRECTORY/kvtier.lock              held by the daemon that uses it
+          kvtier.id                16 random bytes: segments of another directory are not used in this one
           index/                   LMDB
           segments/TENANT/000017   4096-byte pages, see segment.py
 """
@@ -10,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
+import hmac
 import logging
 import os
-import struct
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.index import CLOSE_S, FIRST_MAP_BYTES, Index
-from kvtier_daemon.tiers.segment import Head
+from kvtier_daemon.owned import distrust, distrust_cold
 from kvtier_daemon.tiers.use import Uses
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ SEGMENTS = "segments"
 # What is not segments: lock, directories, and the index as far as it may grow.
 INDEX_SHARE = 1 / 256
 OTHER_BYTES = 1 << 20
-BURIED = struct.Struct(">QI")  # epoch, page
+NAME = "kvtier.id"
+NAME_BYTES = 16
+OWNER_DOMAIN = b"kvtier.segments.2\0"
 
 
 class Volume:
@@ -48,9 +50,10 @@ class Volume:
             raise TierError(
                 f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed"
             )
-        self._buried: dict[int, list[int]] = {}
         self._lock_fd, self._folder_fd = _locked(directory)
         try:
+            self.name = _named(self._folder_fd, directory)
+            self._tell_of_no_index()
             self.index = Index(directory / "index", self.index_bytes)
         except BaseException:
             os.close(self._lock_fd)
@@ -85,7 +88,8 @@ class Volume:
         folder = self.directory / SEGMENTS / tenant
         if not folder.is_dir():
             return []
-        return sorted(path for path in folder.iterdir() if path.name.isdecimal() and path.is_file())
+        files = (path for path in folder.iterdir() if path.name.isdecimal())
+        return sorted(path for path in files if not path.is_dir())
 
     def lacks_bytes(self) -> int:
         """How much of what its segments may take the file system has not. Waits for the disk."""
@@ -94,20 +98,22 @@ class Volume:
         there = sum(path.stat().st_blocks * 512 for path in files)
         return max(0, self.segments_bytes - there - found.f_frsize * found.f_bavail)
 
-    def buried(self, head: Head) -> list[int]:
-        """The pages of those frames of this segment that were forgotten before this start."""
-        return self._buried.pop(head.epoch, [])
+    def owner(self, tenant: str, secret: bytes) -> bytes:
+        """What the heads of this tenant's segments here say whose they are by. Segments of another
+        secret, or copied from another directory, do not match it."""
+        return hmac.digest(secret, OWNER_DOMAIN + self.name + tenant.encode(), "sha256")
 
     def read_index(self) -> None:
-        """Learn from the index what was forgotten, and what was wanted. Waits for the disk."""
-        self.read_buried()
+        """Learn from the index what was wanted. Waits for the disk."""
         self.uses.load()
 
-    def read_buried(self) -> None:
-        for key, _ in self.index.entries(b"forgotten"):
-            if len(key) == BURIED.size:
-                epoch, page = BURIED.unpack(key)
-                self._buried.setdefault(epoch, []).append(page)
+    def _tell_of_no_index(self) -> None:
+        data = self.directory / "index" / "data.mdb"
+        if not data.exists() and any(map(self.files, self.tenants())):
+            log.warning(
+                "cold: %s has segments and no index: a new index is begun; forgotten blocks stay forgotten,"
+                " the order of eviction and blocks in open segments may be lost", self.directory,
+            )  # fmt: skip
 
     def make(self, path: Path, nbytes: int) -> int:
         """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing
@@ -166,11 +172,6 @@ def is_volume(directory: Path) -> bool:
     return (directory / LOCK).is_file() and (directory / "index").is_dir()
 
 
-def buried_key(head: Head, page: int) -> bytes:
-    """How the index names a frame that was forgotten. The epoch is a random number of 64 bits."""
-    return BURIED.pack(head.epoch, page)
-
-
 def space_key(tenant: str, identity: bytes) -> bytes:
     """How the index names a description."""
     return tenant.encode() + b"\0" + identity
@@ -180,16 +181,20 @@ def open_direct(path: Path | str, flags: int = 0, folder: int | None = None) -> 
     """Open for reading and writing past the page cache, where the file system can."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder)
+        return _ours(path, os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=folder))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder)
+        return _ours(path, os.open(path, flags & ~os.O_EXCL, 0o600, dir_fd=folder))
 
 
-def tenant_digest(tenant: str) -> bytes:
-    """What a segment's head says whose it is by."""
-    return hashlib.sha256(tenant.encode()).digest()
+def _ours(path: Path | str, fd: int) -> int:
+    """The same descriptor, unless another user has put the file there or has it too: PermissionError."""
+    why, fix = distrust(Path(path), os.fstat(fd), file=True)
+    if why:
+        os.close(fd)
+        raise PermissionError(errno.EPERM, f"{why}; run `{fix}`")
+    return fd
 
 
 def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
@@ -199,9 +204,44 @@ def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
     for key, text in volume.index.entries(b"spaces"):
         if key.startswith(start):
             # What can't be read is not known: its frames without a footer are misses.
-            with contextlib.suppress(msgspec.MsgspecError):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError):  # text that is not UTF-8
                 found[key[len(start) :]] = msgspec.msgpack.decode(text, type=KvSpec)
     return found
+
+
+def _refuse_others(directory: Path) -> None:
+    """Raises TierError where another user could have put something into the directory."""
+    why, fix = distrust_cold(directory)
+    if why:
+        raise TierError(
+            f"cold: {why}, so a segment may be another's; run `{fix}`, or name another directory"
+        )
+
+
+def _named(folder: int, directory: Path) -> bytes:
+    """The random name of this directory, made at its first use and then on disk for good."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(NAME, os.O_RDONLY | flags, dir_fd=folder)
+            with os.fdopen(fd, "rb") as file:
+                name = file.read(NAME_BYTES + 1)
+            if len(name) == NAME_BYTES:
+                return name
+            log.error(
+                "cold: %s is damaged: a new one is made, and no segment counts", directory / NAME
+            )
+        name, new = os.urandom(NAME_BYTES), f"{NAME}.new"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600, dir_fd=folder)
+        with os.fdopen(fd, "wb") as file:
+            file.write(name)
+            file.flush()
+            os.fsync(fd)
+        os.rename(new, NAME, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
+    except OSError as error:
+        raise TierError(f"cold: {directory / NAME} can't be used: {error.strerror}") from error
+    return name
 
 
 def _locked(directory: Path) -> tuple[int, int]:
@@ -210,6 +250,7 @@ def _locked(directory: Path) -> tuple[int, int]:
         try:
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
+            _refuse_others(directory)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)

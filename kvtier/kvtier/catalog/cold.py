@@ -26,6 +26,7 @@ from kvtier.wire import CAME, DIGEST_BYTES, DISK, MEMORY, SLOT_BYTES, WENT
 COLD, PROMOTING = 5, 6  # what `Store.states` says of a block, after the wire's outcomes
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, 0
 FRAME_BYTES = FRAME.size
+ROW_BYTES = 128  # of a footer's entry
 PLACE_BYTES = 8  # of which the first two say where it lies
 USED, ONLY_THERE = 1, 2  # what `Store.in_segment` says
 WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
@@ -488,7 +489,11 @@ class Cold:
         """Know what a segment's footer lists of this space: (blocks that are on disk now and were not, rows
         that are none of its blocks). Of two frames of a block the one restored later counts; one in memory
         that has none gets this one. `used` has the pages, 4 bytes each in ascending order, of frames whose
-        blocks were wanted since they were written."""
+        blocks were wanted since they were written. Where the space is open under another description than the
+        footer's, none of the rows is its."""
+        known = self._spaces.named(identity)
+        if known is not None and known.spec != spec:
+            return 0, len(rows) // ROW_BYTES
         space = self._spaces.open(identity, spec, NOBODY)
         try:
             self._spaces.settle(space)

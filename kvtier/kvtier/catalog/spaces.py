@@ -83,9 +83,10 @@ class Spaces:
         return iter(self._of.values())
 
     def open(self, identity: bytes, spec: KvSpec, session: SessionId) -> Space:
-        """The space of this identity, made on first sight."""
+        """The space of this identity, made on first sight. One that a start found under another description
+        is not this space, and is not found by its identity from then on."""
         space = self._by_identity.get(identity)
-        if space is None:
+        if space is None or space.spec != spec:
             if len(self._of) >= LIMIT_SPACES:
                 self._retire(list(self._of.values()))
             if len(self._of) >= LIMIT_SPACES:
@@ -161,4 +162,6 @@ class Spaces:
         """Those go that nobody uses and that hold nothing."""
         for space in spaces:
             if not space.users and self.unsettle(space):
-                del self._of[space.number], self._by_identity[space.identity]
+                del self._of[space.number]
+                if self._by_identity.get(space.identity) is space:
+                    del self._by_identity[space.identity]

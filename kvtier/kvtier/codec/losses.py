@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from kvtier.codec import grid, raw
 from kvtier.codec.arranged import Arranged, order_of
@@ -101,6 +102,16 @@ class Losses:
         """The identity of this tenant's space."""
         loss = self.look(spec)
         return space_id(spec, tenant, loss.name if isinstance(loss, Loss) else "")
+
+    def describes(self, identity: bytes, spec: KvSpec, tenant: str) -> bool:
+        """Whether this tenant's space of that description has this identity, with any loss known here."""
+        calibrated = (
+            f"{asked}:{profile.name.hex()}"
+            for asked in CALIBRATED
+            for profile in self._profiles.values()
+        )
+        names = chain(("", *FIXED), calibrated)
+        return any(identity == space_id(spec, tenant, name) for name in names)
 
     def of(self, identity: bytes, spec: KvSpec, tenant: str) -> Loss | None:
         """The loss of the space of this identity. None where it has none, or one that is not ours to know: of
