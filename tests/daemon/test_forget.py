@@ -8,6 +8,7 @@ import errno
 import os
 import struct
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from daemon.test_cold import BLOCK, SEGMENT, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
+from kvtier.codec import frame
 from kvtier.codec.frame import PAGE
 from kvtier.policy.base import make
 from kvtier_daemon.index import Index
@@ -148,6 +150,11 @@ def held(folder: Path) -> bytes:
     return b"".join(path.read_bytes()[PAGE:] for path in files)
 
 
+def starts(text: bytes) -> set[bytes]:
+    """Pieces of 64 bytes, where a block's may lie."""
+    return {text[at : at + 64] for at in range(0, len(text), 64)}
+
+
 async def frames(tenant: Tenant, count: int) -> None:
     """Wait until so many blocks are on disk."""
     frames_in, segments = tenant.catalog.cold.frames_in, tenant.bench.tier.segments
@@ -176,17 +183,18 @@ def test_what_earlier_uses_of_a_segment_have_left_is_erased_too(tmp_path: Path) 
         shelf._most_bytes = 3 * SEGMENT
         for number in range(6 * SEGMENT // BLOCK):
             tenant.save(number)
-            await tenant.on_disk(number + 1)
+            await tenant.on_disk(number - SLOTS // 4)  # else some are evicted unwritten
+        await tenant.on_disk(number + 1)
         stale = [at for at in range(number + 1) if not tenant.knows(at)]
-        assert any(pattern(key(at), 4096) in held(tmp_path) for at in stale)
+        before = starts(held(tmp_path))
+        assert any(pattern(key(at), 64) in before for at in stale)
         kept = [at for at in range(number + 1) if tenant.knows(at)][-3:]
         assert await tenant.forget(*(at for at in range(number + 1) if at not in kept)) == ""
         await frames(tenant, 3)
         assert await erased(tenant) == ""
-        text = held(tmp_path)
+        after = starts(held(tmp_path))
         # The block of key 0 is all zeros.
-        assert [at for at in range(1, number + 1) if pattern(key(at), 64) in text] == kept
-        assert all(pattern(key(at), BLOCK) in text for at in kept)
+        assert [at for at in range(1, number + 1) if pattern(key(at), 64) in after] == kept
         for at in range(5000, 5006):  # and it is written to as before
             tenant.save(at)
         await frames(tenant, 9)
@@ -232,6 +240,39 @@ def test_what_is_erased_is_not_used_again_meanwhile(
     run(work())
 
 
+def test_a_free_segment_is_not_begun_while_it_is_erased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    erasing, go = threading.Event(), threading.Event()
+    erase = erasing_module.erase
+
+    def slow(*arguments: Any) -> None:
+        erasing.set()
+        assert go.wait(30)
+        erase(*arguments)
+
+    monkeypatch.setattr(shelf_module, "erase", slow)
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, segment = await tenant.sealed(5)
+        assert shelf.log.leave() is segment
+        tenant.catalog.cold.drop_segment(segment.number)
+        shelf.left(segment)
+        await tenant.bench.tier.settled("t")
+        assert segment in shelf.log.free and segment.leftover
+        going = asyncio.create_task(erased(tenant))
+        assert await asyncio.to_thread(erasing.wait, 30)
+        assert segment not in shelf.log.free and segment.stage is Stage.FREEING
+        go.set()
+        assert await going == ""
+        assert segment in shelf.log.free and not segment.leftover
+        await tenant.kill()
+
+    run(work())
+
+
 def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,9 +286,62 @@ def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
             assert "Input/output error" in await erased(tenant)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(8)) == [0, 1, 2, 4, 6, 7]
+        again = Tenant(tmp_path)  # it can be asked for again, though nothing is left to forget
+        await again.start()
+        assert await erased(again) == ""
+        text = held(tmp_path)
+        assert [at for at in range(1, 8) if pattern(key(at), 64) in text] == [1, 2, 4, 6, 7]
+        await again.kill()
 
     def broken(*_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run(work())
+
+
+def good_frames(segment: Segment, places: Iterable[int]) -> int:
+    """How many frames there are at these pages of a file, all of which are what was saved."""
+    text, count = Path(segment.path).read_bytes(), 0
+    for page in places:
+        at = page * PAGE
+        one = frame.decode(text[at : at + frame.peek(text[at : at + PAGE])])
+        payload = text[at + one.header_bytes :][: one.payload_bytes]
+        assert payload == pattern(one.identity.key, BLOCK)
+        count += 1
+    return count
+
+
+def test_what_is_written_while_others_are_erased_stays(tmp_path: Path) -> None:
+    """Segments are sealed, left, freed and begun again meanwhile."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        tenant.bench.tier.shelves["t"][0]._most = 4
+        rounds = 0
+
+        async def erase_on() -> None:
+            nonlocal rounds
+            while not over.is_set():
+                assert await erased(tenant) == ""
+                rounds += 1
+
+        over = asyncio.Event()
+        erasing = asyncio.create_task(erase_on())
+        saves = 8 * SEGMENT // BLOCK
+        for number in range(1, saves):
+            tenant.save(number)
+            if number % 4 == 0:
+                await tenant.on_disk(number - 8)
+                assert await tenant.forget(number - 1) == ""
+        await tenant.on_disk(saves - SLOTS)
+        over.set()
+        await erasing
+        assert rounds > 3
+        frames_in = tenant.catalog.cold.frames_in
+        good = [good_frames(one, frames_in(one.number)) for one in tenant.bench.tier.segments]
+        assert sum(good) >= 4
+        await tenant.kill()
 
     run(work())
 

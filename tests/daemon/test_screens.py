@@ -77,6 +77,16 @@ def test_a_tier_that_fails_or_is_switched_off_leaves_the_bars_as_they_are() -> N
     assert "until `kvtier tier on cold`" in said and "switched off" not in said
 
 
+@pytest.mark.parametrize("view", ["tiers", "hits"])
+def test_the_hits_in_all_come_before_those_of_each_tier(view: str) -> None:
+    rows = [line.split() for line in drawn(view, Room(78, 20))]
+    lines = [row for row in rows if row[:1] == ["hit"] and row[1] != "rate"]
+    names = [line[1] if line[1] in ("warm", "cold") else "all" for line in lines]
+    assert names == ["all", "warm", "cold"]
+    total, *each = [int(line[-1].replace(",", "")) for line in lines]
+    assert total == sum(each) > 0
+
+
 def test_rates_are_in_the_unit_that_says_something() -> None:
     lines = drawn("tiers", Room(78, 20))
     said = [" ".join(line.split()[:5]) for line in lines if "→" in line]

@@ -471,7 +471,7 @@ def test_nothing_of_what_was_purged_is_left_on_disk(
     assert not pieces_on_disk(tmp_path) & written
     text = b"".join(path.read_bytes() for path in (tmp_path / "cold").rglob("*") if path.is_file())
     assert not any(key in text for key in going), "a block is its key, again and again"
-    assert "on disk erased" in done.stdout
+    assert "erased from the disk" in done.stdout
     daemon = daemon_of(folder=tmp_path / "d", config=config)
     left = 20 if what == "--space" else 0
     with daemon.connect() as client:

@@ -71,8 +71,8 @@ def examined(
     world = checks.World()
     loaded, trouble = _loaded(config)
     stats, why = _stats(socket or (loaded.config.socket if config and loaded else None))
-    if config is None and stats is not None:
-        loaded, trouble = _in_force(socket, loaded)
+    if config is None and stats is not None and (trouble is None or trouble.level != "fail"):
+        loaded, trouble = _in_force(socket, loaded, trouble)
     found = checks.examine(world, loaded, stats, why)
     found.append(checks.io_uring())
     if trouble is not None:
@@ -103,8 +103,10 @@ def _loaded(config: Path | None) -> tuple[Loaded | None, Found | None]:
     return loaded, Found("configuration", Level.ok, f"{file or 'environment'} is understood")
 
 
-def _in_force(socket: Path | None, otherwise: Loaded | None) -> tuple[Loaded | None, Found]:
-    """What the daemon that answers runs with, or, where it does not tell that, `otherwise`."""
+def _in_force(
+    socket: Path | None, local: Loaded | None, found: Found | None
+) -> tuple[Loaded | None, Found | None]:
+    """What the daemon that answers runs with, or, where it does not tell that, what was found here."""
     from kvtier.errors import ConfigError, KvtierError
     from kvtier_daemon.beside.doctor import Found, Level
     from kvtier_daemon.cli.config import ask_daemon, loaded_of
@@ -113,11 +115,13 @@ def _in_force(socket: Path | None, otherwise: Loaded | None) -> tuple[Loaded | N
         told = ask_daemon(socket, "show")
         loaded = loaded_of(told["keys"])
     except ConfigError as error:
-        return otherwise, Found("configuration", Level.warn, str(error), "give it by --config FILE")
+        return local, Found("configuration", Level.warn, str(error), "give it by --config FILE")
     except KvtierError as error:
+        if local is not None:
+            return local, found
         value = f"the daemon does not tell the one that it runs with: {error}"
         fix = "run this as root or as the daemon's user, or give it by --config FILE"
-        return otherwise, Found("configuration", Level.warn, value, fix)
+        return None, Found("configuration", Level.warn, value, fix)
     source = told["file"] or "flags and environment"
     return loaded, Found("configuration", Level.ok, f"in force in the daemon, from {source}")
 

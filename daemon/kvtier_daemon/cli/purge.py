@@ -116,5 +116,5 @@ def _said(report: dict[str, Any]) -> str:
             " back from disk after a restart, and not all is erased from the disk. Run it again to end it"
         )
     if report["erased_files"]:
-        done += f"; {count(report['erased_files'], 'file')} on disk erased of them"
+        done += f", and erased from the disk: {count(report['erased_files'], 'file')} gone through"
     return done
