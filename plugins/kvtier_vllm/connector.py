@@ -134,6 +134,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- the scheduler's side ----------------------------------------------------------------
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """vLLM's default raises where there are several pipeline stages, which ends the engine at its start.
+        Such an engine is declined; another connector's metadata may still come here."""
+        self.set_xfer_handshake_metadata(
+            {rank: one for (stage, rank), one in metadata.items() if stage == 0}
+        )
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers have registered their caches: the space can be opened. Beside another connector this
         may be what that one's workers told; then it is opened when ours have, with their first step."""
@@ -264,8 +271,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._pages = PagesTold(pages.digest)
 
-    def get_handshake_metadata(self) -> PagesMetadata:
-        return PagesMetadata(self._pages)
+    def get_handshake_metadata(self) -> PagesMetadata | None:
+        """None where this engine is declined: of several connectors the first that has some is told."""
+        return None if self._layout is None else PagesMetadata(self._pages)
 
     def _step(self) -> Step | None:
         meta = self._get_connector_metadata()
