@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 
 from kvtier import KvSpec
 from kvtier_vllm.line import Line, Session
 
 
 class Daemon:
-    """Has no session before it is opened, nor while it is away. `counts` is told of those that were lost."""
+    """Has no session before it is opened, nor while it is away."""
 
-    def __init__(self, socket: str | None, counts: Counter[str]) -> None:
+    def __init__(self, socket: str | None) -> None:
         self.line: Line | None = None
         self._socket = socket
-        self._counts = counts
 
     def open(self, spec: KvSpec) -> None:
         """Connect, and open this space, in the background."""
@@ -33,7 +31,6 @@ class Daemon:
         return self.line is None or self.line.tried
 
     def lost(self, session: Session, why: object) -> None:
-        self._counts["lost"] += 1
         assert self.line is not None
         self.line.lost(session, str(why))
 

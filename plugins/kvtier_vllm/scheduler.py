@@ -68,7 +68,7 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._forecast = Forecast()
         self._seats = Seats(layout.shards.ranks)
-        self._daemon = daemon = Daemon(options.socket, self.counts)
+        self._daemon = daemon = Daemon(options.socket)
         self._events = Events(layout) if events else None
         self._watch = Watch(self._events, daemon, self.counts) if self._events else None
         self._names = Names(layout, self._events)
@@ -122,7 +122,10 @@ class SchedulerSide:
     def _answer(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
         session = self._daemon.session
         if session is None:
-            return self._give_up(prompt, "no_daemon") if self._daemon.tried else None
+            promised = self._what_is_ready(prompt, computed, now)
+            if promised is not None or not self._daemon.tried:
+                return promised
+            return self._give_up(prompt, "no_daemon")
         prompt.belong(session)
         lease = prompt.lease
         if lease is None or not self._held(prompt, now):
@@ -146,9 +149,9 @@ class SchedulerSide:
         return self._give_up(prompt, "rank_away")
 
     def _what_is_ready(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
-        """Of what was waited for, what has come."""
-        session, lease = self._daemon.session, prompt.lease
-        if session is None or lease is None or prompt.session is not session:
+        """Of what was waited for, what has come. The memory of a daemon that is gone is still mapped."""
+        session, lease = prompt.session, prompt.lease
+        if session is None or lease is None:
             return None
         some = lease.ready * self._layout.block_tokens > computed
         good = some and self._held(prompt, now) and self._seats.read(session, lease)
@@ -290,6 +293,7 @@ class SchedulerSide:
 
     def _move(self, session: Session | None) -> None:
         """Keep nothing of the last session: its arena would stay mapped."""
+        self.counts["lost"] += self._with is not None
         self._with = session
         for prompt in self._prompts.values():
             if prompt.session is not session:
