@@ -419,14 +419,14 @@ class NumbersEngine:
     def __init__(
         self, model: str, folder: Path, socket: str | None = None, *, blocks: int = 200,
         budget: int = 64, asynchronous: bool = False, sleeps: bool = False, hasty: bool = False,
-        extra: dict[str, Any] | None = None, beside: str = "",
+        extra: dict[str, Any] | None = None, beside: str = "", role: str = "kv_both",
         tune: Callable[[VllmConfig], None] = lambda config: None, **changes: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         transfer = socket and {
             "kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_role": role, "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "socket": socket, "weights": model, "patience_ms": PATIENCE_MS,
             } | (extra or {}),

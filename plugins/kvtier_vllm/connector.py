@@ -90,6 +90,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             # The next step is on its way before it is known what the last one left unfilled: what it computes
             # from that would be saved. Loads between steps are over before anything is computed from them.
             self._options = msgspec.structs.replace(self._options, load="async")
+        if not self._kv_transfer_config.is_kv_producer:
+            self._options = msgspec.structs.replace(self._options, save=False)
         self._layout: Layout | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -106,7 +108,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             told = vllm_config.kv_events_config
             events = told is not None and told.enable_kv_cache_events
-            self._scheduler = SchedulerSide(self._layout, self._options, events=events)
+            self._scheduler = SchedulerSide(
+                self._layout, self._options, events=events,
+                loads=self._kv_transfer_config.is_kv_consumer,
+            )  # fmt: skip
             if note:
                 log.warning("kvtier: %s", note)
 

@@ -45,7 +45,7 @@ log = logging.getLogger("vllm.kvtier")
 
 
 class SchedulerSide:
-    """One for each engine. `clock` is monotonic, in seconds."""
+    """One for each engine. `clock` is monotonic, in seconds. Without `loads` nothing is ever loaded."""
 
     def __init__(
         self,
@@ -53,12 +53,14 @@ class SchedulerSide:
         options: Options,
         clock: Callable[[], float] = time.monotonic,
         events: bool = False,
+        loads: bool = True,
     ) -> None:
         self.stats = Stats()
         self.counts = self.stats.counts
         self.timelines = Timelines(options.timeline, clock)
         self._layout = layout
         self._options = options
+        self._may_load = loads
         self._clock = clock
         self._spec = b""
         self._steps = 0
@@ -180,7 +182,7 @@ class SchedulerSide:
         if prompt is None:
             extras = self._adapters.extras(request)
             wishes = read_wishes(request.kv_transfer_params)
-            may_load = wishes.load and not request.skip_reading_prefix_cache
+            may_load = self._may_load and wishes.load and not request.skip_reading_prefix_cache
             may_save = wishes.save and self._options.save
             named = extras is not None
             if not named:
