@@ -67,6 +67,7 @@ def _told(lookup: Lookup, now: float) -> dict[str, Any]:
         "blocks": lookup.blocks,
         "ready": lookup.ready,
         "coming": lookup.coming,
+        "used": lookup.used,
         "why": lookup.why,
         "missing": lookup.missing.hex(),
     }

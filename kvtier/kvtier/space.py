@@ -169,17 +169,27 @@ class Space:
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
             return 0
+        blocks = good = 0
         try:
             part, nbytes = lease.part(group, shard), self.block_bytes(group)
             count = len(part.slots) // wire.SLOT_BYTES
             wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
             good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
+            # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
+            whole = self.spec.cache_groups[group].kind == "full"
+            blocks = lease.ready if good == count else good if whole else 0
         finally:
-            lease.release()
-        if good == count:
-            return lease.ready
-        # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
-        return good if self.spec.cache_groups[group].kind == "full" else 0
+            lease.release(*self.used(group, shard, blocks, good))
+        return blocks
+
+    def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]:
+        """The tokens and bytes that a load of one part used, for `Lease.release`. All parts are of the same
+        tokens: those of the first one count."""
+        first = (group, shard) == (0, 0)
+        return (
+            blocks * self.spec.block_tokens if first else 0,
+            slots * self.block_bytes(group) if blocks else 0,
+        )
 
     def _check_place(self, group: int, shard: int) -> None:
         groups = self.spec.cache_groups

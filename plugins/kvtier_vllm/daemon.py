@@ -16,10 +16,12 @@ class Daemon:
         self.line: Line | None = None
         self._socket = socket
 
-    def open(self, spec: KvSpec) -> None:
+    def open(self, spec: KvSpec, engine: str) -> None:
         """Connect, and open this space, in the background."""
         name = f"vllm scheduler {os.getpid()}"
-        self.line = Line(self._socket, spec, name, populate=False, level=logging.WARNING)
+        self.line = Line(
+            self._socket, spec, name, populate=False, level=logging.WARNING, engine=engine
+        )
 
     @property
     def session(self) -> Session | None:

@@ -41,14 +41,16 @@ class Line:
     of an engine only the scheduler's does so as a warning."""
 
     def __init__(
-        self, socket: str | None, spec: KvSpec, name: str, populate: bool, level: int = logging.INFO
-    ) -> None:
+        self, socket: str | None, spec: KvSpec, name: str, populate: bool, level: int = logging.INFO,
+        engine: str = "",
+    ) -> None:  # fmt: skip
         self.session: Session | None = None
         self._first = threading.Event()
         self.why = ""
         self._socket = socket
         self._spec = spec
         self._name = name
+        self._engine = engine
         self._populate = populate
         self._level = level
         self._old: Session | None = None
@@ -167,8 +169,9 @@ class Line:
 
     def _connected(self) -> Session:
         client = Client.connect(
-            self._socket, timeout_s=CONNECT_S, populate=self._populate, name=self._name
-        )
+            self._socket, timeout_s=CONNECT_S, populate=self._populate, name=self._name,
+            engine=self._engine,
+        )  # fmt: skip
         try:
             return Session(client, client.open(self._spec), client.reader())
         except BaseException:

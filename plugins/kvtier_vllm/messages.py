@@ -51,7 +51,8 @@ class Save:
 
 @dataclass(slots=True)
 class Step:
-    """From the scheduler to every rank. `spec` describes the space until all have opened it. `daemon_run`:
+    """From the scheduler to every rank. `spec` names the engine and describes the space, until all have opened
+    it. `daemon_run`:
     what the scheduler is connected to, of so many extents. `overwritten`: saves whose pages this step gives
     to somebody else. `idle`: nothing is computed."""
 

@@ -10,6 +10,7 @@ copy them.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -82,8 +83,9 @@ class SchedulerSide:
 
     def open(self, spec: KvSpec) -> None:
         """Connect, and open this space, in the background."""
-        self._spec = msgspec.msgpack.encode(spec)
-        self._daemon.open(spec)
+        engine = secrets.token_hex(8)
+        self._spec = msgspec.msgpack.encode((engine, spec))
+        self._daemon.open(spec, engine)
 
     def close(self) -> None:
         self.timelines.close()

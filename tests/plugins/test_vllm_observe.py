@@ -575,3 +575,35 @@ def test_a_file_has_its_limit(
         engine.serve(PROMPT)
     engine.until(lambda: not engine.scheduler.timelines._thread.is_alive())
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_daemon_is_told_what_an_engine_used(
+    warm: Daemon, engine_of: EngineOf, ranks: int
+) -> None:
+    """Not what it found: a request that is given up, or that has its prefix in the engine, uses nothing."""
+    engine = engine_of(warm, layout_of(ranks=ranks))
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    engine.finish(request)
+    engine.settle()
+    stats = warm.stats()
+    assert stats["hit_tokens"]["warm"] == 8 * BLOCK
+    assert stats["used_tokens"]["warm"] == stats["bytes"]["loaded"] == 0
+    engine.serve(PROMPT)
+    stats = warm.wait_for(lambda stats: stats["bytes"]["loaded"] > 0)
+    assert stats["used_tokens"] == {"warm": 8 * BLOCK, "cold": 0}
+    assert stats["bytes"]["loaded"] == 8 * BYTES * ranks == engine.scheduler.counts["loaded_bytes"]
+
+
+def test_an_engine_counts_once_whatever_its_ranks(warm: Daemon, engine_of: EngineOf) -> None:
+    """Its scheduler and each of its ranks have a session."""
+    engine = engine_of(warm, layout_of(ranks=2))
+    engine.serve(PROMPT)
+    stats = warm.wait_for(lambda stats: stats["sessions"] == 3)
+    assert stats["engines"] == stats["tenants"]["default"]["engines"] == 1
+    with warm.connect() as client:
+        client.open(spec_for(engine.layout))
+        assert warm.stats()["engines"] == 2
