@@ -136,6 +136,26 @@ class Space:
         before it. The daemon compares loads with it, for all who use this space. Not waited for."""
         self.link.tell(wire.Prefill(0, self.index, token_s, context_s))
 
+    def kept(self) -> tuple[int, int]:
+        """How many blocks, of all groups and shards, are in memory and how many on disk: one may be in both.
+        Asks in pieces, of all that the tenant has: for people, not for each request."""
+        asked = wire.Spaces(self.link.new_id(), "", self.index)
+        told = self.link.ask(asked, wire.Report).stats["spaces"]
+        (number,) = [
+            one["index"]
+            for one in msgspec.msgpack.decode(told)
+            if one["identity"] == self.identity.hex()
+        ] or [-1]
+        first = memory = disk = 0
+        while number >= 0:
+            piece = self.link.ask(wire.List(self.link.new_id(), "", -1, first), wire.Listed)
+            for space, in_memory, on_disk, *_ in wire.TALLY.iter_unpack(piece.rows):
+                if space == number:
+                    memory, disk = memory + in_memory, disk + on_disk
+            if not (first := piece.next):
+                break
+        return memory, disk
+
     # --- loading -----------------------------------------------------------------------------
 
     def load(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 
 from kvtier import KvSpec
 from kvtier_vllm.line import Line, Session
 
 
 class Daemon:
-    """Has no session before it is opened, nor while it is away."""
+    """Has no session before it is opened, nor while it is away. `counts` is told of those that ended."""
 
-    def __init__(self, socket: str | None) -> None:
+    def __init__(self, socket: str | None, counts: Counter[str]) -> None:
         self.line: Line | None = None
         self._socket = socket
+        self._counts = counts
 
     def open(self, spec: KvSpec, engine: str) -> None:
         """Connect, and open this space, in the background."""
@@ -32,7 +34,14 @@ class Daemon:
         """Whether it is known that there is no session, where there is none."""
         return self.line is None or self.line.tried
 
+    def ended(self, session: Session) -> None:
+        """This session is over, whoever noticed that."""
+        if not session.counted:
+            session.counted = True
+            self._counts["lost"] += 1
+
     def lost(self, session: Session, why: object) -> None:
+        self.ended(session)
         assert self.line is not None
         self.line.lost(session, str(why))
 

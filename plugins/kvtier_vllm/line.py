@@ -12,8 +12,9 @@ import weakref
 from dataclasses import dataclass
 
 from kvtier import Client, KvSpec, KvtierError, Refused
-from kvtier.client import Reader
+from kvtier.client import Reader, default_socket
 from kvtier.space import Space
+from kvtier.units import format_bytes
 from kvtier_vllm.cores import spread
 
 log = logging.getLogger("vllm.kvtier")
@@ -27,11 +28,12 @@ LOOK_S, LOOK_MAX_S = 0.1, 5.0  # between looks for memory that the daemon adds
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A client with the engine's space open."""
+    """A client with the engine's space open. `counted`: its end is among the engine's counts."""
 
     client: Client
     space: Space
     reader: Reader
+    counted: bool = False
 
 
 class Line:
@@ -161,11 +163,31 @@ class Line:
         if self.why:
             log.log(self._level, "kvtier: %s: the daemon is back", self._name)
             self.why = ""
+        self._greet(session)
         self.session = session
         self._first.set()
         if self._closing.is_set():
             session.client.close()
         return None
+
+    def _greet(self, session: Session) -> None:
+        """Log what this engine is connected to: the scheduler's does, for all ranks."""
+        if self._populate:
+            return
+        client, path = session.client, self._socket or default_socket()
+        try:
+            tiers = client.stats()["tiers"]
+            memory, disk = session.space.kept()
+        except KvtierError as error:
+            log.info("kvtier: connected to %s; it does not say what it has: %s", path, error)
+            return
+        sizes = [f"{name} {format_bytes(one['capacity_bytes'])}" for name, one in tiers.items()]
+        log.info(
+            "kvtier: connected to kvtier %s at %s, tenant %s, %s; of this model (space %s) it has %s blocks"
+            " in memory and %s on disk",
+            client.daemon_version, path, client.tenant, ", ".join(sizes),
+            session.space.identity.hex()[:12], f"{memory:,}", f"{disk:,}",
+        )  # fmt: skip
 
     def _connected(self) -> Session:
         client = Client.connect(

@@ -71,7 +71,7 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._forecast = Forecast()
         self._seats = Seats(layout.shards.ranks)
-        self._daemon = daemon = Daemon(options.socket)
+        self._daemon = daemon = Daemon(options.socket, self.counts)
         self._events = Events(layout) if events else None
         self._watch = Watch(self._events, daemon, self.counts) if self._events else None
         self._names = Names(layout, self._events)
@@ -297,7 +297,8 @@ class SchedulerSide:
 
     def _move(self, session: Session | None) -> None:
         """Keep nothing of the last session: its arena would stay mapped."""
-        self.counts["lost"] += self._with is not None
+        if self._with is not None:
+            self._daemon.ended(self._with)
         self._with = session
         for prompt in self._prompts.values():
             if prompt.session is not session:

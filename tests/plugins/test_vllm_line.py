@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import kvtier
 from daemons import Daemon
 from kvtier_vllm import line as kvtier_line
 from kvtier_vllm.line import Line
@@ -69,3 +71,28 @@ def test_a_line_that_populates_maps_what_grows_while_nothing_is_asked(
     assert session is not None
     until(lambda: session.reader.extents == 16)
     line.close()
+
+
+def test_a_line_that_connects_says_to_what_and_what_there_is(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line for an engine: its ranks say nothing."""
+    daemon = daemon_of(folder=tmp_path)
+    spec = spec_of("line")
+    with daemon.connect() as client:
+        for other in ("another", "line"):
+            space = client.open(spec_of(other))
+            keys = space.keys(list(range(5 * space.spec.block_tokens)))
+            space.save(keys, bytes(5 * space.block_bytes()))
+        assert space.kept() == (5, 0)
+        assert client.open(spec_of("nothing")).kept() == (0, 0)
+    with caplog.at_level(logging.INFO, "vllm.kvtier"):
+        for populate in (False, True):
+            line = Line(daemon.socket, spec, "line", populate=populate)
+            assert line.first() is not None
+            line.close()
+            line._thread.join(20)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in said
+    assert "warm 64 MiB" in said
+    assert "it has 5 blocks in memory and 0 on disk" in said
