@@ -352,6 +352,10 @@ class Space:
         request = wire.Hint(self.link.new_id(), self.index, packed, importance)
         return self.link.ask(request, wire.Counted).blocks
 
+    def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
+        """The same, not waited for: no answer comes."""
+        self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, importance))
+
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """These blocks are not to be found from now on, after a restart of the daemon neither; how many
         there were. Raises Refused, `disk_failed`, where the second can't be promised."""

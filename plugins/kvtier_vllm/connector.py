@@ -246,9 +246,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        return False, None if self._scheduler is None else self._scheduler.finished(request)
 
     def reset_cache(self) -> bool:
         if self._scheduler is not None:

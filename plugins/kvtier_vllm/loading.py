@@ -96,6 +96,7 @@ class Loads:
             for shard in range(self._layout.shards.count)
         ]
         hit = prompt.hit = self._hit(prompt, start, stop)
+        prompt.got = prompt.got[0] + hit.warm, prompt.got[1] + hit.cold
         self._timelines.allocated(hit.request_id, {"warm": hit.warm, "cold": hit.cold})
         now = not prompt.between
         if now:
@@ -182,6 +183,8 @@ class Loads:
             loading.lease.release(hit.warm, loading.nbytes, hit.cold)
         else:
             loading.lease.release()
+            got = loading.prompt.got
+            loading.prompt.got = got[0] - hit.warm, got[1] - hit.cold
         self._timelines.mark(hit.request_id, "reported")
         if hit.good:
             counts["hit_tokens:warm"] += hit.warm

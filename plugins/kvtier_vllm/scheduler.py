@@ -40,7 +40,7 @@ from kvtier_vllm.seats import Seats
 from kvtier_vllm.stats import Miss, Stats
 from kvtier_vllm.timeline import Timelines
 from kvtier_vllm.watch import Watch
-from kvtier_vllm.wishes import read_wishes
+from kvtier_vllm.wishes import Wishes, read_wishes
 
 log = logging.getLogger("vllm.kvtier")
 
@@ -191,7 +191,7 @@ class SchedulerSide:
                 self.counts["miss:adapter"] += 1
             prompt = Prompt(
                 request, extras or b"", named and may_load, named and may_save,
-                wishes.pin_s if named else 0.0,
+                wishes if named else Wishes(asked=wishes.asked),
                 number=self._number(),
             )  # fmt: skip
             self._prompts[request.request_id] = prompt
@@ -380,17 +380,19 @@ class SchedulerSide:
 
     # --- the end of a request ----------------------------------------------------------------
 
-    def finished(self, request: Any) -> None:
-        """The request is over, or was given up. A load that is on its way ends by itself."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over, or was given up: what its response says. A load that is on its way ends by
+        itself."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
-            return
+            return None
         waits = prompt.waits
         prompt.release()
         self._questions.end(prompt, waits)
         self._loads.finished(request.request_id)
         self.timelines.finished(request.request_id)
         self._saves.finished(prompt)
+        return prompt.told()
 
     def new_generation(self) -> None:
         """Nothing that was saved so far is found from now on, by this engine."""

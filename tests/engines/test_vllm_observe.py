@@ -190,6 +190,10 @@ def test_a_pinned_prompt_outlives_others(engine: Any, listener: Listener) -> Non
     listener.until(engine, lambda: engine.metrics()["vllm:kvtier_pins:held"] > 0)
     hashes = set(chain(listener, "CPU", prompt(2)))
     assert len(hashes) == 10
+    engine.reset()
+    (one,) = engine.generate([prompt(2)], 8, parameters={"kvtier": {"pin": 600}})
+    assert one["told"]["kvtier"] == {"warm_tokens": TOKENS, "cold_tokens": 0, "pinned_blocks": 10}
+    assert engine.generate([prompt(2)], 1)[0]["told"] is None
     evicted = listener.evicted
     # More than memory holds.
     listener.until(engine, lambda: listener.evicted > evicted + 150, 20)
