@@ -120,9 +120,9 @@ class Adopt(Message, tag=5):
 
 
 class Release(Message, tag=6):
-    """The client reads no more under this lease, and says what it used of it: tokens by the tier that had
-    them when they were asked for first, and bytes, of all groups and shards. A prefix that the client had
-    itself, or never read, is not used."""
+    """The client has finished reading under this lease, and reports what it used: tokens by the tier that had
+    them when they were first asked for, and bytes of all groups and shards. A prefix that the client had
+    itself, or did not read, is not used."""
 
     lease: int
     warm_tokens: int = 0

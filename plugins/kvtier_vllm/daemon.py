@@ -35,7 +35,7 @@ class Daemon:
         return self.line is None or self.line.tried
 
     def ended(self, session: Session) -> None:
-        """This session is over, whoever noticed that."""
+        """Count the end of this session, once."""
         if not session.counted:
             session.counted = True
             self._counts["lost"] += 1

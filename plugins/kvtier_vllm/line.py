@@ -21,7 +21,7 @@ log = logging.getLogger("vllm.kvtier")
 
 CONNECT_S = 1.0
 PAUSE_S = 0.1
-PAUSE_MAX_S = 1.0  # between attempts: one costs some 20 us where nobody listens
+PAUSE_MAX_S = 1.0  # between attempts: one costs some 20 us where no daemon listens
 REFUSED_MAX_S = 5.0  # where a daemon refuses this client: another version, or too many clients
 LOOK_S, LOOK_MAX_S = 0.1, 5.0  # between looks for memory that the daemon adds
 
@@ -134,8 +134,8 @@ class Line:
         return fd in events
 
     def _look(self, session: Session, look_s: float) -> float | None:
-        """Ask for nothing, and so map the extents that came; when to look again: not any more once none came
-        for some seconds."""
+        """Ping, and so map the extents that were added; return when to look again, None once no extent was
+        added for some seconds."""
         extents = session.reader.extents
         try:
             session.client.ping()

@@ -1,4 +1,4 @@
-"""What clients used of what they found: the daemon counts it by their word, and not by what it handed out."""
+"""What clients used of what they found: the daemon counts what they report, not what it leased."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_two_who_join_a_lease_tell_what_each_used(space: Any, shared_daemon: Dae
 
 
 @pytest.mark.parametrize("told", [(-1, 0, 1), (0, 0, -1), (1, wire.LIMIT_USED + 1, 1)])
-def test_what_nobody_can_have_used_is_refused(space: Any, told: tuple[int, int, int]) -> None:
+def test_an_impossible_use_is_refused(space: Any, told: tuple[int, int, int]) -> None:
     client, space, keys = space
     lease = space.lease(keys)
     before = used(client)

@@ -79,7 +79,9 @@ class Catalog:
         self.lookups = Lookups()
         self.saved_tokens = 0
         self.saved_bytes = 0
-        self.used_tokens: Counter[str] = Counter(warm=0, cold=0)  # of those found, by clients' word
+        self.used_tokens: Counter[str] = Counter(
+            warm=0, cold=0
+        )  # of those found, as clients report
         self.loaded_bytes = 0  # likewise
         self.avoided_s = 0.0  # of computing, by what was found, where a client said what that takes
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
@@ -155,8 +157,8 @@ class Catalog:
     def release(
         self, session: SessionId, lease_id: LeaseId, warm: int = 0, cold: int = 0, nbytes: int = 0
     ) -> None:
-        """The session reads no more under this lease, of which it used so many tokens, that were in memory
-        and on disk, and bytes. A lease that ran out is no error."""
+        """End the session's reading under this lease, of which it used `warm` tokens from memory, `cold` ones
+        from disk, and `nbytes`. A lease that ran out is no error."""
         if lease_id in self._writing:
             raise Refused("unknown_lease", f"lease {lease_id} is one to write")
         space = self._reading.release(session, lease_id)

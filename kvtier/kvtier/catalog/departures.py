@@ -66,8 +66,8 @@ class Departures:
 
 @dataclass(slots=True)
 class Lookup:
-    """A match or a load, as it was answered. `missing` is the first block that it did not get; `used` what
-    of it the client has used since, in blocks, by its word."""
+    """A match or a load, as it was answered. `missing` is the first block that it did not get; `used`: how
+    many blocks of it the client has reported as used since."""
 
     number: int
     at: float

@@ -125,7 +125,7 @@ class Reading:
         self._leases.join(session, lease.id)
 
     def release(self, session: SessionId, lease_id: LeaseId) -> Space | None:
-        """The session reads no more under this lease; its space. One that ran out is no error."""
+        """End the session's reading under this lease; return its space. One that ran out is no error."""
         lease = self._of.get(lease_id)
         if lease is None:
             if not self._leases.existed(lease_id):
