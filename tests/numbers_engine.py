@@ -195,7 +195,9 @@ class Rank:
         return CompilationTimes(0.0, 0.0)
 
     def get_kv_connector_handshake_metadata(self) -> Any:
-        return self.connector and {(0, 0): self.connector.get_handshake_metadata()}
+        told = self.connector and self.connector.get_handshake_metadata()
+        stages = self.config.parallel_config.pipeline_parallel_size
+        return {(stage, 0): told for stage in range(stages)} if told is not None else None
 
     def synchronize_device(self) -> None:
         """There is none."""
@@ -417,13 +419,14 @@ class NumbersEngine:
     def __init__(
         self, model: str, folder: Path, socket: str | None = None, *, blocks: int = 200,
         budget: int = 64, asynchronous: bool = False, sleeps: bool = False, hasty: bool = False,
-        extra: dict[str, Any] | None = None, beside: str = "", **changes: Any,
+        extra: dict[str, Any] | None = None, beside: str = "", role: str = "kv_both",
+        tune: Callable[[VllmConfig], None] = lambda config: None, **changes: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         transfer = socket and {
             "kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_role": role, "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "socket": socket, "weights": model, "patience_ms": PATIENCE_MS,
             } | (extra or {}),
@@ -455,6 +458,7 @@ class NumbersEngine:
         if any(isinstance(spec, MambaSpec) for spec in specs.values()):
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = BLOCK
+        tune(config)
         ranks = type("Ranks", (Numbers,), {"specs": specs})
         self.core = EngineCore(config, ranks, log_stats=True)
         self.rank: Rank = self.core.model_executor.rank

@@ -13,6 +13,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.catalog import Found, LeaseId, Space, Watch
+from kvtier.catalog.departures import Lookup
 from kvtier.catalog.reading import LIMIT_PIN_S
 from kvtier.errors import KvtierError, Refused
 from kvtier.key import KEY_BYTES
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Lookup = tuple[int, int, bytes]
+AskedFor = tuple[int, int, bytes]
 LIMIT_SESSION_SPACES = 256
 LIMIT_SESSION_WATCHES = 4
 LIMIT_WAITING = 4096
@@ -44,12 +45,13 @@ TIER_ORDERS = ("drain", "off", "on", "status")
 class Asked:
     """A lookup that was counted, and may be asked about again."""
 
-    lookup: Lookup
+    lookup: AskedFor
     loaded: bool  # or matched alone
     there: int = 0  # blocks that it was told of
     coming: int = 0  # of those
     owed: int = 0  # of those, counted as hits, and what becomes of them is not known
     block_tokens: int = 0
+    noted: Lookup | None = None  # as `kvtier explain` tells it
 
 
 class Answers:
@@ -64,6 +66,7 @@ class Answers:
         # The requests that wait for more than their leases have; and each one's last lease.
         self._waiting: dict[LeaseId, int] = {}
         self._last_lease: dict[int, LeaseId] = {}
+        self._lookup_of: dict[LeaseId, Lookup] = {}
         self._deferring = Deferring(session, server)
         # By the clients' numbers for who asks; of those who have none, 0, it is the last one.
         self._asked: OrderedDict[int, Asked] = OrderedDict()
@@ -121,6 +124,10 @@ class Answers:
                 self._last_lease.clear()
             self._waiting[found.lease] = request.request
             self._last_lease[request.request] = found.lease
+        if found.lease and (noted := self._asked[request.request].noted) is not None:
+            if len(self._lookup_of) >= LIMIT_WAITING:
+                self._lookup_of.clear()
+            self._lookup_of[found.lease] = noted
         return _loaded(request.id, found, coming, eta_ms, why)
 
     def _is_new(self, request: wire.Match | wire.Load) -> bool:
@@ -202,7 +209,7 @@ class Answers:
         if asked.there > found.ready or asked.owed:
             self._settle_promise(tenant, space, found, asked, new, coming, why)
         if new:
-            self._note_lookup(tenant, space, request.keys, found, coming, why)
+            asked.noted = self._note_lookup(tenant, space, request.keys, found, coming, why)
         asked.there, asked.coming = found.ready + coming, coming
 
     def _settle_promise(
@@ -220,12 +227,12 @@ class Answers:
 
     def _note_lookup(
         self, tenant: Tenant, space: Space, keys: bytes, found: Found, coming: int, why: str
-    ) -> None:
+    ) -> Lookup:
         """Remember what was answered, for whoever wants to know why."""
         got = found.ready + coming
         missing = keys[got * KEY_BYTES : (got + 1) * KEY_BYTES]
         reason = "" if not missing else why if why in COMPUTE else tenant.catalog.last_miss or why
-        tenant.catalog.lookups.note(
+        noted = tenant.catalog.lookups.note(
             self._server.clock(), self._session.name, space, len(keys) // KEY_BYTES, found.ready,
             coming, reason, missing,
         )  # fmt: skip
@@ -234,6 +241,7 @@ class Answers:
                 "lookup", tenant, space=space.number, blocks=len(keys) // KEY_BYTES,
                 ready=found.ready, coming=coming, why=reason, key=missing.hex()[:KEY_DIGITS],
             )  # fmt: skip
+        return noted
 
     def _tell_event(self, kind: str, tenant: Tenant, **fields: object) -> None:
         self._server.events.tell(kind, tenant.name, client=self._session.name, **fields)
@@ -252,7 +260,13 @@ class Answers:
         )
 
     def _release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
-        tenant.catalog.release(self._session.id, LeaseId(request.lease))
+        used = (request.warm_tokens, request.cold_tokens, request.nbytes)
+        if not 0 <= min(used) <= max(used) <= wire.LIMIT_USED:
+            raise Refused("bad_request", f"a release that used {used}: 0 to {wire.LIMIT_USED}")
+        tenant.catalog.release(self._session.id, LeaseId(request.lease), *used)
+        noted = self._lookup_of.pop(LeaseId(request.lease), None)
+        if noted is not None:
+            noted.used += sum(used[:2]) // noted.space.spec.block_tokens
         waits = self._waiting.pop(LeaseId(request.lease), 0)
         # Who asks how far it is has the next one before it gives the last one back.
         if waits and self._last_lease.get(waits) == request.lease:
@@ -610,7 +624,7 @@ def _loaded(
     )
 
 
-def _lookup(request: wire.Match | wire.Load | wire.Prefetch) -> Lookup:
+def _lookup(request: wire.Match | wire.Load | wire.Prefetch) -> AskedFor:
     """What tells a lookup from another: the last key of a chain names all before it."""
     return request.space, len(request.keys), request.keys[-KEY_BYTES:]
 

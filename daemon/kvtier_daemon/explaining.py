@@ -71,6 +71,7 @@ def _told(lookup: Lookup, now: float, digits: int | None) -> dict[str, Any]:
         "blocks": lookup.blocks,
         "ready": lookup.ready,
         "coming": lookup.coming,
+        "used": lookup.used,
         "why": lookup.why,
         "missing": lookup.missing.hex()[:digits],
     }

@@ -65,6 +65,8 @@ def _told(space: Space) -> dict[str, Any]:
         "groups": len(spec.cache_groups),
         "places": spec.places,
         "sessions": len(space.users),
+        "used_tokens": space.used_tokens,
+        "loaded_bytes": space.loaded_bytes,
     }
 
 

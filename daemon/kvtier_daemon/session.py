@@ -52,6 +52,7 @@ class Session:
         self.peer = peer
         self.tenant = peer.tenant
         self.name = f"pid {peer.pid}"
+        self.engine = f"session {session_id}"
         self.opened_at = server.clock()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.greeted = False
@@ -277,6 +278,7 @@ class Session:
             self.fail(request.id, "wrong_schema", text, fatal=True)
         else:
             self.name = request.client[:LIMIT_NAME] or self.name
+            self.engine = request.engine[:LIMIT_NAME] or self.engine
             for token in request.ended[: wire.LIMIT_ENDED]:
                 self._server.forsworn(self.tenant, token)
             # Not before: what it has forsworn may have been in its own way.

@@ -67,11 +67,13 @@ class Client:
         read_only: bool = False,
         populate: bool = True,
         name: str = "",
+        engine: str = "",
         clock: Clock = time.monotonic,
     ) -> Client:
         """Connect to the daemon at `socket`: if None $KVTIER_SOCKET, then that of a daemon of this
         user, then /run/kvtier/kvtier.sock.
 
+        `engine` is a name that several processes of one engine share: the daemon counts them as one.
         `timeout_s` bounds every request. `read_only` maps the arena for reading only and can't save.
         Raises Unavailable if there is no daemon, Refused if it won't have this client.
         """
@@ -82,7 +84,8 @@ class Client:
         connection = Connection(sock, clock, timeout_s)
         arena = Arena(read_only, populate)
         try:
-            return cls(Link(connection, arena, path, name or f"pid {os.getpid()}", read_only))
+            name = name or f"pid {os.getpid()}"
+            return cls(Link(connection, arena, path, name, read_only, engine))
         except BaseException:
             connection.close(farewell=False)
             arena.close()

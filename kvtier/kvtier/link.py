@@ -45,7 +45,13 @@ class Link:
     """Requests take turns on the connection; replies that came with extents have them mapped first."""
 
     def __init__(
-        self, connection: Connection, arena: Arena, path: str, name: str, read_only: bool
+        self,
+        connection: Connection,
+        arena: Arena,
+        path: str,
+        name: str,
+        read_only: bool,
+        engine: str = "",
     ) -> None:
         self.connection = connection
         self.arena = arena
@@ -57,7 +63,7 @@ class Link:
         self._closed = False
         with _unsaid_lock:
             ended = _unsaid.get(path, [])[: wire.LIMIT_ENDED]
-        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended)
+        hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended, engine)
         self.welcome = self.ask(hello, wire.Welcome)
         with _unsaid_lock:
             _unsaid[path] = [token for token in _unsaid.get(path, []) if token not in ended]

@@ -73,13 +73,14 @@ class Lease:
         with Checking("a part"):
             return fresh(self._tables, part.slots)
 
-    def release(self) -> None:
-        """Let go. Does not wait for the daemon; a second call does nothing. A daemon that is gone has
-        forgotten the lease already; the next request will say so."""
+    def release(self, tokens: int = 0, nbytes: int = 0, cold_tokens: int = 0) -> None:
+        """Let go, and tell the daemon's figures what was used: so many tokens that were in memory and that
+        were on disk, and so many bytes. Does not wait for the daemon; a second call does nothing. A daemon
+        that is gone has forgotten the lease already; the next request will say so."""
         if self._id:
             lease, self._id = self._id, 0
             with contextlib.suppress(Unavailable):
-                self._link.tell(wire.Release(0, lease))
+                self._link.tell(wire.Release(0, lease, tokens, cold_tokens, nbytes))
 
 
 class Reader:
@@ -186,7 +187,10 @@ class Loading:
         if self._part is not None:
             stale = self._lease.fresh(self._part) * wire.SLOT_BYTES < len(self._part.slots)
             kept = release_views(self._views)
-        self._lease.release()
+        used = len(self._views) if kind is None and not stale else 0
+        self._lease.release(
+            *self._space.used(*self._args[2:], self._lease.ready if used else 0, used)
+        )
         if stale and kind is None:
             raise StaleLease("the lease ran out while its blocks were read: use nothing of them")
         if kept and kind is None:

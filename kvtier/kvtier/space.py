@@ -145,6 +145,26 @@ class Space:
         before it. The daemon compares loads with it, for all who use this space. Not waited for."""
         self.link.tell(wire.Prefill(0, self.index, token_s, context_s))
 
+    def kept(self) -> tuple[int, int]:
+        """How many blocks, of all groups and shards, are in memory and how many on disk: one may be in both.
+        Asks in pieces, of all that the tenant has: for people, not for each request."""
+        asked = wire.Spaces(self.link.new_id(), "", self.index)
+        told = self.link.ask(asked, wire.Report).stats["spaces"]
+        (number,) = [
+            one["index"]
+            for one in msgspec.msgpack.decode(told)
+            if one["identity"] == self.identity.hex()
+        ] or [-1]
+        first = memory = disk = 0
+        while number >= 0:
+            piece = self.link.ask(wire.List(self.link.new_id(), "", -1, first), wire.Listed)
+            for space, in_memory, on_disk, *_ in wire.TALLY.iter_unpack(piece.rows):
+                if space == number:
+                    memory, disk = memory + in_memory, disk + on_disk
+            if not (first := piece.next):
+                break
+        return memory, disk
+
     # --- loading -----------------------------------------------------------------------------
 
     def load(
@@ -179,18 +199,28 @@ class Space:
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
             return 0
+        blocks = good = 0
         try:
             part, nbytes = lease.part(group, shard), self._block_bytes[group]
             count = len(part.slots) // wire.SLOT_BYTES
             with Checking("targets"):
                 wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
             good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
+            # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
+            whole = self.spec.cache_groups[group].kind == "full"
+            blocks = lease.ready if good == count else good if whole else 0
         finally:
-            lease.release()
-        if good == count:
-            return lease.ready
-        # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
-        return good if self.spec.cache_groups[group].kind == "full" else 0
+            lease.release(*self.used(group, shard, blocks, good))
+        return blocks
+
+    def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]:
+        """The tokens and bytes that a load of one part used, for `Lease.release`. All parts are of the same
+        tokens: those of the first one count."""
+        first = (group, shard) == (0, 0)
+        return (
+            blocks * self.spec.block_tokens if first else 0,
+            slots * self.group_block_bytes(group) if blocks else 0,
+        )
 
     def _check_place(self, group: int, shard: int) -> None:
         groups = self.spec.cache_groups
@@ -362,6 +392,10 @@ class Space:
         packed = Keys.of(keys).packed
         request = wire.Hint(self.link.new_id(), self.index, packed, importance)
         return self.link.ask(request, wire.Counted).blocks
+
+    def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
+        """The same, not waited for: no answer comes."""
+        self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, importance))
 
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
         """These blocks are not to be found from now on, after a restart of the daemon neither; how many

@@ -28,6 +28,7 @@ LIMIT_HELLO_BYTES = 16 << 10  # of what comes before a session is greeted
 LIMIT_KEYS = 65_536
 LIMIT_RESERVED = 16_384  # keys in one Reserve: some 2 ms where room has to be made for all of them
 LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
+LIMIT_USED = 1 << 50  # tokens or bytes that one Release may tell
 LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
 LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
@@ -72,13 +73,15 @@ class Hello(Message, tag=1):
     """First on every connection: both sides must speak the same schema.
 
     `ended`: tokens of earlier sessions whose client could not say goodbye, and now promises that nothing
-    of them touches a slot any more.
+    of them touches a slot any more. `engine`: a name that the processes of one engine share, and by which it
+    is counted once; a client without one is an engine of its own.
     """
 
     schema: bytes
     client: str
     read_only: bool = False
     ended: list[bytes] = []
+    engine: str = ""
 
 
 class Open(Message, tag=2):
@@ -122,7 +125,14 @@ class Adopt(Message, tag=5):
 
 
 class Release(Message, tag=6):
+    """The client has finished reading under this lease, and reports what it used: tokens by the tier that had
+    them when they were first asked for, and bytes of all groups and shards. A prefix that the client had
+    itself, or did not read, is not used."""
+
     lease: int
+    warm_tokens: int = 0
+    cold_tokens: int = 0
+    nbytes: int = 0
 
 
 class Reserve(Message, tag=7):

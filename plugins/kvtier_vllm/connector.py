@@ -90,6 +90,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             # The next step is on its way before it is known what the last one left unfilled: what it computes
             # from that would be saved. Loads between steps are over before anything is computed from them.
             self._options = msgspec.structs.replace(self._options, load="async")
+        if not self._kv_transfer_config.is_kv_producer:
+            self._options = msgspec.structs.replace(self._options, save=False)
         self._layout: Layout | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -106,7 +108,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             told = vllm_config.kv_events_config
             events = told is not None and told.enable_kv_cache_events
-            self._scheduler = SchedulerSide(self._layout, self._options, events=events)
+            self._scheduler = SchedulerSide(
+                self._layout, self._options, events=events,
+                loads=self._kv_transfer_config.is_kv_consumer,
+            )  # fmt: skip
             if note:
                 log.warning("kvtier: %s", note)
 
@@ -133,6 +138,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
 
     # --- the scheduler's side ----------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """vLLM's default raises where there are several pipeline stages, which ends the engine at its start.
+        Such an engine is declined; another connector's metadata may still come here."""
+        self.set_xfer_handshake_metadata(
+            {rank: one for (stage, rank), one in metadata.items() if stage == 0}
+        )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers have registered their caches: the space can be opened. Beside another connector this
@@ -234,9 +246,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        return False, None if self._scheduler is None else self._scheduler.finished(request)
 
     def reset_cache(self) -> bool:
         if self._scheduler is not None:
@@ -264,8 +274,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._pages = PagesTold(pages.digest)
 
-    def get_handshake_metadata(self) -> PagesMetadata:
-        return PagesMetadata(self._pages)
+    def get_handshake_metadata(self) -> PagesMetadata | None:
+        """None where this engine is declined: of several connectors the first that has some is told."""
+        return None if self._layout is None else PagesMetadata(self._pages)
 
     def _step(self) -> Step | None:
         meta = self._get_connector_metadata()

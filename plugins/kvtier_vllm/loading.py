@@ -27,6 +27,7 @@ class Loading:
     first: int
     hit: Hit
     ranks: int
+    nbytes: int = 0  # that they have loaded
 
 
 class Loads:
@@ -95,6 +96,7 @@ class Loads:
             for shard in range(self._layout.shards.count)
         ]
         hit = prompt.hit = self._hit(prompt, start, stop)
+        prompt.got = prompt.got[0] + hit.warm, prompt.got[1] + hit.cold
         self._timelines.allocated(hit.request_id, {"warm": hit.warm, "cold": hit.cold})
         now = not prompt.between
         if now:
@@ -153,7 +155,9 @@ class Loads:
         if report.load_s:
             self._forecast.loaded(report.load_bytes, report.load_s)
         for copied in report.loaded:
-            hit = self._of[copied.number].hit
+            loading = self._of[copied.number]
+            loading.nbytes += copied.nbytes
+            hit = loading.hit
             hit.good = hit.good and copied.good
             self._timelines.copied(hit.request_id, copied)
             self._stats.counts["loaded_bytes"] += copied.nbytes
@@ -174,8 +178,13 @@ class Loads:
         if loading.ranks:
             return
         del self._of[number]
-        loading.lease.release()
         hit = loading.hit
+        if hit.good:
+            loading.lease.release(hit.warm, loading.nbytes, hit.cold)
+        else:
+            loading.lease.release()
+            got = loading.prompt.got
+            loading.prompt.got = got[0] - hit.warm, got[1] - hit.cold
         self._timelines.mark(hit.request_id, "reported")
         if hit.good:
             counts["hit_tokens:warm"] += hit.warm

@@ -1,8 +1,9 @@
-"""What requests want kept in memory: the daemon is told when it is there, and when all of it has keys."""
+"""What requests want kept in memory, and how much it matters: the daemon is told when it is there, and when
+all of it has keys."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from kvtier import Keys, KvtierError
@@ -16,11 +17,11 @@ from kvtier_vllm.prompt import Prompt
 
 @dataclass(slots=True, frozen=True)
 class Pin:
-    """What is to stay for so long, once it is here."""
+    """What a prompt wants of these blocks, once they are here."""
 
     session: Session
     keys: Keys
-    seconds: float
+    prompt: Prompt
 
 
 class Pins:
@@ -33,15 +34,16 @@ class Pins:
         self._counts = counts
         self._unnamed: dict[str, Prompt] = {}  # not all of whose keys are known yet
         self._unsaved: dict[int, Pin] = {}  # of what a save has yet to bring
+        self._begun: deque[Pin] = deque()  # in the order in which they are answered
 
     def __len__(self) -> int:
         """How many the daemon is not told of yet."""
         return len(self._unnamed) + len(self._unsaved)
 
     def pin(self, prompt: Prompt) -> None:
-        """Have what is here of a prompt stay, if its request wants that: once all of it has keys."""
+        """Tell what its request wants of what is here of a prompt: once all of it has keys."""
         session = self._daemon.session
-        if not prompt.pin_s or prompt.pinned or session is None:
+        if not prompt.wishes.keeps or prompt.pinned or session is None:
             return
         named = len(prompt.request.block_hashes) * self._layout.hash_tokens
         blocks = min(prompt.request.num_prompt_tokens, named) // self._layout.block_tokens
@@ -50,7 +52,7 @@ class Pins:
             self._unnamed[prompt.request.request_id] = prompt
             return
         prompt.pinned = True
-        self._begin(Pin(session, keys[:blocks], prompt.pin_s))
+        self._begin(Pin(session, keys[:blocks], prompt))
 
     def go_on(self) -> None:
         """Name more of the long prompts that are to be pinned."""
@@ -61,11 +63,11 @@ class Pins:
             self.pin(prompt)
 
     def when_saved(self, prompt: Prompt, session: Session, save: int) -> None:
-        """Once this save is over, have what is saved of the prompt stay."""
-        if prompt.pin_s:
+        """Once this save is over, tell what is wanted of what is saved of the prompt."""
+        if prompt.wishes.keeps:
             blocks = prompt.request.num_prompt_tokens // self._layout.block_tokens
             keys = self._names.of(prompt, session)[: min(blocks, prompt.saved or 0)]
-            self._unsaved[save] = Pin(session, keys, prompt.pin_s)
+            self._unsaved[save] = Pin(session, keys, prompt)
 
     def saved(self, save: int) -> None:
         pin = self._unsaved.pop(save, None)
@@ -74,12 +76,22 @@ class Pins:
 
     def _begin(self, pin: Pin) -> None:
         if self._daemon.session is pin.session and len(pin.keys):
+            wishes = pin.prompt.wishes
             try:
-                pin.session.space.begin_pin(pin.keys, pin.seconds)
+                if wishes.priority is not None:
+                    pin.session.space.begin_hint(pin.keys, wishes.priority)
+                if wishes.pin_s:
+                    pin.session.space.begin_pin(pin.keys, wishes.pin_s)
+                    self._begun.append(pin)
             except KvtierError as error:
                 self._daemon.lost(pin.session, error)
 
     def answered(self, answer: Pinned) -> None:
+        while self._begun:
+            pin = self._begun.popleft()
+            if pin.session is self._daemon.session:
+                pin.prompt.pinned_blocks = max(answer.blocks, pin.prompt.pinned_blocks or 0)
+                break
         outcome = "held" if answer.blocks else "refused" if answer.refused else "empty"
         self._counts[f"pin:{outcome}"] += 1
 

@@ -8,6 +8,7 @@ from typing import Any
 from kvtier import Keys
 from kvtier.client import Lease
 from kvtier_vllm.line import Session
+from kvtier_vllm.wishes import PARAMETER, Wishes
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Prompt:
     extras: bytes
     may_load: bool
     may_save: bool
-    pin_s: float = 0.0
+    wishes: Wishes = field(default_factory=Wishes)
     keys: Keys | None = None
     session: Session | None = None  # of whose keys, ticket and lease
     ticket: int = 0
@@ -76,12 +77,24 @@ class Prompt:
     coming: tuple[int, int] = (0, 0)  # blocks that were on disk when they were asked for
     hit: Hit | None = None
     pinned: bool = False
+    pinned_blocks: int | None = None  # as the daemon has confirmed
+    got: tuple[int, int] = (0, 0)  # tokens that were loaded, from memory and from disk
     between: bool = False  # steps, it is loaded
 
     def loadable(self, block_tokens: int) -> int:
         """How many leading blocks can be loaded: one token is left to compute."""
         tokens: int = self.request.num_tokens
         return (tokens - 1) // block_tokens
+
+    def told(self) -> dict[str, Any] | None:
+        """What its response says, where it asked for something."""
+        if not self.wishes.asked:
+            return None
+        warm, cold = self.got
+        told: dict[str, Any] = {"warm_tokens": warm, "cold_tokens": cold}
+        if self.wishes.pin_s:
+            told["pinned_blocks"] = self.pinned_blocks
+        return {PARAMETER: told}
 
     @property
     def waits(self) -> bool:

@@ -10,6 +10,7 @@ copy them.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -39,13 +40,13 @@ from kvtier_vllm.seats import Seats
 from kvtier_vllm.stats import Miss, Stats
 from kvtier_vllm.timeline import Timelines
 from kvtier_vllm.watch import Watch
-from kvtier_vllm.wishes import read_wishes
+from kvtier_vllm.wishes import Wishes, read_wishes
 
 log = logging.getLogger("vllm.kvtier")
 
 
 class SchedulerSide:
-    """One for each engine. `clock` is monotonic, in seconds."""
+    """One for each engine. `clock` is monotonic, in seconds. Without `loads` nothing is ever loaded."""
 
     def __init__(
         self,
@@ -53,12 +54,14 @@ class SchedulerSide:
         options: Options,
         clock: Callable[[], float] = time.monotonic,
         events: bool = False,
+        loads: bool = True,
     ) -> None:
         self.stats = Stats()
         self.counts = self.stats.counts
         self.timelines = Timelines(options.timeline, clock)
         self._layout = layout
         self._options = options
+        self._may_load = loads
         self._clock = clock
         self._spec = b""
         self._steps = 0
@@ -80,8 +83,9 @@ class SchedulerSide:
 
     def open(self, spec: KvSpec) -> None:
         """Connect, and open this space, in the background."""
-        self._spec = msgspec.msgpack.encode(spec)
-        self._daemon.open(spec)
+        engine = secrets.token_hex(8)
+        self._spec = msgspec.msgpack.encode((engine, spec))
+        self._daemon.open(spec, engine)
 
     def close(self) -> None:
         self.timelines.close()
@@ -122,7 +126,10 @@ class SchedulerSide:
     def _answer(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
         session = self._daemon.session
         if session is None:
-            return self._give_up(prompt, "no_daemon") if self._daemon.tried else None
+            promised = self._what_is_ready(prompt, computed, now)
+            if promised is not None or not self._daemon.tried:
+                return promised
+            return self._give_up(prompt, "no_daemon")
         prompt.belong(session)
         lease = prompt.lease
         if lease is None or not self._held(prompt, now):
@@ -146,9 +153,9 @@ class SchedulerSide:
         return self._give_up(prompt, "rank_away")
 
     def _what_is_ready(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
-        """Of what was waited for, what has come."""
-        session, lease = self._daemon.session, prompt.lease
-        if session is None or lease is None or prompt.session is not session:
+        """Of what was waited for, what has come. The memory of a daemon that is gone is still mapped."""
+        session, lease = prompt.session, prompt.lease
+        if session is None or lease is None:
             return None
         some = lease.ready * self._layout.block_tokens > computed
         good = some and self._held(prompt, now) and self._seats.read(session, lease)
@@ -177,14 +184,14 @@ class SchedulerSide:
         if prompt is None:
             extras = self._adapters.extras(request)
             wishes = read_wishes(request.kv_transfer_params)
-            may_load = wishes.load and not request.skip_reading_prefix_cache
+            may_load = self._may_load and wishes.load and not request.skip_reading_prefix_cache
             may_save = wishes.save and self._options.save
             named = extras is not None
             if not named:
                 self.counts["miss:adapter"] += 1
             prompt = Prompt(
                 request, extras or b"", named and may_load, named and may_save,
-                wishes.pin_s if named else 0.0,
+                wishes if named else Wishes(asked=wishes.asked),
                 number=self._number(),
             )  # fmt: skip
             self._prompts[request.request_id] = prompt
@@ -290,6 +297,8 @@ class SchedulerSide:
 
     def _move(self, session: Session | None) -> None:
         """Keep nothing of the last session: its arena would stay mapped."""
+        if self._with is not None:
+            self._daemon.ended(self._with)
         self._with = session
         for prompt in self._prompts.values():
             if prompt.session is not session:
@@ -371,17 +380,19 @@ class SchedulerSide:
 
     # --- the end of a request ----------------------------------------------------------------
 
-    def finished(self, request: Any) -> None:
-        """The request is over, or was given up. A load that is on its way ends by itself."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over, or was given up: what its response says. A load that is on its way ends by
+        itself."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
-            return
+            return None
         waits = prompt.waits
         prompt.release()
         self._questions.end(prompt, waits)
         self._loads.finished(request.request_id)
         self.timelines.finished(request.request_id)
         self._saves.finished(prompt)
+        return prompt.told()
 
     def new_generation(self) -> None:
         """Nothing that was saved so far is found from now on, by this engine."""

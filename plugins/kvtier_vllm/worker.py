@@ -122,9 +122,9 @@ class WorkerSide:
             if copying is not None:
                 copying.end(until - self._clock())
         if self._line is None and step.spec:
-            spec = msgspec.msgpack.decode(step.spec, type=KvSpec)
+            engine, spec = msgspec.msgpack.decode(step.spec, type=tuple[str, KvSpec])
             name = f"vllm rank {self._rank} {os.getpid()}"
-            self._line = Line(self._options.socket, spec, name, populate=True)
+            self._line = Line(self._options.socket, spec, name, populate=True, engine=engine)
         if self._line is not None:
             self._sit(step, self._line)
 

@@ -56,6 +56,7 @@ STATS = {
         }
     },
     "sessions": 4,
+    "used_tokens": {"warm": 2000, "cold": 0},
     "bytes": {"saved": 40 * GIB, "loaded": 66 * GIB},
 }
 
@@ -490,6 +491,7 @@ def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
         " tokens looked up                                   10,000",
         "   hit               █████████████████░░░░░░░  70%   7,000",
         "     hit warm        █████████████████░░░░░░░  70%   7,000",
+        "   used of these     █████░░░░░░░░░░░░░░░░░░░  20%   2,000",
         "   miss absent       ███████░░░░░░░░░░░░░░░░░  30%   2,990",
         "   miss in_progress  █░░░░░░░░░░░░░░░░░░░░░░░  <1%      10",
         " tokens offered                                      5,000",

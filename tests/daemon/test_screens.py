@@ -23,7 +23,7 @@ def stats_of(at: int, **cold: Any) -> dict[str, Any]:
     disk = {"capacity_bytes": 800 * GIB, "used_bytes": 99 * GIB, "blocks": 1_234_567}
     moved = {"written": at * 10**8, "read": at * 3 * 10**7}
     return {
-        "pid": 1, "version": "0.1.0", "uptime_s": at, "sessions": 2,
+        "pid": 1, "version": "0.1.0", "uptime_s": at, "sessions": 5, "engines": 2,
         "tiers": {"warm": warm, "cold": disk | {"bytes": moved, "on": True, "failure": ""} | cold},
         "lookup_tokens": 400 * at, "hit_tokens": {"warm": 200 * at, "cold": 100 * at},
         "miss_tokens": {"absent": 100 * at}, "saved_tokens": 100 * at, "refused_tokens": {"present": at},

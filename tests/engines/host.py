@@ -39,6 +39,7 @@ def main() -> None:
                     "logprobs": [probable[token].logprob for token, probable in chosen],
                     "cached": output.num_cached_tokens,
                     "reason": one.finish_reason,
+                    "told": output.kv_transfer_params,
                 }
             )
         return told

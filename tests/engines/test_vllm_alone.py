@@ -54,3 +54,27 @@ def test_an_option_that_is_none_is_told_in_a_line(
         engine_of("llama", shared_daemon.socket, extra={"patience": 5})
     lines = [line for line in str(told.value).splitlines() if "kvtier has no option" in line]
     assert "'patience': did you mean 'patience_ms'?" in lines[-1]
+
+
+def test_an_idle_engine_is_connected_again_after_a_restart_of_the_daemon(
+    engine_of: Callable[..., Any], daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Its first request is a hit from the disk: scheduler and rank have connected without one."""
+    (tmp_path / "cold").mkdir()
+    config = (
+        f'[warm]\nsize = "32MiB"\n[cold]\ndirectories = ["{tmp_path / "cold"}"]\n'
+        'size = "256MiB"\nwrite = "through"\n'
+    )
+    daemon = daemon_of(folder=tmp_path, config=config)
+    engine = engine_of(
+        "llama", daemon.socket, extra={"patience_ms": 20_000}, connector="KvtierConnector"
+    )
+    right = engine.generate(PROMPTS)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 10 * len(PROMPTS), 60.0)
+    engine.reset()
+    daemon.stop()
+    daemon = daemon_of(folder=tmp_path, config=config)
+    daemon.wait_for(lambda stats: stats["sessions"] == 2, 60.0)
+    (first,) = engine.generate(PROMPTS[:1])
+    check_same(first, right[0])
+    assert first["cached"] == 10 * BLOCK

@@ -121,7 +121,9 @@ def test_every_series_is_there_before_anything_happened(engine: Any) -> None:
     assert not any(metrics[name] for name in names if "missed" not in name)
 
 
-def test_metrics_sources_and_events_of_a_block_s_ways(engine: Any, listener: Listener) -> None:
+def test_metrics_sources_and_events_of_a_block_s_ways(
+    engine: Any, listener: Listener, daemon: Daemon
+) -> None:
     """Saved, loaded from memory, evicted, loaded from disk."""
     engine.generate([prompt(1)], 1)
     listener.until(engine, lambda: len(chain(listener, "CPU", prompt(1))) == 10)
@@ -157,6 +159,14 @@ def test_metrics_sources_and_events_of_a_block_s_ways(engine: Any, listener: Lis
     cached = engine.metrics("vllm:prompt_tokens_cached_by_source")
     assert cached["vllm:prompt_tokens_cached_by_source:disk"] == cold
     listener.until(engine, lambda: set(hashes) <= listener.there["CPU"])
+    # The daemon counts what the engine used, and its two processes as one engine.
+    now = engine.metrics()
+    used = {tier: now[f"vllm:kvtier_hit_tokens:{tier}"] for tier in ("warm", "cold")}
+    stats = daemon.wait_for(lambda stats: stats["used_tokens"] == used)
+    assert stats["bytes"]["loaded"] == now["vllm:kvtier_loaded_bytes"]
+    assert (stats["engines"], stats["sessions"]) == (1, 2)
+    (line,) = [line for line in engine.log.read_text().splitlines() if "kvtier: connected" in line]
+    assert daemon.socket in line and "warm 16 MiB, cold 512 MiB" in line
 
 
 def test_a_failed_load_is_no_hit(engine: Any) -> None:
@@ -180,6 +190,10 @@ def test_a_pinned_prompt_outlives_others(engine: Any, listener: Listener) -> Non
     listener.until(engine, lambda: engine.metrics()["vllm:kvtier_pins:held"] > 0)
     hashes = set(chain(listener, "CPU", prompt(2)))
     assert len(hashes) == 10
+    engine.reset()
+    (one,) = engine.generate([prompt(2)], 8, parameters={"kvtier": {"pin": 600}})
+    assert one["told"]["kvtier"] == {"warm_tokens": TOKENS, "cold_tokens": 0, "pinned_blocks": 10}
+    assert engine.generate([prompt(2)], 1)[0]["told"] is None
     evicted = listener.evicted
     # More than memory holds.
     listener.until(engine, lambda: listener.evicted > evicted + 150, 20)

@@ -222,6 +222,20 @@ def test_a_window_that_moves_on_costs_no_hit_at_the_end(
     assert again.run(*asked) == [496] * 4
 
 
+def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(numbers_of: EngineOf) -> None:
+    text, other = prompt(1, 150), prompt(2, 150)
+    producer = numbers_of("full", role="kv_producer")
+    assert producer.run(text) == [0]
+    assert producer.core.reset_prefix_cache()
+    assert producer.run(text) == [0]
+    consumer = numbers_of("full", role="kv_consumer")
+    assert consumer.run(text, other) == [144, 0]
+    assert numbers_of("full").run(text, other) == [144, 0]
+    counts = producer.connector._scheduler.counts
+    assert counts["saved_tokens"] == 144 and not counts["loaded_tokens"]
+    assert not consumer.connector._scheduler.counts["saved_tokens"]
+
+
 def test_what_is_reset_is_not_found(numbers_of: EngineOf) -> None:
     engine = numbers_of("jamba", asynchronous=True)
     text = prompt(1, 150)

@@ -575,3 +575,98 @@ def test_a_file_has_its_limit(
         engine.serve(PROMPT)
     engine.until(lambda: not engine.scheduler.timelines._thread.is_alive())
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_daemon_is_told_what_an_engine_used(
+    warm: Daemon, engine_of: EngineOf, ranks: int
+) -> None:
+    """Not what it found: a request that is given up, or that has its prefix in the engine, uses nothing."""
+    engine = engine_of(warm, layout_of(ranks=ranks))
+    engine.serve(PROMPT)
+    request = engine.add(PROMPT)
+    while engine.scheduler.matched(request, 0)[0] is None:
+        engine.carry_out({}, {}, [])
+    engine.finish(request)
+    engine.settle()
+    stats = warm.stats()
+    assert stats["hit_tokens"]["warm"] == 8 * BLOCK
+    assert stats["used_tokens"]["warm"] == stats["bytes"]["loaded"] == 0
+    engine.serve(PROMPT)
+    stats = warm.wait_for(lambda stats: stats["bytes"]["loaded"] > 0)
+    assert stats["used_tokens"] == {"warm": 8 * BLOCK, "cold": 0}
+    assert stats["bytes"]["loaded"] == 8 * BYTES * ranks == engine.scheduler.counts["loaded_bytes"]
+
+
+def test_an_engine_counts_once_whatever_its_ranks(warm: Daemon, engine_of: EngineOf) -> None:
+    """Its scheduler and each of its ranks have a session."""
+    engine = engine_of(warm, layout_of(ranks=2))
+    engine.serve(PROMPT)
+    stats = warm.wait_for(lambda stats: stats["sessions"] == 3)
+    assert stats["engines"] == stats["tenants"]["default"]["engines"] == 1
+    with warm.connect() as client:
+        client.open(spec_for(engine.layout))
+        assert warm.stats()["engines"] == 2
+
+
+# --- what a response says ------------------------------------------------------------------------
+
+
+def test_a_request_that_asks_is_told_what_it_got(daemon: Daemon, engine_of: EngineOf) -> None:
+    """Its tokens by tier, and how many blocks its pin holds; another request's response says nothing."""
+    engine = engine_of(daemon, load="async", patience_ms=20_000)
+    wants = {"kvtier": {"pin": 600, "priority": 0.9}}
+    told: list[Any] = []
+    finished = engine.scheduler.finished
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler, "finished", lambda one: told.append(finished(one)))
+        request = engine.run(engine.add(PROMPT, kv_transfer_params=wants))
+        engine.until(lambda: engine.scheduler.counts["pin:held"] > 0)
+        engine.finish(request)
+        request = engine.run(engine.add(PROMPT, kv_transfer_params={"kvtier": {}}))
+        engine.finish(request)
+        engine.serve(PROMPT)
+    assert told == [
+        {"kvtier": {"warm_tokens": 0, "cold_tokens": 0, "pinned_blocks": 8}},
+        {"kvtier": {"warm_tokens": 8 * BLOCK, "cold_tokens": 0}},
+        None,
+    ]
+
+
+def test_a_load_that_fails_is_not_told_as_one(
+    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(warm, load="async")
+    engine.serve(PROMPT)
+    worker = engine.workers[0]
+    monkeypatch.setattr(
+        worker, "_load", lambda load: worker._loaded(load, "stale", 0, time.monotonic())
+    )
+    request = engine.run(engine.add(PROMPT, kv_transfer_params={"kvtier": {}}))
+    assert request.failed
+    told = engine.scheduler.finished(request)
+    assert told == {"kvtier": {"warm_tokens": 0, "cold_tokens": 0}}
+
+
+def test_what_matters_outlives_what_does_not(warm: Daemon, engine_of: EngineOf) -> None:
+    engine = engine_of(warm)
+    for first, priority in ((0, 1.0), (1000, 0.0)):
+        tokens = range(first, first + 8 * BLOCK + 3)
+        engine.serve(tokens, kv_transfer_params={"kvtier": {"priority": priority}})
+    with warm.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        tokens = [7] * (BLOCK * WARM_BLOCKS)
+        for at in range(0, WARM_BLOCKS - 8, 64):
+            keys = space.keys(tokens)[at : min(at + 64, WARM_BLOCKS - 8)]
+            space.save(keys, bytes(len(keys) * BYTES))
+    assert engine.serve(range(8 * BLOCK + 3)).cached == 8 * BLOCK
+    assert engine.serve(range(1000, 1000 + 8 * BLOCK + 3)).cached == 0
+
+
+@pytest.mark.parametrize("priority", [-0.1, 1.5, "high", True, None, float("nan")], ids=repr)
+def test_a_priority_that_makes_no_sense_is_left_out(
+    priority: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_wishes({"kvtier": {"priority": priority}}) == Wishes()
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert "a number from 0 to 1 is meant" in line

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -512,3 +513,32 @@ def test_copies_stay_near_the_memory_of_the_cores_that_compute() -> None:
     assert around({3, 4}, {0, 1, 4, 5}, nodes) == {0, 1, 3, 4, 5}
     assert around({1}, {0, 1, 9}, []) == {0, 1, 9}
     assert _cores("0-3,8\n") == {0, 1, 2, 3, 8} and _cores("\n") == set()
+
+
+def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
+) -> None:
+    """The engine is idle meanwhile: it makes no step, and asks for nothing."""
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    config = f'[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
+    daemon = daemon_of(folder=tmp_path, config=config)
+    engine = engine_of(daemon, patience_ms=20_000, load="async")
+    engine.serve(PROMPT)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 8)
+    lines = [engine.scheduler._daemon.line, *(worker._line for worker in engine.workers)]
+    before = [line.session for line in lines if line is not None]
+    daemon.stop()
+    daemon = daemon_of(folder=tmp_path, config=config)
+    deadline = time.monotonic() + 30
+    while any(line is None or line.session in (None, *before) for line in lines):
+        assert time.monotonic() < deadline, "an idle engine is not connected again"
+        time.sleep(0.01)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 8)
+    # Nothing was computed by this engine for long enough to say that the disk is worth it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+        patch.setattr(Forecast, "prefill", (0.0, 0.0))
+        assert engine.serve(PROMPT).cached == 8 * BLOCK
+    counts = engine.scheduler.counts
+    assert counts["lost"] == 1 and not counts["miss:no_daemon"] and not counts["miss:rank_away"]

@@ -84,6 +84,7 @@ def _parsed(what: list[str]) -> tuple[int, bytes]:
 def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     for lookup in told.get("lookups", [told["lookup"]] if "lookup" in told else []):
         found = f"{lookup['ready']} ready, {lookup['coming']} coming of {lookup['blocks']} blocks"
+        found += f", {lookup['used']} used"
         yield (
             f"{lookup['number']}: {lookup['ago_s']:.1f} s ago, {lookup['client']}, space"
             f" {lookup['space']}: {found}; {WHY.get(lookup['why'], lookup['why'])}"

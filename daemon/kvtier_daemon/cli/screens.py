@@ -150,7 +150,7 @@ def _head(history: History) -> Text:
     return Text.assemble(
         (f"kvtier {stats.get('version', '')}", "bold"),
         f"   up {duration(stats.get('uptime_s', 0)):<{UP}}",
-        f"   {count(stats.get('sessions', 0), 'engine')}",
+        f"   {count(stats.get('engines', 0), 'engine')}",
         f"   {_span(history)}",
     )
 
@@ -219,13 +219,15 @@ def _shares(history: History, room: Room, most: int) -> Table:
     bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
     cells = room.cells(56)
     looked = history.grown("lookup_tokens")["lookup_tokens"]
-    hits = history.grown("hit_tokens")
+    hits = {f"hit {tier}": tokens for tier, tokens in history.grown("hit_tokens").items()}
+    by_tier = history.grown("used_tokens")
+    used = {"used of these": sum(by_tier.values())} if by_tier else {}
     misses = history.grown_of_all("miss_tokens")
     shown = misses[:most]
     table = table_of("", "", ">", ">", least=SHARES)
     row(table, "tokens looked up", "", "", f"{looked:,}")
     shown_hits = {"hit": sum(hits.values())} | {f"  hit {name}": n for name, n in hits.items()}
-    for name, tokens in shown_hits.items():
+    for name, tokens in (shown_hits | used).items():
         row(
             table,
             f"  {name}",
@@ -376,7 +378,7 @@ def _clients(history: History, room: Room) -> Iterator[Table]:
     table = table_of(*names, *([">pinned"] if wide else []))
     for name, tenant in history.now.stats.get("tenants", {}).items():
         capacity, used = tenant.get("capacity_bytes", 0), tenant.get("used_bytes", 0)
-        counts = [f"{tenant.get(what, 0):,}" for what in ("blocks", "spaces", "sessions", "leases")]
+        counts = [f"{tenant.get(what, 0):,}" for what in ("blocks", "spaces", "engines", "leases")]
         pinned = [format_bytes(tenant.get("pinned_bytes", 0))] if wide else []
         row(table, name, percent(used, capacity), format_bytes(used), *counts, *pinned)
     yield table

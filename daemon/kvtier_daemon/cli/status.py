@@ -220,7 +220,9 @@ def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
     misses = {f"miss {why}": n for why, n in falling(stats.get("miss_tokens", {}))}
     looked_up = stats.get("lookup_tokens", 0)
     row(table, "tokens looked up", "", "", f"{looked_up:,}")
-    for label, tokens in (hits | misses).items() if looked_up else ():
+    by_tier = stats.get("used_tokens", {})
+    used = {"used of these": sum(by_tier.values())} if by_tier else {}
+    for label, tokens in (hits | used | misses).items() if looked_up else ():
         row(table, f"  {label}", bar(tokens, looked_up), percent(tokens, looked_up), f"{tokens:,}")
     saved = stats.get("saved_tokens", 0)
     refused = {not_taken(why): n for why, n in falling(stats.get("refused_tokens", {}))}

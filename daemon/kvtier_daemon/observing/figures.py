@@ -87,6 +87,14 @@ class Figures:
             for session in self._server.sessions
             if session.tenant and session.in_use
         )
+        engines = Counter(
+            name
+            for name, _ in {
+                (session.tenant.name, session.engine)
+                for session in self._server.sessions
+                if session.tenant and session.in_use
+            }
+        )
         waiting: Counter[str] = Counter()
         coming: Counter[str] = Counter()
         for session in self._server.sessions:
@@ -108,6 +116,7 @@ class Figures:
             "lookup_tokens": sum(catalog.lookup_tokens for catalog in catalogs),
             "hit_tokens": self._hits(catalogs),
             "miss_tokens": _sum(catalog.miss_tokens for catalog in catalogs),
+            "used_tokens": _sum(catalog.used_tokens for catalog in catalogs),
             "coming_tokens": sum(coming[each.name] for each in tenants),
             "waiting_lookups": sum(waiting[each.name] for each in tenants),
             "recompute_avoided_s": sum(catalog.avoided_s for catalog in catalogs),
@@ -122,6 +131,7 @@ class Figures:
             + sum(each.mover.beaten.memory_bytes() for each in tenants if each.mover is not None),
             "catalog_bytes": sum(catalog.memory_bytes() for catalog in catalogs),
             "sessions": sum(sessions[each.name] for each in tenants),
+            "engines": sum(engines[each.name] for each in tenants),
             "failures": dict(self._server.failures) if tenant is None else {},
             "loop": self._lag.report(),
             "tenants": {
@@ -131,10 +141,12 @@ class Figures:
                     "blocks": count["blocks"]["ready"],
                     "spaces": each.catalog.spaces,
                     "sessions": sessions[each.name],
+                    "engines": engines[each.name],
                     "leases": each.catalog.leases,
                     "pinned_bytes": each.catalog.pinned_bytes,
                     "lookup_tokens": each.catalog.lookup_tokens,
                     "hit_tokens": each.catalog.hit_tokens.total(),
+                    "used_tokens": each.catalog.used_tokens.total(),
                     "coming_tokens": coming[each.name],
                 }
                 for each, count in zip(tenants, counts, strict=True)

@@ -177,6 +177,9 @@ SERIES: Final[tuple[Series, ...]] = (
            lookups),
     Series("kvtier_hit_tokens", "counter", "Tokens found, by the tier that had them.",
            hits, "tier", TIERS),
+    Series("kvtier_used_tokens", "counter", "Tokens that clients say they used, of those found, by the tier "
+           "that had them: an engine leaves what its own cache has.",
+           lambda f: f["used_tokens"], "tier", TIERS),
     Series("kvtier_miss_tokens", "counter", "Tokens not found, by the reason.",
            lambda f: f["miss_tokens"], "reason", WHY_MISSED),
     Series("kvtier_coming_tokens", "gauge", "Tokens that lookups were told to expect from the disk; they "
@@ -203,8 +206,9 @@ SERIES: Final[tuple[Series, ...]] = (
     Series("kvtier_notes_memory_bytes", "gauge", "Memory for knowing what was here.",
            lambda f: f["notes_bytes"]),
     # What moves.
-    Series("kvtier_transfer_bytes", "counter", "Bytes moved, by route: clients' saves and loads, and what "
-           "was written to disk, read from it, copied to free segments, read to find damage.",
+    Series("kvtier_transfer_bytes", "counter", "Bytes moved, by route: what clients saved and what they "
+           "used of what they found, what was written to disk, read from it, copied to free segments, read "
+           "to find damage.",
            routes, "route", ROUTES),
     Series("kvtier_load_seconds", "histogram", "How long a client held what it read: from the answer that "
            "gave the lease to its release.", lambda f: f["latencies"]["load"]),
@@ -220,8 +224,10 @@ SERIES: Final[tuple[Series, ...]] = (
            _of_cold("reading")),
     Series("kvtier_writing_blocks", "gauge", "Blocks on their way to the disks.", _of_cold("writing")),
     Series("kvtier_leaving_segments", "gauge", "Segments that are being freed.", _of_cold("leaving")),
-    Series("kvtier_sessions", "gauge", "Engines connected: clients that have a space open.",
-           lambda f: f["sessions"]),
+    Series("kvtier_engines", "gauge", "Engines connected: one for all processes of a vLLM engine, and one "
+           "for each other client that has a space open.", lambda f: f["engines"]),
+    Series("kvtier_sessions", "gauge", "Clients that have a space open: of a vLLM engine its scheduler and "
+           "each of its ranks.", lambda f: f["sessions"]),
     Series("kvtier_connections", "gauge", "Clients connected, of any kind.", lambda f: f["connections"]),
     Series("kvtier_leases", "gauge", "Leases to read or to write, pins too.",
            lambda f: sum(of["leases"] for of in f["tenants"].values())),
@@ -278,12 +284,16 @@ SERIES: Final[tuple[Series, ...]] = (
            _of_tenants("capacity_bytes"), "tenant", open=True),
     Series("kvtier_tenant_bytes", "gauge", "What of it holds blocks that can be had.",
            _of_tenants("used_bytes"), "tenant", open=True),
-    Series("kvtier_tenant_sessions", "gauge", "A tenant's engines.", _of_tenants("sessions"), "tenant",
+    Series("kvtier_tenant_engines", "gauge", "A tenant's engines.", _of_tenants("engines"), "tenant",
            open=True),
+    Series("kvtier_tenant_sessions", "gauge", "A tenant's clients that have a space open.",
+           _of_tenants("sessions"), "tenant", open=True),
     Series("kvtier_tenant_lookup_tokens", "counter", "Tokens that a tenant looked up.",
            lambda f: {name: of["lookup_tokens"] - of["coming_tokens"] for name, of in f["tenants"].items()},
            "tenant", open=True),
     Series("kvtier_tenant_hit_tokens", "counter", "Tokens of those that were found, in any tier.",
            lambda f: {name: of["hit_tokens"] - of["coming_tokens"] for name, of in f["tenants"].items()},
            "tenant", open=True),
+    Series("kvtier_tenant_used_tokens", "counter", "Tokens of those that its clients say they used.",
+           _of_tenants("used_tokens"), "tenant", open=True),
 )  # fmt: skip

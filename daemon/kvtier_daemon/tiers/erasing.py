@@ -44,8 +44,8 @@ def erase(
     described: Callable[[], Mapping[bytes, KvSpec]],
 ) -> None:
     """Leave in this file only its head, its tombstones, the `live` frames (page, and how many pages) and a
-    footer that lists them; nothing without a head. `ours` is the descriptor that the daemon uses for it. Raises OSError or
-    TierError, and then some of it may still be there."""
+    footer that lists them; nothing without a head. `ours` is the descriptor that the daemon uses. Raises
+    OSError or TierError, and then some of it may still be there."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if not os.path.sameopenfile(fd, ours):

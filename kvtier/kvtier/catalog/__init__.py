@@ -26,7 +26,7 @@ from kvtier.layout import KvSpec
 from kvtier.planning import COMPUTE
 from kvtier.policy.base import Policy
 from kvtier.policy.deferred import Deferred
-from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, SLOT_BYTES, Part
+from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
 from kvtier_kernels import Store
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ class Catalog:
         self.lookups = Lookups()
         self.saved_tokens = 0
         self.saved_bytes = 0
-        self.loaded_bytes = 0
+        self.used_tokens: Counter[str] = Counter(
+            warm=0, cold=0
+        )  # of those found, as clients report
+        self.loaded_bytes = 0  # likewise
         self.avoided_s = 0.0  # of computing, by what was found, where a client said what that takes
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
         self.growing = False  # more extents come by themselves
@@ -137,7 +140,6 @@ class Catalog:
             return Found(0, coming)
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
         lease = self._reading.hold(session, space, held, ready, deadline)
-        self._count_loaded(space, parts)
         return Found(ready, coming, lease.id, lease.token, parts)
 
     def _use(self, space: Space, parts: Sequence[Held], keys: bytes, count: bool) -> None:
@@ -156,14 +158,24 @@ class Catalog:
         lease = self._reading.with_token(token)
         parts = self._reading.tell(lease.parts, shards)
         self._reading.join(session, lease)
-        self._count_loaded(lease.space, parts)
         return Found(lease.prefix_blocks, 0, lease.id, lease.token, parts)
 
-    def release(self, session: SessionId, lease_id: LeaseId) -> None:
-        """The session reads no more under this lease. One that ran out is no error."""
+    def release(
+        self, session: SessionId, lease_id: LeaseId, warm: int = 0, cold: int = 0, nbytes: int = 0
+    ) -> None:
+        """End the session's reading under this lease, of which it used `warm` tokens from memory, `cold` ones
+        from disk, and `nbytes`. A lease that ran out is no error."""
         if lease_id in self._writing:
             raise Refused("unknown_lease", f"lease {lease_id} is one to write")
-        self._reading.release(session, lease_id)
+        space = self._reading.release(session, lease_id)
+        if not nbytes:
+            return
+        self.used_tokens["warm"] += warm
+        self.used_tokens["cold"] += cold
+        self.loaded_bytes += nbytes
+        if space is not None:
+            space.used_tokens += warm + cold
+            space.loaded_bytes += nbytes
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -404,8 +416,3 @@ class Catalog:
         if COLD in states:
             return "cold"
         return "promoting" if PROMOTING in states else "incomplete"
-
-    def _count_loaded(self, space: Space, parts: Sequence[Part]) -> None:
-        for part in parts:
-            nbytes = space.spec.group_block_bytes(part.group)
-            self.loaded_bytes += len(part.slots) // SLOT_BYTES * nbytes

@@ -64,9 +64,10 @@ class Departures:
         return self._notes.memory_bytes()
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Lookup:
-    """A match or a load, as it was answered. `missing` is the first block that it did not get."""
+    """A match or a load, as it was answered. `missing` is the first block that it did not get; `used`: how
+    many blocks of it the client has reported as used since."""
 
     number: int
     at: float
@@ -77,6 +78,7 @@ class Lookup:
     coming: int
     why: str
     missing: bytes
+    used: int = 0
 
 
 class Lookups:
@@ -89,10 +91,11 @@ class Lookups:
     def note(
         self, at: float, client: str, space: Space, blocks: int, ready: int, coming: int, why: str,
         missing: bytes,
-    ) -> None:  # fmt: skip
+    ) -> Lookup:  # fmt: skip
         self._numbers += 1
         one = Lookup(self._numbers, at, client, space, blocks, ready, coming, why, missing)
         self._last.append(one)
+        return one
 
     def last(self, count: int) -> list[Lookup]:
         """The last ones, the newest first."""

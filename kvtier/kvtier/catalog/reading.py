@@ -124,16 +124,17 @@ class Reading:
         lease.holders[session] += 1
         self._leases.join(session, lease.id)
 
-    def release(self, session: SessionId, lease_id: LeaseId) -> None:
-        """The session reads no more under this lease. One that ran out is no error."""
+    def release(self, session: SessionId, lease_id: LeaseId) -> Space | None:
+        """End the session's reading under this lease; return its space. One that ran out is no error."""
         lease = self._of.get(lease_id)
         if lease is None:
             if not self._leases.existed(lease_id):
                 raise Refused("unknown_lease", f"lease {lease_id} is none to release")
-            return
+            return None
         if session not in lease.holders:
             raise Refused("unknown_lease", f"lease {lease_id} is not this session's")
         self._let_go(session, lease)
+        return lease.space
 
     def expire(self, now: float) -> int:
         """End the leases whose deadline has passed, and those of sessions that are over; how many ran

@@ -36,6 +36,8 @@ class Space:
     index: int = -1
     watches: dict[SessionId, Watch] = field(default_factory=dict)
     prefill: tuple[float, float] | None = None  # seconds a token, and for each token before it
+    used_tokens: int = 0  # as its clients report when they release their leases
+    loaded_bytes: int = 0
 
     def recompute_s(self, blocks: int, before: int) -> float:
         """What computing so many blocks takes after others; without limit where nobody has said."""
