@@ -102,6 +102,11 @@ class Answers:
         _check_answered(request)
         if request.deadline_ms < 1:
             raise Refused("bad_request", f"a deadline of {request.deadline_ms} ms")
+        if not 0 <= request.first <= len(request.keys) // KEY_BYTES:
+            raise Refused(
+                "bad_request",
+                f"first is {request.first}: write 0 to {len(request.keys) // KEY_BYTES}",
+            )
         if tenant.mover is not None and self._deferring.defers(tenant.mover, request):
             return None
         new = self._is_new(request)
@@ -109,7 +114,7 @@ class Answers:
             self._record(tenant, space, request.keys)
         found = tenant.catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
-            self._server.clock(), new, tenant.brings,
+            self._server.clock(), new, tenant.brings, request.first,
         )  # fmt: skip
         coming, eta_ms, why = self._bring(tenant, space, request, found, new)
         self._promise(tenant, space, request, found, new, coming, why)
@@ -167,10 +172,13 @@ class Answers:
         if mover is None:
             return 0, 0.0, "off"
         session, lookup = self._session.id, _lookup(request)
+        if isinstance(request, wire.Load) and not self._lacks(request, found):
+            return found.coming, 0.0, ""
+        keys = request.keys[found.skipped * KEY_BYTES :]
         if isinstance(request, wire.Prefetch):
             return mover.promote(
                 space,
-                request.keys,
+                keys,
                 found.coming,
                 request=(session, ("prefetch", lookup)),
                 urgent=False,
@@ -178,13 +186,18 @@ class Answers:
         within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
         queued_s = max(0, request.queued_ms) / 1000
         told = mover.promote(
-            space, request.keys, found.coming, request=(session, request.request or lookup),
+            space, keys, found.coming, request=(session, request.request or lookup),
             within_s=min(within_s, LONGEST_WAIT_S),
             recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
         )  # fmt: skip
         if new and told[2] == "slower":
-            mover.compute(session, space, request.keys, found.ready, found.coming)
+            mover.compute(session, space, keys, found.ready - found.skipped, found.coming)
         return told
+
+    @staticmethod
+    def _lacks(request: wire.Load, found: Found) -> bool:
+        """Whether something on disk is to be read: the client wants that, and lacks it."""
+        return request.bring and found.ready + found.coming > request.first
 
     def _promise(
         self, tenant: Tenant, space: Space, request: wire.Match | wire.Load, found: Found,
