@@ -45,6 +45,7 @@ class Asked:
 
     lookup: Lookup
     loaded: bool  # or matched alone
+    weighed: bool = False  # load, or compute: that was said
     there: int = 0  # blocks that it was told of
     coming: int = 0  # of those
     owed: int = 0  # of those, counted as hits, and what becomes of them is not known
@@ -91,7 +92,7 @@ class Answers:
         found = tenant.catalog.match(space, request.keys, new, tenant.brings)
         if new:
             self._record(tenant, space, request.keys)
-        coming, eta_ms, why = self._bring(tenant, space, request, found, new)
+        coming, eta_ms, why = self._bring(tenant, space, request, found)
         if isinstance(request, wire.Match):
             self._promise(tenant, space, request, found, new, coming, why)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -116,7 +117,7 @@ class Answers:
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), new, tenant.brings, request.first,
         )  # fmt: skip
-        coming, eta_ms, why = self._bring(tenant, space, request, found, new)
+        coming, eta_ms, why = self._bring(tenant, space, request, found)
         self._promise(tenant, space, request, found, new, coming, why)
         if coming and found.lease and request.request:
             if len(self._waiting) >= LIMIT_WAITING:
@@ -162,7 +163,6 @@ class Answers:
         space: Space,
         request: wire.Match | wire.Load | wire.Prefetch,
         found: Found,
-        new: bool,
     ) -> tuple[int, float, str]:
         """Begin to bring what is on disk, if that is the sooner way to have it: how many blocks are to be
         expected, in how many milliseconds, and why."""
@@ -190,8 +190,11 @@ class Answers:
             within_s=min(within_s, LONGEST_WAIT_S),
             recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
         )  # fmt: skip
-        if new and told[2] == "slower":
-            mover.compute(session, space, keys, found.ready - found.skipped, found.coming)
+        asked = self._asked[request.request]
+        first, asked.weighed = not asked.weighed, True
+        if first and told[2] in ("slower", "unreliable"):
+            go_on = mover.compute if told[2] == "slower" else mover.probe
+            go_on(session, space, keys, found.ready - found.skipped, found.coming)
         return told
 
     @staticmethod
