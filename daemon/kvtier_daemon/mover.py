@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 READING_BLOCKS = 8192  # asked for and not there yet; one request may have half of what is left
 READING_BYTES = 1 << 30
-PROBE_BLOCKS = 16
+PROBE_BLOCKS = 4
 LEAST_BLOCKS = 64  # or so many
 MOST = (1 << 32) - 1
 

@@ -148,9 +148,10 @@ class SchedulerSide:
     def _decide(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool]:
         """Load what is ready, and compute the rest: the request can't be held back."""
         session, own = self._daemon.session, computed // self._layout.block_tokens
-        if session is not None and not self._usable(prompt, own, now):
-            if not prompt.ticket:
-                self._ask(prompt, session, Question(own))
+        usable = self._usable(prompt, own, now)
+        if session is not None and not (usable and prompt.lease and not prompt.lease.coming):
+            # What came since the last answer is to be loaded, too.
+            self._ask(prompt, session, Question(own, usable and prompt.answered.bring))
             while prompt.ticket and self._questions.heard(prompt, session, longer=True):
                 self._drain()
         if not self._usable(prompt, own, now):

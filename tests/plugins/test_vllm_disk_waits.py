@@ -210,3 +210,18 @@ def test_what_a_request_is_held_back_for_is_told_apart() -> None:
     assert wait.end(13.0) == 3.0
     assert wait.parts == {"answer": 0.25, "disk": 1.5, "scheduler": 1.25}
     assert wait.end(14.0) is None
+
+
+def test_what_has_come_since_the_last_answer_is_loaded_where_there_is_no_time_to_hold(
+    daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were read from disk for a request are not computed."""
+    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    enter(patient, Cache(0))
+    request = patient.add(PROMPT)  # the first in the queue: its blocks are read
+    prompt = patient.scheduler._prompts[request.request_id]
+    assert prompt.lease is not None and prompt.lease.coming == BLOCKS
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["read"] == BLOCKS)
+    patient.add(range(5000, 5000 + BLOCK))
+    enter(patient, Cache(0), seats=0)
+    assert patient.scheduler.matched(request, 0)[0] == BLOCKS * BLOCK

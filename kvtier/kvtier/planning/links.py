@@ -16,7 +16,8 @@ UNRELIABLE, RELIABLE = (
     0.6,
     0.8,
 )  # two failures in a row make a link unreliable; three successes end that
-PROBE_S = 1.0  # between prefetches that show whether forecasts are kept again
+# Between prefetches that show whether forecasts are kept again; twice as long after each that was late.
+PROBE_S, LONGEST_PROBE_S = 1.0, 30.0
 
 
 class Link:
@@ -35,6 +36,7 @@ class Link:
         self._writes = self._prefetches = 0.0  # bytes that they may move beside urgent reads
         self._kept = 1.0  # share of the last forecasts
         self._probed_at = float("-inf")
+        self._probe_s = PROBE_S
         self.is_reliable = True
 
     @property
@@ -79,12 +81,14 @@ class Link:
     def forecast_ended(self, kept: bool) -> None:
         """A request's reads were forecast, and came in time or late."""
         self._kept += FORECAST_SHARE * (kept - self._kept)
+        if not self.is_reliable:
+            self._probe_s = PROBE_S if kept else min(2 * self._probe_s, LONGEST_PROBE_S)
         self.is_reliable = self._kept > (UNRELIABLE if self.is_reliable else RELIABLE)
 
     def may_probe(self) -> bool:
         """Whether a prefetch may show now if forecasts are kept again; it then does."""
         now = self._clock()
-        if self.is_reliable or now - self._probed_at < PROBE_S:
+        if self.is_reliable or now - self._probed_at < self._probe_s:
             return False
         self._probed_at = now
         return True
