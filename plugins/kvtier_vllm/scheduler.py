@@ -373,15 +373,15 @@ class SchedulerSide:
         self._queue.next_step()
         for prompt in self._queue.ahead():
             lease, wait = prompt.lease, prompt.wait
-            if lease is None or not lease.coming or wait.gave_up or wait.since is not None:
+            if lease is None or prompt.ticket or wait.gave_up or wait.since is not None:
                 continue
-            if prompt.answered.bring:
+            own = self._queue.own_blocks(prompt)
+            lost = own is not None and own < prompt.covers  # by the engine, since it was asked
+            if lost or (lease.coming and not prompt.answered.bring and own is not None):
+                self._questions.soon(prompt, Question(own or 0, bring=True))
+            elif lease.coming and prompt.answered.bring:
                 prompt.wait_s = TOLD_AFTER_S
                 self._questions.soon(prompt)
-            elif (
-                own := self._queue.own_blocks(prompt)
-            ) is not None and own < lease.ready + lease.coming:
-                self._questions.soon(prompt, Question(own, bring=True))
 
     def _note(self, scheduled: Any) -> None:
         """Remember when the step began, and what it has to do."""

@@ -225,3 +225,21 @@ def test_what_has_come_since_the_last_answer_is_loaded_where_there_is_no_time_to
     patient.add(range(5000, 5000 + BLOCK))
     enter(patient, Cache(0), seats=0)
     assert patient.scheduler.matched(request, 0)[0] == BLOCKS * BLOCK
+
+
+def test_what_the_engine_loses_while_a_request_is_queued_is_read_before_it_is_asked_for(
+    daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    cache = Cache(5 * BLOCK)
+    enter(patient, cache)
+    request = patient.add(PROMPT)
+    patient.waiting.remove(request)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["read"] == 3)
+    cache.tokens = 2 * BLOCK
+    prompt = patient.scheduler._prompts[request.request_id]
+    patient.until(
+        lambda: prompt.covers == 2 and prompt.lease is not None and not prompt.lease.coming
+    )
+    assert blocks_read(daemon) == 6
+    assert patient.scheduler.matched(request, 2 * BLOCK)[0] == 6 * BLOCK
