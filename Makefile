@@ -9,7 +9,7 @@ NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* ker
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu kernels/cuda/*.h \
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
-.PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-frames bench-ttft bench-gpu \
+.PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-gpu \
         bench-peers bench-compare figures faults package clean
 
 help:           ## this list
@@ -85,6 +85,9 @@ bench-frames: venv  ## encoded blocks from a disk, beside reading and decoding a
 
 bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minutes; TTFT="--folder DIR" says where
 	$(ENGINES)/bin/python benchmarks/bench_ttft.py $(TTFT)
+
+bench-chats: $(ENGINES)/.ready  ## 28 chats over HTTP, with kvtier and without, on disks of three speeds; CHATS="--folder DIR" says where
+	$(ENGINES)/bin/python benchmarks/bench_chats.py $(CHATS)
 
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages, and its codecs, beside large copies
 	$(GPU_PYTHON) benchmarks/bench_gpu.py

@@ -66,6 +66,7 @@ class FakeRequest:
     sources: tuple[int, int] = (0, 0)  # of what was loaded, from memory and from disk
     pages: list[list[int]] = field(default_factory=list)
     prompt_tokens: int = 0  # where the others are its answer
+    resident: int = 0  # tokens that the engine has in its own prefix cache
 
     @property
     def num_tokens(self) -> int:
@@ -200,13 +201,15 @@ class FakeEngine:
         running: dict[str, int] = {}
         new, now = [], []
         for request in list(self.waiting):
-            count, between = self.timed(self.scheduler.matched, request, 0)
+            own = request.resident
+            count, between = self.timed(self.scheduler.matched, request, own)
             request.steps_asked += 1
             if count is None:
                 continue
             self.waiting.remove(request)
-            request.cached = count
-            self.allocate(request, count, count if between else request.num_tokens)
+            request.cached = own + count
+            self.allocate(request, own + count, own + count if between else request.num_tokens)
+            self.compute(request, 0, own)
             self.timed(self.scheduler.allocated, request, request.pages, count)
             request.between = between
             request.sources = self.scheduler.hit_of(request.request_id)
@@ -214,7 +217,7 @@ class FakeEngine:
                 request.loading = True
                 self.loading[request.request_id] = request
                 continue
-            request.num_computed_tokens = count
+            request.num_computed_tokens = own + count
             now.append(request)
         for request in [r for r in self.loading.values() if not r.loading]:
             del self.loading[request.request_id]

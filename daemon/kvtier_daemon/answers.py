@@ -47,6 +47,7 @@ class Asked:
 
     lookup: AskedFor
     loaded: bool  # or matched alone
+    weighed: bool = False  # load, or compute: that was said
     there: int = 0  # blocks that it was told of
     coming: int = 0  # of those
     owed: int = 0  # of those, counted as hits, and what becomes of them is not known
@@ -96,7 +97,7 @@ class Answers:
         found = tenant.catalog.match(space, request.keys, new, tenant.brings)
         if new:
             self._record(tenant, space, request.keys)
-        coming, eta_ms, why = self._bring(tenant, space, request, found, new)
+        coming, eta_ms, why = self._bring(tenant, space, request, found)
         if isinstance(request, wire.Match):
             self._promise(tenant, space, request, found, new, coming, why)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -107,6 +108,11 @@ class Answers:
         _check_answered(request)
         if request.deadline_ms < 1:
             raise Refused("bad_request", f"a deadline of {request.deadline_ms} ms")
+        if not 0 <= request.first <= len(request.keys) // KEY_BYTES:
+            raise Refused(
+                "bad_request",
+                f"first is {request.first}: write 0 to {len(request.keys) // KEY_BYTES}",
+            )
         if tenant.mover is not None and self._deferring.defers(tenant.mover, request):
             return None
         new = self._is_new(request)
@@ -114,9 +120,9 @@ class Answers:
             self._record(tenant, space, request.keys)
         found = tenant.catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
-            self._server.clock(), new, tenant.brings,
+            self._server.clock(), new, tenant.brings, request.first,
         )  # fmt: skip
-        coming, eta_ms, why = self._bring(tenant, space, request, found, new)
+        coming, eta_ms, why = self._bring(tenant, space, request, found)
         self._promise(tenant, space, request, found, new, coming, why)
         if coming and found.lease and request.request:
             if len(self._waiting) >= LIMIT_WAITING:
@@ -166,7 +172,6 @@ class Answers:
         space: Space,
         request: wire.Match | wire.Load | wire.Prefetch,
         found: Found,
-        new: bool,
     ) -> tuple[int, float, str]:
         """Begin to bring what is on disk, if that is the sooner way to have it: how many blocks are to be
         expected, in how many milliseconds, and why."""
@@ -176,10 +181,13 @@ class Answers:
         if mover is None:
             return 0, 0.0, "off"
         session, lookup = self._session.id, _lookup(request)
+        if isinstance(request, wire.Load) and not self._lacks(request, found):
+            return found.coming, 0.0, ""
+        keys = request.keys[found.skipped * KEY_BYTES :]
         if isinstance(request, wire.Prefetch):
             return mover.promote(
                 space,
-                request.keys,
+                keys,
                 found.coming,
                 request=(session, ("prefetch", lookup)),
                 urgent=False,
@@ -187,13 +195,21 @@ class Answers:
         within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
         queued_s = max(0, request.queued_ms) / 1000
         told = mover.promote(
-            space, request.keys, found.coming, request=(session, request.request or lookup),
+            space, keys, found.coming, request=(session, request.request or lookup),
             within_s=min(within_s, LONGEST_WAIT_S),
             recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
         )  # fmt: skip
-        if new and told[2] == "slower":
-            mover.compute(session, space, request.keys, found.ready, found.coming)
+        asked = self._asked[request.request]
+        first, asked.weighed = not asked.weighed, True
+        if first and told[2] in ("slower", "unreliable"):
+            go_on = mover.compute if told[2] == "slower" else mover.probe
+            go_on(session, space, keys, found.ready - found.skipped, found.coming)
         return told
+
+    @staticmethod
+    def _lacks(request: wire.Load, found: Found) -> bool:
+        """Whether something on disk is to be read: the client wants that, and lacks it."""
+        return request.bring and found.ready + found.coming > request.first
 
     def _promise(
         self, tenant: Tenant, space: Space, request: wire.Match | wire.Load, found: Found,

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 READING_BLOCKS = 8192  # asked for and not there yet; one request may have half of what is left
 READING_BYTES = 1 << 30
+PROBE_BLOCKS = 4
 LEAST_BLOCKS = 64  # or so many
 MOST = (1 << 32) - 1
 
@@ -226,6 +227,15 @@ class Mover:
             return 0, 0.0, "not_read"
         eta_ms = max(reads.planner.eta_s(request), said[0].load_s) * 1000
         return max(0, coming - plan.left_out), eta_ms, said[0].why
+
+    def probe(self, session: int, space: Space, keys: bytes, ready: int, coming: int) -> None:
+        """A request computes the `coming` blocks after the ready ones, as the disk is unreliable: read some
+        of them while no request waits, to know whether it still is."""
+        count = min(coming, PROBE_BLOCKS)
+        keys = keys[: (ready + count) * KEY_BYTES]
+        if sum(drive.link.may_probe() for drive in self._cold.drives):
+            request = (session, ("probe", space.number, len(keys), keys[-KEY_BYTES:]))
+            self.promote(space, keys, count, request=request, urgent=False)
 
     def compute(self, session: int, space: Space, keys: bytes, ready: int, coming: int) -> None:
         """A request computes the `coming` blocks after the ready ones, as that is sooner than reading them.

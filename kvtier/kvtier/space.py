@@ -269,12 +269,16 @@ class Space:
         within_ms: int = 0,
         queued_ms: int = 0,
         wait_ms: int = 0,
+        first: int = 0,
+        bring: bool = True,
     ) -> int:
         """Send a lease request and return its ticket at once; `client.poll()` has the Lease later. Who waits,
         and how long, is said as in `match`. `wait_ms`: of a request that asked before, have it answered as
-        soon as what it waits for is here, and after so long at the latest."""
+        soon as what it waits for is here, and after so long at the latest. `first`: the caller holds the
+        blocks before this one itself: they are not read from disk, and the lease may lack them. Without
+        `bring` nothing is read from disk."""
         asked = self._lease_request(
-            keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms
+            keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms, first, bring
         )
         return self.link.tell(asked)
 
@@ -287,6 +291,8 @@ class Space:
         within_ms: int = 0,
         queued_ms: int = 0,
         wait_ms: int = 0,
+        first: int = 0,
+        bring: bool = True,
     ) -> wire.Load:
         packed, most = Keys.of(keys).packed, max(group.shards for group in self.spec.cache_groups)
         with Checking("shards"):
@@ -297,7 +303,7 @@ class Space:
                 raise InvalidArgument(text)
         return wire.Load(
             self.link.new_id(), self.index, packed, deadline_ms, wanted, request, within_ms,
-            queued_ms, wait_ms,
+            queued_ms, wait_ms, first, bring,
         )  # fmt: skip
 
     # --- saving ------------------------------------------------------------------------------

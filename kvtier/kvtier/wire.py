@@ -105,7 +105,8 @@ class Match(Message, tag=3):
 class Load(Message, tag=4):
     """Match, and hold what is ready until released or the deadline. `shards`: whose slots to tell. The rest
     as in `Match`. `wait_ms`: while something that `request` asked for before is on its way, the answer comes
-    when that is over, or after so long."""
+    when that is over, or after so long. `first`: the client holds the blocks before this one itself: they are
+    not read from disk, and `ready` counts them. Without `bring` nothing is read from disk."""
 
     space: int
     keys: bytes
@@ -115,6 +116,8 @@ class Load(Message, tag=4):
     within_ms: int = 0
     queued_ms: int = 0
     wait_ms: int = 0
+    first: int = 0
+    bring: bool = True
 
 
 class Adopt(Message, tag=5):

@@ -36,6 +36,7 @@ from kvtier_vllm.messages import PagesTold, Report, Step
 from kvtier_vllm.metrics import KvtierPromMetrics, KvtierStats
 from kvtier_vllm.options import Unsupported, read_options
 from kvtier_vllm.order import backends_of
+from kvtier_vllm.room import Room
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
 
@@ -172,6 +173,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("kvtier: the engine goes on without: %s", error)
             return
         self._scheduler.open(spec)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            limits = self._vllm_config.scheduler_config
+            sizes = [
+                group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups
+            ]
+            self._scheduler.enter(
+                Room(kv_cache_manager, sizes, limits.max_num_seqs, limits.max_num_batched_tokens)
+            )
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:

@@ -27,14 +27,15 @@ class Ear:
         """Something has come: whoever sent it can be waited for."""
         self._deaf = False
 
-    def wait(self, fd: int) -> bool:
-        """Whether there is something to read, at once or within what is left."""
-        if self._deaf or self._left_s <= 0:
+    def wait(self, fd: int, most_s: float = 0.0) -> bool:
+        """Whether there is something to read, at once or within what is left, or within `most_s`."""
+        left_s = max(self._left_s, most_s)
+        if self._deaf or left_s <= 0:
             return False
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         began = self._clock()
-        ready = bool(poll.poll(self._left_s * 1000))
+        ready = bool(poll.poll(left_s * 1000))
         self._left_s -= self._clock() - began
         self._deaf = not ready
         return ready

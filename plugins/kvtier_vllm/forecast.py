@@ -63,6 +63,10 @@ class Forecast:
         """What a step takes: the median of the last ones, 0 before the first."""
         return median(self._steps) if self._steps else 0.0
 
+    def longest_step_s(self) -> float:
+        """The longest of the last steps, 0 before the first."""
+        return max(self._steps, default=0.0)
+
     def recompute_s(self, tokens: int, before: int) -> float | None:
         """How long these tokens would take after `before` others; None while nothing is known."""
         learned = self._learn()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvtier import Keys
 from kvtier.client import Lease
 from kvtier_vllm.line import Session
 from kvtier_vllm.wishes import PARAMETER, Wishes
+
+Part = Literal["answer", "disk", "scheduler"]  # of the time that a request is held back
 
 
 @dataclass(slots=True)
@@ -21,20 +23,49 @@ class Hit:
     good: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """How the daemon is asked for a prompt: from which block on, and whether to read from disk."""
+
+    first: int = 0
+    bring: bool = False
+
+
 @dataclass(slots=True)
 class Wait:
     """A request's, until it has pages: `since` when it is held back, whether that was `counted` already, and
-    whether it `gave_up`: then it is computed."""
+    whether it `gave_up`: then it is computed. `parts` says what it was held back for, in seconds."""
 
     since: float | None = None
     counted: bool = False
     gave_up: bool = False
+    reason: Part | None = None  # why the last call held it back
+    came_at: float | None = None  # when that was over
+    last: float = 0.0  # call that held it back
+    parts: dict[Part, float] = field(default_factory=dict)
 
     def begin(self, now: float) -> float:
         """Since when it waits."""
         if self.since is None:
             self.since = now
+        if self.reason is not None:
+            came_at = max(self.last, now if self.came_at is None else min(self.came_at, now))
+            self._add(self.reason, came_at - self.last)
+            self._add("scheduler", now - came_at)
+            self.reason = None
         return self.since
+
+    def hold(self, reason: Part, now: float) -> None:
+        """It is held back for this; what follows until the next call counts."""
+        self.reason, self.last, self.came_at = reason, now, None
+
+    def came(self, reason: Part, now: float) -> None:
+        """What it was held back for has come; from now on it waits for the scheduler."""
+        if self.reason == reason and self.came_at is None:
+            self.came_at = now
+
+    def _add(self, part: Part, seconds: float) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
 
     def end(self, now: float) -> float | None:
         """It waits no more; how long it did, the first time."""
@@ -63,6 +94,9 @@ class Prompt:
     wait_s: float = 0.0  # how long the daemon may take to answer the next time it is asked
     lease: Lease | None = None
     leased_at: float = 0.0
+    asked: Question = Question()
+    answered: Question = Question()  # with its lease
+    covers: int = 0  # from this block on its lease has what is ready
     wait: Wait = field(default_factory=Wait)
     known: int | None = None  # how many leading blocks the daemon has
     saved: int | None = None  # how many leading blocks need no save any more

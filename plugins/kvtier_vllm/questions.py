@@ -17,8 +17,9 @@ from kvtier_vllm.layout import Layout
 from kvtier_vllm.line import Session
 from kvtier_vllm.naming import Names
 from kvtier_vllm.options import Options
-from kvtier_vllm.prompt import Prompt
+from kvtier_vllm.prompt import Prompt, Question
 
+LONGER_S = 0.01  # to listen for an answer where the next step would be too late for it
 LISTEN_S = 1.0  # how often to see whether a daemon that was asked nothing is still there
 
 
@@ -49,8 +50,9 @@ class Questions:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def ask(self, prompt: Prompt, session: Session) -> bool:
-        """Whether it was asked: not before all of a long prompt has keys."""
+    def ask(self, prompt: Prompt, session: Session, question: Question | None = None) -> bool:
+        """Whether it was asked: not before all of a long prompt has keys. Without a `question`, as last."""
+        prompt.asked = question or prompt.asked
         keys = self._names.of(prompt, session)
         prompt.ticket = 0  # what it has so far it keeps until the answer
         shards = range(self._layout.shards.count)
@@ -67,7 +69,8 @@ class Questions:
             ticket = session.space.begin_lease(
                 keys[:count], self._options.lease_ms, shards,
                 request=prompt.number, within_ms=self._options.patience_ms,
-                wait_ms=int(prompt.wait_s * 1000),
+                wait_ms=int(prompt.wait_s * 1000), first=min(prompt.asked.first, count),
+                bring=prompt.asked.bring,
             )  # fmt: skip
         except KvtierError as error:
             self._daemon.lost(session, error)
@@ -84,9 +87,10 @@ class Questions:
             session.space.prefill(*fit)
             self._told, self._told_to = fit, session
 
-    def soon(self, prompt: Prompt) -> None:
+    def soon(self, prompt: Prompt, question: Question | None = None) -> None:
         """Ask with the next step; unless an answer is still to come."""
         if not prompt.ticket:
+            prompt.asked = question or prompt.asked
             self._soon[prompt.request.request_id] = prompt
 
     def take_soon(self) -> Iterable[Prompt]:
@@ -116,10 +120,11 @@ class Questions:
 
     # --- answers -----------------------------------------------------------------------------
 
-    def heard(self, prompt: Prompt, session: Session) -> bool:
+    def heard(self, prompt: Prompt, session: Session, longer: bool = False) -> bool:
         """Listen for the answer, for a moment, so that the step that is to come has it."""
         there = session is self._daemon.session
-        return bool(prompt.ticket) and there and self._ear.wait(session.client.fileno())
+        most_s = LONGER_S if longer else 0.0
+        return bool(prompt.ticket) and there and self._ear.wait(session.client.fileno(), most_s)
 
     def answers(self) -> Iterator[tuple[Prompt | None, Answer]]:
         """What has come, and who waits for it. A daemon that answers nobody is left alone."""

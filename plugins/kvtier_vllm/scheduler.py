@@ -31,13 +31,15 @@ from kvtier_vllm.loading import Loads
 from kvtier_vllm.messages import Report, Save, Step
 from kvtier_vllm.naming import Names
 from kvtier_vllm.options import Options
-from kvtier_vllm.patience import Patience
+from kvtier_vllm.patience import TOLD_AFTER_S, Patience
 from kvtier_vllm.pins import Pins
-from kvtier_vllm.prompt import Prompt, Wait
+from kvtier_vllm.prompt import Prompt, Question, Wait
 from kvtier_vllm.questions import Questions
+from kvtier_vllm.queue import AHEAD, Queue
+from kvtier_vllm.room import Room
 from kvtier_vllm.saving import Saves
 from kvtier_vllm.seats import Seats
-from kvtier_vllm.stats import Miss, Stats
+from kvtier_vllm.stats import WAITED, Miss, Stats
 from kvtier_vllm.timeline import Timelines
 from kvtier_vllm.watch import Watch
 from kvtier_vllm.wishes import Wishes, read_wishes
@@ -76,10 +78,15 @@ class SchedulerSide:
         self._watch = Watch(self._events, daemon, self.counts) if self._events else None
         self._names = Names(layout, self._events)
         self._patience = Patience(layout, options, self._forecast)
+        self._queue = Queue(layout, self._forecast)
         self._questions = Questions(layout, options, daemon, self._names, self._forecast, clock)
         self._loads = Loads(layout, options, self._forecast, self.stats, self.timelines)
         self._saves = Saves(layout, options, self.counts)
         self._pins = Pins(layout, daemon, self._names, self.counts)
+
+    def enter(self, room: Room) -> None:
+        """The engine's own cache and limits can be asked from now on."""
+        self._queue.room = room
 
     def open(self, spec: KvSpec) -> None:
         """Connect, and open this space, in the background."""
@@ -94,12 +101,16 @@ class SchedulerSide:
     # --- matching ----------------------------------------------------------------------------
 
     def queued(self, request: Any) -> None:
-        """A request is here: ask for what there is of it, and so start bringing it."""
+        """A request is here: ask for what there is of it. What is on disk is read for the first ones in the
+        queue, where the engine says what it has itself; for the others once they come next."""
         prompt = self._prompt(request)
         session = self._daemon.session
         self.timelines.queued(request.request_id)
+        soon = len(self._queue) < AHEAD
+        self._queue.join(prompt)
         if prompt.may_load and session is not None and self._loadable(prompt):
-            self._ask(prompt, session)
+            own = self._queue.own_blocks(prompt)
+            self._ask(prompt, session, Question(own or 0, soon and own is not None))
             while self._questions.heard(prompt, session):
                 self._drain()
 
@@ -114,14 +125,51 @@ class SchedulerSide:
         now = self._clock()
         since = prompt.wait.begin(now)
         answer = self._answer(prompt, computed, now)
-        if answer is None and self._patience.ended(since, now):
-            answer = self._what_is_ready(prompt, computed, now) or self._give_up(prompt, "patience")
+        if answer is None and not self._may_hold(prompt, since, now):
+            answer = self._decide(prompt, computed, now)
         if answer is None:
+            waits = prompt.lease is not None and prompt.lease.coming
+            prompt.wait.hold("disk" if waits else "answer", now)
             return None, False
-        waited_s = prompt.wait.end(now)
-        if waited_s is not None:
-            self.stats.took("wait_s", waited_s)
+        self._waited(prompt, now)
         return answer
+
+    def _may_hold(self, prompt: Prompt, since: float, now: float) -> bool:
+        """Whether the scheduler is expected to ask again before this request's patience ends."""
+        if prompt.wait.counted:
+            return False
+        next_ask_s = self._queue.next_ask_s(prompt, self._prompts.values())
+        return not self._patience.ended(since, now + next_ask_s)
+
+    def _waited(self, prompt: Prompt, now: float) -> None:
+        waited_s = prompt.wait.end(now)
+        if waited_s is None:
+            return
+        self.stats.took("wait_s", waited_s)
+        for part, seconds in prompt.wait.parts.items():
+            self.stats.took(WAITED[part], seconds)
+
+    def _decide(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool]:
+        """Load what is ready, and compute the rest: the request can't be held back."""
+        session, own = self._daemon.session, computed // self._layout.block_tokens
+        usable = self._usable(prompt, own, now)
+        if session is not None and not (usable and prompt.lease and not prompt.lease.coming):
+            # What came since the last answer is to be loaded, too.
+            self._ask(prompt, session, Question(own, usable and prompt.answered.bring))
+            while prompt.ticket and self._questions.heard(prompt, session, longer=True):
+                self._drain()
+        if not self._usable(prompt, own, now):
+            return self._give_up(prompt, "patience")
+        return self._what_is_ready(prompt, computed, now) or (0, False)
+
+    def _usable(self, prompt: Prompt, own: int, now: float) -> bool:
+        """Whether what is leased can be loaded where the engine has so many blocks itself."""
+        return (
+            prompt.lease is not None
+            and prompt.session is self._daemon.session
+            and prompt.covers <= own
+            and self._held(prompt, now)
+        )
 
     def _answer(self, prompt: Prompt, computed: int, now: float) -> tuple[int, bool] | None:
         session = self._daemon.session
@@ -131,9 +179,12 @@ class SchedulerSide:
                 return promised
             return self._give_up(prompt, "no_daemon")
         prompt.belong(session)
-        lease = prompt.lease
-        if lease is None or not self._held(prompt, now):
-            self._questions.soon(prompt)
+        lease, own = prompt.lease, computed // self._layout.block_tokens
+        if lease is None or not self._usable(prompt, own, now):
+            self._questions.soon(prompt, Question(own, bring=True))
+            return None
+        if lease.coming and not prompt.answered.bring and lease.ready + lease.coming > own:
+            self._questions.soon(prompt, Question(own, bring=True))
             return None
         if lease.coming and self._patience.worth_waiting(prompt, lease, computed, now):
             wait_s = self._patience.ask_for_s(prompt, len(self._prompts), now)
@@ -197,8 +248,8 @@ class SchedulerSide:
             self._prompts[request.request_id] = prompt
         return prompt
 
-    def _ask(self, prompt: Prompt, session: Session) -> None:
-        if self._questions.ask(prompt, session):
+    def _ask(self, prompt: Prompt, session: Session, question: Question | None = None) -> None:
+        if self._questions.ask(prompt, session, question):
             self.timelines.mark(prompt.request.request_id, "asked")
 
     def _drain(self) -> None:
@@ -223,8 +274,12 @@ class SchedulerSide:
         prompt.release()
         if lease.refused:
             self._give_up(prompt, "refused")
-        prompt.lease, prompt.leased_at = lease, self._clock()
+        prompt.lease, prompt.leased_at, prompt.answered = lease, self._clock(), prompt.asked
+        prompt.covers = self._covers(lease, prompt.asked)
         prompt.known = lease.ready + lease.coming
+        prompt.wait.came("answer", prompt.leased_at)
+        if not lease.coming:
+            prompt.wait.came("disk", prompt.leased_at)
         if lease.coming:
             start, stop = prompt.coming
             first = min(start, lease.ready) if stop else lease.ready
@@ -233,6 +288,12 @@ class SchedulerSide:
             self._events.found(prompt.keys, lease)
         self.timelines.mark(prompt.request.request_id, "answered")
         self.timelines.mark(prompt.request.request_id, "coming" if lease.coming else "ready")
+
+    def _covers(self, lease: Lease, asked: Question) -> int:
+        """From which block on this lease has what is ready."""
+        groups = self._layout.groups
+        full = [part.first for part in lease.parts if groups[part.group].kind == "full"]
+        return max(full) if full else asked.first
 
     def take_events(self) -> list[Event]:
         """What came into the tiers and went since the last call."""
@@ -244,6 +305,7 @@ class SchedulerSide:
         """The engine has pages for a request, of which so many tokens are to be loaded."""
         prompt = self._prompt(request)
         gave_up, waits, lease = prompt.wait.gave_up, prompt.waits, prompt.take_lease()
+        self._queue.leave(prompt)
         self._questions.end(prompt, waits)
         prompt.wait, prompt.hit = Wait(), None
         if lease is not None and tokens:
@@ -255,7 +317,7 @@ class SchedulerSide:
                 )
         elif lease is not None:
             if not gave_up and self._lacks(prompt, lease):
-                self.counts["miss:absent"] += 1
+                self.counts["miss:late" if lease.coming else "miss:absent"] += 1
             lease.release()
         self._pins.pin(prompt)
 
@@ -277,6 +339,7 @@ class SchedulerSide:
         """What the ranks have to do with this step."""
         if self._daemon.session is not self._with:
             self._move(self._daemon.session)
+        self._read_ahead()
         self._ask_again()
         self._steps += 1
         loads, fresh = self._loads.take(scheduled.num_scheduled_tokens)
@@ -313,6 +376,21 @@ class SchedulerSide:
             if session is not None:
                 self._ask(prompt, session)
         self._pins.go_on()
+
+    def _read_ahead(self) -> None:
+        """Have the blocks of those that come next read from disk, and take those that have come."""
+        self._queue.next_step()
+        for prompt in self._queue.ahead():
+            lease, wait = prompt.lease, prompt.wait
+            if lease is None or prompt.ticket or wait.gave_up or wait.since is not None:
+                continue
+            own = self._queue.own_blocks(prompt)
+            lost = own is not None and own < prompt.covers  # by the engine, since it was asked
+            if lost or (lease.coming and not prompt.answered.bring and own is not None):
+                self._questions.soon(prompt, Question(own or 0, bring=True))
+            elif lease.coming and prompt.answered.bring:
+                prompt.wait_s = TOLD_AFTER_S
+                self._questions.soon(prompt)
 
     def _note(self, scheduled: Any) -> None:
         """Remember when the step began, and what it has to do."""
@@ -387,6 +465,7 @@ class SchedulerSide:
         if prompt is None:
             return None
         waits = prompt.waits
+        self._queue.leave(prompt)
         prompt.release()
         self._questions.end(prompt, waits)
         self._loads.finished(request.request_id)

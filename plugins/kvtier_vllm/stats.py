@@ -14,8 +14,11 @@ from kvtier.wire import OUTCOMES
 Miss = Literal["absent", "adapter", "no_daemon", "patience", "rank_away", "refused"]
 Failure = Literal["error", "no_daemon", "stale"]
 Drop = Literal["after_hole", "error", "lost", "no_daemon", "no_time", "overwritten"]
-Time = Literal["load_s", "save_s", "wait_s"]
+Time = Literal["load_s", "save_s", "wait_s", "wait_answer_s", "wait_disk_s", "wait_scheduler_s"]
 
+WAITED: dict[str, Time] = {
+    "answer": "wait_answer_s", "disk": "wait_disk_s", "scheduler": "wait_scheduler_s",
+}  # fmt: skip
 LIMIT_TIMES = 4096  # of each kind that wait to be told: an engine that never asks costs no more
 BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
@@ -69,6 +72,18 @@ TIMES: dict[Time, tuple[str, str]] = {
     "wait_s": (
         "vllm:kvtier_wait_seconds",
         "How long a request was held back for an answer or for blocks that came.",
+    ),
+    "wait_answer_s": (
+        "vllm:kvtier_wait_answer_seconds",
+        "Of the time that a request was held back: until the daemon answered.",
+    ),
+    "wait_disk_s": (
+        "vllm:kvtier_wait_disk_seconds",
+        "Of the time that a request was held back: until its blocks had come from the disk.",
+    ),
+    "wait_scheduler_s": (
+        "vllm:kvtier_wait_scheduler_seconds",
+        "Of the time that a request was held back: until the scheduler asked again.",
     ),
 }
 

@@ -45,6 +45,7 @@ class Asking:
         mover: Any = SimpleNamespace(
             promote=lambda *_, **__: (self.told[0], 1.0, self.told[1]),
             compute=lambda *_: None,
+            probe=lambda *_: None,
             cancel=lambda _: None,
         )
         tenant = SimpleNamespace(name="t", catalog=self.catalog, mover=mover, brings=True)

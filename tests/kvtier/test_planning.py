@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -461,3 +462,59 @@ def test_writes_go_on_once_a_read_that_several_waited_for_is_over() -> None:
     planner.over("block", True)
     assert planner.may_write(link)
     assert planner.waits == planner.waiting == 0
+
+
+# --- disks that do not keep their forecasts --------------------------------------------------
+
+
+def stalled(world: World, name: str, stall_s: float, **changes: Any) -> str:
+    """Why a request was answered so, whose 10 blocks come so much later than was forecast."""
+    load = Load(name, 0.0, blocks(name, 10), **{"recompute_s": 2.0, **changes})
+    world.ask(load)
+    assert load.verdict is not None
+    if load.verdict.load:
+        while names := world.planner.take(world.link):
+            world.now += load.verdict.load_s + stall_s
+            for one in names:
+                world.planner.over(one, good=True)
+            stall_s = 0.0
+        world.gone(blocks(name, 10))
+    return load.verdict.why
+
+
+def test_a_disk_whose_reads_come_late_is_not_waited_for_until_they_come_in_time() -> None:
+    world = World()
+    assert [stalled(world, f"late{at}", 1.0) for at in range(3)] == [
+        "faster",
+        "faster",
+        "unreliable",
+    ]
+    assert world.link.may_probe() and not world.link.may_probe(), "one probe at a time"
+    assert stalled(world, "probe late", 1.0, urgent=False) == "prefetch"
+    for at in range(4):
+        assert stalled(world, f"still{at}", 0.0) == "unreliable"
+        assert stalled(world, f"probe{at}", 0.0, urgent=False) == "prefetch"
+    assert stalled(world, "again", 0.0) == "faster"
+    assert not world.link.may_probe()
+
+
+def test_a_request_that_goes_after_its_forecast_counts_as_late() -> None:
+    world = World()
+    for at in range(2):
+        world.ask(Load(f"gone{at}", 0.0, blocks(f"gone{at}", 10), 2.0))
+        world.now += 0.5
+        world.gone(world.planner.cancel(f"gone{at}"))
+    assert stalled(world, "next", 0.0) == "unreliable"
+
+
+def test_a_request_that_goes_early_and_one_that_others_went_before_are_not_late() -> None:
+    world = World()
+    for at in range(4):
+        world.ask(Load(f"gone{at}", 0.0, blocks(f"gone{at}", 10), 2.0))
+        world.gone(world.planner.cancel(f"gone{at}"))
+        long = Load(f"long{at}", 0.0, blocks(f"long{at}", 100), 9.0)
+        short = [Load(f"s{at}.{n}", 0.01, blocks(f"s{at}.{n}", 200), 1.0) for n in range(3)]
+        world.start = world.now
+        world.run([long, *short])
+        assert long.over_at > 2 * 100 * BLOCK / RATE + 0.05
+    assert world.link.is_reliable

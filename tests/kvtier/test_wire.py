@@ -70,6 +70,7 @@ EXAMPLES = [
     wire.Match(2, 0, b""),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1]),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30),
+    wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30, 50, 1, False),
     wire.Cancel(0, 17),
     wire.Prefill(0, 2, 1e-5, 2.5e-9),
     wire.Unpin(4, 1, b"k" * 32),

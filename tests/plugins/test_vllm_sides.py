@@ -23,7 +23,7 @@ from kvtier.saving import Saving
 from kvtier_vllm.layout import Cached, Layout, Shards
 from kvtier_vllm.messages import Hole, Load, Report, Save, Seat
 from kvtier_vllm.options import Options
-from kvtier_vllm.prompt import Prompt
+from kvtier_vllm.prompt import Prompt, Question
 from kvtier_vllm.saving import TRIES, Saves, runs
 from kvtier_vllm.scheduler import SchedulerSide
 
@@ -478,6 +478,7 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     engine.until(lambda: not side.in_flight["tickets"])
     assert prompt.lease is not None and prompt.lease.ready == 8
     prompt.lease.coming, prompt.lease.eta_ms = 4, 5000.0
+    prompt.answered = Question(bring=True)
     monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
     prompt.wait.since = None  # where the answer took a step
     now = began = prompt.asked_at = side._clock()

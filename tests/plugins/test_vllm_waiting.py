@@ -30,7 +30,7 @@ from kvtier_vllm.ear import Ear
 from kvtier_vllm.forecast import LIMIT_UNLEARNED, Forecast
 from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Save, Seat
 from kvtier_vllm.options import Options
-from kvtier_vllm.prompt import Prompt
+from kvtier_vllm.prompt import Prompt, Question
 from kvtier_vllm.saving import Saves
 
 PROMPT = range(8 * BLOCK + 3)
@@ -407,6 +407,7 @@ def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
         ready=3, coming=5, eta_ms=1.0, refused="", release=lambda: released.append(1)
     )
     prompt.lease, prompt.asked_at = some, side._clock() - 1.0
+    prompt.answered = Question(bring=True)
     plain = session.space.begin_lease
 
     def begin_lease(*args: Any, **more: Any) -> int:
@@ -446,6 +447,7 @@ def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
     def asks(after_s: float) -> bool:
         nonlocal now
         prompt.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
+        prompt.answered = Question(bring=True)
         prompt.asked_at = prompt.leased_at = now
         now += after_s
         side._questions._soon.clear()

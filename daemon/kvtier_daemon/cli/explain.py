@@ -37,6 +37,7 @@ WHY = {
     "not_read": "what was missing was on disk, and could not be brought",
     "slower": "recomputing was expected to be sooner than reading it from the disk",
     "crowded": "the disk had too much to do to beat recomputing",
+    "unreliable": "the disk's last reads came later than was forecast",
     "tried_compute": "recomputed to know what that takes (one request in a hundred)",
     "too_many": "too many requests were waiting for the disk",
 }  # fmt: skip

@@ -51,13 +51,15 @@ __all__ = ["Catalog", "Found", "Granted", "LeaseId", "SessionId", "Space", "Watc
 
 @dataclass(slots=True, frozen=True)
 class Found:
-    """`coming` more blocks after the ready ones are on disk, or on their way from it."""
+    """`coming` more blocks after the ready ones are on disk, or on their way from it. The first `skipped`
+    ones count as ready because the client holds them itself."""
 
     ready: int
     coming: int
     lease: LeaseId = NO_LEASE
     token: bytes = b""
     parts: tuple[Part, ...] = ()
+    skipped: int = 0
 
 
 class Catalog:
@@ -127,20 +129,26 @@ class Catalog:
         now: float,
         count: bool = True,
         brings: bool = False,
+        first: int = 0,
     ) -> Found:
-        """Match, and a lease on what is ready. With nothing ready there is no lease (id 0)."""
+        """Match, and a lease on what is ready. With nothing ready there is no lease (id 0). The client holds
+        the blocks before `first` itself: where some of them are on disk, they count as ready."""
         space.check_keys(keys)
         ready, coming, held = self._reading.find(space, keys)
+        skipped = first if ready < first < ready + coming else 0
+        if skipped:
+            self._use(space, held, keys, count)
+            ready, coming, held = self._reading.find_after(space, keys, skipped)
         parts = self._reading.tell(held, shards)
         self._policy.now(now)
         self._use(space, held, keys, count)
         if count:
             self._count_lookup(space, keys, ready, coming if brings else 0)
-        if ready == 0:
-            return Found(0, coming)
+        if not held:
+            return Found(ready, coming, skipped=skipped)
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
         lease = self._reading.hold(session, space, held, ready, deadline)
-        return Found(ready, coming, lease.id, lease.token, parts)
+        return Found(ready, coming, lease.id, lease.token, parts, skipped)
 
     def _use(self, space: Space, parts: Sequence[Held], keys: bytes, count: bool) -> None:
         """The one place that says that a request used what it found."""

@@ -7,7 +7,7 @@ import secrets
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.catalog.blocks import ID_BYTES, Blocks
 from kvtier.catalog.departures import EXPIRED
@@ -75,6 +75,11 @@ class Reading:
             return 0, 0, []
         ready, restorable, parts = self._blocks.store.match(space.index, keys)
         return ready, restorable - ready, [Held(*part) for part in parts]
+
+    def find_after(self, space: Space, keys: bytes, first: int) -> tuple[int, int, list[Held]]:
+        """The same for a client that holds the blocks before `first` itself: they count as ready."""
+        ready, coming, parts = self.find(space, keys[first * KEY_BYTES :])
+        return first + ready, coming, [replace(held, first=first + held.first) for held in parts]
 
     def tell(self, parts: Sequence[Held], shards: Sequence[int]) -> tuple[Part, ...]:
         """Where the blocks of these shards lie."""

@@ -45,6 +45,7 @@ SLACK = 0.05  # of what recomputing takes: a load may be late by so much
 EXPLORE = 0.01
 EXPLORE_DEARER = 2.0  # computing is tried where it takes no more than so many times the load
 GONE_S = 0.2  # without a word, after a lease was released
+LATE_TIMES, LATE_S = 2.0, 0.05  # a forecast failed that is exceeded by more than both
 LAPSE_S = 5.0  # what was said against a load is thought over, however often it is asked for
 
 WHY = (
@@ -55,6 +56,7 @@ WHY = (
     "tried_compute",  # the same
     "slower",  # recomputing is expected first
     "crowded",  # the disk has too much to do until then
+    "unreliable",  # the disk's last reads came later than was forecast
     "late",  # the load was begun, and its time is over
     "too_many",  # requests wait already
 )
@@ -93,6 +95,7 @@ class Ask:
     open: int = 0  # lists of what it waits for that have more to come
     waiting: dict[Link, deque[Read]] = field(default_factory=dict)
     queued: set[Link] = field(default_factory=set)  # in whose queue it is
+    due: float = 0.0  # later than this its reads came later than was forecast
 
     @property
     def place(self) -> Place:
@@ -124,6 +127,14 @@ Fresh = tuple[Hashable, Link, int]  # a block, where it is read from, and its by
 
 def _place(ask: Ask) -> Place:
     return ask.place
+
+
+def _bytes(fresh: Sequence[Fresh]) -> Counter[Link]:
+    """How much of these is read from each link."""
+    total: Counter[Link] = Counter()
+    for _, link, nbytes in fresh:
+        total[link] += nbytes
+    return total
 
 
 def _alone_s(nbytes: Mapping[Link, int]) -> float:
@@ -196,7 +207,7 @@ class Planner:
             if why in LOADS:
                 if recompute_s <= EXPLORE_DEARER * load_s:
                     why = "tried_compute"
-            else:
+            elif why != "unreliable":
                 ask.by = ask.end
                 if self._fits(ask, fresh, shared, now):
                     why = "tried_load"
@@ -224,6 +235,7 @@ class Planner:
             ask.more.update(more)
             ask.left.update(more)
         self._add(ask, fresh, joined)
+        self._forecast(ask, more or _bytes(fresh))
 
     def add_more(
         self, name: Hashable, fresh: Sequence[Fresh], joined: Iterable[Hashable], is_all: bool
@@ -289,6 +301,8 @@ class Planner:
             return "prefetch"
         if _alone_s(self._moved(ask, fresh, shared)) > ask.recompute_s:
             return "slower"
+        if not all(link.is_reliable for link, nbytes in fresh.items() if nbytes):
+            return "unreliable"
         if not self._fits(ask, fresh, shared, now):
             return "crowded"
         return "faster" if ask.recompute_s < float("inf") else "unknown"
@@ -469,7 +483,29 @@ class Planner:
         for ask in read.asks:
             self._let_go(ask, read)
             if ask.is_over:
+                if good and self._asks.get(ask.name) is ask:
+                    self._judge(ask, True)
                 self._leave(ask)
+
+    def _forecast(self, ask: Ask, nbytes: Mapping[Link, int]) -> None:
+        """Note until when what this one waits for is to come, now that so much more is read in its place;
+        what is read after it comes later."""
+        ask.due = max(ask.due, self._clock() + LATE_TIMES * self._finish_s(ask) + LATE_S)
+        later_s = LATE_TIMES * _alone_s(nbytes)
+        for other in self._order[bisect_left(self._order, ask.place, key=_place) :]:
+            other.due += later_s if other is not ask else 0.0
+
+    def _judge(self, ask: Ask, came: bool) -> None:
+        """All that a request waited for has come, or it waits no more: was its forecast kept? For prefetches
+        that counts where no urgent reads go before them."""
+        if ask.recompute_s == float("inf") and (
+            ask.urgent or all(link.is_reliable for link in ask.left)
+        ):
+            return
+        late = self._clock() > ask.due
+        if came or late:
+            for link in ask.left:
+                link.forecast_ended(not late)
 
     def may_write(self, link: Link) -> bool:
         """Whether a write may be handed to this disk now: where urgent reads wait, only a few."""
@@ -488,6 +524,7 @@ class Planner:
         self._refused.pop(name, None)
         ask = self._asks.pop(name, None)
         if ask is not None:
+            self._judge(ask, False)
             self._going.append(ask)
         return self.call_back(most)
 
@@ -530,6 +567,7 @@ class Planner:
             if not gone and now <= ask.end:
                 continue
             del self._asks[ask.name]
+            self._judge(ask, False)
             self._going.append(ask)
             if not gone:
                 self.late += 1

@@ -11,6 +11,13 @@ WINDOW_S = 0.01  # handed over at once, so that who comes next needn't wait for 
 WINDOW_READS, WINDOW_MOST = 16, 1024
 SIDE_SHARE = 1 / 16  # of an urgent link that writes get; and prefetches as much again
 SURE = 0.8
+FORECAST_SHARE = 0.25  # that the last forecast has in how many were kept
+UNRELIABLE, RELIABLE = (
+    0.6,
+    0.8,
+)  # two failures in a row make a link unreliable; three successes end that
+# Between prefetches that show whether forecasts are kept again; twice as long after each that was late.
+PROBE_S, LONGEST_PROBE_S = 1.0, 30.0
 
 
 class Link:
@@ -27,6 +34,10 @@ class Link:
         self._at = 0.0  # until when `_busy_s` is counted
         self._last_at = clock()
         self._writes = self._prefetches = 0.0  # bytes that they may move beside urgent reads
+        self._kept = 1.0  # share of the last forecasts
+        self._probed_at = float("-inf")
+        self._probe_s = PROBE_S
+        self.is_reliable = True
 
     @property
     def bytes_s(self) -> float:
@@ -66,6 +77,21 @@ class Link:
         self.reading_bytes -= nbytes
         self._urgent -= urgent
         self._was_urgent |= urgent
+
+    def forecast_ended(self, kept: bool) -> None:
+        """A request's reads were forecast, and came in time or late."""
+        self._kept += FORECAST_SHARE * (kept - self._kept)
+        if not self.is_reliable:
+            self._probe_s = PROBE_S if kept else min(2 * self._probe_s, LONGEST_PROBE_S)
+        self.is_reliable = self._kept > (UNRELIABLE if self.is_reliable else RELIABLE)
+
+    def may_probe(self) -> bool:
+        """Whether a prefetch may show now if forecasts are kept again; it then does."""
+        now = self._clock()
+        if self.is_reliable or now - self._probed_at < self._probe_s:
+            return False
+        self._probed_at = now
+        return True
 
     def _pass(self, now: float) -> bool:
         """Time has passed; whether it counts."""

@@ -1,0 +1,245 @@
+"""What is read from disk for a request, when, and how long the request is held back for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daemons import Daemon
+from fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeRequest, spec_for
+from kvtier_vllm import ear, questions
+from kvtier_vllm.forecast import Forecast
+from kvtier_vllm.prompt import Question, Wait
+from kvtier_vllm.room import Room
+
+BLOCKS = 8
+PROMPT = range(BLOCKS * BLOCK + 3)
+BYTES = LAYERS * PAGE_BYTES
+WARM_BLOCKS = (16 << 20) // BYTES
+EngineOf = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
+    """With a disk that is written to at once."""
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    config = f'[cold]\ndirectories = ["{cold}"]\nsize = "256MiB"\nwrite = "through"\n'
+    return daemon_of(config='[warm]\nsize = "16MiB"\n' + config)
+
+
+@pytest.fixture
+def engine(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """One whose prompt is on disk alone, and for which reading is always sooner than computing."""
+    monkeypatch.setattr(ear, "STEP_S", 1.0)
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
+    engine = engine_of(daemon, patience_ms=20_000)
+    engine.serve(PROMPT)
+    crowd_out(daemon, engine)
+    return engine
+
+
+def crowd_out(daemon: Daemon, engine: FakeEngine) -> None:
+    """Fill the memory with other blocks, once the prompt is on disk."""
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= BLOCKS)
+    with daemon.connect() as client:
+        space = client.open(spec_for(engine.layout))
+        for token in (1, 2, 3):
+            keys = space.keys([token] * (BLOCK * WARM_BLOCKS // 2))
+            space.save(keys, bytes(len(keys) * BYTES))
+
+
+def blocks_read(daemon: Daemon) -> int:
+    return int(daemon.stats()["tiers"]["cold"]["states"]["read"])
+
+
+class Cache:
+    """The engine's own cache, as its manager tells of it: so many tokens of any prompt."""
+
+    def __init__(self, tokens: int, free_blocks: int = 1000) -> None:
+        self.tokens = tokens
+        self.coordinator = SimpleNamespace(
+            find_longest_cache_hit=lambda hashes, most: ((), self.tokens, 0)
+        )
+        self.block_pool = SimpleNamespace(get_num_free_blocks=lambda: free_blocks)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_blocks_that_the_engine_has_itself_are_not_read_from_disk(
+    daemon: Daemon, engine: FakeEngine, told: bool
+) -> None:
+    """Whether the engine says early what it has, or not before the scheduler asks."""
+    if told:
+        enter(engine, Cache(5 * BLOCK))
+    request = engine.serve(PROMPT, resident=5 * BLOCK)
+    assert request.cached == BLOCKS * BLOCK
+    assert engine.scheduler.counts["hit_tokens:cold"] == 3 * BLOCK
+    assert blocks_read(daemon) == 3
+
+
+def test_what_the_engine_has_lost_since_is_read_then(daemon: Daemon, engine: FakeEngine) -> None:
+    cache = Cache(5 * BLOCK)
+    enter(engine, cache)
+    request = engine.add(PROMPT, resident=2 * BLOCK)
+    engine.run(request)
+    assert request.cached == BLOCKS * BLOCK and not engine.wrong_pages(request)
+    assert blocks_read(daemon) == 6
+    engine.finish(request)
+
+
+def test_nothing_is_read_where_the_engine_has_all_that_the_daemon_has(
+    daemon: Daemon, engine: FakeEngine
+) -> None:
+    enter(engine, Cache(BLOCKS * BLOCK))
+    assert engine.serve(PROMPT, resident=BLOCKS * BLOCK).cached == BLOCKS * BLOCK
+    assert blocks_read(daemon) == 0
+
+
+def enter(engine: FakeEngine, cache: Any, **limits: Any) -> None:
+    engine.scheduler.enter(Room(cache, [BLOCK], **limits))
+
+
+# --- how long a request is held back ---------------------------------------------------------
+
+
+def held(engine: FakeEngine, request: FakeRequest, after_s: float) -> bool:
+    """Whether the scheduler is told to ask again later, where it first asked so long ago."""
+    side = engine.scheduler
+    prompt, now = side._prompts[request.request_id], side._clock()
+    prompt.wait.since = now - after_s
+    return side.matched(request, 0)[0] is None
+
+
+def on_its_way(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeRequest:
+    """A request of which 3 blocks are in memory, and the others will be for a long time on their way."""
+    side = engine.scheduler
+    engine.serve(range(3 * BLOCK + 1))
+    request = engine.add(PROMPT)
+    prompt = side._prompts[request.request_id]
+    engine.waiting.remove(request)
+    engine.until(lambda: not prompt.ticket and prompt.lease is not None)
+    assert prompt.lease is not None and prompt.lease.ready == 3 and prompt.lease.coming == 5
+    prompt.lease.eta_ms, prompt.answered = 5000.0, Question(bring=True)
+    return request
+
+
+@pytest.fixture
+def patient(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """One that waits for 10 s at most, and whose prompt is on disk alone."""
+    monkeypatch.setattr(ear, "STEP_S", 1.0)
+    monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
+    monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
+    monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 0.0)
+    engine = engine_of(daemon, patience_ms=10_000)
+    engine.serve(PROMPT)
+    crowd_out(daemon, engine)
+    return engine
+
+
+def test_a_request_is_held_back_while_the_scheduler_asks_again_in_time(
+    patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = on_its_way(patient, monkeypatch)
+    assert held(patient, request, 9.0)
+    assert patient.scheduler.matched(request, 0)[0] is None
+    assert not held(patient, request, 10.5)
+
+
+def test_a_request_is_not_held_back_where_the_next_step_ends_after_its_patience(
+    patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler asks between steps only: what is ready is loaded, and the rest computed."""
+    request = on_its_way(patient, monkeypatch)
+    other = patient.add(range(5000, 5000 + 2 * BLOCK))  # is computed by the next steps
+    patient.waiting.remove(other)
+    monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 2.0)
+    assert held(patient, request, 7.0)
+    side = patient.scheduler
+    side._prompts[request.request_id].wait.since = side._clock() - 9.0
+    assert side.matched(request, 0)[0] == 3 * BLOCK
+
+
+@pytest.mark.parametrize("limit", ["blocks", "seats", "tokens"])
+def test_a_request_is_not_held_back_where_another_would_take_its_place(
+    patient: FakeEngine, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """It would be asked for when that one is over."""
+    request = on_its_way(patient, monkeypatch)
+    monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 2.0)
+    other = patient.add(range(5000, 5000 + 20 * BLOCK))
+    patient.waiting.remove(other)
+    few = {"blocks": Cache(0, free_blocks=10), "seats": Cache(0), "tokens": Cache(0)}[limit]
+    limits = {"blocks": {}, "seats": {"seats": 1}, "tokens": {"step_tokens": 4 * BLOCK}}[limit]
+    enter(patient, Cache(0))
+    assert held(patient, request, 0.0)
+    enter(patient, few, **limits)
+    patient.scheduler._queue.next_step()
+    assert not held(patient, request, 0.0)
+
+
+def test_what_was_not_asked_for_yet_is_answered_at_once_where_there_is_no_time_to_hold(
+    daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has lost what it had when the request was queued: what the daemon has in memory is loaded
+    without another step."""
+    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    patient.serve(range(3 * BLOCK + 1))
+    enter(patient, Cache(5 * BLOCK), seats=0)
+    request, _ = patient.add(PROMPT), patient.add(range(5000, 5000 + BLOCK))
+    side = patient.scheduler
+    assert side._prompts[request.request_id].covers == 5
+    assert side.matched(request, 0)[0] == 3 * BLOCK
+
+
+def test_what_a_request_is_held_back_for_is_told_apart() -> None:
+    wait = Wait()
+    assert wait.begin(10.0) == 10.0
+    wait.hold("answer", 10.0)
+    wait.came("answer", 10.25)
+    wait.begin(11.0)
+    wait.hold("disk", 11.0)
+    wait.begin(12.0)
+    wait.hold("disk", 12.0)
+    wait.came("disk", 12.5)
+    wait.begin(13.0)
+    assert wait.end(13.0) == 3.0
+    assert wait.parts == {"answer": 0.25, "disk": 1.5, "scheduler": 1.25}
+    assert wait.end(14.0) is None
+
+
+def test_what_has_come_since_the_last_answer_is_loaded_where_there_is_no_time_to_hold(
+    daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were read from disk for a request are not computed."""
+    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    enter(patient, Cache(0))
+    request = patient.add(PROMPT)  # the first in the queue: its blocks are read
+    prompt = patient.scheduler._prompts[request.request_id]
+    assert prompt.lease is not None and prompt.lease.coming == BLOCKS
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["read"] == BLOCKS)
+    patient.add(range(5000, 5000 + BLOCK))
+    enter(patient, Cache(0), seats=0)
+    assert patient.scheduler.matched(request, 0)[0] == BLOCKS * BLOCK
+
+
+def test_what_the_engine_loses_while_a_request_is_queued_is_read_before_it_is_asked_for(
+    daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    cache = Cache(5 * BLOCK)
+    enter(patient, cache)
+    request = patient.add(PROMPT)
+    patient.waiting.remove(request)
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["read"] == 3)
+    cache.tokens = 2 * BLOCK
+    prompt = patient.scheduler._prompts[request.request_id]
+    patient.until(
+        lambda: prompt.covers == 2 and prompt.lease is not None and not prompt.lease.coming
+    )
+    assert blocks_read(daemon) == 6
+    assert patient.scheduler.matched(request, 2 * BLOCK)[0] == 6 * BLOCK
