@@ -35,7 +35,7 @@ HELLO_S = 10.0
 TAKE_S = (
     10.0  # how long a client that sends nothing may leave its descriptors, or its answers, unread
 )
-ACCEPTS_AT_ONCE = 16
+ACCEPTS_AT_ONCE = 4
 PAUSE_S = 0.5
 LIMIT_GHOSTS = 16
 LIMIT_TOLD = 256

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier import Keys
 from kvtier.key import KEY_BYTES
+from kvtier.wire import LIMIT_RESERVED
 from kvtier_vllm.doubts import Doubts
 from kvtier_vllm.layout import Cached, Layout
 from kvtier_vllm.messages import Hole, Report, Save, Write
@@ -171,10 +172,12 @@ class Saves:
     ) -> Iterator[Write]:
         group = self._layout.groups[index]
         mine = ids[group.group_id]
-        for first, end in runs(group, mine, start, stop):
-            part = keys[first:end]
-            pages = list(mine[first * group.parts : end * group.parts])
-            yield Write(index, pages, part.packed, part.parent)
+        for run, run_end in runs(group, mine, start, stop):
+            for first in range(run, run_end, LIMIT_RESERVED):
+                end = min(run_end, first + LIMIT_RESERVED)
+                part = keys[first:end]
+                pages = list(mine[first * group.parts : end * group.parts])
+                yield Write(index, pages, part.packed, part.parent)
 
     def _states(
         self, prompt: Prompt, first: int, keys: Keys, ids: Sequence[Sequence[int]], scheduled: Any

@@ -84,12 +84,15 @@ async def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         here.served_at[tenant.name] = now[0]
         if tenant.name == "attacker":
             now[0] += here.cost_s
+        if isinstance(request, wire.Stats):
+            return wire.Listed(request.id, 0, bytes(MIB))
         return answer(self, tenant, request)
 
     monkeypatch.setattr(Answers, "to", slow)
     monkeypatch.setattr(Peer, "privileged", False)
     try:
-        yield here
+        async with asyncio.timeout(60):
+            yield here
     finally:
         for sock in here.sockets:
             sock.close()
@@ -108,7 +111,7 @@ def test_many_connections_of_a_tenant_get_one_turn_of_each_iteration(
             here.cost_s = cost_s
             for sock in flood:
                 sock.sendall(wire.encode(wire.Ping(7)) * 50)
-            waits = []
+            waits, rounds, began = [], here.server.turns.rounds, here.now[0]
             while here.served["attacker"] < 40:  # noqa: ASYNC110 - until they all wait
                 await asyncio.sleep(0)
             for number in range(20):
@@ -119,8 +122,33 @@ def test_many_connections_of_a_tenant_get_one_turn_of_each_iteration(
             # One turn of the attacker's in the iteration that the request is sent in, and one in the next.
             assert max(waits) < 2 * (TURN_S + cost_s) + 1e-9, waits
             assert here.served["attacker"] < 60 * 50, "it was under load to the end"
+            rounds = here.server.turns.rounds - rounds
+            assert here.now[0] - began < rounds * TURN_S + 2 * (TURN_S + cost_s), "debts are paid"
             while here.served["attacker"] < 60 * 50:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_what_many_connections_ask_at_once_is_served_in_many_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request each, so that none of them has waited when another tenant's comes."""
+
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            flood = [await here.join("attacker") for _ in range(60)]
+            victim = await here.join("victim")
+            here.cost_s = TURN_S * 1.1
+            for number in range(1, 6):
+                before = here.now[0]
+                for sock in flood:
+                    sock.sendall(wire.encode(wire.Ping(7)))
+                victim.sendall(wire.encode(wire.Ping(number)))
+                assert await here.answer(victim) == wire.Done(number)
+                assert here.served_at["victim"] - before < 2 * (TURN_S + here.cost_s) + 1e-9
+                while here.served["attacker"] < 60 * number:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
 
     asyncio.run(run())
 
@@ -173,6 +201,35 @@ def test_half_a_request_is_hung_up_on_and_its_memory_goes_to_others(
             told = [await here.answer(sock) for sock in flood]
             assert {one.code for one in told if isinstance(one, wire.Failed)} == {"bad_frame"}
             assert len(told) == len(flood)
+
+    asyncio.run(run())
+
+
+def test_answers_that_nobody_takes_are_bounded_for_all_of_a_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            monkeypatch.setattr(here.server.turns, "_unsent_most", 3 * MIB)
+            share = here.server.share_of(here.tenants["attacker"])
+            flood = [await here.join("attacker") for _ in range(10)]
+            for sock in flood:
+                sock.sendall(wire.encode(wire.Stats(7)))
+            while here.served["attacker"] + len(share.unanswered) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert 3 * MIB < share.unsent_bytes <= 4 * MIB
+            victim = await here.join("victim")
+            victim.sendall(wire.encode(wire.Ping(3)))
+            assert await here.answer(victim) == wire.Done(3)
+            framers = {sock: wire.Framer() for sock in flood}
+            while framers:
+                for sock, framer in list(framers.items()):
+                    with suppress(BlockingIOError):
+                        if list(framer.feed(sock.recv(1 << 18))):
+                            del framers[sock]
+                await asyncio.sleep(0)
+            assert here.served["attacker"] == 10
+            assert share.unsent_bytes == 0
 
     asyncio.run(run())
 

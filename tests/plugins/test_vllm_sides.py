@@ -147,6 +147,18 @@ def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:
     return saves, prompt, found
 
 
+def test_more_blocks_than_one_reserve_takes_are_written_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier_vllm.saving.LIMIT_RESERVED", 3)
+    _, _, found = filled_with_windows()
+    keys = bytes(range(4 * KEY_BYTES))
+    first, rest = [write for save in found for write in save.writes if write.group == 0]
+    assert (first.block_ids, first.keys, first.parent) == ([1, 2, 3], keys[: 3 * KEY_BYTES], b"")
+    assert (rest.block_ids, rest.keys) == ([4], keys[3 * KEY_BYTES :])
+    assert rest.parent == first.keys[-KEY_BYTES:]
+
+
 def test_what_a_window_leaves_behind_is_saved_first_and_by_itself() -> None:
     """After 69 tokens one window begins with token 38, in the third block, and one with 21, in the second."""
     saves, _, found = filled_with_windows()
