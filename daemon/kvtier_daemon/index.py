@@ -15,6 +15,7 @@ import queue
 import resource
 import select
 import signal
+import struct
 import threading
 import time
 import warnings
@@ -50,6 +51,12 @@ NO_ANSWER: Final = 254
 DEATHS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 # What has no class of its own is an error of the system too: it says nothing of the file.
 OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
+META: Final = struct.Struct(
+    "<40xI92xQ"
+)  # of a first page: bytes of a page, and the last page's number
+UNKNOWN_FORMAT: Final = (
+    "LMDB data format"  # of the file, and still an error without a class of its own
+)
 
 Change: TypeAlias = dict[tuple[bytes, bytes], bytes | None]
 Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
@@ -251,7 +258,9 @@ def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes,
 
 
 def _of_the_system(error: lmdb.Error) -> bool:
-    return type(error) is lmdb.Error or isinstance(error, OF_THE_SYSTEM)
+    if type(error) is lmdb.Error:
+        return UNKNOWN_FORMAT not in str(error)
+    return isinstance(error, OF_THE_SYSTEM)
 
 
 def _check(folder: Path, map_bytes: int) -> None:
@@ -308,8 +317,11 @@ def _look(folder: Path, map_bytes: int) -> NoReturn:
 def _told(folder: Path, map_bytes: int) -> int:
     # A place that the disk can't read is an error here, and a signal where it is mapped.
     fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
-    while os.read(fd, 1 << 20):
-        pass
+    first, size = b"", 0
+    while part := os.read(fd, 1 << 20):
+        first, size = first or part, size + len(part)
+    if _outgrown(first, size):
+        return DAMAGED
     try:
         # Without a lock: its file is mapped, and to write to it ends the process where the disk is full.
         env, tables = _open(folder, map_bytes, lock=False)
@@ -334,6 +346,16 @@ def _told(folder: Path, map_bytes: int) -> int:
     except lmdb.Error as error:
         return SOUND if _of_the_system(error) else DAMAGED
     return SOUND
+
+
+def _outgrown(text: bytes, size: int) -> bool:
+    """Whether one of the first two pages says that there are pages beyond the end of the file: LMDB would map
+    as much as they say, and fail as if there were too little memory."""
+    if len(text) < META.size:
+        return False
+    page = META.unpack_from(text)[0]
+    places = (0, page) if len(text) >= page + META.size else (0,)
+    return any((META.unpack_from(text, at)[1] + 1) * page > size for at in places)
 
 
 def _reserve(path: Path) -> None:

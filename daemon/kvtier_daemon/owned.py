@@ -9,14 +9,16 @@ from pathlib import Path
 FILES = ("kvtier.lock", "kvtier.id", "index/data.mdb", "index/lock.mdb")
 
 
-def distrust(path: Path, found: os.stat_result, *, file: bool = False) -> tuple[str, str]:
-    """Why a directory, or a file, could be another user's, and the command that mends it; two empty texts
-    where it could not."""
+def distrust(
+    path: Path, found: os.stat_result, *, file: bool = False, uid: int | None = None
+) -> tuple[str, str]:
+    """Why a directory, or a file, could be another user's than root's and this uid's, or the process's where
+    none is given; and the command that mends it. Two empty texts where it could not."""
     if not (stat.S_ISREG(found.st_mode) if file else stat.S_ISDIR(found.st_mode)):
         return f"{path}: is no {'regular file' if file else 'directory'}", f"rm {path}"
-    uid, mode = os.geteuid(), stat.S_IMODE(found.st_mode)
+    uid, mode = os.geteuid() if uid is None else uid, stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, uid):
-        value = f"{path}: belongs to uid {found.st_uid} and not to this daemon's {uid} or root"
+        value = f"{path}: belongs to uid {found.st_uid} and not to the daemon's {uid} or root"
         return value, f"chown {uid} {path}"
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path}: has mode {mode:04o}: others can write to it", f"chmod go-w {path}"
@@ -25,7 +27,7 @@ def distrust(path: Path, found: os.stat_result, *, file: bool = False) -> tuple[
     return "", ""
 
 
-def distrust_cold(directory: Path) -> tuple[str, str]:
+def distrust_cold(directory: Path, uid: int | None = None) -> tuple[str, str]:
     """The same of a cold directory, its folders, and the files in it that are not segments. One that is
     missing is not distrusted."""
     segments = directory / "segments"
@@ -38,6 +40,6 @@ def distrust_cold(directory: Path) -> tuple[str, str]:
             found = path.stat() if path == directory else path.lstat()
         except FileNotFoundError:
             continue
-        if (why := distrust(path, found, file=path in files))[0]:
+        if (why := distrust(path, found, file=path in files, uid=uid))[0]:
             return why
     return "", ""

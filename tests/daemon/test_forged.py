@@ -150,7 +150,15 @@ def test_no_byte_of_the_index_gives_a_wrong_record_or_ends_the_tier(tmp_path: Pa
     index = tmp_path / "index"
     size = (index / "data.mdb").stat().st_size
     every = range(size)
-    places = every if FLIPS is None else sorted(random.Random(3).sample(every, FLIPS))
+    known = [
+        10,
+        16,
+        20,
+        23,
+        40,
+        4116,
+    ]  # of LMDB's first pages: its magic, its format, the map's size
+    places = every if FLIPS is None else known + random.Random(3).sample(every, FLIPS)
     for first in range(0, len(places), 5000):
         some = [str(at) for at in places[first : first + 5000]]
         command = [sys.executable, "-c", FLIPPED, str(index), *some]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from daemon.test_cold import Bench, files_of, run
+from daemon.test_cold import SIZE, Bench, files_of, run
 from daemon.test_cold_edges import filled
 from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.beside import doctor
+from kvtier_daemon.beside.fsck import check
 from kvtier_daemon.owned import distrust
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.tiers.volume import Volume
@@ -30,9 +31,9 @@ def test_a_cold_directory_that_others_can_write_to_is_refused(
     filled(tmp_path, 1)
     (tmp_path / where).chmod(mode)
     with pytest.raises(TierError, match=rf"has mode {mode:04o}.*`chmod go-w .*{where}`"):
-        Volume(tmp_path, None)
+        Volume(tmp_path, SIZE)
     (tmp_path / where).chmod(0o755)
-    Volume(tmp_path, None).close()
+    Volume(tmp_path, SIZE).close()
 
 
 @as_root
@@ -41,7 +42,7 @@ def test_a_cold_directory_of_another_user_is_refused(tmp_path: Path, where: str)
     filled(tmp_path, 1)
     os.chown(tmp_path / where, STRANGER, -1)
     with pytest.raises(TierError, match=rf"belongs to uid {STRANGER}.*`chown {os.geteuid()} "):
-        Volume(tmp_path, None)
+        Volume(tmp_path, SIZE)
 
 
 @pytest.mark.parametrize("where", ["kvtier.id", "index/data.mdb"])
@@ -51,7 +52,7 @@ def test_a_file_of_the_directory_that_others_can_write_to_is_refused(
     filled(tmp_path, 1)
     (tmp_path / where).chmod(0o666)
     with pytest.raises(TierError, match=rf"{where}: has mode 0666"):
-        Volume(tmp_path, None)
+        Volume(tmp_path, SIZE)
 
 
 def test_a_link_is_no_folder_of_a_cold_directory(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_a_link_is_no_folder_of_a_cold_directory(tmp_path: Path) -> None:
     (cold / "segments").rename(tmp_path / "elsewhere")
     (cold / "segments").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TierError, match="segments: is no directory"):
-        Volume(cold, None)
+        Volume(cold, SIZE)
 
 
 def give_away(path: Path) -> None:
@@ -148,3 +149,19 @@ def test_the_doctor_tells_of_a_cold_directory_that_others_can_write_to(tmp_path:
     assert found.level is doctor.Level.fail and found.fix == f"chmod go-w {tmp_path}/segments"
     shutil.rmtree(tmp_path)
     assert doctor.owned(tmp_path).level is doctor.Level.ok, "another line says that it is missing"
+
+
+@as_root
+def test_root_may_look_at_a_directory_of_the_daemons_user(tmp_path: Path) -> None:
+    filled(tmp_path, 20)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, STRANGER, -1)
+    assert doctor.owned(tmp_path).level is doctor.Level.ok
+    volume = Volume(tmp_path, None)
+    try:
+        report = check(volume)
+        assert report.is_clean and report.frames == 20
+        os.chown(files_of(tmp_path)[0], STRANGER + 1, -1)
+        assert check(volume).wrong == {"file": 1}
+    finally:
+        volume.close()

@@ -16,6 +16,7 @@ import pytest
 from daemon.test_cold import SIZE, Bench, files_of, run
 from daemon.test_forget import Tenant, after_a_start
 from kvtier.errors import TierError
+from kvtier_daemon.tiers.log import Stage
 from kvtier_daemon.tiers.segment import first_frame
 from kvtier_daemon.tiers.tombstones import PAGES_EACH, Tombstones
 
@@ -219,5 +220,36 @@ def test_many_forgets_at_once_write_each_page_of_tombstones_once(tmp_path: Path)
         assert writes.count(PAGE) <= 2, "the first one, and all others together"
         await tenant.kill()
         assert await after_a_start(tmp_path, range(8)) == []
+
+    run(work())
+
+
+def test_a_tombstone_of_a_segment_that_is_being_freed_is_in_no_ones_way(tmp_path: Path) -> None:
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, first = await tenant.sealed(8)
+        write_text, held = shelf.drive.write_text, []
+
+        def write(fd: int, at: int, text: bytes, over: Any) -> None:
+            if fd == first.fd and not any(text):
+                held.append(lambda: write_text(fd, at, text, over))
+            else:
+                write_text(fd, at, text, over)
+
+        shelf.drive.write_text = write  # type: ignore[method-assign]
+        assert shelf.log.leave() is first
+        tenant.mover.leave(shelf, first)
+        while not held:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert first.stage is Stage.FREEING
+        shelf.bury(first, 5)
+        shelf.note()
+        assert first.idle, "its head is being zeroed: that is enough"
+        held.pop()()
+        while first.stage is Stage.FREEING:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert await shelf.noted() == ""
+        await tenant.kill()
 
     run(work())

@@ -221,10 +221,12 @@ def lately(stats: Mapping[str, Any]) -> Found:
 
 
 def owned(directory: Path) -> Found:
-    """Could another user have put segments into a cold directory?"""
+    """Could another user than the directory's have put segments there?"""
     name = f"owner of {directory}"
     try:
-        why, fix = distrust_cold(directory)
+        why, fix = distrust_cold(directory, directory.stat().st_uid)
+    except FileNotFoundError:
+        return _ok(name, "there is no such directory yet")
     except OSError as error:
         return _fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
     return _fail(name, why, fix) if why else _ok(name, "only the daemon's user can write there")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtier.codec import frame
 from kvtier.codec.frame import PAGE
-from kvtier.errors import FrameError
+from kvtier.errors import FrameError, TierError
 from kvtier.layout import KvSpec
 from kvtier_daemon.tiers.recovery import Recovered, recover
 from kvtier_daemon.tiers.segment import Listed, decode_entries, encode_footer, page_of, split_rows
@@ -48,15 +48,19 @@ def check(volume: Volume, repair: bool = False) -> Report:
     for tenant in volume.tenants():
         described = spaces_of(volume, tenant)
         for path in volume.files(tenant):
-            _check_segment(path, tenant, described, report, repair)
+            _check_segment(path, described, report, repair, volume.uid)
     return report
 
 
 def _check_segment(
-    path: Path, tenant: str, described: dict[bytes, KvSpec], report: Report, repair: bool
+    path: Path, described: dict[bytes, KvSpec], report: Report, repair: bool, uid: int
 ) -> None:
     report.segments += 1
-    found = recover(path, None, described)
+    try:
+        found = recover(path, None, described, uid)
+    except TierError as error:
+        report.note("file", str(error))
+        return
     if found.head is None:
         # A file that was made and not written to yet has no head either.
         with path.open("rb") as file:

@@ -68,17 +68,23 @@ class Recovered:
         ]
 
 
-def recover(path: Path, owner: bytes | None, described: Mapping[bytes, KvSpec] | None) -> Recovered:
+def recover(
+    path: Path,
+    owner: bytes | None,
+    described: Mapping[bytes, KvSpec] | None,
+    uid: int | None = None,
+) -> Recovered:
     """What the file holds and was not forgotten: by its footer, or frame by frame where it has none.
 
     A segment of another owner is foreign; None accepts any. `described` has the spaces that an open segment's
-    frames may be of: one that is not described there is lost. With None, open segments are not walked. Raises
-    TierError if the file can't be read.
+    frames may be of: one that is not described there is lost. With None, open segments are not walked. `uid`
+    is whose the file may be, other than root's: the process's if it is None. Raises TierError if the file
+    can't be read, or could be another user's.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            why, fix = distrust(path, there := os.fstat(fd), file=True)
+            why, fix = distrust(path, there := os.fstat(fd), file=True, uid=uid)
             if why:
                 raise TierError(f"{why}; it is not used: run `{fix}`")
             found = Recovered(path, there.st_size)

@@ -411,14 +411,15 @@ class Shelf:
             self._to_note[segment] = None
 
     def note(self) -> None:
-        """Begin to write the tombstones that are not on disk."""
+        """Begin to write the tombstones that are not on disk. A segment whose head is being zeroed needs
+        none, unless that fails."""
         for segment in list(self._to_note):
-            if segment not in self._noting:
+            if segment not in self._noting and segment.stage is not Stage.FREEING:
                 self._note(segment)
 
     def note_again(self) -> None:
         """The same, of those that could not be written, now and then."""
-        if self._to_note and self._clock() >= self._notes_at:
+        if self._to_note and self.drive.writes.is_on and self._clock() >= self._notes_at:
             self.note()
 
     async def noted(self) -> str:

@@ -50,9 +50,11 @@ class Volume:
             raise TierError(
                 f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed"
             )
-        self._lock_fd, self._folder_fd = _locked(directory)
+        # Who only looks may be root, and the directory the daemon's.
+        self.uid = os.geteuid() if size_bytes is not None else _owner(directory)
+        self._lock_fd, self._folder_fd = _locked(directory, self.uid)
         try:
-            self.name = _named(self._folder_fd, directory)
+            self.name = _named(self._folder_fd, directory) if size_bytes is not None else b""
             self._tell_of_no_index()
             self.index = Index(directory / "index", self.index_bytes)
         except BaseException:
@@ -209,9 +211,16 @@ def spaces_of(volume: Volume, tenant: str) -> dict[bytes, KvSpec]:
     return found
 
 
-def _refuse_others(directory: Path) -> None:
+def _owner(directory: Path) -> int:
+    try:
+        return directory.stat().st_uid
+    except OSError as error:
+        raise TierError(f"cold: {directory} can't be used: {error.strerror}") from error
+
+
+def _refuse_others(directory: Path, uid: int) -> None:
     """Raises TierError where another user could have put something into the directory."""
-    why, fix = distrust_cold(directory)
+    why, fix = distrust_cold(directory, uid)
     if why:
         raise TierError(
             f"cold: {why}, so a segment may be another's; run `{fix}`, or name another directory"
@@ -244,13 +253,13 @@ def _named(folder: int, directory: Path) -> bytes:
     return name
 
 
-def _locked(directory: Path) -> tuple[int, int]:
+def _locked(directory: Path, uid: int) -> tuple[int, int]:
     """Descriptors of the lock and of the directory."""
     with contextlib.ExitStack() as undo:
         try:
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
-            _refuse_others(directory)
+            _refuse_others(directory, uid)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
