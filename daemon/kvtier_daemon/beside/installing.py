@@ -116,7 +116,8 @@ def plan(
         ]
         dropins = UNITS / f"{name}.d"
         if outside:
-            paths = " ".join(map(str, outside))
+            # One that is missing is no reason not to start: it is used once it is there.
+            paths = " ".join(f"-{path}" for path in outside)
             files[dropins / "cold.conf"] = f"[Service]\nReadWritePaths={paths}\n"
             made += [f"install -d -o kvtier -g kvtier -m 0700 {path}" for path in outside]
         if node is not None:
