@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from kvtier.catalog import Catalog
 from kvtier.policy.base import make
 from kvtier.policy.deferred import Deferred
 from kvtier.units import format_bytes
-from kvtier_daemon import profiles
+from kvtier_daemon import departing, profiles
 from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
 from kvtier_daemon.cold_life import END_S, ColdLife
 from kvtier_daemon.config import Config, Loaded, tenant_of
@@ -104,6 +105,7 @@ class App:
         self._listener = listener
         self._port = port
         self._server: Server | None = None
+        self._stand_in: departing.StandIn | None = None
         self._figures = Figures(
             self._settings, self.tenants, self.warm, self._cold, self._shown_at()
         )
@@ -165,6 +167,8 @@ class App:
             ]
             if every_s := watchdog_s() / WATCHDOG_PARTS:
                 running.append(tasks.create_task(self._show_life(every_s), name="watchdog"))
+            if self._notifier.is_heard:
+                running.append(tasks.create_task(self._stand_in_while_it_hangs(), name="stand in"))
             self._cold.start(tasks)
             if looked_at is not None:
                 running.append(tasks.create_task(self._keep_history(), name="history"))
@@ -180,13 +184,16 @@ class App:
             # Whatever else hangs, it says where it was, and ends.
             faulthandler.dump_traceback_later(STOP_S, exit=True)
         self._server.close("it was asked to stop")
+        loop.remove_reader(self.warm.event_fd)  # an extent that comes now is of no use
         if not await self._cold.close():
             self._leave("a disk hangs, or a codec: what it was doing can't be waited for")
         if looked_at is not None:
             looked_at.close()
         lag.stop()
-        loop.remove_reader(self.warm.event_fd)
         self.warm.close()
+        if self._stand_in is not None:
+            loop.remove_reader(self._stand_in.ended)
+            self._stand_in.end(0)
 
     async def _open_cold(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
         """Open the cold tier, for as long as that takes: an index may be long, or its disk slow."""
@@ -201,15 +208,26 @@ class App:
             )
         stopping.cancel()
         if not opening.done():
+            opening.cancel()  # what was opened is closed, and what hangs is left to itself
             await asyncio.wait([opening], timeout=END_S)
         if not opening.done():
             self._leave("it is to stop, and a disk hangs while its files are opened")
-        await opening
+        if not opening.cancelled():
+            await opening
 
     def _leave(self, why: str) -> NoReturn:
-        """End at once. What is under way has files, and perhaps memory, of ours."""
+        """End at once. What is under way has files, and perhaps memory, of ours: this process may stay until
+        the disk answers, without its socket and its memory."""
         log.critical("%s", why)
         release_socket(self._listener)
+        if self._notifier.is_heard:
+            try:
+                (self._stand_in or departing.StandIn()).end(EXIT_HUNG)
+            except (OSError, subprocess.SubprocessError) as error:
+                log.error("no process can tell the manager of the end: %s", error)
+        mappings = [*self._cold.mappings(), *(extent.table for extent in self.warm.extents)]
+        self.warm.close()
+        departing.unmap(mappings)
         logging.shutdown()
         os._exit(EXIT_HUNG)
 
@@ -294,6 +312,29 @@ class App:
                     "pages put on disks and read again", on_disks.begin, self.cold
                 )
             await asyncio.sleep(every_s)
+
+    async def _stand_in_while_it_hangs(self) -> None:
+        """Name another process as the service's main one while a disk hangs: this one may be unable to end
+        then."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TEND_S)
+            if self._cold.hangs and self._stand_in is None:
+                try:
+                    self._stand_in = await asyncio.to_thread(departing.StandIn)
+                except (OSError, subprocess.SubprocessError) as error:
+                    log.error("no process can stand in for this one: %s", error)
+                    return
+                log.info("a disk hangs: another process is the service's main one until it is over")
+                loop.add_reader(self._stand_in.ended, os._exit, EXIT_HUNG)
+            elif not self._cold.hangs and self._stand_in is not None:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        if self._stand_in is not None:
+            asyncio.get_running_loop().remove_reader(self._stand_in.ended)
+            self._stand_in.give_back()
+            self._stand_in = None
 
     # --- looking after it --------------------------------------------------------------------
 

@@ -16,14 +16,23 @@ from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 
 BACKLOG: Final = 128
 LISTEN_FIRST: Final = 3  # sd_listen_fds(3)
 PATIENCE_S: Final = 3.0  # another daemon holds the lock for as long as a bind takes
+ENDED: Final = ("Z", "X")  # of the states of a process
 _PAUSE_S = 0.02
 
 _PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+
+
+class InUseError(TierError):
+    """Another process holds a directory's lock."""
+
+    def __init__(self, text: str, holder: int) -> None:
+        super().__init__(text)
+        self.holder = holder
 
 
 def claim_socket(
@@ -170,7 +179,8 @@ def _clear(path: Path, origin: str) -> None:
 
 
 def owner_of(path: Path) -> int | None:
-    """Return the pid that listens at `path`, 0 if it can't be told, None if nobody does.
+    """Return the pid that listens at `path`, 0 if it can't be told, None if nobody does. A process that was
+    killed listens for as long as a disk keeps it: it counts as gone.
 
     Never waits. ConfigError says why not even that can be told.
     """
@@ -190,6 +200,8 @@ def owner_of(path: Path) -> int | None:
         pid, _, _ = _PEER.unpack(
             probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         )
+    if pid and _state_of(pid) in ENDED:
+        return None
     return int(pid)  # 0 for a process outside this pid namespace
 
 
@@ -205,11 +217,21 @@ def named(owner: int) -> str:
 
 def is_stopped(owner: int) -> bool:
     """Return whether the process was stopped by a signal or a debugger."""
+    return _state_of(owner) in ("T", "t")
+
+
+def is_alive(owner: int) -> bool:
+    """Return whether the process is there and has not ended. One that has ended may be there for as long as
+    a disk hangs, with its files."""
+    return _state_of(owner) not in ("", *ENDED)
+
+
+def _state_of(owner: int) -> str:
     try:
         _, _, fields = Path(f"/proc/{owner}/stat").read_text().rpartition(")")
     except OSError:
-        return False
-    return fields.split()[0] in ("T", "t")
+        return ""
+    return fields.split()[0]
 
 
 def _open_to(path: Path, mode: int, group: int | None) -> None:

@@ -9,23 +9,29 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypedDict
 
 from kvtier.codec.losses import Losses
 from kvtier.errors import TierError
+from kvtier_daemon.claim import InUseError, is_alive
 from kvtier_daemon.config import Cold, Config
+from kvtier_daemon.index import Change
+from kvtier_daemon.index_process import Child
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.scrub import Scrub
 from kvtier_daemon.settings import Settings
 from kvtier_daemon.standing import ON
 from kvtier_daemon.switching import Switching
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import ColdTier, open_volumes
+from kvtier_daemon.tiers.cold import ColdTier, Restored, open_volumes, segments_of
 from kvtier_daemon.tiers.log import Segment
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.segment import ENTRY, codecs_of
 from kvtier_daemon.tiers.shelf import Shelf
+from kvtier_daemon.tiers.volume import Volume, shares_of
 from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_daemon.unforeseen import Unforeseen
 from kvtier_kernels import Mapping as MappedExtent
@@ -36,6 +42,11 @@ RESTORE_ROWS = 4096  # in one go: about a millisecond
 USE_S = 2.0
 USE_BLOCKS, USE_PIECES = 1024, 64  # in one go: less than that
 LAST_USE_S = 1.0
+OPENERS = 16  # directories that are opened at once
+OPEN_S = 5.0  # that a start waits for directories to be opened; the others follow
+AGAIN_S, LONGEST_AGAIN_S = 1.0, 30.0  # until a directory that could not be used is tried again
+LOST_S = 0.2  # how often it is looked whether a directory was lost
+DROP_SEGMENTS = 8  # in one go
 END_S = 10.0  # that an order has to be carried out in when the daemon ends; and then the tier to be closed
 
 
@@ -64,10 +75,17 @@ class ColdLife:
         self._tasks: asyncio.TaskGroup | None = None
         self._moving: asyncio.Task[None] | None = None
         self._unmapped = False  # an extent that the tier can't use, so none after it
+        self._ended = False
+        self._openings: dict[Path, asyncio.Task[Volume]] = {}
+        self._openers = ThreadPoolExecutor(OPENERS, "kvtier-open")
+        # Of directories that were lost: on which device they were, what their indexes could not write.
+        self._devices: dict[Path, int] = {}
+        self._unwritten: dict[Path, Change] = {}
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open its files, beside the loop. Nothing moves before `start`. Raises TierError."""
-        tier = await self._another()
+        """Open its files, beside the loop, as far as that goes in `OPEN_S`: `start` goes on. Nothing moves
+        before that. Raises TierError where the configuration is wrong."""
+        tier = await self._another(is_start=True)
         self._take(tier)
         self._switching = Switching(
             loop, self._tenants, tier, self._another, self._take, self._stop
@@ -81,8 +99,13 @@ class ColdLife:
 
     def end_moving(self) -> None:
         self._tasks = None  # nor does another one begin
+        self._ended = True
         if self._moving is not None:
             self._moving.cancel()
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
 
     async def close(self) -> bool:
         """Have it known what is to be found again, and close the files; False where a disk hangs, now or when
@@ -90,10 +113,20 @@ class ColdLife:
         if self._switching is None:
             return True
         let_go = await self._switching.settled(END_S)
+        self._call_off()
         if self.tier is not None and self.is_there:
             self._remember(self.tier)
             let_go &= await self.tier.close(END_S)
         return let_go
+
+    def mappings(self) -> list[MappedExtent]:
+        """The arena's memory, as the disks have it."""
+        return self.tier.mappings() if self.tier is not None else []
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a disk does: what waits for it can't be ended."""
+        return self.tier is not None and any(drive.hangs for drive in self.tier.drives)
 
     @property
     def is_there(self) -> bool:
@@ -144,7 +177,7 @@ class ColdLife:
     def map(self, tenant: Tenant, extent: Extent) -> None:
         """Have reads go into this extent, and writes come from it; in the order in which extents come."""
         tier = self.tier
-        if tier is None or tenant.mover is None or self._unmapped or tier.said_off:
+        if tier is None or tenant.mover is None or self._unmapped or tier.said_off or self._ended:
             return
         try:
             mapping = MappedExtent(extent.fd, extent.nbytes, True)
@@ -157,7 +190,32 @@ class ColdLife:
 
     # --- one after the other -----------------------------------------------------------------
 
-    async def _another(self) -> ColdTier:
+    async def _another(self, is_start: bool = False) -> ColdTier:
+        """Another cold tier, of the directories that can be used. Raises TierError where that is none of them
+        and this is no start, and where a start finds one that another daemon uses."""
+        cold, shares = self._shares()
+        self._devices.clear()
+        for directory in cold.directories:
+            self._openings[directory] = self._loop.create_task(self._opened(directory))
+        volumes: list[Volume] = []
+        missing: dict[Path, str] = {}
+        try:
+            volumes, missing = await self._open_some(cold.directories, is_start)
+            if not volumes and not is_start:
+                raise TierError("; ".join(missing.values()))
+            return ColdTier(
+                self._loop, volumes, cold.size_bytes, cold.segment_bytes, shares, self._leaving,
+                cold.engine, missing=missing,
+                secrets={name: tenant.secret for name, tenant in self._tenants.items()},
+            )  # fmt: skip
+        except BaseException:
+            self._call_off()
+            for volume in volumes:
+                await asyncio.to_thread(volume.close)
+            raise
+
+    def _shares(self) -> tuple[Cold, dict[str, float]]:
+        """What is configured, and each tenant's share of it. Raises TierError where that is too little."""
         config = self._settings.config
         cold = config.cold
         assert cold is not None
@@ -165,12 +223,68 @@ class ColdLife:
             name: tenant.quota_bytes / config.warm.size_bytes
             for name, tenant in self._tenants.items()
         }
-        volumes = await asyncio.to_thread(open_volumes, cold.directories, cold.size_bytes)
-        return ColdTier(
-            asyncio.get_running_loop(), volumes, cold.size_bytes, cold.segment_bytes, shares,
-            self._leaving, cold.engine,
-            secrets={name: tenant.secret for name, tenant in self._tenants.items()},
+        for directory in cold.directories:
+            _, nbytes = shares_of(directory, cold.size_bytes // len(cold.directories))
+            segments_of(directory, nbytes, cold.segment_bytes, shares)
+        return cold, shares
+
+    async def _open_some(
+        self, directories: Sequence[Path], is_start: bool
+    ) -> tuple[list[Volume], dict[Path, str]]:
+        """Those that are opened in time, and why the others are not: each goes on being opened, or is tried
+        again. What is no start waits for one of them at least."""
+        until = self._loop.time() + OPEN_S
+        while pending := {one for one in self._openings.values() if not one.done()}:
+            opened = [one for one in self._openings.values() if one.done() and not one.exception()]
+            left_s = until - self._loop.time()
+            if left_s <= 0 and (is_start or opened):
+                break
+            timeout = max(left_s, 0.0) if is_start or opened else None
+            await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        volumes: list[Volume] = []
+        missing: dict[Path, str] = {}
+        for directory in directories:
+            opening = self._openings[directory]
+            if not opening.done():
+                missing[directory] = (
+                    f"{directory}: is still being opened: the disk is slow, or hangs"
+                )
+            elif error := opening.exception():
+                if not isinstance(error, TierError) or (is_start and _is_alive(error)):
+                    raise error
+                del self._openings[directory]
+                missing[directory] = str(error).removeprefix("cold: ")
+                log.error("%s; it is tried again", error)
+            else:
+                del self._openings[directory]
+                volumes.append(opening.result())
+        return volumes, missing
+
+    async def _opened(self, directory: Path) -> Volume:
+        """This directory, opened by a process of its own: only that one is held up by a disk that hangs."""
+        config = self._settings.config.cold
+        assert config is not None
+        child = await asyncio.to_thread(Child)
+        opening = self._loop.run_in_executor(
+            self._openers, open_volumes, [directory], config.size_bytes // len(config.directories),
+            child, self._devices.get(directory), self._unwritten.get(directory),
         )  # fmt: skip
+        try:
+            (volume,) = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            child.kill()
+            opening.add_done_callback(_close_all)
+            raise
+        self._devices[directory] = volume.device
+        self._unwritten.pop(directory, None)
+        return volume
+
+    def _call_off(self) -> None:
+        """Nothing is opened any more."""
+        for opening in self._openings.values():
+            opening.cancel()
+            opening.add_done_callback(_close_one)
+        self._openings.clear()
 
     def _take(self, tier: ColdTier) -> None:
         """Have this cold tier used, and go on as with the one before; or, raising, leave all as it is."""
@@ -209,6 +323,7 @@ class ColdLife:
         if self._moving is not None:
             self._moving.cancel()
             await asyncio.wait([self._moving])
+        self._call_off()
         if tier is self.tier:  # else what is known has the numbers of the segments of another one
             self._remember(tier)
         return await tier.close(timeout_s)
@@ -247,8 +362,65 @@ class ColdLife:
             if self.scrub is not None:
                 tasks.create_task(self.scrub.run(), name="scrub")
             tasks.create_task(self._keep_use(tier), name="use")
+            cold = self._settings.config.cold
+            for directory in cold.directories if cold is not None else ():
+                tasks.create_task(self._keep(tier, directory), name=f"keep {directory}")
+
+    async def _keep(self, tier: ColdTier, directory: Path) -> None:
+        """Have a directory used for as long as it can be, and opened again when it can be again."""
+        again_s = AGAIN_S
+        while True:
+            if directory in tier.missing:
+                if await self._attached(tier, directory):
+                    again_s = AGAIN_S
+                else:
+                    await asyncio.sleep(again_s)
+                    again_s = min(2 * again_s, LONGEST_AGAIN_S)
+            elif (volume := tier.lost(directory)) is not None:
+                await self._detach(tier, volume)
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, LONGEST_AGAIN_S)
+            else:
+                await asyncio.sleep(LOST_S)
+
+    async def _attached(self, tier: ColdTier, directory: Path) -> bool:
+        """Open this directory, and find what is there; False where it can't be used now."""
+        opening = self._openings.get(directory)
+        if opening is None:
+            opening = self._openings[directory] = self._loop.create_task(self._opened(directory))
+        await asyncio.wait([opening])
+        if opening.cancelled():
+            return False
+        del self._openings[directory]
+        try:
+            volume = opening.result()
+            log.info("cold: %s can be used: it is looked into", directory)
+            await self._find(tier, lambda restored: tier.attach(volume, restored))
+        except (TierError, OSError) as error:
+            why = str(error).removeprefix("cold: ")
+            if tier.missing.get(directory) != why:
+                log.error("cold: %s; it is tried again", why)
+            tier.missing[directory] = why
+            return False
+        return True
+
+    async def _detach(self, tier: ColdTier, volume: Volume) -> None:
+        """Close a directory that was lost: what is there alone can't be had until it is opened again."""
+        gone = await tier.detach(volume)
+        for count, (name, segment) in enumerate(gone):
+            self._tenants[name].catalog.cold.drop_segment(segment)
+            if count % DROP_SEGMENTS == 0:
+                await asyncio.sleep(0)
+        await tier.closed(volume)
+        self._unwritten[volume.directory] = volume.unwritten
+        log.info("cold: %s is closed: it can be unmounted, and is tried again", volume.directory)
 
     async def _recover(self, tier: ColdTier) -> None:
+        self.unasked = Counter()
+        await self._find(tier, tier.recover)
+
+    async def _find(self, tier: ColdTier, look: Callable[[Restored], Awaitable[None]]) -> None:
+        """Have the catalogs know what `look` finds."""
         started = time.monotonic()
         found, unasked = 0, Counter[str]()
 
@@ -270,15 +442,17 @@ class ColdLife:
                     unasked[name] += 0 if asked else made
                     await asyncio.sleep(0)
 
-        await tier.recover(restored)
+        await look(restored)
         seconds = time.monotonic() - started
         log.info("cold tier is there: %d blocks found in %.2f s", found, seconds)
-        self.unasked = unasked
+        self.unasked += unasked
         if count := unasked.total():
             log.warning(
                 "cold: %d blocks of them are stored otherwise than cold.codecs has their models stored now:"
                 " nobody can ask for them, and they go with their segments", count,
             )  # fmt: skip
+        if not tier.recovered.is_set():
+            return  # what was forgotten may yet be found in another directory
         for tenant in self._tenants.values():
             assert tenant.mover is not None
             tenant.mover.forget_early()
@@ -314,6 +488,23 @@ class ColdLife:
                 tenant.mover.bury()
         while time.monotonic() < until and (self._note_use(tier) or tier.write_use(USE_PIECES)):
             pass
+
+
+def _is_alive(error: TierError) -> bool:
+    """Whether a live process uses the directory. One that was ended keeps the lock while it waits for a
+    disk."""
+    return isinstance(error, InUseError) and is_alive(error.holder)
+
+
+def _close_all(opening: asyncio.Future[list[Volume]]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        for volume in opening.result():
+            volume.close(0)
+
+
+def _close_one(opening: asyncio.Task[Volume]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close(0)
 
 
 class _Ways(TypedDict):

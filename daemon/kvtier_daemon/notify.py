@@ -6,12 +6,14 @@ Without $NOTIFY_SOCKET nobody listens, and every call does nothing.
 
 import logging
 import os
+import select
 import socket
 import time
 from collections.abc import Mapping
 from typing import Final
 
 ERROR: Final = "<3>"  # in front of a line for the journal
+BARRIER_S: Final = 2.0
 PATIENCE_S: Final = 0.5  # systemd reads at once; a full queue must not hold up start and stop
 
 
@@ -71,6 +73,32 @@ class Notifier:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Notifier":
         """Return one that speaks to $NOTIFY_SOCKET, or to nobody."""
         return cls((os.environ if environ is None else environ).get("NOTIFY_SOCKET"))
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a manager to tell."""
+        return self._address is not None
+
+    def main_pid(self, pid: int) -> bool:
+        """Name another process of this service as its main one; return whether the manager has read it."""
+        if not self._send(MAINPID=str(pid)) or self._address is None:
+            return False
+        read, write = os.pipe()
+        try:
+            # The manager closes it when it has read all that was sent before.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.settimeout(PATIENCE_S)
+                sender.connect(self._address)
+                socket.send_fds(sender, [b"BARRIER=1"], [write])
+            os.close(write)
+            write = -1
+            return bool(select.select([read], [], [], BARRIER_S)[0])
+        except OSError:
+            return False
+        finally:
+            os.close(read)
+            if write >= 0:
+                os.close(write)
 
     def ready(self, status: str = "") -> bool:
         """Say that clients are served from now on."""

@@ -79,7 +79,7 @@ class Switching:
 
     @property
     def _is_recovering(self) -> bool:
-        return not self._cold.recovered.is_set() and not self._cold.given_up
+        return self._cold.recovering > 0 and not self._cold.given_up
 
     def report(self, tier: str) -> dict[str, Any]:
         """How it is, and how much is left to do of what was asked last."""

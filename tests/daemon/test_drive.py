@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from daemon.test_cold import BLOCK, SIZE, Bench, run
-from kvtier_daemon.tiers.drive import FAULTS_TO_OFF, HANGS_S, LONGEST_OFF_S, OFF_S, Drive, Lane
+from kvtier_daemon.tiers.drive import (
+    FAULTS_TO_OFF,
+    HANGS_S,
+    LONGEST_OFF_S,
+    OFF_S,
+    Drive,
+    Lane,
+    anonymous,
+)
 
 
 class Clock:
@@ -113,6 +124,54 @@ def test_what_is_done_beside_the_loop_counts_as_a_write(tmp_path: Path, clock: C
         assert not drive.stop(0), "a thread is in the kernel still"
         go_on.set()
         assert await waiting
+
+    run(work())
+
+
+def test_a_drive_that_has_ended_cancels_what_it_is_asked_for(tmp_path: Path) -> None:
+    """An extent may become ready, and a read be asked for, after the end has begun."""
+
+    async def work() -> None:
+        drive = Drive(asyncio.get_running_loop(), str(tmp_path), "threads", time.monotonic)
+        assert drive.stop(20)
+        codes: list[int] = []
+        drive.read_text(0, 0, 4096, lambda code, _: codes.append(code))
+        drive.write_text(0, 0, bytes(4096), lambda code, _: codes.append(code))
+        while len(codes) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert codes == [errno.ECANCELED] * 2
+        with pytest.raises(OSError, match="closed"):
+            drive.disk.register(anonymous(4096))
+
+    run(work())
+
+
+def test_a_look_that_fails_is_said_and_a_file_system_that_is_dead_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        unheard: list[object] = []
+        bench.loop.set_exception_handler(lambda _, context: unheard.append(context))
+        (drive,), (volume,) = bench.tier.drives, bench.tier._volumes
+
+        def fails() -> str:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(volume, "elsewhere", fails)
+        while not drive.lost:
+            bench.tier._looks_at = 0.0
+            bench.tier.tend()
+            await asyncio.sleep(0.001)
+        gc.collect()
+        assert not unheard and "Input/output error" in bench.tier.failure
+        assert not bench.tier.is_on and not bench.tier.given_up, "it is tried again"
+        numbers = await bench.tier.detach(volume)
+        await bench.tier.closed(volume)
+        assert {number for _, number in numbers} == set(range(len(bench.tier.segments)))
+        assert not bench.tier.drives and list(bench.tier.missing) == [tmp_path]
+        await bench.tier.close()
 
     run(work())
 

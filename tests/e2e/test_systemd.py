@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from daemons import kvtier
+from e2e.test_cold_tier import SPEC, tokens
+from faults.disks import Mounted, mounted
 from kvtier import Client, Unavailable
 from kvtier.errors import ConfigError
 from kvtier_daemon.beside import installing
+from specs import pattern
 
 PROGRAM = Path("/opt/kvtier/bin/kvtier")
 REPOSITORY = Path(__file__).parents[2]
@@ -33,6 +36,8 @@ KEPT = (
     "Restart",
     "WatchdogSec=",
     "Timeout",
+    "KillMode=",
+    "NotifyAccess=",
     "Listen",
     "SocketMode=",
 )
@@ -119,7 +124,7 @@ def test_what_is_installed_is_removed_and_what_is_not_ours_is_left(tmp_path: Pat
     theirs.write_text("[Service]\nNice=5\n")
     done = kvtier("install-service", *flags)
     assert "/install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
-    assert "ReadWritePaths=/mnt/a" in (theirs.parent / "cold.conf").read_text()
+    assert "ReadWritePaths=-/mnt/a" in (theirs.parent / "cold.conf").read_text()
     assert "IPAddressAllow=localhost" in (theirs.parent / "http.conf").read_text()
     assert "1GiB" in config.read_text(), "a configuration that is there stays"
     assert kvtier("install-service", "--uninstall", *flags).returncode == 0
@@ -303,7 +308,7 @@ def installed(manager: Manager, watchdog: str = "30") -> Path:
     config = folder / "kvtier.toml"
     path = folder / "s" / "kvtier.sock"
     path.parent.mkdir()
-    (folder / "disk").mkdir()
+    (folder / "disk").mkdir(exist_ok=True)
     config.write_text(
         f'socket = "{path}"\nlog_level = "info"\n[warm]\nsize = "16MiB"\n'
         f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n'
@@ -393,3 +398,54 @@ def test_a_daemon_that_hangs_is_restarted_and_one_that_works_is_not(manager: Man
     manager.wait_for(lambda: manager.show("NRestarts") == "1", "the watchdog bit")
     asked(path, Client.ping)
     assert manager.show("MainPID") != main
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[Mounted]:
+    """A disk for the daemon's directory; to be asked for before the manager, who ends first."""
+    if not os.environ.get("KVTIER_FAULTS"):
+        pytest.skip("waits for what hangs; KVTIER_FAULTS=1")
+    with mounted(tmp_path, 330 << 20, "xfs") as disk:
+        yield disk
+
+
+@pytest.mark.parametrize("way", ["stop", "restart", "kill -s KILL"])
+def test_a_disk_that_hangs_holds_up_neither_a_stop_nor_the_next_start(
+    frozen: Mounted, manager: Manager, way: str
+) -> None:
+    path = installed(manager)
+    manager.run("systemctl --user start kvtierd.socket kvtierd.service")
+    main = manager.show("MainPID")
+    log = manager.folder / "daemon.log"
+
+    def saved(client: Client, first: int) -> None:
+        space = client.open(SPEC)
+        keys = space.keys(tokens(first))
+        space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys])
+
+    def serves(client: Client) -> int:
+        saved(client, 1000)
+        space = client.open(SPEC)
+        keys = space.keys(tokens(1000))
+        with space.load(keys, deadline_ms=2000) as blocks:
+            for key, block in zip(keys, blocks, strict=False):
+                assert bytes(block or b"") == pattern(key, SPEC.block_bytes), "other bytes"
+            return len(blocks)
+
+    manager.wait_for(lambda: "cold tier is there" in log.read_text(), "it is open", 20)
+    with frozen.frozen():
+        asked(path, lambda client: saved(client, 0))
+        asked(path, lambda client: client.tier("warm", "drain"))
+        manager.wait_for(lambda: manager.show("MainPID") != main, "another one stands in", 20)
+        began = time.monotonic()
+        units = "kvtierd.service kvtierd.socket" if way == "stop" else "kvtierd.service"
+        manager.run(f"systemctl --user {way} {units}")
+        seconds = time.monotonic() - began
+        assert seconds < 30, "longer than TimeoutStopSec"
+        if way == "stop":
+            assert manager.show("Result") == "exit-code"
+            assert manager.show("ExecMainStatus") == "75"
+            manager.run("systemctl --user start kvtierd.socket kvtierd.service")
+        manager.wait_for(lambda: manager.show("ActiveState") == "active", "it is started", 60)
+        manager.wait_for(lambda: bool(asked(path, serves)), "it serves", 20)
+    manager.wait_for(lambda: "can be used: it is looked into" in log.read_text(), "taken up", 60)

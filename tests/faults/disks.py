@@ -5,6 +5,7 @@ process."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 PATIENCE_S = 10.0
+SHUT_DOWN, WITHOUT_ITS_LOG = 0x8004587D, 2  # XFS_IOC_GOINGDOWN, and ext4's
 
 
 def hurry(**values: float) -> None:
@@ -58,11 +60,30 @@ def in_time(holds: bool, deadline: float, what: str) -> bool:
 class Mounted:
     """A file system on a loop device, to be hurt."""
 
-    def __init__(self, device: str, path: Path) -> None:
+    def __init__(self, device: str, path: Path, options: str = "errors=remount-ro") -> None:
         self.device = device
         self.path = path
+        self._options = options
         path.mkdir()
-        command("mount", "-o", "errors=remount-ro", device, path)
+        self.mount()
+
+    def mount(self, *options: str) -> None:
+        command("mount", "-o", ",".join((self._options, *options)), self.device, self.path)
+
+    def shut_down(self) -> None:
+        """As after an error of its log: every call fails until it is unmounted and mounted again."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, SHUT_DOWN, struct.pack("I", WITHOUT_ITS_LOG))
+        finally:
+            os.close(fd)
+
+    def unmount(self) -> None:
+        """Wait until nobody has it open."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (done := subprocess.run(["umount", self.path], capture_output=True)).returncode:
+            assert time.monotonic() < deadline, f"still in use: {done.stderr.decode()}"
+            time.sleep(0.05)
 
     def fill(self) -> None:
         """Somebody else's file takes all that is left."""
@@ -123,16 +144,23 @@ def loop(file: Path) -> Iterator[str]:
         command("losetup", "--detach", device)
 
 
+MAKE = {"ext4": ("mkfs.ext4", "-q", "-m", "0"), "xfs": ("mkfs.xfs", "-q")}
+OPTIONS = {"ext4": "errors=remount-ro", "xfs": "noatime"}
+
+
 @contextlib.contextmanager
-def mounted(folder: Path, nbytes: int) -> Iterator[Mounted]:
-    """An ext4 of its own, of so many bytes."""
-    needs("losetup", "mkfs.ext4", "mount", "umount", "fsfreeze")
+def mounted(folder: Path, nbytes: int, kind: str = "ext4") -> Iterator[Mounted]:
+    """A file system of its own, of so many bytes."""
+    make = MAKE[kind]
+    needs("losetup", make[0], "mount", "umount", "fsfreeze")
+    if kind == "xfs" and "\txfs\n" not in Path("/proc/filesystems").read_text():
+        pytest.skip("this kernel has no XFS")
     image = folder / "image"
     with image.open("wb") as file:
         file.truncate(nbytes)
-    command("mkfs.ext4", "-q", "-m", "0", image)
+    command(*make, image)
     with loop(image) as device:
-        disk = Mounted(device, folder / "disk")
+        disk = Mounted(device, folder / "disk", OPTIONS[kind])
         try:
             yield disk
         finally:

@@ -123,7 +123,8 @@ def plan(
         cold = config.cold.directories if config and config.cold else ()
         directories += cold
         dropins = UNITS / f"{name}.d"
-        if outside := [shlex.quote(str(one)) for one in cold if not one.is_relative_to(state)]:
+        if outside := [shlex.quote(f"-{one}") for one in cold if not one.is_relative_to(state)]:
+            # One that is missing is no reason not to start: it is used once it is there.
             files[dropins / "cold.conf"] = f"[Service]\nReadWritePaths={' '.join(outside)}\n"
         if node is not None:
             text = f"[Service]\nNUMAPolicy=bind\nNUMAMask={node}\nCPUAffinity=numa\n"

@@ -29,6 +29,8 @@ from kvtier.codec.frame import PAGE, pages
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier.units import format_bytes
+from kvtier_daemon.index import Change
+from kvtier_daemon.index_process import Child
 from kvtier_daemon.tiers.batch import Outgoing, Wrote
 from kvtier_daemon.tiers.coding import Coding, threads_here
 from kvtier_daemon.tiers.drive import BENIGN, HANGS_S, Drive, Over, anonymous
@@ -47,7 +49,9 @@ BURIED = struct.Struct("<II")
 DOUBTED_MOST = FITS_MOST = 4096
 ROOM_LEAST = 8 << 20
 ERASED_AT_ONCE = 8
-LOOK_S = 10.0
+LOOK_S, LOOK_FAILED_S = 10.0, 1.0
+DETACH_S = 10.0
+GIVEN_BACK_S = 0.01
 INDEX_S = 1.0  # that an index has to be written and closed in, at least
 NOWHERE: frozenset[int] = frozenset()
 
@@ -88,13 +92,21 @@ Read = Callable[[Incoming, int], None]  # and an errno or 0
 Restored = Callable[[str, Recovered, int], Awaitable[None]]
 
 
-def open_volumes(directories: Sequence[Path], size_bytes: int) -> list[Volume]:
-    """The directories, which share that size. Waits for the disks; TierError if one can't be used."""
+def open_volumes(
+    directories: Sequence[Path],
+    size_bytes: int,
+    child: Child | None = None,
+    device: int | None = None,
+    unwritten: Change | None = None,
+) -> list[Volume]:
+    """The directories, which share that size. Waits for the disks; TierError if one can't be used. The other
+    arguments are those of `Volume`."""
     with contextlib.ExitStack() as undo:
         volumes = []
+        each = size_bytes // len(directories)
         for directory in directories:
             try:
-                volumes.append(Volume(directory, size_bytes // len(directories)))
+                volumes.append(Volume(directory, each, child, device, unwritten))
             except RuntimeError as error:
                 raise TierError(f"cold: no threads can be had: {error}") from error
             undo.callback(volumes[-1].close)
@@ -126,10 +138,23 @@ def _tell_of_room(volume: Volume) -> None:
             )  # fmt: skip
 
 
+def segments_of(
+    directory: Path, segments_bytes: int, segment_bytes: int, shares: dict[str, float]
+) -> dict[str, int]:
+    """How many segments each tenant may have in a directory. Raises TierError where those are too few."""
+    most = {name: int(segments_bytes * share) // segment_bytes for name, share in shares.items()}
+    for tenant, segments in most.items():
+        if segments < 3:
+            text = f"tenant {tenant} would have {segments} segments of {segment_bytes} bytes"
+            raise TierError(f"cold: {directory}: {text}, and three are needed")
+    return most
+
+
 class ColdTier:
-    """Closes the volumes, also where it raises TierError as it can't use them. `leaving(shelf, segment)` is
-    called when the oldest segment of a shelf is to be used again: whoever is told brings away what deserves
-    it, and then says `left`."""
+    """Closes the volumes, also where it raises TierError as it can't use them. `missing` are
+    directories that are not used, and why; `attach` and `detach` change which are. `leaving(shelf, segment)`
+    is called when the oldest segment of a shelf is to be used again: whoever is told brings away what
+    deserves it, and then says `left`."""
 
     def __init__(
         self,
@@ -142,19 +167,33 @@ class ColdTier:
         engine: str = "auto",
         clock: Callable[[], float] = time.monotonic,
         secrets: Mapping[str, bytes] | None = None,
+        missing: dict[Path, str] | None = None,
     ) -> None:
         self._loop = loop
         self._clock = clock
         self.size_bytes = size_bytes
-        self.recovered = asyncio.Event()
+        self.recovered = asyncio.Event()  # all that there is on all the directories is known
+        self.recovering = len(volumes)  # directories that are being looked into
+        self.missing = dict(missing or {})
         self.shelves: dict[str, list[Shelf]] = {tenant: [] for tenant in shares}
         self.drives: list[Drive] = []
-        self._volumes = list(volumes)
+        self._volumes: list[Volume] = []
+        self._segment_bytes = segment_bytes
+        self._shares = shares
+        self._leaving = leaving
+        self._secrets = secrets or {}
+        self._engine = engine
+        self._threads = threads_here()
+        self._staged_bytes = STAGED_BYTES // max(1, len(volumes) + len(self.missing))
+        self._fixed: set[int] = set()  # of the mappings, by number
+        self._faults_before = 0  # of drives that are closed
+        self._detached: dict[Volume, asyncio.Task[None]] = {}  # and not closed yet
+        self._looking: set[asyncio.Task[None]] = set()
         self._numbering = Numbering()
         self._described: dict[tuple[Volume, str, bytes], asyncio.Future[bool]] = {}
         self._described_bytes: Counter[tuple[Volume, str]] = Counter()
         self._fits: dict[tuple[str, bytes, int], bool] = {}
-        self._flushing: dict[int, asyncio.Future[str]] = {}
+        self._flushing: dict[int, tuple[Volume, asyncio.Future[str]]] = {}
         self._last_token = 0
         # By epoch and page: frames that could not be read, and how much else had been by then.
         self._doubted: dict[tuple[int, int], int] = {}
@@ -165,7 +204,6 @@ class ColdTier:
         self._closing = False
         self.accepts = True  # what is to be written
         self.said_off = ""  # by those who run the daemon: why nothing is served
-        threads = threads_here()
         with contextlib.ExitStack() as undo:
             for volume in volumes:
                 undo.callback(volume.close)
@@ -175,40 +213,46 @@ class ColdTier:
                     self._mappings.__getitem__,
                     Staging(loop, self.room),
                     self._numbering.blank,
-                    threads,
+                    self._threads,
                 )
             except RuntimeError as error:
                 raise TierError(f"cold: no threads can be had: {error}") from error
             undo.callback(self.coding.stop)
             for volume in volumes:
-                most = {
-                    tenant: int(volume.segments_bytes * share) // segment_bytes
-                    for tenant, share in shares.items()
-                }
-                for tenant, segments in most.items():
-                    if segments < 3:
-                        text = f"tenant {tenant} would have {segments} segments of {segment_bytes} bytes"
-                        raise TierError(f"cold: {volume.directory}: {text}, and three are needed")
-                try:
-                    drive = Drive(
-                        loop, str(volume.directory), engine, clock, threads,
-                        STAGED_BYTES // len(volumes),
-                    )  # fmt: skip
-                except (OSError, RuntimeError) as error:
-                    text = f"cold: {volume.directory}: no worker can be had ({engine}): {error}"
-                    raise TierError(text) from error
-                undo.callback(drive.stop, 0)
-                self.drives.append(drive)
-                loop.add_reader(volume.index.event_fd, self._index_done, volume, drive)
-                undo.callback(loop.remove_reader, volume.index.event_fd)
-                for tenant, segments in most.items():
-                    self.shelves[tenant].append(
-                        Shelf(
-                            loop, tenant, volume, drive, self._numbering, segment_bytes, segments,
-                            leaving, self.is_lost, clock, (secrets or {}).get(tenant, b""),
-                        )
-                    )  # fmt: skip
+                undo.enter_context(self._added(volume))
             undo.pop_all()
+
+    def _added(self, volume: Volume) -> contextlib.ExitStack:
+        """Use this directory: a drive, and a shelf for each tenant. What it returns takes that back, but for
+        the volume itself. Raises TierError."""
+        most = segments_of(
+            volume.directory, volume.segments_bytes, self._segment_bytes, self._shares
+        )
+        with contextlib.ExitStack() as undo:
+            try:
+                drive = Drive(
+                    self._loop, str(volume.directory), self._engine, self._clock, self._threads,
+                    self._staged_bytes,
+                )  # fmt: skip
+                undo.callback(drive.stop, 0)
+                for number, mapping in self._mappings.items():
+                    drive.disk.register(mapping, number in self._fixed)
+            except (OSError, RuntimeError) as error:
+                text = f"cold: {volume.directory}: no worker can be had ({self._engine}): {error}"
+                raise TierError(text) from error
+            self._volumes.append(volume)
+            self.drives.append(drive)
+            self._loop.add_reader(volume.index.event_fd, self._index_done, volume, drive)
+            undo.callback(self._loop.remove_reader, volume.index.event_fd)
+            for tenant, segments in most.items():
+                self.shelves[tenant].append(
+                    Shelf(
+                        self._loop, tenant, volume, drive, self._numbering, self._segment_bytes,
+                        segments, self._leaving, self.is_lost, self._clock, self._secrets.get(tenant, b""),
+                    )
+                )  # fmt: skip
+            return undo.pop_all()
+        raise AssertionError("unreachable: nothing here is suppressed")
 
     def probed(self) -> list[tuple[Path, Drive]]:
         """Each directory, and the worker that reads and writes in it."""
@@ -223,14 +267,23 @@ class ColdTier:
     def register(self, mapping: MappedExtent, fixed: bool = True) -> int:
         """Make an extent known; its number in what is to be read and written. A `fixed` one is the kernel's,
         too, for good."""
-        (number,) = {drive.disk.register(mapping, fixed) for drive in self.drives}
+        number = len(self._mappings) + 1  # 0 is a drive's own
+        for drive in self.drives:
+            if drive.disk.register(mapping, fixed) != number:
+                raise TierError("cold: the disks count memory differently")
         self._mappings[number] = mapping
+        if fixed:
+            self._fixed.add(number)
         return number
 
     def is_lost(self, extent: int) -> bool:
         """Whether pages were taken out of this extent: what was read from it is not what was saved, and
         what was written to it no client sees."""
         return self._mappings[extent].lost
+
+    def mappings(self) -> list[MappedExtent]:
+        """All memory that the disks read to and write from."""
+        return list(self._mappings.values())
 
     def room(self, nbytes: int) -> tuple[int, int]:
         """Memory that is no slot, for so many bytes at least: its number, and how many it has. Nothing of it
@@ -243,12 +296,11 @@ class ColdTier:
         self.coding.failures += other.coding.failures
         self.coding.staging.waited += other.coding.staging.waited
         self.coding.staging.refused += other.coding.staging.refused
-        for mine, theirs in zip(self.drives, other.drives, strict=True):
-            mine.faults += theirs.faults
+        self._faults_before += other._faults_before + sum(drive.faults for drive in other.drives)
 
     @property
     def engine(self) -> str:
-        return self.drives[0].engine
+        return self.drives[0].engine if self.drives else self._engine
 
     # --- health ------------------------------------------------------------------------------
 
@@ -267,14 +319,14 @@ class ColdTier:
     @property
     def faults(self) -> int:
         unreadable = sum(shelf.unreadable for shelf in self._all_shelves())
-        return unreadable + sum(drive.faults for drive in self.drives)
+        return unreadable + self._faults_before + sum(drive.faults for drive in self.drives)
 
     @property
     def unknown(self) -> str:
         """What could not be looked into at the start, if anything: nobody knows what blocks it has."""
-        given_up = "; ".join(drive.failure for drive in self.drives if drive.reads.given_up)
-        if given_up:
-            return given_up
+        given_up = [drive.failure for drive in self.drives if drive.reads.given_up]
+        if given_up or self.missing:
+            return "; ".join([*self.missing.values(), *given_up])
         files = sum(shelf.unreadable for shelf in self._all_shelves())
         return f"{files} files could not be read at the start" if files else ""
 
@@ -283,11 +335,12 @@ class ColdTier:
         """What is wrong now, of each directory."""
         if self.said_off:
             return self.said_off
-        return "; ".join(drive.failure for drive in self.drives if drive.failure)
+        failures = (drive.failure for drive in self.drives if drive.failure)
+        return "; ".join([*self.missing.values(), *failures])
 
     def out_of_reach(self) -> frozenset[int]:
         """The segments that can't be read now."""
-        if all(drive.reads.is_on for drive in self.drives):
+        if all(drive.reads.is_on for drive in self.drives) and not self._detached:
             return NOWHERE
         shelves = enumerate(self._numbering.shelves)
         return frozenset(number for number, shelf in shelves if not shelf.drive.reads.is_on)
@@ -300,7 +353,7 @@ class ColdTier:
     @property
     def given_up(self) -> bool:
         """Whether something of it is off until a restart."""
-        return any(drive.writes.given_up for drive in self.drives)
+        return any(drive.writes.given_up and not drive.lost for drive in self.drives)
 
     def tend(self) -> None:
         """What has to be looked at now and then."""
@@ -311,13 +364,20 @@ class ColdTier:
         for shelf in self._all_shelves():
             shelf.note_again()
         if self._clock() >= self._looks_at and not self._closing:
-            self._looks_at = self._clock() + LOOK_S
+            fails = any(drive.reads.failure or drive.writes.failure for drive in self.drives)
+            self._looks_at = self._clock() + (LOOK_FAILED_S if fails else LOOK_S)
             for volume, drive in zip(self._volumes, self.drives, strict=True):
-                if not drive.is_busy:
-                    self._loop.create_task(self._look_where_it_is(volume, drive))
+                if not drive.is_busy and not drive.lost:
+                    looking = self._loop.create_task(self._look_where_it_is(volume, drive))
+                    self._looking.add(looking)
+                    looking.add_done_callback(self._looking.discard)
 
     async def _look_where_it_is(self, volume: Volume, drive: Drive) -> None:
-        elsewhere = await drive.beside(volume.elsewhere)
+        try:
+            elsewhere = await drive.beside(volume.elsewhere)
+        except OSError as error:
+            drive.lose(f"{volume.directory}: its file system has failed: {error.strerror}")
+            return
         if elsewhere and not drive.elsewhere:
             log.error("cold: %s", elsewhere)
         drive.elsewhere = elsewhere
@@ -393,7 +453,7 @@ class ColdTier:
     async def _flushed(self, volume: Volume, drive: Drive) -> str:
         done: asyncio.Future[str] = self._loop.create_future()
         self._last_token += 1
-        self._flushing[self._last_token] = done
+        self._flushing[self._last_token] = volume, done
         drive.writes.began()
         volume.index.flush(self._last_token)
         return await done
@@ -401,8 +461,8 @@ class ColdTier:
     def _index_done(self, volume: Volume, drive: Drive) -> None:
         for token, failure in volume.index.done():
             drive.writes.ended()
-            done = self._flushing.pop(token)
-            if not done.cancelled():
+            _, done = self._flushing.pop(token)
+            if not done.done():
                 done.set_result(failure)
 
     def bury(self, places: bytes) -> None:
@@ -634,8 +694,97 @@ class ColdTier:
         """Find out what the files hold, oldest first; `restored` is told of each, with its segment's number.
         A directory that can't be looked into, or hangs, takes no other one along."""
         pairs = zip(self._volumes, self.drives, strict=True)
+        self.recovering = len(self._volumes)
         await asyncio.gather(*(self._recover(*pair, restored) for pair in pairs))
-        self.recovered.set()
+        self.recovering = 0
+        self._perhaps_recovered()
+
+    def _perhaps_recovered(self) -> None:
+        lost = any(drive.lost for drive in self.drives)
+        if not (lost or self.missing or self.recovering):
+            self.recovered.set()
+
+    async def attach(self, volume: Volume, restored: Restored) -> None:
+        """Use this directory too. Closes it where it raises TierError."""
+        try:
+            with self._added(volume) as undo:
+                undo.pop_all()
+        except TierError:
+            await asyncio.to_thread(volume.close)
+            raise
+        self._fits.clear()
+        del self.missing[volume.directory]
+        self.recovering += 1
+        try:
+            await self._recover(volume, self.drives[-1], restored)
+        finally:
+            self.recovering -= 1
+        self._perhaps_recovered()
+
+    def lost(self, directory: Path) -> Volume | None:
+        """This directory, if it is to be closed and opened again."""
+        for volume, drive in zip(self._volumes, self.drives, strict=True):
+            if volume.directory == directory and drive.lost:
+                return volume
+        return None
+
+    async def detach(self, volume: Volume) -> list[tuple[str, int]]:
+        """Stop using a directory that was lost, when no operation on it is under way; returns the tenants and
+        numbers of its segments. It is closed after that: `closed` waits for it."""
+        at = self._volumes.index(volume)
+        drive = self.drives[at]
+        self.recovered.clear()
+        shelves = [shelf for shelf in self._all_shelves() if shelf.drive is drive]
+        for shelf in shelves:
+            shelf.closing = True
+        await drive.quiet()
+        theirs = [
+            one
+            for one, shelf in zip(self._numbering.segments, self._numbering.shelves, strict=True)
+            if shelf.drive is drive
+        ]
+        while any(one.reading for one in theirs):  # given back, as the disk is off
+            self.reads.pump(drive)
+            await asyncio.sleep(GIVEN_BACK_S)
+        at = self._volumes.index(volume)
+        del self._volumes[at], self.drives[at]
+        self.missing[volume.directory] = drive.lost
+        self._faults_before += drive.faults
+        self._fits.clear()
+        for shelf in shelves:
+            self.shelves[shelf.tenant].remove(shelf)
+            for parting in shelf.parting.values():
+                parting.cancel()
+        for known in [one for one in self._described if one[0] is volume]:
+            del self._described[known]
+        self._detached[volume] = self._loop.create_task(self._close_one(volume, drive, shelves))
+        shelf_of = self._numbering.shelves
+        return [(shelf_of[one.number].tenant, one.number) for one in theirs]
+
+    async def _close_one(self, volume: Volume, drive: Drive, shelves: Sequence[Shelf]) -> None:
+        while not await drive.close(DETACH_S):
+            await drive.quiet()
+        self._loop.remove_reader(volume.index.event_fd)
+        await asyncio.to_thread(self._close_files, volume, shelves)
+        self._not_flushed(volume)
+
+    async def closed(self, volume: Volume) -> None:
+        """Wait until a directory that was detached is closed, and its blocks are forgotten."""
+        await asyncio.shield(self._detached[volume])
+        del self._detached[volume]
+
+    def _close_files(self, volume: Volume, shelves: Sequence[Shelf]) -> None:
+        """Waits for the disk."""
+        for shelf in shelves:
+            shelf.close_files()
+        volume.close()
+
+    def _not_flushed(self, volume: Volume) -> None:
+        for token, (one, flushing) in list(self._flushing.items()):
+            if one is volume:
+                del self._flushing[token]
+                if not flushing.done():
+                    flushing.set_result("the cold tier was closed before its index answered")
 
     async def _recover(self, volume: Volume, drive: Drive, restored: Restored) -> None:
         shelves = [shelf for shelf in self._all_shelves() if shelf.drive is drive]
@@ -646,13 +795,15 @@ class ColdTier:
             looked = [(shelf, await shelf.look()) for shelf in shelves]
         except Exception as error:
             log.exception("cold: %s can't be looked into: nothing of it is used", volume.directory)
-            drive.give_up(f"{volume.directory} can't be looked into: {error}")
+            drive.lose(f"{volume.directory} can't be looked into: {error}")
             return
         found = [(shelf, one) for shelf, all_ in looked for one in all_]
         found.sort(key=lambda pair: pair[1].head.sequence if pair[1].head else -1)
         for shelf, one in found:
             try:
-                segment = shelf.take_up(one)
+                # To open a file may wait for the disk.
+                fd = await drive.beside(shelf.open_found, one)
+                segment = shelf.take_up(one, fd)
                 if one.head is not None:
                     await restored(shelf.tenant, one, segment.number)
             except (KvtierError, OSError, ValueError, struct.error) as error:
@@ -703,13 +854,12 @@ class ColdTier:
             self._loop.create_task(asyncio.to_thread(volume.close, left_s))
             for volume in self._volumes
         ]
+        waited = [*closing, *self._detached.values()]
         # To close the files of an index may wait for a disk for longer than what is written to it may.
-        _, hang = await asyncio.wait(closing, timeout=left_s + INDEX_S)
+        hang = (await asyncio.wait(waited, timeout=left_s + INDEX_S))[1] if waited else set()
         closed = not hang and all(one.result() for one in closing)
-        for flushing in self._flushing.values():
-            if not flushing.done():
-                flushing.set_result("the cold tier was closed before its index answered")
-        self._flushing.clear()
+        for volume in self._volumes:
+            self._not_flushed(volume)
         if all(ended) and decoded:
             # A tenth of a second for each GiB of the arena; a collection would do it in the loop, some day.
             await asyncio.to_thread(self._mappings.clear)

@@ -40,6 +40,7 @@ READ_MS = 5000
 HANGS_S = 5.0  # without a completion, while there is something to complete
 FAULTS_TO_OFF = 5
 TURN_S = 0.001
+TURN_OVER_S = 0.1
 OFF_S, LONGEST_OFF_S = 5.0, 300.0
 DTYPES = {number: dtype for dtype, number in ELEMENTS.items()}
 # They say nothing of the disk: too late, called off, not the bytes that were asked for, not decoded, no
@@ -67,6 +68,10 @@ class Lane:
         self._in_a_row = 0
         self._off_until = 0.0
         self._off_s = OFF_S
+
+    @property
+    def hangs(self) -> bool:
+        return self._hangs
 
     @property
     def is_on(self) -> bool:
@@ -123,6 +128,44 @@ class Lane:
         self._hangs = hangs
 
 
+class Ended:
+    """In place of a worker that has ended: it moves nothing. The drive ends what is asked of it."""
+
+    def register(self, mapping: Mapping, fixed: bool = True) -> int:
+        raise OSError(errno.ESHUTDOWN, "the disk was closed")
+
+    def read(self, ops: bytes | bytearray) -> None:
+        pass
+
+    def read_frames(self, ops: bytes | bytearray, recipes: Sequence[Recipe]) -> None:
+        pass
+
+    def read_bytes(
+        self, token: int, fd: int, at: int, nbytes: int, urgent: bool, deadline_ms: int,
+        staged: bool = False,
+    ) -> None:  # fmt: skip
+        pass
+
+    def write(self, ops: bytes | bytearray, headers: bytes | bytearray) -> None:
+        pass
+
+    def sync(self, token: int, fd: int) -> None:
+        pass
+
+    def moved(self) -> tuple[int, float, dict[tuple[int, int], tuple[int, float]]]:
+        return 0, 0.0, {}
+
+    def done(self) -> list[tuple[int, int, bytes | None]]:
+        return []
+
+    @property
+    def queued(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def stop(self, timeout_s: float) -> int:
+        return 0
+
+
 class Drive:
     """The worker of one directory. `over` of an operation is called in the loop when it has ended."""
 
@@ -149,9 +192,11 @@ class Drive:
         self._last_token = 0
         self._quiet = asyncio.Event()  # nothing is under way
         self.is_over = False  # what is asked of it now is never heard of
+        self.lost = ""  # why its directory is to be closed, and opened again
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.disk = Disk(self._event_fd, engine, decoders=decoders, staged_bytes=staged_bytes)
-        self.engine = self.disk.engine
+        disk = Disk(self._event_fd, engine, decoders=decoders, staged_bytes=staged_bytes)
+        self.disk: Disk | Ended = disk
+        self.engine = disk.engine
         self.disk.register(anonymous(PAGE), fixed=False)  # for pages of ours, which are all header
         loop.add_reader(self._event_fd, self._completed)
         self._thread = ThreadPoolExecutor(1, f"kvtier-files {name}")
@@ -166,12 +211,30 @@ class Drive:
         self.reads.give_up(why)
         self.writes.give_up(why)
 
+    def lose(self, why: str) -> None:
+        """Nothing moves until the directory was opened again, by another drive."""
+        if not self.lost:
+            log.error("cold: %s", why)
+            self.lost = why
+            self.give_up(why)
+
+    async def quiet(self) -> None:
+        """Wait until nothing is under way, however long a disk hangs."""
+        while self._waiting or self._jobs:
+            self._quiet.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet.wait(), TURN_OVER_S)
+
     def fault(self, lane: Lane, what: str, code: int) -> None:
         """Something that has nothing to do with what the bytes are went wrong."""
         self.faults += 1
         failure = f"{what}: {os.strerror(code)}"
         log.error("cold: %s", failure)
         lane.fault(failure)
+
+    @property
+    def hangs(self) -> bool:
+        return self.reads.hangs or self.writes.hangs
 
     def tend(self) -> None:
         self.reads.tend()
@@ -291,6 +354,9 @@ class Drive:
         self._last_token += 1
         self._waiting[self._last_token] = lane, over
         lane.began()
+        if isinstance(self.disk, Ended):
+            self._over.append((self._last_token, errno.ECANCELED, None))
+            self._loop.call_soon(self._settle)
         return self._last_token
 
     def _completed(self) -> None:
@@ -345,10 +411,12 @@ class Drive:
         """Waits for threads. A worker that has ended goes at once, and what the kernel keeps for it."""
         until = self._clock() + timeout_s
         left = self.disk.stop(timeout_s)
-        os.close(self._event_fd)
+        if self._event_fd >= 0:
+            os.close(self._event_fd)
+            self._event_fd = -1
         if left:
             return False
-        del self.disk
+        self.disk = Ended()
         return not wait(list(self._jobs), max(0.0, until - self._clock())).not_done
 
 

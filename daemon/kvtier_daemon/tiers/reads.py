@@ -274,6 +274,10 @@ class Reads:
 
     # --- to the disks ------------------------------------------------------------------------
 
+    def pump(self, drive: Drive) -> None:
+        """Hand over what waits for this disk; give it back where the disk is off."""
+        self._pump_soon(drive)
+
     def _pump_soon(self, drive: Drive) -> None:
         if drive not in self._pumping:
             self._pumping.add(drive)

@@ -611,9 +611,13 @@ class Shelf:
         log.error("cold: %s can't be taken up: %s", one.path, error)
         self.has_less(one.path)
 
-    def take_up(self, one: Recovered) -> Segment:
-        """A segment that a start has found. Raises OSError where it can't be opened."""
-        segment = Segment(0, str(one.path), open_direct(one.path), one.nbytes)
+    def open_found(self, one: Recovered) -> int:
+        """A descriptor of a segment that a start has found. Waits for the disk."""
+        return open_direct(one.path)
+
+    def take_up(self, one: Recovered, fd: int) -> Segment:
+        """A segment that a start has found, open at `fd`."""
+        segment = Segment(0, str(one.path), fd, one.nbytes)
         self._add(segment)
         if one.head is None:
             return segment

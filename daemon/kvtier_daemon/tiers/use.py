@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier_daemon.index import Index
+from kvtier_daemon.index_process import IndexProcess
 
 KEY: Final = struct.Struct(">QI")
 TABLE: Final = b"segments"
@@ -34,7 +35,7 @@ class Wanted:
 class Uses:
     """Segments are named by their epochs. Only `load` waits for the disk."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index | IndexProcess) -> None:
         self._index = index
         self._of: dict[int, Wanted] = {}
         self._changed: dict[int, None] = {}  # epochs, in the order of their changes

@@ -20,7 +20,9 @@ import msgspec
 
 from kvtier.errors import TierError
 from kvtier.layout import KvSpec
-from kvtier_daemon.index import CLOSE_S, FIRST_MAP_BYTES, Index
+from kvtier_daemon.claim import InUseError
+from kvtier_daemon.index import CLOSE_S, FIRST_MAP_BYTES, Change, Index
+from kvtier_daemon.index_process import Child, IndexProcess, lock
 from kvtier_daemon.owned import distrust, distrust_cold
 from kvtier_daemon.tiers.use import Uses
 
@@ -35,32 +37,51 @@ OTHER_BYTES = 1 << 20
 NAME = "kvtier.id"
 NAME_BYTES = 16
 OWNER_DOMAIN = b"kvtier.segments.2\0"
+# What every call on a file system fails with that was shut down, or whose device is gone.
+DEAD = (errno.EIO, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 
 
 class Volume:
     """Holds the directory's lock for as long as it lives. Raises TierError where it can't be had."""
 
-    def __init__(self, directory: Path, size_bytes: int | None) -> None:
-        """`size_bytes` is what all in it may take; None for somebody who only looks."""
+    def __init__(
+        self,
+        directory: Path,
+        size_bytes: int | None,
+        child: Child | None = None,
+        device: int | None = None,
+        unwritten: Change | None = None,
+    ) -> None:
+        """`size_bytes` is what all in it may take; None for somebody who only looks. The process `child`
+        opens the directory and its index; without one this process does. `device` is as for `locked`.
+        `unwritten` is what an earlier index could not write."""
         self.directory = directory
-        self.index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
-        self.segments_bytes = (size_bytes or 0) - self.index_bytes - OTHER_BYTES
-        if size_bytes is not None and self.segments_bytes < size_bytes // 2:
-            least = 2 * (FIRST_MAP_BYTES + OTHER_BYTES)
-            raise TierError(
-                f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed"
-            )
+        self.index_bytes, self.segments_bytes = shares_of(directory, size_bytes)
+        self.index: Index | IndexProcess
+        folder = directory / "index"
         # Who only looks may be root, and the directory the daemon's.
-        self.uid = os.geteuid() if size_bytes is not None else _owner(directory)
-        self._lock_fd, self._folder_fd = _locked(directory, self.uid)
-        try:
-            self.name = _named(self._folder_fd, directory) if size_bytes is not None else b""
-            self._tell_of_no_index()
-            self.index = Index(directory / "index", self.index_bytes)
-        except BaseException:
-            os.close(self._lock_fd)
-            os.close(self._folder_fd)
-            raise
+        owner = _owner(directory) if size_bytes is None else None
+        self.uid = os.geteuid() if owner is None else owner
+        with contextlib.ExitStack() as undo:
+            if child is None:
+                held = claim(directory, os.getpid(), device, owner)
+            else:
+                undo.callback(child.close)
+                held = lock(child, directory, device)
+            self._lock_fd, self._folder_fd, self.name = held
+            for fd in held[:2]:
+                undo.callback(os.close, fd)
+            self.device = os.fstat(self._folder_fd).st_dev
+            if child is None:
+                self.index = Index(folder, self.index_bytes)
+            else:
+                self.index = IndexProcess(child, folder, self.index_bytes, self._lock_fd)
+            undo.pop_all()
+        for (table, key), value in (unwritten or {}).items():
+            if value is None:
+                self.index.drop(table, key)
+            else:
+                self.index.put(table, key, value)
         self.uses = Uses(self.index)
 
     def segment_path(self, tenant: str, number: int) -> Path:
@@ -109,14 +130,6 @@ class Volume:
         """Learn from the index what was wanted. Waits for the disk."""
         self.uses.load()
 
-    def _tell_of_no_index(self) -> None:
-        data = self.directory / "index" / "data.mdb"
-        if not data.exists() and any(map(self.files, self.tenants())):
-            log.warning(
-                "cold: %s has segments and no index: a new index is begun; forgotten blocks stay forgotten,"
-                " the order of eviction and blocks in open segments may be lost", self.directory,
-            )  # fmt: skip
-
     def make(self, path: Path, nbytes: int) -> int:
         """A descriptor of a new segment file that has all its blocks. Waits for the disk; leaves nothing
         behind where it fails."""
@@ -151,18 +164,28 @@ class Volume:
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Waits for the disk; False if it doesn't let go: the directory stays locked."""
-        if not self.index.close(timeout_s):
-            return False
-        os.close(self._lock_fd)
-        os.close(self._folder_fd)
-        return True
+        closed = self.index.close(timeout_s)
+        # A process that does not end has descriptors of its own.
+        if closed or isinstance(self.index, IndexProcess):
+            os.close(self._lock_fd)
+            os.close(self._folder_fd)
+        return closed
+
+    @property
+    def unwritten(self) -> Change:
+        """What the index could not write before it was closed."""
+        return self.index.unwritten if isinstance(self.index, IndexProcess) else {}
 
     def elsewhere(self) -> str:
-        """What has become of the directory, if its path doesn't lead to it any more. Waits for the disk."""
+        """What has become of the directory, if its path doesn't lead to it any more. Raises OSError where its
+        file system answers nothing but errors. Waits for the disk."""
         ours = os.fstat(self._folder_fd)
         try:
             there = self.directory.stat()
+            os.close(os.open(LOCK, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder_fd))
         except OSError as error:
+            if error.errno in DEAD:
+                raise
             return f"{self.directory}: {error.strerror}; {LOST}"
         if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
             return ""
@@ -253,10 +276,51 @@ def _named(folder: int, directory: Path) -> bytes:
     return name
 
 
-def _locked(directory: Path, uid: int) -> tuple[int, int]:
-    """Descriptors of the lock and of the directory."""
+def shares_of(directory: Path, size_bytes: int | None) -> tuple[int, int]:
+    """What the index and the segments of a directory may take. Raises TierError where that is too little."""
+    index_bytes = max(FIRST_MAP_BYTES, int((size_bytes or 0) * INDEX_SHARE))
+    segments_bytes = (size_bytes or 0) - index_bytes - OTHER_BYTES
+    if size_bytes is not None and segments_bytes < size_bytes // 2:
+        least = 2 * (FIRST_MAP_BYTES + OTHER_BYTES)
+        raise TierError(f"cold: {directory}: {size_bytes} bytes, and at least {least} are needed")
+    return index_bytes, segments_bytes
+
+
+def claim(
+    directory: Path, pid: int, device: int | None = None, owner: int | None = None
+) -> tuple[int, int, bytes]:
+    """Lock the directory for the daemon `pid`; returns descriptors of the lock and of the directory, and the
+    directory's name. With an `owner`, of whom the directory has to be, nothing is made and the name is empty.
+    Where a `device` is given and the directory is on another one, it has to be a mount point: else its disk
+    is not mounted."""
+    fd, folder = _locked(directory, pid, device, os.geteuid() if owner is None else owner)
+    try:
+        name = _named(folder, directory) if owner is None else b""
+        _tell_of_no_index(directory)
+    except BaseException:
+        os.close(fd)
+        os.close(folder)
+        raise
+    return fd, folder, name
+
+
+def _tell_of_no_index(directory: Path) -> None:
+    segments = (directory / SEGMENTS).glob("*/[0-9]*")
+    if not (directory / "index" / "data.mdb").exists() and any(segments):
+        log.warning(
+            "cold: %s has segments and no index: a new index is begun; forgotten blocks stay forgotten, the"
+            " order of eviction and blocks in open segments may be lost", directory,
+        )  # fmt: skip
+
+
+def _locked(directory: Path, pid: int, device: int | None, uid: int) -> tuple[int, int]:
     with contextlib.ExitStack() as undo:
         try:
+            if device not in (None, directory.stat().st_dev) and not directory.is_mount():
+                raise TierError(
+                    f"cold: {directory} is on another file system than before: mount the disk; or"
+                    " `kvtier tier off cold` and `kvtier tier on cold`, to use it as it is"
+                )
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, folder)
             _refuse_others(directory, uid)
@@ -271,11 +335,12 @@ def _locked(directory: Path, uid: int) -> tuple[int, int]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
-            raise TierError(f"cold: {directory} is used by another daemon, pid {owner}") from error
+            text = f"cold: {directory} is used by another daemon, pid {owner}"
+            raise InUseError(text, int(owner) if owner.isdecimal() else 0) from error
         except OSError as error:
             text = f"cold: {directory / LOCK} can't be locked: {error.strerror}"
             raise TierError(text) from error
-        name = f"{os.getpid()}\n".encode()
+        name = f"{pid}\n".encode()
         try:
             os.pwrite(fd, name, 0)
             os.truncate(fd, len(name))

@@ -1,0 +1,130 @@
+"""The index in a process of its own: where that process ends, nothing that was put is lost, and no flush
+succeeds."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierError
+from kvtier_daemon import index_process
+from kvtier_daemon.claim import InUseError
+from kvtier_daemon.index_process import Child, IndexProcess
+from kvtier_daemon.tiers.volume import Volume
+
+SIZE = 64 << 20
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Volume]:
+    one = Volume(tmp_path, SIZE, Child())
+    yield one
+    one.close(0)
+
+
+def index_of(volume: Volume) -> IndexProcess:
+    assert isinstance(volume.index, IndexProcess)
+    return volume.index
+
+
+def flushed(index: IndexProcess, token: int = 7) -> str:
+    index.flush(token)
+    assert select.select([index.event_fd], [], [], 20)[0]
+    ((found, failure),) = list(index.done())
+    assert found == token
+    return failure
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def pid_of(index: IndexProcess) -> int:
+    assert index._child is not None
+    return index._child.pid
+
+
+def test_what_was_put_is_there_again(tmp_path: Path) -> None:
+    volume = Volume(tmp_path, SIZE, Child())
+    index = index_of(volume)
+    for number in range(10_000):
+        index.put(b"forgotten", b"%06d" % number, b"")
+    index.put(b"spaces", b"a", b"first")
+    index.drop(b"forgotten", b"000003")
+    assert flushed(index) == ""
+    index.put(b"spaces", b"a", b"second")
+    process = pid_of(index)
+    assert volume.close()
+    assert not Path(f"/proc/{process}").exists(), "its process is left behind"
+    with pytest.raises(InUseError) as told, Volume(tmp_path, SIZE).index as kept:
+        keys = [key for key, _ in kept.entries(b"forgotten")]
+        assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
+        assert kept.entries(b"spaces") == [(b"a", b"second")]
+        Volume(tmp_path, SIZE, Child())
+    assert told.value.holder == os.getpid()
+
+
+def test_the_end_of_its_process_fails_a_flush_and_loses_nothing(volume: Volume) -> None:
+    """As a read or a write of a mapped page ends it, where the disk fails."""
+    index = index_of(volume)
+    index.put(b"forgotten", b"a", b"")
+    assert flushed(index) == ""
+    os.kill(pid_of(index), signal.SIGBUS)
+    index.put(b"forgotten", b"b", b"")
+    assert "SIGBUS" in flushed(index)
+    until(lambda: not flushed(index))
+    assert index.entries(b"forgotten") == [(b"a", b""), (b"b", b"")]
+
+
+def test_a_process_that_hangs_holds_up_no_end(tmp_path: Path) -> None:
+    volume = Volume(tmp_path, SIZE, Child())
+    index = index_of(volume)
+    os.kill(pid_of(index), signal.SIGSTOP)
+    index.put(b"forgotten", b"a", b"")
+    began = time.monotonic()
+    assert not volume.close(0.05), "it did not write what was left"
+    assert time.monotonic() - began < 10
+    assert volume.unwritten == {(b"forgotten", b"a"): b""}
+    again = Volume(tmp_path, SIZE, Child(), unwritten=volume.unwritten)
+    assert flushed(index_of(again)) == ""
+    assert again.index.entries(b"forgotten") == [(b"a", b"")]
+    assert again.close()
+
+
+def test_a_directory_that_hangs_can_be_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_process, "COMMAND", ("sh", "-c", "exec sleep 600"))
+    child = Child()
+    ended: list[str] = []
+
+    def opens() -> None:
+        with pytest.raises(TierError) as told:
+            Volume(tmp_path, SIZE, child)
+        ended.append(str(told.value))
+
+    thread = threading.Thread(target=opens)
+    thread.start()
+    child.kill()
+    thread.join(20)
+    assert ended and str(tmp_path) in ended[0]
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_place_whose_disk_is_not_mounted_is_not_written_to(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    assert Volume(tmp_path, SIZE, Child(), device).close()
+    (tmp_path / "kvtier.lock").unlink()
+    with pytest.raises(TierError, match="mount the disk"):
+        Volume(tmp_path, SIZE, Child(), device + 1)
+    assert not (tmp_path / "kvtier.lock").exists()

@@ -1,0 +1,200 @@
+"""A directory of the cold tier can't be used at the start, or its file system fails: the daemon serves what
+is left, uses the directory again without a restart, and ends in time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from e2e.test_cold_tier import CHAIN, save
+from faults.disks import Mounted, mounted
+from faults.test_cold_disks import Serve, Served, serving
+
+MIB = 1 << 20
+LONG = bool(os.environ.get("KVTIER_FAULTS"))
+NBYTES = {"ext4": 128 * MIB, "xfs": 330 * MIB}
+HASTE = {"AGAIN_S": 0.2, "LONGEST_AGAIN_S": 0.4, "LOOK_S": 0.2, "LOOK_FAILED_S": 0.2, "OPEN_S": 2.0}
+END_S = 25.0  # less than the unit's TimeoutStopSec
+
+Disk = Callable[[str], Mounted]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """Makes file systems of a kind, one for each call."""
+    with ExitStack() as stack:
+        names = count()
+
+        def make(kind: str) -> Mounted:
+            folder = tmp_path / f"{kind}-{next(names)}"
+            folder.mkdir()
+            return stack.enter_context(mounted(folder, NBYTES[kind], kind))
+
+        yield make
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    yield from serving(tmp_path)
+
+
+def other(tmp_path: Path, alone: bool) -> list[Path]:
+    """A directory that is well, where there are two."""
+    if alone:
+        return []
+    (tmp_path / "other").mkdir()
+    return [tmp_path / "other"]
+
+
+def serves(one: Served, alone: bool) -> None:
+    """Memory does, and a disk that is well."""
+    save(one.client, 50)
+    assert one.load(50) == CHAIN
+    if not alone:
+        one.until_written(count(60))
+
+
+def is_well(one: Served) -> bool:
+    cold = one.cold
+    return not cold["failure"] and cold["on"] and cold["state"] == "on"
+
+
+def ends(one: Served, codes: tuple[int, ...] = (0,)) -> None:
+    one.client.close()
+    one.daemon.process.terminate()
+    began = time.monotonic()
+    assert one.daemon.process.wait(60) in codes, one.log()
+    assert time.monotonic() - began < END_S
+
+
+def cases(*faults: str) -> list[object]:
+    """Each of them on both file systems, with and without another directory; one of each without
+    KVTIER_FAULTS=1."""
+    found = []
+    for number, fault in enumerate(faults):
+        for kind in ("xfs", "ext4"):
+            for alone in (True, False):
+                sample = (kind == "xfs", alone) == (True, number % 2 == 0)
+                mark = pytest.mark.skipif(not (LONG or sample), reason="KVTIER_FAULTS=1")
+                name = f"{fault}, {kind}, {'the only one' if alone else 'one of two'}"
+                found.append(pytest.param(fault, kind, alone, id=name, marks=mark))
+    return found
+
+
+@pytest.mark.parametrize("fault, kind, alone", cases("shut down"))
+def test_a_file_system_that_is_shut_down_is_let_go_and_taken_up_again(
+    tmp_path: Path,
+    disk: Disk,
+    serve: Serve,
+    fault: str,
+    kind: str,
+    alone: bool,
+) -> None:
+    broken = disk(kind)
+    one = serve([broken.path, *other(tmp_path, alone)], **HASTE)
+    one.save(0, 1, 2, 3)
+    broken.shut_down()
+    save(one.client, 10)
+    one.until(lambda: str(broken.path) in one.cold["failure"], "not said")
+    serves(one, alone)
+    one.until(lambda: "it can be unmounted" in one.log(), "its files stay open")
+    broken.unmount()
+    broken.mount()
+    one.until(lambda: is_well(one), "it is not used again")
+    assert one.daemon.process.poll() is None
+    one.until_written(count(80))
+    for chain in (0, 1, 2, 3, 10, 50):
+        assert one.load(chain) in range(CHAIN + 1)
+    assert one.load(2) == CHAIN or not alone, "its segments are found again"
+    ends(one)
+
+
+@pytest.mark.parametrize("fault, kind, alone", cases("missing", "read-only", "hung", "shut down"))
+def test_a_directory_that_can_not_be_used_at_the_start_is_used_when_it_can_be(
+    tmp_path: Path,
+    disk: Disk,
+    serve: Serve,
+    fault: str,
+    kind: str,
+    alone: bool,
+) -> None:
+    broken = disk(kind)
+    folders = [broken.path, *other(tmp_path, alone)]
+    one = serve(folders, **HASTE)
+    one.save(0, 1, 2, 3)
+    assert one.end() == 0
+    with ExitStack() as until:
+        if fault == "missing":
+            broken.unmount()
+            broken.path.rmdir()
+            until.callback(broken.mount)
+            until.callback(broken.path.mkdir)
+        elif fault == "read-only":
+            broken.unmount()
+            broken.mount("ro")
+            until.callback(broken.mount, "remount", "rw")
+        elif fault == "hung":
+            until.enter_context(broken.frozen())
+        else:
+            broken.shut_down()
+            until.callback(broken.mount)
+            until.callback(broken.unmount)
+        one.start(is_there=False)
+        one.until(lambda: str(broken.path) in one.cold["failure"], "not said")
+        serves(one, alone)
+        ends(one)
+        one.start(is_there=False)
+        serves(one, alone)
+    one.until(lambda: is_well(one), "it is not used")
+    assert one.load(2) == CHAIN or not alone, "what was there is found"
+    for chain in (0, 1, 3, 50):
+        assert one.load(chain) in range(CHAIN + 1)
+    one.until_written(count(80))
+    ends(one)
+
+
+def arena_of(pid: int) -> set[str]:
+    """What of the arena is mapped by any thread of a process, its leader having ended or not."""
+    maps = [task.joinpath("maps").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {line.split()[-2] for text in maps for line in text.splitlines() if "kvtier-def" in line}
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+def test_a_daemon_that_a_disk_keeps_from_ending_is_in_nobodys_way(
+    tmp_path: Path,
+    disk: Disk,
+    serve: Serve,
+    engine: str,
+) -> None:
+    broken = disk("xfs")
+    one = serve([broken.path], engine, END_S=0.5, CLOSE_S=0.5, **HASTE)
+    one.save(0, 1, 2)
+    first = one.daemon
+    assert any(
+        "memfd" in line for line in Path(f"/proc/{first.process.pid}/maps").read_text().split()
+    )
+    with broken.frozen():
+        save(one.client, 10)
+        one.until(lambda: "nothing has come back" in one.cold["failure"], "not said")
+        one.client.close()
+        first.process.terminate()
+        began = time.monotonic()
+        while "can't be waited for" not in one.log() or Path(first.socket).exists():
+            assert time.monotonic() - began < END_S, one.log()
+            time.sleep(0.02)
+        one.start(is_there=False)
+        serves(one, True)
+        assert "is used by another daemon" in one.cold["failure"] or "opened" in one.cold["failure"]
+        while Path(f"/proc/{first.process.pid}/task").exists() and arena_of(first.process.pid):
+            assert time.monotonic() - began < END_S, arena_of(first.process.pid)
+            time.sleep(0.02)
+    assert first.process.wait(20) == 75
+    one.until(lambda: is_well(one), "it is not used")
+    assert [one.load(chain) for chain in (0, 1, 50)] == [CHAIN] * 3
+    ends(one)
