@@ -142,6 +142,7 @@ for at in places:
         print(all(found[table] <= known[table] for table in known), flush=True)
     except TierError as error:
         print(error, flush=True)
+data.write_bytes(good)
 """
 
 
