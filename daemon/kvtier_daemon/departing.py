@@ -6,7 +6,6 @@ answers, with its files and its memory, and a parent that waits for the process 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import subprocess
@@ -52,6 +51,11 @@ class StandIn:
 
 def unmap(mappings: Iterable[Mapping]) -> None:
     """Give up this memory, which nothing of this process may touch any more: only right before its end."""
+    try:
+        import ctypes  # makes executable memory, with an old libffi: a sandbox may refuse that
+    except (ImportError, MemoryError) as error:
+        log.error("the memory of the arena can't be given up before the disk answers: %s", error)
+        return
     unmap_ = ctypes.CDLL(None, use_errno=True).munmap
     unmap_.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     for mapping in mappings:
