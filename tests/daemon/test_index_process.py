@@ -58,16 +58,16 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
     volume = Volume(tmp_path, SIZE, Child())
     index = index_of(volume)
     for number in range(10_000):
-        index.put(b"forgotten", b"%06d" % number, b"")
+        index.put(b"segments", b"%06d" % number, b"")
     index.put(b"spaces", b"a", b"first")
-    index.drop(b"forgotten", b"000003")
+    index.drop(b"segments", b"000003")
     assert flushed(index) == ""
     index.put(b"spaces", b"a", b"second")
     process = pid_of(index)
     assert volume.close()
     assert not Path(f"/proc/{process}").exists(), "its process is left behind"
     with pytest.raises(InUseError) as told, Volume(tmp_path, SIZE).index as kept:
-        keys = [key for key, _ in kept.entries(b"forgotten")]
+        keys = [key for key, _ in kept.entries(b"segments")]
         assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
         assert kept.entries(b"spaces") == [(b"a", b"second")]
         Volume(tmp_path, SIZE, Child())
@@ -77,27 +77,27 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
 def test_the_end_of_its_process_fails_a_flush_and_loses_nothing(volume: Volume) -> None:
     """As a read or a write of a mapped page ends it, where the disk fails."""
     index = index_of(volume)
-    index.put(b"forgotten", b"a", b"")
+    index.put(b"segments", b"a", b"")
     assert flushed(index) == ""
     os.kill(pid_of(index), signal.SIGBUS)
-    index.put(b"forgotten", b"b", b"")
+    index.put(b"segments", b"b", b"")
     assert "SIGBUS" in flushed(index)
     until(lambda: not flushed(index))
-    assert index.entries(b"forgotten") == [(b"a", b""), (b"b", b"")]
+    assert index.entries(b"segments") == [(b"a", b""), (b"b", b"")]
 
 
 def test_a_process_that_hangs_holds_up_no_end(tmp_path: Path) -> None:
     volume = Volume(tmp_path, SIZE, Child())
     index = index_of(volume)
     os.kill(pid_of(index), signal.SIGSTOP)
-    index.put(b"forgotten", b"a", b"")
+    index.put(b"segments", b"a", b"")
     began = time.monotonic()
     assert not volume.close(0.05), "it did not write what was left"
     assert time.monotonic() - began < 10
-    assert volume.unwritten == {(b"forgotten", b"a"): b""}
+    assert volume.unwritten == {(b"segments", b"a"): b""}
     again = Volume(tmp_path, SIZE, Child(), unwritten=volume.unwritten)
     assert flushed(index_of(again)) == ""
-    assert again.index.entries(b"forgotten") == [(b"a", b"")]
+    assert again.index.entries(b"segments") == [(b"a", b"")]
     assert again.close()
 
 
