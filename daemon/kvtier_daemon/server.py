@@ -40,7 +40,7 @@ PAUSE_S = 0.5
 LIMIT_GHOSTS = 16
 LIMIT_TOLD = 256
 SETTLE_S = 0.001  # after a lookup's answer
-SETTLE_BLOCKS = 4096  # in one piece: some 50 us
+SETTLE_BLOCKS = 4096  # in one piece, which a request may have to wait for: some 50 us
 LIMIT_STRANGERS = 16  # of one tenant, who have not said hello; or its share of clients
 
 Report = dict[str, msgspec.Raw]

@@ -77,8 +77,10 @@ Value::Value(const Constants& constants)
 }
 
 void Value::now(double seconds) {
+    const std::uint64_t before = quarters();
     Ages::now(seconds);
-    if (news_ >= enough_news_) refit();
+    // Ages are in quarters of a second: to refit more often would say nothing new.
+    if (quarters() != before && news_ >= enough_news_) refit();
 }
 
 std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {
@@ -297,13 +299,15 @@ void Value::refit() {
     }
     // Kinds of a family of which nothing was seen are worth the same: only the first one is
     // weighed.
+    std::array<unsigned, kinds> same_as{};
     std::array<unsigned, both> unseen;
     unseen.fill(kinds);
     for (unsigned kind = 0; kind < kinds; ++kind) {
+        same_as[kind] = kind;
         if (hits_[kind] == Row{} && ends[kind] == Row{} && blocks_[kind] == 0) {
             unsigned& first = unseen[kind / parts];
             if (first < kinds) {
-                worth[kind] = worth[first];
+                same_as[kind] = first;
                 continue;
             }
             first = kind;
@@ -325,10 +329,15 @@ void Value::refit() {
     }
     std::ranges::sort(order);
     order.erase(std::unique(order.begin(), order.end()), order.end());
-    for (unsigned kind = 0; kind < kinds; ++kind)
+    for (unsigned kind = 0; kind < kinds; ++kind) {
+        if (same_as[kind] != kind) {
+            ranks_[kind] = ranks_[same_as[kind]];
+            continue;
+        }
         for (unsigned j = 0; j < ages; ++j)
             ranks_[kind][j] = static_cast<std::uint16_t>(
                 std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
+    }
     // What the first ones did, when all were new, is soon true no more.
     const std::uint64_t memory = std::min(constants_.memory, news_);
     scale(std::max(0.0, 1 - static_cast<double>(news_ - fitted_) / static_cast<double>(memory)));
