@@ -226,7 +226,7 @@ def _shares(history: History, room: Room, most: int) -> Table:
     shown = misses[:most]
     table = table_of("", "", ">", ">", least=SHARES)
     row(table, "tokens looked up", "", "", f"{looked:,}")
-    shown_hits = {"hit": sum(hits.values())} | {f"  hit {name}": n for name, n in hits.items()}
+    shown_hits = {"hit": sum(hits.values())} | {f"  {name}": n for name, n in hits.items()}
     for name, tokens in (shown_hits | used).items():
         row(
             table,
