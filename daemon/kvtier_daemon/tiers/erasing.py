@@ -32,8 +32,6 @@ from kvtier_daemon.tiers.segment import (
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # FALLOC_FL_*
 NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 ZEROS_BYTES = 1 << 20
-_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def erase(
@@ -110,6 +108,13 @@ def _zero(fd: int, at: int, nbytes: int) -> None:
     zeros = bytes(min(nbytes, ZEROS_BYTES))
     for done in range(0, nbytes, ZEROS_BYTES):
         _write(fd, at + done, zeros[: nbytes - done])
+
+
+def _fallocate(fd: int, mode: int, at: int, nbytes: int) -> int:
+    """The call of libc: 0, or -1 and ctypes' errno. Looked up here: an import opens no library."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return int(call(fd, mode, at, nbytes))
 
 
 def _write(fd: int, at: int, text: bytes) -> None:
