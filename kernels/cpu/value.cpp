@@ -77,10 +77,8 @@ Value::Value(const Constants& constants)
 }
 
 void Value::now(double seconds) {
-    const std::uint64_t before = quarters();
     Ages::now(seconds);
-    // Ages are in quarters of a second: to refit more often would say nothing new.
-    if (quarters() != before && news_ >= enough_news_) refit();
+    if (news_ >= enough_news_) refit();
 }
 
 std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) const {

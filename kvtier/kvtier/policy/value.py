@@ -245,10 +245,8 @@ class ValueModel(Ages):
         self._duel = Duel(lambda order, one: self._worth(order, one.kind, self.quarters - one.at))
 
     def now(self, seconds: float) -> None:
-        before = self.quarters
         super().now(seconds)
-        # Ages are in quarters of a second: to refit more often would say nothing new.
-        if self.quarters != before and self._news >= self._enough_news:
+        if self._news >= self._enough_news:
             self._refit()
 
     def rank_of(self, kind: int, age: int, place: int) -> int:
