@@ -197,8 +197,6 @@ class ColdLife:
         self._devices.clear()
         for directory in cold.directories:
             self._openings[directory] = self._loop.create_task(self._opened(directory))
-        volumes: list[Volume] = []
-        missing: dict[Path, str] = {}
         try:
             volumes, missing = await self._open_some(cold.directories, is_start)
             if not volumes and not is_start:
@@ -210,8 +208,6 @@ class ColdLife:
             )  # fmt: skip
         except BaseException:
             self._call_off()
-            for volume in volumes:
-                await asyncio.to_thread(volume.close)
             raise
 
     def _shares(self) -> tuple[Cold, dict[str, float]]:
@@ -241,6 +237,10 @@ class ColdLife:
                 break
             timeout = max(left_s, 0.0) if is_start or opened else None
             await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for opening in self._openings.values():  # before any is taken: the others are to be closed
+            error = opening.exception() if opening.done() else None
+            if error and (not isinstance(error, TierError) or (is_start and _is_alive(error))):
+                raise error
         volumes: list[Volume] = []
         missing: dict[Path, str] = {}
         for directory in directories:
@@ -250,8 +250,6 @@ class ColdLife:
                     f"{directory}: is still being opened: the disk is slow, or hangs"
                 )
             elif error := opening.exception():
-                if not isinstance(error, TierError) or (is_start and _is_alive(error)):
-                    raise error
                 del self._openings[directory]
                 missing[directory] = str(error).removeprefix("cold: ")
                 log.error("%s; it is tried again", error)

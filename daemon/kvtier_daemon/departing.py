@@ -26,8 +26,9 @@ class StandIn:
         self.ended, held = os.pipe()
         try:
             # It goes on in a child, and ends.
+            command = [sys.executable, "-P", "-m", "kvtier_daemon.stand_in"]
             subprocess.run(
-                [sys.executable, "-m", "kvtier_daemon.stand_in", str(os.getpid()), str(told), str(held)],
+                [*command, str(os.getpid()), str(told), str(held)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[told, held], check=True,
             )  # fmt: skip
         finally:

@@ -40,7 +40,8 @@ from kvtier_daemon.index_child import (
 
 log = logging.getLogger(__name__)
 
-COMMAND: Final = (sys.executable, "-m", "kvtier_daemon.index_child")
+# -P: no module is taken from the working directory, which may be another user's.
+COMMAND: Final = (sys.executable, "-P", "-m", "kvtier_daemon.index_child")
 LONGEST_RETRY_S: Final = 30.0
 END_S: Final = 1.0  # for a process that was told to end
 
@@ -50,7 +51,8 @@ class Child:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             # A group of its own: a terminal's Ctrl-C is for the daemon, which says what is left to write.
             self._process = subprocess.Popen(
                 [*COMMAND, str(theirs.fileno())],
@@ -59,6 +61,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
+            undo.pop_all()
         self._channel = Channel(ours)
         self._turn = threading.Lock()
 
@@ -172,7 +175,8 @@ class IndexProcess:
             child.kill()
             self._thread.join(END_S)
             child.close()
-        os.close(self.event_fd)
+        if not self._thread.is_alive():  # it may write to this number, which could be another file's
+            os.close(self.event_fd)
         return is_over
 
     # --- the thread --------------------------------------------------------------------------
@@ -231,6 +235,8 @@ class IndexProcess:
             said, _ = self._child.ask(Write(new))
         except TierError as error:
             return str(error)
+        except OSError as error:
+            return f"the index {self.folder} can't be written: no process can be had: {error.strerror}"
         except EOFError:
             return self._ended()
         self.reserved_bytes = said.reserved_bytes
@@ -248,13 +254,13 @@ class IndexProcess:
         """Another process for the same index. The one before it may have ended because the disk failed."""
         self._tries_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-        child = Child()
+        child = self._child = Child()  # which `close` ends where it hangs
         try:
             self._open(child)
         except TierError:
+            self._child = None
             child.close()
             raise
-        self._child = child
         log.info("the index %s has a new process, %d", self.folder, child.pid)
 
     def _open(self, child: Child) -> None:

@@ -273,6 +273,47 @@ def test_a_free_segment_is_not_begun_while_it_is_erased(
     run(work())
 
 
+def test_an_erase_passes_over_a_segment_whose_file_is_removed(tmp_path: Path) -> None:
+    """One of another size than new segments is removed when it has left."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, segment = await tenant.sealed(5)
+        shelf._segment_bytes //= 2
+        assert shelf.log.leave() is segment
+        tenant.catalog.cold.drop_segment(segment.number)
+        shelf.left(segment)
+        await tenant.bench.tier.settled("t")
+        assert segment.fd < 0
+        async with asyncio.timeout(20):
+            assert await erased(tenant) == ""
+        await tenant.kill()
+
+    run(work())
+
+
+def test_an_erase_waits_for_what_is_written_to_its_segment(tmp_path: Path) -> None:
+    """A write that has yet to end, where an earlier one failed; or a footer that a start writes late."""
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        shelf, segment = await tenant.sealed(5)
+        assert await tenant.forget(1) == ""
+        segment.writing += 1
+        going = asyncio.create_task(erased(tenant))
+        await asyncio.sleep(20 * shelf_module.ERASE_LOOK_S)
+        assert pattern(key(1), 64) in held(tmp_path) and not going.done()
+        segment.writing -= 1
+        async with asyncio.timeout(20):
+            assert await going == ""
+        assert pattern(key(1), 64) not in held(tmp_path)
+        await tenant.kill()
+
+    run(work())
+
+
 def test_an_erase_that_a_crash_cuts_short_brings_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

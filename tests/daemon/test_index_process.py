@@ -128,3 +128,49 @@ def test_a_place_whose_disk_is_not_mounted_is_not_written_to(tmp_path: Path) -> 
     with pytest.raises(TierError, match="mount the disk"):
         Volume(tmp_path, SIZE, Child(), device + 1)
     assert not (tmp_path / "kvtier.lock").exists()
+
+
+def test_a_process_that_hangs_when_it_is_begun_again_is_ended_with_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is left would write to the number of a descriptor that is another file's by then."""
+    volume = Volume(tmp_path, SIZE, Child())
+    index = index_of(volume)
+    monkeypatch.setattr(index_process, "COMMAND", ("sh", "-c", "exec sleep 600"))
+    begun: list[Child] = []
+    make = Child.__init__
+
+    def note(self: Child) -> None:
+        make(self)
+        begun.append(self)
+
+    monkeypatch.setattr(Child, "__init__", note)
+    os.kill(pid_of(index), signal.SIGKILL)
+    index.put(b"spaces", b"a", b"")
+    until(lambda: bool(begun))
+    assert not volume.close(0.05)
+    index._thread.join(20)
+    assert not index._thread.is_alive()
+    assert begun[0]._process.wait(20) == -signal.SIGKILL
+
+
+def test_no_process_for_an_index_fails_a_flush_and_is_tried_again(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = index_of(volume)
+    with monkeypatch.context() as patch:
+        patch.setattr(index_process, "COMMAND", ("/no/such/program",))
+        os.kill(pid_of(index), signal.SIGKILL)
+        index.put(b"spaces", b"a", b"1")
+        until(lambda: "no process can be had" in flushed(index))
+    until(lambda: not flushed(index))
+    assert index.entries(b"spaces") == [(b"a", b"1")]
+
+
+def test_its_process_takes_no_module_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    assert Volume(tmp_path / "disk", SIZE, Child()).close()

@@ -75,7 +75,7 @@ def test_the_loop_goes_on_while_a_disk_takes_long_to_be_opened(
     served(tmp_path, work)
 
 
-@pytest.mark.parametrize("where", ["open", "use"])
+@pytest.mark.parametrize("where", ["open", "drive", "use"])
 @pytest.mark.parametrize("error", [TierError("cold: planted"), RuntimeError("planted")])
 def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
@@ -87,9 +87,12 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         await well(app)
         await switched(app, "off", "off")
         with monkeypatch.context() as broken:
-            broken.setattr(
-                *{"open": (cold_life, "open_volumes"), "use": (Scrub, "__init__")}[where], fails
-            )
+            places: dict[str, tuple[object, str]] = {
+                "open": (cold_life, "open_volumes"),
+                "drive": (cold_module, "Drive"),
+                "use": (Scrub, "__init__"),
+            }
+            broken.setattr(*places[where], fails)
             told = await app.tier("cold", "on")
             assert told["state"] == "opening" and not told["failure"]
             told = await reached(app, "off")

@@ -280,3 +280,16 @@ def test_a_segment_of_another_tenant_is_none(site: Site, tmp_path: Path) -> None
     assert not (segments / "default").exists() or not any((segments / "default").iterdir())
     site.save()
     assert site.hits() == CHAINS * CHAIN
+
+
+def test_a_daemon_refuses_a_directory_that_is_a_copy_of_another(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """The copy may have blocks that were forgotten in the other one since."""
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    cold = '[cold]\nsize = "128MiB"\nsegment = "1MiB"\ndirectories = '
+    assert daemon_of(warm="8MiB", config=f'{cold}["{disk}"]').stop() == 0
+    shutil.copytree(disk, copy)
+    with pytest.raises(AssertionError, match=f"{copy} is a copy of {disk}"):
+        daemon_of(warm="8MiB", config=f'{cold}["{disk}", "{copy}"]')

@@ -110,15 +110,13 @@ def open_volumes(
             except RuntimeError as error:
                 raise TierError(f"cold: no threads can be had: {error}") from error
             undo.callback(volumes[-1].close)
-            _refuse_copy(volumes)
             _tell_of_room(volumes[-1])
         undo.pop_all()
     return volumes
 
 
-def _refuse_copy(volumes: Sequence[Volume]) -> None:
+def _refuse_copy(new: Volume, others: Sequence[Volume]) -> None:
     """Two directories of one name hold the same segments, and one may have blocks forgotten in the other."""
-    *others, new = volumes
     for other in others:
         if other.name == new.name:
             text = (
@@ -225,6 +223,7 @@ class ColdTier:
     def _added(self, volume: Volume) -> contextlib.ExitStack:
         """Use this directory: a drive, and a shelf for each tenant. What it returns takes that back, but for
         the volume itself. Raises TierError."""
+        _refuse_copy(volume, self._volumes)
         most = segments_of(
             volume.directory, volume.segments_bytes, self._segment_bytes, self._shares
         )

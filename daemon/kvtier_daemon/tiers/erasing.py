@@ -68,7 +68,7 @@ def _write_footer(
 ) -> int:  # fmt: skip
     """Write a footer that lists the live frames alone, and sync it; where it begins. Its flag says that
     nothing may be added to the segment: a walk over its frames would end at the first erased one."""
-    found = recover(path, head.owner, {})
+    found = recover(path, head.owner, None)
     if not found.sealed:
         found = recover(path, head.owner, described())
     if found.head is None or found.head.epoch != head.epoch:

@@ -51,6 +51,7 @@ TEMPLATES_BYTES = 8 << 20
 GOING_MOST = 4  # batches under way, where a disk is so slow that nobody waits for it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_TO_LEAVE = 3
+BEFORE_ERASE = (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.FREEING)
 ERASE_LOOK_S = 0.005
 RESUME_LEAST = 4  # a segment is written on if a fourth of it is free
 
@@ -472,12 +473,17 @@ class Shelf:
     async def erase(self, segment: Segment, live: Callable[[int], dict[int, int]]) -> None:
         """Have nothing in this segment's file but `live` frames, by page, and how many pages each. It is not
         used again meanwhile. Raises OSError or TierError."""
-        while segment.stage in (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.FREEING):
+        # What is being written may be frames that no block has yet, or a footer that lists all frames.
+        while segment.stage in BEFORE_ERASE or segment.writing:
             if segment.stage is Stage.OPEN:
                 if self._is_clean(segment, live):
                     return
                 self.seal()
             await asyncio.sleep(ERASE_LOOK_S)
+        if segment.fd < 0:
+            return  # its file is removed
+        if self.drive.is_over:
+            raise TierError(f"{self.volume.directory} was closed meanwhile")
         was_free = segment.stage is Stage.FREE
         if was_free:
             self.log.hold_back(segment)
