@@ -436,6 +436,8 @@ class Session:
         loop.remove_reader(self._sock.fileno())
         loop.remove_writer(self._sock.fileno())
         self._sock.close()
+        if self._unanswered:
+            self._share.unanswered.remove(self)
         self._unsent.clear()
         self._unsent_bytes = 0
         self._count_unsent()

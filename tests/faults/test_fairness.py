@@ -234,6 +234,27 @@ def test_answers_that_nobody_takes_are_bounded_for_all_of_a_tenant(
     asyncio.run(run())
 
 
+def test_sessions_that_end_while_they_wait_for_answers_to_be_taken_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            monkeypatch.setattr(here.server.turns, "_unsent_most", MIB)
+            share = here.server.share_of(here.tenants["attacker"])
+            flood = [await here.join("attacker") for _ in range(10)]
+            for sock in flood:
+                sock.sendall(wire.encode(wire.Stats(7)))
+            while here.served["attacker"] + len(share.unanswered) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            waiting = [one for one in share.unanswered if not one._unsent_bytes]
+            assert waiting
+            for session in waiting:
+                session._process_gone()
+            assert share.is_unread and not set(waiting) & set(share.unanswered)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("hello", [True, False])
 def test_a_long_request_that_carries_no_keys_is_refused_by_its_head(
     shared_daemon: Daemon, hello: bool
