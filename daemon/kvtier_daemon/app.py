@@ -328,13 +328,9 @@ class App:
                 log.info("a disk hangs: another process is the service's main one until it is over")
                 loop.add_reader(self._stand_in.ended, os._exit, EXIT_HUNG)
             elif not self._cold.hangs and self._stand_in is not None:
-                self._give_back()
-
-    def _give_back(self) -> None:
-        if self._stand_in is not None:
-            asyncio.get_running_loop().remove_reader(self._stand_in.ended)
-            self._stand_in.give_back()
-            self._stand_in = None
+                stand_in, self._stand_in = self._stand_in, None
+                loop.remove_reader(stand_in.ended)
+                await asyncio.to_thread(stand_in.give_back)  # waits for the manager
 
     # --- looking after it --------------------------------------------------------------------
 

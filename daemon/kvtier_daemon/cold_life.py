@@ -369,11 +369,11 @@ class ColdLife:
         again_s = AGAIN_S
         while True:
             if directory in tier.missing:
-                if await self._attached(tier, directory):
-                    again_s = AGAIN_S
-                else:
+                if not await self._attached(tier, directory):
                     await asyncio.sleep(again_s)
                     again_s = min(2 * again_s, LONGEST_AGAIN_S)
+                elif tier.lost(directory) is None:  # it may have been, while it was looked into
+                    again_s = AGAIN_S
             elif (volume := tier.lost(directory)) is not None:
                 await self._detach(tier, volume)
                 await asyncio.sleep(again_s)

@@ -128,7 +128,7 @@ class Session:
         if body is None:
             body = self._framer.take() if self._starved else self._receive(began)
         while body is not None and not self._closing:
-            if self._half_since:
+            if self._half_since or self._promised:
                 self._have_received()
             if not self._served(wire.decode_request(body)):
                 return
@@ -162,6 +162,7 @@ class Session:
             self._count_unsent()
         if self._unsent_bytes > LIMIT_UNSENT_BYTES or self._share.is_unread:
             self._read(False)
+            self._half_since = 0.0  # that the rest of a request does not come is not its fault
             # It goes on when its own answers are taken, or those of its tenant's other clients.
             if self._unsent_bytes <= LIMIT_UNSENT_BYTES and not self._unanswered:
                 self._unanswered = True
@@ -436,6 +437,8 @@ class Session:
         loop.remove_reader(self._sock.fileno())
         loop.remove_writer(self._sock.fileno())
         self._sock.close()
+        if self._unanswered:
+            self._share.unanswered.remove(self)
         self._unsent.clear()
         self._unsent_bytes = 0
         self._count_unsent()

@@ -384,10 +384,11 @@ class SchedulerSide:
             lease, wait = prompt.lease, prompt.wait
             if lease is None or prompt.ticket or wait.gave_up or wait.since is not None:
                 continue
-            own = self._queue.own_blocks(prompt)
-            lost = own is not None and own < prompt.covers  # by the engine, since it was asked
-            if lost or (lease.coming and not prompt.answered.bring and own is not None):
-                self._questions.soon(prompt, Question(own or 0, bring=True))
+            unread = lease.coming and not prompt.answered.bring
+            # The engine looks its own blocks up for this, one by one.
+            own = self._queue.own_blocks(prompt) if unread or prompt.covers else None
+            if own is not None and (unread or own < prompt.covers):  # lost some since it was asked
+                self._questions.soon(prompt, Question(own, bring=True))
             elif lease.coming and prompt.answered.bring:
                 prompt.wait_s = TOLD_AFTER_S
                 self._questions.soon(prompt)

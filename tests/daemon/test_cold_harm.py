@@ -574,6 +574,37 @@ def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.Mo
     assert mover.extents == [], f"extent 0 is read to where {mover.extents[0]} is"
 
 
+def test_a_directory_that_is_lost_whenever_it_is_looked_into_is_tried_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Ended(Exception):  # noqa: N818
+        pass
+
+    class Life(ColdLife):
+        def __init__(self) -> None:
+            pass
+
+        async def _attached(self, tier: Any, directory: Path) -> bool:
+            del tier.missing[directory]
+            return True
+
+        async def _detach(self, tier: Any, volume: Any) -> None:
+            tier.missing[tmp_path] = "lost"
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 8:
+            raise Ended
+
+    tier: Any = SimpleNamespace(missing={tmp_path: "lost"}, lost=lambda _: object())
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr(cold_life.asyncio, "sleep", sleep)
+        run(Life()._keep(tier, tmp_path))
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
 def test_fsck_tells_of_a_frame_that_can_not_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_look_that_fails_is_said_and_a_file_system_that_is_dead_is_lost(
         await bench.tier.closed(volume)
         assert {number for _, number in numbers} == set(range(len(bench.tier.segments)))
         assert not bench.tier.drives and list(bench.tier.missing) == [tmp_path]
+        assert not any(one.tombstones.count for one in bench.tier.segments), "kept at each detach"
         await bench.tier.close()
 
     run(work())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from daemon.test_cold import BLOCK, SEGMENT, SPACE, SPEC, Bench, key, run
+from daemon.test_cold import BLOCK, SEGMENT, SIZE, SPACE, SPEC, Bench, key, run
 from kvtier.catalog import Catalog, SessionId
 from kvtier.codec import frame
 from kvtier.codec.frame import PAGE
@@ -24,6 +24,8 @@ from kvtier_daemon.mover import Mover
 from kvtier_daemon.moving import forgetting
 from kvtier_daemon.tiers import erasing as erasing_module
 from kvtier_daemon.tiers import shelf as shelf_module
+from kvtier_daemon.tiers.cold import open_volumes
+from kvtier_daemon.tiers.drive import Over
 from kvtier_daemon.tiers.log import Segment, Stage
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Shelf
@@ -515,6 +517,49 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[Shelf, Segment]:
     assert tenant.mover.counts["written_again"] == 2
     assert 2 * tenant.mover.bytes["written_again"] == tenant.mover.bytes["written"]
     return shelf, first
+
+
+def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its segments can't be written any more, and are still listed until it is detached."""
+    monkeypatch.setattr(forgetting, "FORGET_S", 0.05)
+
+    def fails() -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def no_write(_fd: int, _at: int, _text: bytes, over: Over) -> None:
+        over(errno.EIO, None)
+
+    async def work() -> None:
+        tenant = Tenant(tmp_path)
+        await tenant.start()
+        await tenant.sealed(8)
+        tier = tenant.bench.tier
+        (drive,), (volume,) = tier.drives, tier._volumes
+
+        async def restored(_: str, one: Recovered, segment: int) -> None:
+            for identity, spec, rows in one.parts:
+                tenant.catalog.cold.restore(identity, spec, rows, segment)
+
+        monkeypatch.setattr(volume, "elsewhere", fails)
+        while not drive.lost:
+            tier._looks_at = 0.0
+            tier.tend()
+            await asyncio.sleep(0.001)
+        drive.write_text = no_write  # type: ignore[method-assign, assignment]
+        assert await tenant.forget(3, 5)
+        for _, number in await tier.detach(volume):
+            tenant.catalog.cold.drop_segment(number)
+        await tier.closed(volume)
+        await tier.attach(open_volumes([tmp_path], SIZE)[0], restored)
+        assert tier.recovered.is_set()
+        tenant.mover.forget_early()
+        assert [number for number in range(8) if tenant.knows(number)] == [0, 1, 2, 4, 6, 7]
+        tier.shelves["t"][0]._leaving = tenant.mover.leave
+        await tenant.kill()
+
+    run(work())
 
 
 def test_what_was_brought_away_says_nothing_of_its_place_once_that_is_anothers(

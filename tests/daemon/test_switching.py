@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import socket
 import threading
 import time
@@ -19,8 +20,9 @@ from kvtier import Client
 from kvtier.catalog.cold import Cold
 from kvtier.errors import TierError
 from kvtier_daemon import app as app_module
-from kvtier_daemon import cold_life
+from kvtier_daemon import cold_life, departing
 from kvtier_daemon.app import App
+from kvtier_daemon.cold_life import ColdLife
 from kvtier_daemon.mover import Mover
 from kvtier_daemon.observing.health import health
 from kvtier_daemon.scrub import Scrub
@@ -289,3 +291,34 @@ def test_a_start_asks_for_time_while_a_disk_is_opened_and_for_none_while_memory_
     assert not any("warm tier" in text for text in heard[:ready])
     assert any("warm tier" in text for text in heard[ready:])
     assert not any("EXTEND" in text for text in heard[ready:])
+
+
+def test_the_loop_goes_on_while_the_manager_takes_the_main_process_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back, goes_on = threading.Event(), threading.Event()
+
+    class StandIn:
+        def __init__(self) -> None:
+            self.ended, self._held = os.pipe()
+
+        def give_back(self) -> None:
+            given_back.set()
+            assert goes_on.wait(20), "the loop waits for the manager"
+            os.close(self.ended)
+            os.close(self._held)
+
+    async def work(app: App) -> None:
+        with monkeypatch.context() as hanging:
+            hanging.setattr(ColdLife, "hangs", True)
+            while app._stand_in is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        while not given_back.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        goes_on.set()
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setattr(departing, "StandIn", StandIn)
+        served(tmp_path, work)

@@ -234,6 +234,57 @@ def test_answers_that_nobody_takes_are_bounded_for_all_of_a_tenant(
     asyncio.run(run())
 
 
+def test_sessions_that_end_while_they_wait_for_answers_to_be_taken_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            monkeypatch.setattr(here.server.turns, "_unsent_most", MIB)
+            share = here.server.share_of(here.tenants["attacker"])
+            flood = [await here.join("attacker") for _ in range(10)]
+            for sock in flood:
+                sock.sendall(wire.encode(wire.Stats(7)))
+            while here.served["attacker"] + len(share.unanswered) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            waiting = [one for one in share.unanswered if not one._unsent_bytes]
+            assert waiting
+            for session in waiting:
+                session._process_gone()
+            assert share.is_unread and not set(waiting) & set(share.unanswered)
+
+    asyncio.run(run())
+
+
+def test_half_a_request_is_not_held_against_a_session_that_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of its tenant take no answers, so nothing more of it is received."""
+
+    async def run() -> None:
+        async with site(tmp_path, monkeypatch) as here:
+            monkeypatch.setattr(here.server.turns, "_unsent_most", MIB)
+            share = here.server.share_of(here.tenants["attacker"])
+            slow = await here.join("attacker")
+            (session,) = here.server.sessions
+            ping = wire.encode(wire.Ping(3))
+            slow.sendall(ping[:3])
+            while not session._half_since:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for sock in [await here.join("attacker") for _ in range(3)]:
+                sock.sendall(wire.encode(wire.Stats(7)))
+            while not share.is_unread:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            slow.sendall(ping[3:4])
+            while session not in share.unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            here.now[0] += HALF_S + 1
+            here.server.tend()  # hangs up on those that take nothing
+            slow.sendall(ping[4:])
+            assert await here.answer(slow) == wire.Done(3)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("hello", [True, False])
 def test_a_long_request_that_carries_no_keys_is_refused_by_its_head(
     shared_daemon: Daemon, hello: bool

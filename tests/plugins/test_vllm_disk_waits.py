@@ -100,6 +100,25 @@ def test_nothing_is_read_where_the_engine_has_all_that_the_daemon_has(
     assert blocks_read(daemon) == 0
 
 
+def test_the_engines_own_blocks_are_looked_up_once_where_all_is_in_memory(
+    engine: FakeEngine,
+) -> None:
+    """A look-up is of each block: a prompt of 100k tokens takes a millisecond, for each step it waits."""
+    engine.serve(PROMPT)  # from disk
+    cache, looks = Cache(0), list[int]()
+    find = cache.coordinator.find_longest_cache_hit
+    cache.coordinator.find_longest_cache_hit = lambda *one: looks.append(1) or find(*one)
+    enter(engine, cache)
+    request = engine.add(PROMPT)
+    prompt = engine.scheduler._prompts[request.request_id]
+    engine.waiting.remove(request)
+    engine.until(lambda: prompt.lease is not None)
+    assert prompt.lease is not None and prompt.lease.ready == BLOCKS
+    for _ in range(5):
+        engine.step()
+    assert len(looks) == 1
+
+
 def enter(engine: FakeEngine, cache: Any, **limits: Any) -> None:
     engine.scheduler.enter(Room(cache, [BLOCK], **limits))
 

@@ -39,6 +39,8 @@ from kvtier_daemon.tiers.reads import Reads
 from kvtier_daemon.tiers.recovery import Recovered
 from kvtier_daemon.tiers.shelf import Numbering, Shelf
 from kvtier_daemon.tiers.staging import STAGED_BYTES, Staging
+from kvtier_daemon.tiers.tombstones import Tombstones
+from kvtier_daemon.tiers.use import Uses
 from kvtier_daemon.tiers.volume import Volume, space_key
 from kvtier_kernels import Mapping as MappedExtent
 from kvtier_kernels import Recipe
@@ -376,6 +378,7 @@ class ColdTier:
             elsewhere = await drive.beside(volume.elsewhere)
         except OSError as error:
             drive.lose(f"{volume.directory}: its file system has failed: {error.strerror}")
+            self.recovered.clear()  # what is forgotten from now on is forgotten again once it is back
             return
         if elsewhere and not drive.elsewhere:
             log.error("cold: %s", elsewhere)
@@ -756,6 +759,10 @@ class ColdTier:
                 parting.cancel()
         for known in [one for one in self._described if one[0] is volume]:
             del self._described[known]
+        for taken in [one for one in self._described_bytes if one[0] is volume]:
+            del self._described_bytes[taken]
+        for one in theirs:  # their numbers stay, and another one of each comes with the directory
+            one.tombstones = Tombstones(0)
         self._detached[volume] = self._loop.create_task(self._close_one(volume, drive, shelves))
         shelf_of = self._numbering.shelves
         return [(shelf_of[one.number].tenant, one.number) for one in theirs]
@@ -765,6 +772,7 @@ class ColdTier:
             await drive.quiet()
         self._loop.remove_reader(volume.index.event_fd)
         await asyncio.to_thread(self._close_files, volume, shelves)
+        volume.uses = Uses(volume.index)
         self._not_flushed(volume)
 
     async def closed(self, volume: Volume) -> None:
