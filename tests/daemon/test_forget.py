@@ -301,7 +301,7 @@ def test_an_erase_waits_for_what_is_written_to_its_segment(tmp_path: Path) -> No
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
-        shelf, segment = await tenant.sealed(5)
+        _, segment = await tenant.sealed(5)
         assert await tenant.forget(1) == ""
         segment.writing += 1
         going = asyncio.create_task(erased(tenant))
