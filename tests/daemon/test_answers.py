@@ -15,10 +15,11 @@ from daemon.test_cold import BLOCK, run
 from daemon.test_forget import ONE, SLOTS
 from daemon.test_planned_reads import Held, key, keys
 from kvtier import planning, wire
+from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier.planning import PATIENCE_S, beaten, links
 from kvtier_daemon import deferring
-from kvtier_daemon.answers import Answers
+from kvtier_daemon.answers import ANSWERS, Answers
 from kvtier_daemon.observing.events import Events
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
@@ -99,6 +100,39 @@ class Client:
         missed = {f"no: {why}": tokens for why, tokens in misses.items()}
         all_ = {"asked": self.catalog.lookup_tokens, **hits, **missed}
         return {name: tokens // TOKENS for name, tokens in all_.items() if tokens}
+
+
+WRITES: tuple[Callable[[int], wire.Request], ...] = (
+    lambda space: wire.Reserve(1, space, 0, 0, b"", key(COUNT)),
+    lambda space: wire.Pin(1, space, key(0), 1000),
+    lambda space: wire.Unpin(1, space, key(0)),
+    lambda space: wire.Hint(1, space, key(0), 0.0),
+    lambda space: wire.Forget(1, space, key(0)),
+    lambda space: wire.Purge(1, "t", space),
+)
+READS = (
+    wire.Open, wire.Match, wire.Load, wire.Adopt, wire.Release, wire.Prefetch, wire.Watch, wire.Stats,
+    wire.Record, wire.Ping, wire.Cancel, wire.Prefill, wire.Explain, wire.Settings, wire.Tier,
+    wire.Spaces, wire.List, wire.Monitor, wire.Grow,
+)  # fmt: skip
+OF_A_RESERVATION = (wire.Commit, wire.Abort)
+
+
+def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> None:
+    """Every request that there is either reads, or is tried here."""
+    kinds = {type(make(0)) for make in WRITES}
+    assert {*kinds, *READS, *OF_A_RESERVATION} == set(ANSWERS)
+
+    async def work(client: Client) -> None:
+        client.answers._session.read_only = True
+        for make in WRITES:
+            with pytest.raises(Refused) as refused:
+                client.answers.to(client.tenant, make(client.space))
+            assert refused.value.code == "read_only", make(client.space)
+        assert client.catalog.pinned_bytes == 0
+        assert client.match().coming == COUNT
+
+    with_client(tmp_path, work)
 
 
 @pytest.fixture(autouse=True)

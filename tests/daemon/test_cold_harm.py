@@ -102,6 +102,63 @@ def test_a_place_that_was_forgotten_is_not_so_for_who_comes_next(tmp_path: Path)
     run(work())
 
 
+def test_blocks_of_a_file_that_was_unreadable_at_one_start_are_found_at_the_next(
+    tmp_path: Path,
+) -> None:
+    """What the index says of their space stays: after a kill only that says how to read them."""
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert not await bench.write(range(4))
+        path = Path(bench.tier.segments[bench.on_disk[0].segment].path)
+        kill(bench)
+        path.rename(tmp_path / "aside")
+        path.symlink_to(tmp_path / "aside")  # links are not followed
+        bench = Bench([tmp_path])
+        await bench.tier.recover(nothing)
+        assert bench.tier.shelves["t"][0].unreadable == 1
+        await bench.tier.close()
+        path.unlink()
+        (tmp_path / "aside").rename(path)
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(4))
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+
+
+def test_forgotten_blocks_leave_the_index_when_their_segment_is_used_again(tmp_path: Path) -> None:
+    """Or it would grow with every forget."""
+    rounds, blocks = 10, SEGMENT // BLOCK - 2
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        (shelf,) = bench.tier.shelves["t"]
+        shelf._most = 3
+        kept = []
+        for first in range(0, rounds * blocks, blocks):
+            assert not await bench.write(range(first, first + blocks))
+            for number in range(first, first + blocks):
+                if number in bench.on_disk:
+                    one = bench.on_disk.pop(number)
+                    bench.tier.bury(struct.pack("<II", one.segment, one.page))
+            await bench.tier.settled("t")
+            assert not await bench.tier.flush()
+            kept.append(len(shelf.volume.index.entries(b"forgotten")))
+        assert 0 < max(kept) <= 3 * blocks and max(kept[-3:]) <= max(kept[:4]), kept
+        assert kept[-1] == sum(len(segment.buried) for segment in bench.tier.segments)
+        await bench.tier.close()
+
+    run(work())
+
+
 def test_a_file_that_can_not_be_taken_up_counts_for_the_cap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -563,6 +563,20 @@ def test_segments_are_small_enough_for_every_tenant(read):
     assert 256 * GIB // 100 // 8 >= segment > 256 * GIB // 100 // 8 - MIB
 
 
+def test_the_smallest_tenant_has_room_for_four_segments_in_each_directory(read):
+    shares = '[tenants.a]\nuids = [1]\nquota = "4GiB"\n[tenants.b]\nuids = ["*"]\nquota = "60GiB"\n'
+
+    def segment_of(size):
+        cold = '[cold]\ndirectories = ["/d", "/e"]\nsegment = "1MiB"\n'
+        return read(WARM + cold + f'size = "{size}"\n' + shares).config.cold.segment_bytes
+
+    assert segment_of(128 * MIB) == MIB
+    with pytest.raises(
+        ConfigError, match=r"cold\.size: 128 MiB is too little.*4 segments of 1 MiB"
+    ):
+        segment_of(128 * MIB - 1)
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [

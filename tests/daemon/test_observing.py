@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,11 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier import wire
+from kvtier.catalog import SessionId
 from kvtier.errors import ConfigError
+from kvtier_daemon.observing import events as events_module
 from kvtier_daemon.observing import spans, web
+from kvtier_daemon.observing.events import Events
 from kvtier_daemon.observing.exposition import Family, Sample, accepts_openmetrics, render
 from kvtier_daemon.observing.health import health
 from kvtier_daemon.observing.histogram import LATENCY_S, Histogram
@@ -194,6 +198,21 @@ def test_health_is_one_line_that_says_why(changes: dict[str, Any], ok: bool, tex
     found = health(figures_of(**changes))
     assert found.ok is ok
     assert found.text.startswith(text) and "\n" not in found.text
+
+
+def test_a_watcher_that_is_slow_misses_the_oldest_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "LIMIT_KEPT", 5)
+    events, calls = Events(lambda: 0.0), []
+    watcher = events.watch(SessionId(1), None, (), lambda: calls.append(1))
+    for number in range(12):
+        events.tell("save", "t", number=number)
+    missed, found = watcher.take(3)
+    numbers = [msgspec.msgpack.decode(event)["number"] for event in found]
+    assert (missed, numbers, len(calls)) == (7, [7, 8, 9], 1)
+    events.tell("save", "t", number=12)
+    missed, found = watcher.take(99)
+    assert [msgspec.msgpack.decode(event)["number"] for event in found] == [10, 11, 12]
+    assert missed == 0
 
 
 def test_a_daemon_without_a_cold_tier_is_well() -> None:

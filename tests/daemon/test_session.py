@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from kvtier_daemon.server import Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import Store
 from specs import spec_of
+
+LONGEST_S = 20.0
 
 
 def test_a_bug_of_ours_ends_one_session_and_is_logged(
@@ -81,6 +84,97 @@ def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
 
     asyncio.run(run())
     assert "planted" in caplog.text
+
+
+class Connected:
+    """A client that has said hello."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    async def ask(self, request: wire.Message) -> wire.Reply:
+        loop, framer = asyncio.get_running_loop(), wire.Framer()
+        async with asyncio.timeout(LONGEST_S):
+            await loop.sock_sendall(self.sock, wire.encode(request))
+            while text := await loop.sock_recv(self.sock, 1 << 16):
+                for body in framer.feed(text):
+                    return wire.decode_reply(body)
+        raise EOFError("the daemon has hung up")
+
+
+class Serving:
+    """A server of these tenants, and its clients: theirs in turn."""
+
+    def __init__(self, folder: Path, max_clients: int, *names: str) -> None:
+        self.path = str(folder / "s")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.path)
+        self.listener.listen()
+        self.listener.setblocking(False)
+        tenants = [Tenant(name, bytes(32), 0, Catalog(Store(), make("lru"))) for name in names]
+        self.turns, loop = itertools.cycle(tenants), asyncio.get_running_loop()
+        self.server = Server(
+            loop, self.listener, lambda uid: next(self.turns), {one.name: one for one in tenants},
+            lambda tenant: {}, max_clients, Recorder(folder, loop.time),
+        )  # fmt: skip
+        self.tenants, self.clients = tenants, list[Connected]()
+
+    async def connect(self, **hello: Any) -> tuple[Connected, wire.Reply]:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        self.clients.append(Connected(sock))
+        await asyncio.get_running_loop().sock_connect(sock, self.path)
+        said = wire.Hello(1, wire.SCHEMA, "test", **hello)
+        return self.clients[-1], await self.clients[-1].ask(said)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.clients:
+            one.sock.close()
+        self.server.close("done")
+        self.listener.close()
+
+
+def test_a_tenant_has_exactly_its_share_of_the_clients(tmp_path: Path) -> None:
+    async def work() -> None:
+        with Serving(tmp_path, 6, "t", "u") as here:
+            here.turns = itertools.cycle(here.tenants[:1])
+            replies = [(await here.connect())[1] for _ in range(4)]
+            assert [type(reply) for reply in replies] == [wire.Welcome] * 3 + [wire.Failed]
+            assert getattr(replies[3], "code", "") == "too_many"
+            here.clients[0].sock.close()
+            while sum(each.greeted for each in here.server.sessions) == 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert isinstance((await here.connect())[1], wire.Welcome)
+            here.turns = itertools.cycle(here.tenants[1:])
+            assert isinstance((await here.connect())[1], wire.Welcome)
+
+    asyncio.run(work())
+
+
+def test_a_token_ends_a_session_of_its_own_tenant_alone(tmp_path: Path) -> None:
+    """The slots that a session still writes would be given away."""
+
+    async def work() -> None:
+        with Serving(tmp_path, 8, "t", "u") as here:
+            here.tenants[0].catalog.add_extent(1 << 20, bytearray(2048))
+            writer, welcome = await here.connect()
+            assert isinstance(welcome, wire.Welcome) and welcome.tenant == "t"
+            opened = await writer.ask(wire.Open(2, spec_of("token")))
+            assert isinstance(opened, wire.Opened)
+            reserved = await writer.ask(wire.Reserve(3, opened.space, 0, 0, b"", bytes(32)))
+            assert isinstance(reserved, wire.Reserved) and reserved.lease
+            _, theirs = await here.connect(ended=[welcome.token])
+            assert isinstance(theirs, wire.Welcome) and theirs.tenant == "u"
+            assert await writer.ask(wire.Commit(4, reserved.lease, 0, 1)) == wire.Done(4)
+            _, ours = await here.connect(ended=[welcome.token])
+            assert isinstance(ours, wire.Welcome) and ours.tenant == "t"
+            with pytest.raises((EOFError, BrokenPipeError)):
+                await writer.ask(wire.Ping(5))
+
+    asyncio.run(work())
 
 
 def talk(path: str, matches: int) -> wire.Reply:

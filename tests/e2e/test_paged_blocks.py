@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from daemons import Daemon
-from kvtier import Client, KvSpec
-from kvtier.client import Lease, Space
-from kvtier_kernels import Pieces
+from kvtier import Client, KvSpec, loading, wire
+from kvtier.client import Lease, Reader, Space
+from kvtier_kernels import Mapping, Pieces
 from specs import spec_of
 
 LAYERS, BLOCKS = 4, 12
@@ -177,6 +180,38 @@ def test_a_reader_tells_a_slot_that_was_given_away(daemon_of: Callable[..., Daem
         for seed in range(1, 9):
             saved(space, from_, list(range(BLOCKS)), seed).release()
         assert client.reader().scatter(slots, to, [0, 1, 2]) == 0
+
+
+def test_a_slot_that_is_given_away_while_it_is_copied_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the copy every slot is still what it was."""
+    pages, copied = SPEC.block_bytes // 4096, []
+    extent, table = anonymous(3 * SPEC.block_bytes), anonymous(8 * 3 * pages)
+    generations = memoryview(table).cast("Q")
+    for first in range(0, 3 * pages, pages):
+        generations[first] = 7
+    slots = b"".join(wire.SLOT.pack(0, 0, at * SPEC.block_bytes, 7) for at in range(3))
+    reader, (_, to) = Reader(([extent], [table]), b""), paged(None)
+    assert reader.scatter(slots, to, [0, 1, 2]) == 3
+
+    def slow(scatter: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        generations[pages] = 8
+        scatter(*arguments, **more)
+        copied.append(1)
+
+    monkeypatch.setattr(loading, "scatter", partial(slow, loading.scatter))
+    assert reader.scatter(slots, to, [0, 1, 2]) == 1
+    assert copied == [1]
+
+
+def anonymous(nbytes: int) -> Mapping:
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, nbytes)
+        return Mapping(fd, nbytes, True)
+    finally:
+        os.close(fd)
 
 
 def test_another_run_of_the_daemon_has_another_name(daemon_of: Callable[..., Daemon]) -> None:

@@ -1,6 +1,6 @@
 // Frames read in pieces from a disk that returns less than it was asked for, in any order: each
 // read ends once, with all that there is or with the error. `fuzz_reads ROUNDS SEED`; says how many
-// failed.
+// failed. `fuzz_reads writes`: frames written in two calls, for each pair of what the calls return.
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -107,9 +107,72 @@ class Fuzz {
     std::vector<Call> calls_;
 };
 
+// A header and a payload are written by a call each, which return `header_said` and `said`; what is
+// left is written `most` bytes at a time. Returns the error, having checked the file.
+int write_in_two(int64_t header_said, int64_t said, uint64_t most) {
+    constexpr uint64_t kHeader = kPage, kPayload = 2 * kPage;
+    Operation write;
+    write.kind = Kind::kWrite;
+    write.own = Pages(kHeader);
+    write.header_bytes = kHeader;
+    write.nbytes = kPayload;
+    write.total = kHeader + kPayload;
+    std::vector<uint8_t> source(write.total), file(write.total);
+    for (size_t i = 0; i < source.size(); i++) source[i] = static_cast<uint8_t>(1 + i % 251);
+    std::memcpy(write.own.data(), source.data(), kHeader);
+    write.payload = &source[kHeader];
+    const auto put = [&](uint64_t at, const void* from, int64_t nbytes) {
+        if (nbytes > 0) std::memcpy(&file[at], from, static_cast<size_t>(nbytes));
+    };
+    put(0, write.own.data(), header_said);
+    put(kHeader, write.payload, said);
+    write.header_said = header_said;
+    write.said = said;
+    bool over = write.advance(write.both());
+    while (!over) {
+        const int parts = write.rest(most);
+        uint64_t at = write.from(), moved = 0;
+        for (int i = 0; i < parts; i++) {
+            put(at + moved, write.parts[i].iov_base, static_cast<int64_t>(write.parts[i].iov_len));
+            moved += write.parts[i].iov_len;
+        }
+        over = write.advance(static_cast<int64_t>(moved));
+    }
+    if (write.error == 0 && file != source) {
+        std::fprintf(stderr, "another file after %lld and %lld bytes\n",
+                     static_cast<long long>(header_said), static_cast<long long>(said));
+        std::abort();
+    }
+    return write.error;
+}
+
+void write_all_pairs() {
+    std::vector<int64_t> header{-EIO}, payload{-EIO};
+    for (uint64_t at = 0; at <= kPage; at += kSector) header.push_back(static_cast<int64_t>(at));
+    for (uint64_t at = 0; at <= 2 * kPage; at += kSector) {
+        payload.push_back(static_cast<int64_t>(at));
+    }
+    size_t pairs = 0;
+    for (const int64_t first : header) {
+        for (const int64_t second : payload) {
+            for (const uint64_t most : {kPage, 3 * kPage}) {
+                // Where nothing of the header was written, nothing counts, and the write has failed.
+                const bool fails = first <= 0 || second < 0;
+                if ((write_in_two(first, second, most) == EIO) != fails) std::abort();
+                pairs++;
+            }
+        }
+    }
+    std::printf("%zu pairs\n", pairs);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
+    if (count == 2 && std::strcmp(arguments[1], "writes") == 0) {
+        write_all_pairs();
+        return 0;
+    }
     if (count != 3) return 2;
     const size_t wanted = std::strtoull(arguments[1], nullptr, 10) / 60;
     Fuzz fuzz(std::strtoull(arguments[2], nullptr, 10));

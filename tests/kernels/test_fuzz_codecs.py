@@ -67,16 +67,30 @@ def test_what_is_damaged_is_refused_or_gives_bytes_and_nothing_else_is_touched(
     assert damaged >= ROUNDS and damaged / 3 < refused < damaged
 
 
-def test_a_frame_in_pieces_is_read_whatever_a_disk_returns(
-    objects: list[Path], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def reads(objects: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program that plays a disk that returns less than it was asked for."""
+    folder = tmp_path_factory.mktemp("reads")
     own = compiled(
-        tmp_path, [KERNELS / "cpu" / "disk.cpp", Path(__file__).with_name("fuzz_reads.cpp")]
+        folder, [KERNELS / "cpu" / "disk.cpp", Path(__file__).with_name("fuzz_reads.cpp")]
     )
-    program = tmp_path / "reads"
+    program = folder / "reads"
     subprocess.run(["g++", *FLAGS, *objects, *own, "-o", program], check=True, timeout=300)
+    return program
+
+
+def test_a_frame_written_in_two_calls_is_whole_whatever_the_calls_return(reads: Path) -> None:
+    """The payload counts only after all of the header: where the rest begins is one number."""
     found = subprocess.run(
-        [program, str(ROUNDS), "7"], capture_output=True, text=True, check=False, timeout=SECONDS
+        [reads, "writes"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert found.stdout == "360 pairs\n"
+
+
+def test_a_frame_in_pieces_is_read_whatever_a_disk_returns(reads: Path) -> None:
+    found = subprocess.run(
+        [reads, str(ROUNDS), "7"], capture_output=True, text=True, check=False, timeout=SECONDS
     )
     assert found.returncode == 0, found.stderr[-4000:]
     read, failed = (int(word) for word in found.stdout.split() if word.isdigit())

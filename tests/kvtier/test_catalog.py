@@ -11,6 +11,7 @@ from kvtier import Group, KvSpec, Refused
 from kvtier.catalog import Catalog, Granted, LeaseId, SessionId, Space
 from kvtier.key import KEY_BYTES, token_keys
 from kvtier.layout import space_id
+from kvtier.policy.attention import Attention, AttentionModel
 from kvtier.policy.base import make
 from kvtier.policy.lru import LruModel
 from kvtier.space import Space as ClientSpace
@@ -336,6 +337,29 @@ def test_unimportant_blocks_go_first() -> None:
     assert catalog.hint(space, young, 0.0) == 4
     save(catalog, space, chain(4))
     assert (ready(catalog, space, old), ready(catalog, space, young)) == (4, 0)
+
+
+def test_important_blocks_outlive_their_peers() -> None:
+    policy = AttentionModel() if Store is TwinStore else Attention()
+    catalog = Catalog(Store(), policy)
+    catalog.add_extent(16 * SIZE, bytearray(-(-16 * SIZE // 4096) * 8))
+    space, chains = space_of(catalog), [chain(4) for _ in range(3)]
+    for keys in chains:
+        save(catalog, space, keys)
+    assert catalog.hint(space, chains[0], 1.0) == 4
+    save(catalog, space, chain(8))  # four blocks are free: four have to go
+    left = [ready(catalog, space, keys) for keys in chains]
+    assert left[0] == 4 and sum(left) == 8
+
+
+def test_unimportant_blocks_go_tails_before_heads() -> None:
+    """A head that goes first leaves a tail that nothing can use."""
+    catalog = catalog_of(8)
+    space, keys = space_of(catalog), chain(8)
+    save(catalog, space, keys)
+    assert catalog.hint(space, keys, 0.0) == 8
+    save(catalog, space, chain(3))
+    assert ready(catalog, space, keys) == 5
 
 
 def hybrid() -> KvSpec:

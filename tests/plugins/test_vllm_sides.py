@@ -129,6 +129,42 @@ def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
     assert saves.overwritten(scheduled(BLOCK, [1, 2, 3], [5], []), set()) == [8]
 
 
+@pytest.mark.parametrize(
+    ("resumed", "computed", "ids", "named"),
+    [
+        (False, 2 * BLOCK, [3, 8], [7]),  # a running request gets two more pages: both are new
+        (False, 2 * BLOCK, [], []),
+        (
+            True,
+            2 * BLOCK,
+            [1, 2, 8],
+            [],
+        ),  # it shares the first two pages, whose tokens are computed
+        (True, BLOCK, [8, 2, 9], [7]),
+        (True, 0, [3, 8], [7]),
+    ],
+)
+def test_a_page_given_to_a_running_or_resumed_request_names_its_save(
+    resumed: bool, computed: int, ids: list[int], named: list[int]
+) -> None:
+    """The engine lists only the new pages of a running request, and all pages of a resumed one."""
+    saves = Saves(layout_of(), Options(), Counter())
+    request: Any = SimpleNamespace(
+        request_id="r", num_computed_tokens=0, num_tokens=3 * BLOCK, num_prompt_tokens=3 * BLOCK
+    )
+    state = SimpleNamespace(get_block_ids=lambda name: ([1, 2, 3],), boundary_state_offloads={})
+    prompt, keys = Prompt(request, b"", True, True), Keys(bytes(3 * KEY_BYTES))
+    saves.seen(prompt)
+    scheduled: Any = SimpleNamespace(kv_connector_block_state=state)
+    saves.filled(prompt, 3 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
+    scheduled.scheduled_new_reqs = []
+    scheduled.scheduled_cached_reqs = SimpleNamespace(
+        req_ids=["other"], new_block_ids=[(ids,) if ids else None], num_computed_tokens=[computed],
+        resumed_req_ids={"other"} if resumed else set(),
+    )  # fmt: skip
+    assert saves.overwritten(scheduled, set()) == named
+
+
 def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:
     """Four blocks of a model of full attention and two windows are being saved."""
     layout = layout_of([0, 2 * BLOCK - 1, 0, 3 * BLOCK])

@@ -24,7 +24,7 @@ from kvtier.client import Reader, Saving
 from kvtier.key import KEY_BYTES
 from kvtier.planning import Recompute
 from kvtier_vllm import ear, questions, worker
-from kvtier_vllm.copying import Copying
+from kvtier_vllm.copying import Copying, Overwritten
 from kvtier_vllm.cores import _cores, around
 from kvtier_vllm.ear import Ear
 from kvtier_vllm.forecast import LIMIT_UNLEARNED, Forecast
@@ -389,6 +389,40 @@ def test_a_step_waits_once_for_what_it_overwrites() -> None:
     step.start()
     step.join(10.0)
     assert not step.is_alive()
+
+
+def test_the_end_of_a_save_waits_for_the_piece_that_is_being_copied() -> None:
+    """The pages are another request's when `end` returns, and no further piece is copied."""
+    copying, order = Copying(Save(1, []), None, fleeting=False), []
+    come = threading.Event()  # `end` has come as far as it can before the piece is copied
+
+    class Watched:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.acquire, self.release = self.lock.acquire, self.lock.release
+
+        def __enter__(self) -> None:
+            come.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    def end() -> None:
+        copying.end()
+        order.append("given away")
+        come.set()
+
+    copying._piece = Watched()  # type: ignore[assignment]
+    with copying:
+        step = threading.Thread(target=end, daemon=True)
+        step.start()
+        assert come.wait(10.0)
+        order.append("copied")
+    step.join(10.0)
+    assert order == ["copied", "given away"]
+    with pytest.raises(Overwritten), copying:
+        pass
 
 
 def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
