@@ -106,31 +106,37 @@ def test_blocks_of_a_file_that_was_unreadable_at_one_start_are_found_at_the_next
     tmp_path: Path,
 ) -> None:
     """What the index says of their space stays: after a kill only that says how to read them."""
+    path, aside = tmp_path / "segments" / "t" / "000000", tmp_path / "aside"
 
     async def nothing(*_: Any) -> None:
         pass
 
-    async def work() -> None:
+    async def killed() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
         assert not await bench.write(range(4))
-        path = Path(bench.tier.segments[bench.on_disk[0].segment].path)
         kill(bench)
-        path.rename(tmp_path / "aside")
-        path.symlink_to(tmp_path / "aside")  # links are not followed
+
+    async def without_the_file() -> None:
         bench = Bench([tmp_path])
         await bench.tier.recover(nothing)
         assert bench.tier.shelves["t"][0].unreadable == 1
         await bench.tier.close()
-        path.unlink()
-        (tmp_path / "aside").rename(path)
+
+    async def with_it() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
         assert sorted(bench.on_disk) == list(range(4))
         await bench.all_read()
         await bench.tier.close()
 
-    run(work())
+    run(killed())
+    path.rename(aside)
+    path.symlink_to(aside)  # links are not followed
+    run(without_the_file())
+    path.unlink()
+    aside.rename(path)
+    run(with_it())
 
 
 def test_forgotten_blocks_leave_the_index_when_their_segment_is_used_again(tmp_path: Path) -> None:

@@ -534,6 +534,14 @@ def test_sync_tells_of_a_failed_write_once(bench):
     assert one.wait(6) == [0]
 
 
+def test_a_sync_asks_the_kernel_for_a_flush(bench):
+    """Of a pipe there is none: a flush says EINVAL, writeback without one ESPIPE, no operation 0."""
+    one = bench()
+    one.files += os.pipe()
+    one.disk.sync(1, one.files[-1])
+    assert one.wait(1) == [errno.EINVAL]
+
+
 def test_a_failure_belongs_to_the_first_sync_after_it(bench):
     one = bench(depth=8)
     fd = one.file(b"x" * SLOT, os.O_RDONLY)

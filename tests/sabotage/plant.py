@@ -1,0 +1,187 @@
+"""Plant bugs in a copy of this tree, one at a time, and see that the tests that are named for each fail.
+
+`edits.toml` says what is planted. The copy and its environment lie in build/sabotage; what is native is built
+again only for a bug in it. Prints a line for each bug; ends with 1 if one was not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PLACE = ROOT / "build" / "sabotage"
+EDITS = Path(__file__).with_name("edits.toml")
+NATIVE = ("kernels/cpu/", "kernels/include/", "kernels/cuda/")
+LONGEST_S = 900.0
+FAILED = 1  # what pytest exits with where a test failed
+
+
+class NotPlanted(Exception):  # noqa: N818
+    """The text of an edit does not occur exactly once, or a named test cannot be run."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    file: str
+    before: str
+    after: str
+
+    def planted(self, text: str) -> str:
+        """The file's text with the bug in it."""
+        if self.before == self.after:
+            raise NotPlanted(f"{self.file}: an edit changes nothing")
+        if (count := text.count(self.before)) != 1:
+            raise NotPlanted(
+                f"{self.file}: the text before an edit occurs {count} times, not once: {self.before!r};"
+                " change it in tests/sabotage/edits.toml to what the code says now"
+            )
+        return text.replace(self.before, self.after)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`builds`: its tests use the native module, and a file of it is edited."""
+
+    name: str
+    tests: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    builds: bool
+
+    def planted(self, root: Path) -> dict[Path, str]:
+        """The texts of the edited files with the bug in them."""
+        texts: dict[Path, str] = {}
+        for edit in self.edits:
+            path = root / edit.file
+            text = texts[path] if path in texts else path.read_text()
+            texts[path] = edit.planted(text)
+        return texts
+
+
+def bugs() -> list[Bug]:
+    """All, those that need a build last."""
+    found = []
+    for bug in tomllib.loads(EDITS.read_text())["bug"]:
+        edits = tuple(Edit(**edit) for edit in bug["edit"])
+        native = any(edit.file.startswith(NATIVE) for edit in edits)
+        builds = native and bug.get("builds", True)
+        found.append(Bug(bug["name"], tuple(bug["tests"]), edits, builds))
+    return sorted(found, key=lambda bug: bug.builds)
+
+
+def copy_tree() -> Path:
+    """This tree as it is, in the copy; what was built there stays."""
+    tree = PLACE / "tree"
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
+    wanted = {name for name in names.decode().split("\0") if name and (ROOT / name).is_file()}
+    for name in sorted(wanted):
+        source, target = ROOT / name, tree / name
+        if target.is_file() and target.read_bytes() == source.read_bytes():
+            continue  # a new time would have it built again
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    for path in tree.rglob("*.py"):
+        name = path.relative_to(tree).as_posix()
+        if name not in wanted and not name.startswith(("build/", ".venv/")):
+            path.unlink()
+    return tree
+
+
+def environment(tree: Path) -> Path:
+    """A Python with the packages of this one, and with the copy in place of this tree."""
+    python = PLACE / "venv" / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", PLACE / "venv"], check=True)
+        (packages,) = (PLACE / "venv" / "lib").glob("python*/site-packages")
+        ours = [path for path in sys.path if path.endswith("site-packages")]
+        # Its .pth files are not read, so this tree is not found by it.
+        (packages / "base.pth").write_text("\n".join(ours) + "\n")
+    build(tree, python)
+    return python
+
+
+def build(tree: Path, python: Path) -> None:
+    command = [python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--editable", "."], cwd=tree, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise NotPlanted(f"the copy can't be built: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def run_tests(tree: Path, python: Path, tests: Sequence[str], log: Path) -> int:
+    """What pytest exits with; its output goes to the log."""
+    command = [python, "-m", "pytest", "-q", "-x", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+    with log.open("w") as output:
+        return subprocess.run(
+            [*command, f"--basetemp={PLACE / 'tmp'}", *tests],
+            cwd=tree, stdout=output, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        ).returncode  # fmt: skip
+
+
+def tried(bug: Bug, tree: Path, python: Path, log: Path) -> str:
+    """Plant it, run its tests, take it out again; what came of that."""
+    planted = bug.planted(tree)
+    sound = {path: path.read_text() for path in planted}
+    try:
+        for path, text in planted.items():
+            path.write_text(text)
+        if bug.builds:
+            build(tree, python)
+        code = run_tests(tree, python, bug.tests, log)
+    except subprocess.TimeoutExpired:
+        return "TIMED OUT"
+    finally:
+        for path, text in sound.items():
+            path.write_text(text)
+    if code == 0:
+        return "NOT NOTICED"
+    # A signal is that of a crash.
+    return "noticed" if code == FAILED or code < 0 else f"PYTEST EXITED WITH {code}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="of bugs; all, if none is named")
+    names = parser.parse_args().names
+    known = bugs()
+    if unknown := set(names) - {bug.name for bug in known}:
+        parser.error(f"no bug is named {', '.join(sorted(unknown))} in {EDITS}")
+    chosen = [bug for bug in known if not names or bug.name in names]
+    logs = PLACE / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    tree = copy_tree()
+    python = environment(tree)
+    for bug in chosen:
+        bug.planted(tree)
+    tests = sorted({test for bug in chosen for test in bug.tests})
+    print(f"{len(chosen)} bugs; {len(tests)} tests without any of them", flush=True)
+    if code := run_tests(tree, python, tests, logs / "sound.log"):
+        raise NotPlanted(f"the tests fail without a bug, with {code}: see {logs / 'sound.log'}")
+    said = []
+    for bug in chosen:
+        began = time.monotonic()
+        said.append(tried(bug, tree, python, logs / f"{bug.name}.log"))
+        print(f"{bug.name:40} {time.monotonic() - began:6.1f} s  {said[-1]}", flush=True)
+    if any(bug.builds for bug in chosen):
+        build(tree, python)
+    missed = len(said) - said.count("noticed")
+    print(f"{said.count('noticed')} of {len(said)} bugs noticed; logs in {logs}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NotPlanted as error:
+        sys.exit(f"sabotage: {error}")
