@@ -10,7 +10,7 @@ CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kerne
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
 .PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-gpu \
-        bench-peers bench-compare figures faults package clean
+        bench-peers bench-compare figures faults sabotage package clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -102,9 +102,13 @@ bench-compare: venv ## BASE=COMMIT: that commit and this tree measured alternate
 figures: venv   ## put the figures of the last benchmarks into the documents; refuses results of changed code
 	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
-faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines
+faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines, planted bugs
 	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
 	KVTIER_FAULTS=1 $(ENGINES)/bin/python -m pytest tests/engines/test_vllm_faults.py tests/engines/test_vllm_models.py
+	$(BIN)/python tests/sabotage/plant.py
+
+sabotage: venv  ## plant each known bug in a copy of this tree; fails where no test notices one. SABOTAGE="NAME ..." for some
+	$(BIN)/python tests/sabotage/plant.py $(SABOTAGE)
 
 package: venv   ## the sdist, and a wheel for other machines, into dist/
 	$(BIN)/python tools/requirements.py package | $(BIN)/python -m pip install --quiet -r /dev/stdin

@@ -105,6 +105,20 @@ def test_a_lane_that_hangs_is_off_until_it_comes_back(lane: Lane, clock: Clock) 
     assert lane.is_on and not lane.failure
 
 
+def test_what_was_too_late_for_the_disk_is_no_sign_of_it(lane: Lane, clock: Clock) -> None:
+    """It never was with the disk; reads that wait behind one that hangs end so, one after the other."""
+    lane.began()
+    for _ in range(3):
+        lane.began()
+        clock.now += HANGS_S / 2
+        lane.ended(errno.ETIMEDOUT)
+    lane.tend()
+    assert not lane.is_on
+    lane.ended(errno.EIO)
+    lane.tend()
+    assert lane.is_on
+
+
 def test_a_lane_that_was_given_up_stays_off(lane: Lane, clock: Clock) -> None:
     lane.give_up("a bug")
     clock.now += 1e9

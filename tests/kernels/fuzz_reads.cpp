@@ -156,7 +156,8 @@ void write_all_pairs() {
     for (const int64_t first : header) {
         for (const int64_t second : payload) {
             for (const uint64_t most : {kPage, 3 * kPage}) {
-                // Where nothing of the header was written, nothing counts, and the write has failed.
+                // Where nothing of the header was written, nothing counts, and the write has
+                // failed.
                 const bool fails = first <= 0 || second < 0;
                 if ((write_in_two(first, second, most) == EIO) != fails) std::abort();
                 pairs++;
