@@ -74,7 +74,7 @@ from kvtier_daemon.index import Index
 index = Index(Path(sys.argv[1]), 64 << 20)
 print("open", flush=True)
 sys.stdin.readline()
-index.put(b"forgotten", b"a", b"")
+index.put(b"segments", b"a", b"")
 index.flush(7)
 while not (done := list(index.done())):
     select.select([index.event_fd], [], [])
