@@ -175,7 +175,8 @@ class IndexProcess:
             child.kill()
             self._thread.join(END_S)
             child.close()
-        if not self._thread.is_alive():  # it may write to this number, which could be another file's
+        # A thread that is alive may write to this number, which could then be another file's.
+        if not self._thread.is_alive():
             os.close(self.event_fd)
         return is_over
 
@@ -236,7 +237,9 @@ class IndexProcess:
         except TierError as error:
             return str(error)
         except OSError as error:
-            return f"the index {self.folder} can't be written: no process can be had: {error.strerror}"
+            return (
+                f"the index {self.folder} can't be written: no process can be had: {error.strerror}"
+            )
         except EOFError:
             return self._ended()
         self.reserved_bytes = said.reserved_bytes
