@@ -92,12 +92,12 @@ class Child:
         self._process.kill()
 
     def close(self) -> None:
-        """Have no more to do with it."""
+        """End it, and close the socket to it."""
         self._process.kill()
         self.end()
 
     def end(self) -> str:
-        """Have no more to do with one that should have ended; how it did."""
+        """Close the socket to a process that should have ended; return how it did."""
         self._channel.shut()
         self._channel.close()
         try:
@@ -175,7 +175,9 @@ class IndexProcess:
             child.kill()
             self._thread.join(END_S)
             child.close()
-        if not self._thread.is_alive():  # it may write to this number, which could be another file's
+        if (
+            not self._thread.is_alive()
+        ):  # it may write to this number, which could be another file's
             os.close(self.event_fd)
         return is_over
 
@@ -236,7 +238,9 @@ class IndexProcess:
         except TierError as error:
             return str(error)
         except OSError as error:
-            return f"the index {self.folder} can't be written: no process can be had: {error.strerror}"
+            return (
+                f"the index {self.folder} can't be written: no process can be had: {error.strerror}"
+            )
         except EOFError:
             return self._ended()
         self.reserved_bytes = said.reserved_bytes
