@@ -52,7 +52,7 @@ class StandIn:
 
 
 def unmap(mappings: Iterable[Mapping]) -> None:
-    """Give up this memory, which nothing of this process may touch afterwards: only right before its end."""
+    """Give up this memory, which nothing of this process may touch any more: only right before its end."""
     unmap_ = ctypes.CDLL(None, use_errno=True).munmap
     unmap_.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     for mapping in mappings:
