@@ -175,9 +175,8 @@ class IndexProcess:
             child.kill()
             self._thread.join(END_S)
             child.close()
-        if (
-            not self._thread.is_alive()
-        ):  # it may write to this number, which could be another file's
+        # A thread that is alive may write to this number, which could then be another file's.
+        if not self._thread.is_alive():
             os.close(self.event_fd)
         return is_over
 
