@@ -179,7 +179,7 @@ def _clear(path: Path, origin: str) -> None:
 
 
 def owner_of(path: Path) -> int | None:
-    """Return the pid that listens at `path`, 0 if it can't be told, None if nobody does. A process that was
+    """Return the pid that listens at `path`, 0 if it can't be told, None if none does. A process that was
     killed listens for as long as a disk keeps it: it counts as gone.
 
     Never waits. ConfigError says why not even that can be told.

@@ -83,7 +83,7 @@ class ColdLife:
         self._unwritten: dict[Path, Change] = {}
 
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open its files, beside the loop, as far as that goes in `OPEN_S`: `start` goes on. Nothing moves
+        """Open its files, outside the loop, as far as that goes in `OPEN_S`: `start` goes on. Nothing moves
         before that. Raises TierError where the configuration is wrong."""
         tier = await self._another(is_start=True)
         self._take(tier)
@@ -191,8 +191,8 @@ class ColdLife:
     # --- one after the other -----------------------------------------------------------------
 
     async def _another(self, is_start: bool = False) -> ColdTier:
-        """Another cold tier, of the directories that can be used. Raises TierError where that is none of them
-        and this is no start, and where a start finds one that another daemon uses."""
+        """Another cold tier, of the directories that can be used. Raises TierError where none of them
+        can and this is no start, and where a start finds one that another daemon uses."""
         cold, shares = self._shares()
         self._devices.clear()
         for directory in cold.directories:
@@ -278,7 +278,7 @@ class ColdLife:
         return volume
 
     def _call_off(self) -> None:
-        """Nothing is opened any more."""
+        """Stop opening directories."""
         for opening in self._openings.values():
             opening.cancel()
             opening.add_done_callback(_close_one)
@@ -382,7 +382,7 @@ class ColdLife:
                 await asyncio.sleep(LOST_S)
 
     async def _attached(self, tier: ColdTier, directory: Path) -> bool:
-        """Open this directory, and find what is there; False where it can't be used now."""
+        """Open this directory, and find its blocks; False where it can't be used now."""
         opening = self._openings.get(directory)
         if opening is None:
             opening = self._openings[directory] = self._loop.create_task(self._opened(directory))
@@ -403,7 +403,7 @@ class ColdLife:
         return True
 
     async def _detach(self, tier: ColdTier, volume: Volume) -> None:
-        """Close a directory that was lost: what is there alone can't be had until it is opened again."""
+        """Close a directory that was lost: blocks that it alone has can't be had until it is opened again."""
         gone = await tier.detach(volume)
         for count, (name, segment) in enumerate(gone):
             self._tenants[name].catalog.cold.drop_segment(segment)

@@ -4,7 +4,7 @@ LMDB maps its file, so a disk that fails ends the process that reads or writes i
 and the daemon starts another. It also takes the directory's lock, so that a disk that hangs when it is opened
 keeps no thread of the daemon. It ends when the daemon's end of the socket is closed.
 
-A message is a length of 4 bytes, little-endian, and so many bytes of msgpack; descriptors come with it.
+A message is a length of 4 bytes, little-endian, and that many bytes of msgpack; descriptors come with it.
 """
 
 from __future__ import annotations

@@ -92,12 +92,12 @@ class Child:
         self._process.kill()
 
     def close(self) -> None:
-        """Have no more to do with it."""
+        """End it, and close the socket to it."""
         self._process.kill()
         self.end()
 
     def end(self) -> str:
-        """Have no more to do with one that should have ended; how it did."""
+        """Close the socket to a process that should have ended; return how it did."""
         self._channel.shut()
         self._channel.close()
         try:

@@ -270,8 +270,8 @@ def socket_path(path: Path) -> Finding:
 
 
 def socket_directory(directory: Path, *, is_default: bool = False, make: bool = True) -> Finding:
-    """Find whether a socket can be made there that nobody can swap; makes the default directory, if it is
-    to `make` it."""
+    """Find whether a socket can be made there that no other user can swap; makes the default directory if
+    `make` says so."""
     what = "socket directory"
     elsewhere = "name another with --socket"
     uid = os.geteuid()

@@ -2,7 +2,7 @@
 has, and divide the memory that requests are received into.
 
 A turn is an iteration of the loop. In each a tenant is served for TURN_S, or for one request if that takes
-longer; what it takes beyond is taken off its next turns (deficit round robin). While nobody exceeds that,
+longer; what it takes beyond is taken off its next turns (deficit round robin). While no tenant exceeds that,
 nothing is queued, and no iteration is added.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TURN_S: Final = 0.001
 DEBT_S: Final = 0.1  # more than this is forgiven
 RECEIVING_BYTES: Final = 64 << 20  # of all tenants' requests that have come in part
-UNSENT_BYTES: Final = 64 << 20  # of all tenants' answers that nobody takes
+UNSENT_BYTES: Final = 64 << 20  # of all tenants' answers that clients have not taken
 
 
 class Share:
@@ -36,7 +36,7 @@ class Share:
         self.receiving_bytes = 0  # promised to requests that have come in part
         self.room_for: deque[Session] = deque()  # whose requests wait for such a promise
         self.unsent_bytes = 0
-        self.is_unread = False  # so many that no more answers are to be made
+        self.is_unread = False  # so many bytes that no further answers are made
         self.unanswered: deque[Session] = deque()  # to be served once fewer bytes wait
 
 
@@ -93,7 +93,7 @@ class Turns:
                 share.unanswered.popleft().answer_again()
 
     def may_receive(self, share: Share, nbytes: int) -> bool:
-        """Whether the rest of a request may come; then it has so much memory until `received`."""
+        """Whether the rest of a request may come; then it has that memory until `received`."""
         if share.receiving_bytes + nbytes > self._receiving_most:
             return False
         share.receiving_bytes += nbytes

@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 3U << 18, sketch_window = counters / 4;
 constexpr unsigned rows = 4;
-constexpr unsigned again = 16;  // of so many requests one tells the sketch what it knows
+constexpr unsigned again = 16;  // one of this many requests tells the sketch what it knows
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
 
 // Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some

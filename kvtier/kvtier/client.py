@@ -134,7 +134,7 @@ class Client:
 
     def wait_ready(self, timeout_s: float = 60.0) -> int:
         """Wait until the daemon has all the memory that it makes at its start; how many bytes of it this
-        tenant has. That is less than configured where the machine has no more.
+        tenant has. That is less than configured where the machine has less.
 
         Waits for the daemon's answers. Raises NotReady after `timeout_s`, and Unavailable if the daemon
         goes; after NotReady the client stays usable.

@@ -98,7 +98,7 @@ class Link:
         return reply
 
     def wait_for_growth(self, until: float) -> bool:
-        """Wait until the daemon's memory has grown, or grows no more, or it is `until` by the connection's
+        """Wait until the daemon's memory has grown, or is complete, or it is `until` by the connection's
         clock; whether it still grows. Other threads have the connection in between."""
         extents = len(self.arena.extents)
         while True:

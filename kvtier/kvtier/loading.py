@@ -74,8 +74,8 @@ class Lease:
             return fresh(self._tables, part.slots)
 
     def release(self, tokens: int = 0, nbytes: int = 0, cold_tokens: int = 0) -> None:
-        """Let go, and tell the daemon's figures what was used: so many tokens that were in memory and that
-        were on disk, and so many bytes. Does not wait for the daemon; a second call does nothing. A daemon
+        """Let go, and tell the daemon's figures what was used: the tokens that were in memory, those that
+        were on disk, and the bytes. Does not wait for the daemon; a second call does nothing. A daemon
         that is gone has forgotten the lease already; the next request will say so."""
         if self._id:
             lease, self._id = self._id, 0

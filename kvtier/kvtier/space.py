@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COPY_THREADS = 2
 LARGE_COPY_BYTES = 32 << 20
 LIMIT_COPY_THREADS = 256
+GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save, after a part that ends so
 ROOM_WAIT_S = 10.0  # for a save, while the daemon's memory grows
 
 
@@ -361,7 +362,7 @@ class Space:
                 if saving.slots:
                     saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
             outcomes += saving.outcomes
-            if not outcomes or outcomes[-1] not in (wire.GRANTED, wire.PRESENT):
+            if not outcomes or outcomes[-1] not in GOES_ON:
                 # What comes after a block that is not kept would never be found.
                 outcomes += outcomes[-1:] * (len(keys) - len(outcomes))
                 break

@@ -289,7 +289,7 @@ class Monitor(Message, tag=28):
 
 
 class Grow(Message, tag=29):
-    """Tell when this tenant has more than `extents` extents, or when no more come by themselves; after
+    """Tell when this tenant has more than `extents` extents, or when none is still to come; after
     `wait_ms` at the latest. Answered with a Grown. One at a time."""
 
     extents: int
@@ -392,8 +392,8 @@ class Listed(Message, tag=43):
 
 
 class Purged(Message, tag=44):
-    """How many blocks of this piece match no more, or how many files were erased. `next` is where to go on, 0
-    at the end."""
+    """How many blocks of this piece were forgotten, or how many files were erased. `next` is where to go on,
+    0 at the end."""
 
     next: int
     blocks: int

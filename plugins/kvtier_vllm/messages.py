@@ -52,8 +52,8 @@ class Save:
 @dataclass(slots=True)
 class Step:
     """From the scheduler to every rank. `spec`: the engine's name and its space, until all have opened it.
-    `daemon_run`: what the scheduler is connected to, of so many extents. `overwritten`: saves whose pages
-    this step gives to somebody else. `idle`: nothing is computed."""
+    `daemon_run`: the daemon that the scheduler is connected to, with `extents` extents. `overwritten`:
+    saves whose pages this step gives to another request. `idle`: nothing is computed."""
 
     number: int
     spec: bytes

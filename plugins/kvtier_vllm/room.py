@@ -35,7 +35,7 @@ class Room:
         return int(tokens)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks a request of so many tokens takes."""
+        """How many blocks a request of this many tokens takes."""
         return sum(-(-tokens // size) for size in self._block_sizes)
 
     def free_blocks(self) -> float:

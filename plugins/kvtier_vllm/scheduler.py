@@ -163,7 +163,7 @@ class SchedulerSide:
         return self._what_is_ready(prompt, computed, now) or (0, False)
 
     def _usable(self, prompt: Prompt, own: int, now: float) -> bool:
-        """Whether what is leased can be loaded where the engine has so many blocks itself."""
+        """Whether what is leased can be loaded where the engine has `own` blocks itself."""
         return (
             prompt.lease is not None
             and prompt.session is self._daemon.session

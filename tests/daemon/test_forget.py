@@ -158,7 +158,7 @@ def starts(text: bytes) -> set[bytes]:
 
 
 async def frames(tenant: Tenant, count: int) -> None:
-    """Wait until so many blocks are on disk."""
+    """Wait until `count` blocks are on disk."""
     frames_in, segments = tenant.catalog.cold.frames_in, tenant.bench.tier.segments
     while sum(len(frames_in(one.number)) for one in segments) != count:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -231,7 +231,7 @@ def test_what_is_erased_is_not_used_again_meanwhile(
         assert shelf.log.leave() is segment
         tenant.catalog.cold.drop_segment(segment.number)
         shelf.left(segment)
-        going.cancel()  # whoever asked for it has gone: it goes on
+        going.cancel()  # the client that asked for it has gone: it goes on
         await asyncio.gather(going, return_exceptions=True)
         assert segment.stage is Stage.LEAVING
         go.set()
@@ -522,7 +522,7 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[Shelf, Segment]:
 def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its segments can't be written any more, and are still listed until it is detached."""
+    """Its segments can no longer be written, and are listed until it is detached."""
     monkeypatch.setattr(forgetting, "FORGET_S", 0.05)
 
     def fails() -> str:

@@ -385,3 +385,21 @@ def test_a_save_of_more_keys_than_one_reserve_takes_goes_in_parts(
             with space.load(keys[:kept]) as found:
                 for number in (0, kept // 2, kept - 1):
                     assert bytes(found[number]) == blocks[number].tobytes()
+
+
+def test_a_part_whose_last_block_another_writes_does_not_end_the_save(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in one reserve: what comes after it is found once the other writer has committed."""
+    spec = spec_of("parts")
+    monkeypatch.setattr(wire, "LIMIT_RESERVED", 4)
+    with shared_daemon.connect() as first, shared_daemon.connect() as second:
+        one, other = first.open(spec), second.open(spec)
+        keys = one.keys(TOKENS)
+        with one.reserve(keys[:4]) as saving:
+            sources = [pattern(key, spec.block_bytes) for key in keys]
+            saved = other.save(keys, sources)
+            assert (saved.stored, len(saved.refused)) == (8, 4), saved
+            for key in keys[:4]:
+                saving[key][:] = pattern(key, spec.block_bytes)
+        assert other.match(keys).ready == 12

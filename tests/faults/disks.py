@@ -79,7 +79,7 @@ class Mounted:
             os.close(fd)
 
     def unmount(self) -> None:
-        """Wait until nobody has it open."""
+        """Wait until no process has it open."""
         deadline = time.monotonic() + PATIENCE_S
         while (done := subprocess.run(["umount", self.path], capture_output=True)).returncode:
             assert time.monotonic() < deadline, f"still in use: {done.stderr.decode()}"
@@ -150,7 +150,7 @@ OPTIONS = {"ext4": "errors=remount-ro", "xfs": "noatime"}
 
 @contextlib.contextmanager
 def mounted(folder: Path, nbytes: int, kind: str = "ext4") -> Iterator[Mounted]:
-    """A file system of its own, of so many bytes."""
+    """A file system of its own, of `nbytes`."""
     make = MAKE[kind]
     needs("losetup", make[0], "mount", "umount", "fsfreeze")
     if kind == "xfs" and "\txfs\n" not in Path("/proc/filesystems").read_text():

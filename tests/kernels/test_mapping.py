@@ -323,7 +323,7 @@ print("alive")
 
 
 def test_a_missing_page_elsewhere_still_ends_the_process():
-    """Of a mapping that is not guarded, or not any more."""
+    """Of a mapping that is not guarded, or no longer."""
     for what in ("pass", "gone.guard(); del gone; gone = kernels.Mapping(fd, 8192, True)"):
         done = in_child(f"{LOST}{what}\nos.ftruncate(fd, 4096)\nprint(memoryview(gone)[5000])")
         assert done.returncode == -signal.SIGBUS, done

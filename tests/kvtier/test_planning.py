@@ -468,7 +468,7 @@ def test_writes_go_on_once_a_read_that_several_waited_for_is_over() -> None:
 
 
 def stalled(world: World, name: str, stall_s: float, **changes: Any) -> str:
-    """Why a request was answered so, whose 10 blocks come so much later than was forecast."""
+    """Why a request was answered so, whose 10 blocks come that much later than was forecast."""
     load = Load(name, 0.0, blocks(name, 10), **{"recompute_s": 2.0, **changes})
     world.ask(load)
     assert load.verdict is not None

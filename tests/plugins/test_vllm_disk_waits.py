@@ -59,7 +59,7 @@ def blocks_read(daemon: Daemon) -> int:
 
 
 class Cache:
-    """The engine's own cache, as its manager tells of it: so many tokens of any prompt."""
+    """The engine's own cache, as its manager tells of it: `tokens` tokens of any prompt."""
 
     def __init__(self, tokens: int, free_blocks: int = 1000) -> None:
         self.tokens = tokens

@@ -134,7 +134,7 @@ def _cut(whole: memoryview) -> list[memoryview]:
 
 
 def _memory(work: Path, rounds: int, told: Told) -> tuple[list[dict[str, Any]], float]:
-    """Saves and loads beside the best copy loop, and how evenly that one went."""
+    """Saves and loads compared with the best copy loop, and how evenly that one went."""
     source, target = _filled(), limits.huge(SET_BYTES)
     views, outs = _cut(source), _cut(target)
     setting, copy = limits.best(limits.copies(outs, views))

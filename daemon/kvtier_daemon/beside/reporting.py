@@ -198,7 +198,7 @@ def journal(unit: str) -> str:
 
 
 def log_text(lines: Iterable[str], names: Names) -> str:
-    """These lines, without what looks like a key, a secret or somebody's text."""
+    """These lines, without what looks like a key, a secret or a user's text."""
     return "\n".join(scrubbed(line, names) for line in lines) + "\n"
 
 

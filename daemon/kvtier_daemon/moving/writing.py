@@ -83,7 +83,7 @@ class Writing:
         self._sweep = 0  # where that goes on
         self._swept = False  # all that there was when a drain was asked for has been looked at
         self._unsure: set[int] = set()  # blocks of that which may not be on disk yet
-        self._drain_blocks = 0  # of that, at least so many to go
+        self._drain_blocks = 0  # of that, at least this many to go
         self.is_drained = False
         # A writer each: who found nothing to write, and who could not write what there was.
         self._resting: deque[asyncio.Future[None]] = deque()

@@ -11,7 +11,7 @@ LINE_CHARS: Final = 1000
 
 
 class Recent(logging.Handler):
-    """Keeps the last records as text, so many and so long, and never fails."""
+    """Keeps the last KEPT records as text, each cut to LINE_CHARS, and never fails."""
 
     def __init__(self) -> None:
         super().__init__()

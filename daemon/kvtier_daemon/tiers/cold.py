@@ -153,7 +153,7 @@ def segments_of(
 class ColdTier:
     """Closes the volumes, also where it raises TierError as it can't use them. `missing` are
     directories that are not used, and why; `attach` and `detach` change which are. `leaving(shelf, segment)`
-    is called when the oldest segment of a shelf is to be used again: whoever is told brings away what
+    is called when the oldest segment of a shelf is to be used again: the callee brings away what
     deserves it, and then says `left`."""
 
     def __init__(

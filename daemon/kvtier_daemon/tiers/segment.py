@@ -9,7 +9,7 @@ A segment is used again and again, each time with a new epoch, which is in the h
 the trailer: what an earlier use left behind is of another epoch, and so is nothing. The head is on disk
 before the first frame is written; the frames are before the trailer. A segment with a good trailer of its
 head's epoch is sealed, and the table says all that is in it; without one it is open, and its frames are found
-by walking from the first page until one is none. Flag 1 of a trailer: nothing is added to this
+by walking from the first page until one is no frame. Flag 1 of a trailer: nothing is added to this
 segment. Either a kill has left it open, and what was being written then may lie behind its last frame, of the
 same epoch; or frames of it were erased, and a walk would end at the first of them.
 

@@ -504,7 +504,7 @@ class Shelf:
             self.prepare()
 
         job.add_done_callback(over)
-        await asyncio.shield(job)  # the file is being written to, whoever waits for that
+        await asyncio.shield(job)  # a caller that gives up does not stop the writes
 
     def _is_clean(self, segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
         """Whether an open segment has nothing but frames of blocks."""

@@ -52,7 +52,7 @@ class Volume:
         device: int | None = None,
         unwritten: Change | None = None,
     ) -> None:
-        """`size_bytes` is what all in it may take; None for somebody who only looks. The process `child`
+        """`size_bytes` is what all in it may take; None for a reader. The process `child`
         opens the directory and its index; without one this process does. `device` is as for `locked`.
         `unwritten` is what an earlier index could not write."""
         self.directory = directory
@@ -177,7 +177,7 @@ class Volume:
         return self.index.unwritten if isinstance(self.index, IndexProcess) else {}
 
     def elsewhere(self) -> str:
-        """What has become of the directory, if its path doesn't lead to it any more. Raises OSError where its
+        """What has become of the directory, if its path no longer leads to it. Raises OSError where its
         file system answers nothing but errors. Waits for the disk."""
         ours = os.fstat(self._folder_fd)
         try:

@@ -354,7 +354,7 @@ class Cold:
         return max(0, blocks["ready"] - clean)
 
     def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int, bytes]:
-        """Some of what is in memory alone, whoever wants it and however soon it would be evicted; where to go
+        """Some of what is in memory alone, wanted or not, in no order of eviction; where to go
         on, 0 where that was the last of it; and which blocks on the way are being written already. Looks at
         a bounded number at once."""
         store = self._blocks.store

@@ -488,7 +488,7 @@ class Planner:
                 self._leave(ask)
 
     def _forecast(self, ask: Ask, nbytes: Mapping[Link, int]) -> None:
-        """Note until when what this one waits for is to come, now that so much more is read in its place;
+        """Note until when what this one waits for is to come, now that this much is read in its place;
         what is read after it comes later."""
         ask.due = max(ask.due, self._clock() + LATE_TIMES * self._finish_s(ask) + LATE_S)
         later_s = LATE_TIMES * _alone_s(nbytes)
@@ -496,8 +496,8 @@ class Planner:
             other.due += later_s if other is not ask else 0.0
 
     def _judge(self, ask: Ask, came: bool) -> None:
-        """All that a request waited for has come, or it waits no more: was its forecast kept? For prefetches
-        that counts where no urgent reads go before them."""
+        """All that a request waited for has come, or it has stopped waiting: was its forecast kept? For
+        prefetches that counts where no urgent reads go before them."""
         if ask.recompute_s == float("inf") and (
             ask.urgent or all(link.is_reliable for link in ask.left)
         ):

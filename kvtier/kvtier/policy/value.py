@@ -39,7 +39,7 @@ FEW = 20.0  # runs that weigh as much as their relatives
 
 COUNTERS, ROWS = 3 << 18, 4
 WINDOW = COUNTERS // 4
-TOLD_AGAIN = 16  # of so many requests one tells the sketch what it knows
+TOLD_AGAIN = 16  # one of this many requests tells the sketch what it knows
 
 # Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some 2,000. So
 # many times more it takes to the next one.
