@@ -116,6 +116,9 @@ class Channel:
             raise EOFError(f"the other end is gone: {error}") from error
         return bytes(text), fds.tolist()
 
+    def fileno(self) -> int:
+        return self._end.fileno()
+
     def shut(self) -> None:
         """Both ends hear that it is over; who waits in `receive` too."""
         try:
@@ -191,7 +194,10 @@ class Served:
         self._token += 1
         self._index.flush(self._token)
         while True:
-            select.select([self._index.event_fd], [], [])
+            channel = self._channel.fileno()
+            ready, _, _ = select.select([self._index.event_fd, channel], [], [])
+            if channel in ready:
+                raise EOFError("the daemon ended: it sends nothing while it waits for an answer")
             for token, failure in self._index.done():
                 if token == self._token:
                     return Done(failure, self._index.reserved_bytes)

@@ -3,6 +3,7 @@ succeeds."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier_daemon import index_process
 from kvtier_daemon.claim import InUseError
+from kvtier_daemon.index_child import Write
 from kvtier_daemon.index_process import Child, IndexProcess
 from kvtier_daemon.tiers.volume import Volume
 
@@ -174,3 +176,22 @@ def test_its_process_takes_no_module_from_the_working_directory(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "disk").mkdir()
     assert Volume(tmp_path / "disk", SIZE, Child()).close()
+
+
+def test_its_process_ends_with_the_daemon_though_a_write_never_does(tmp_path: Path) -> None:
+    """Else it keeps the lock of the directory, and no other daemon can use that."""
+    volume = Volume(tmp_path, SIZE, Child())
+    child = index_of(volume)._child
+    assert child is not None
+
+    def asks() -> None:
+        with contextlib.suppress(EOFError):
+            child.ask(Write([(b"no such table", b"a", b"")]))  # ends the thread that writes
+
+    asking = threading.Thread(target=asks)
+    asking.start()
+    until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) == 1)
+    child._channel.shut()
+    asking.join(20)
+    assert child._process.wait(20) == 0
+    volume.close(0)
