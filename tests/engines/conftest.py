@@ -22,7 +22,8 @@ from prompts import BLOCK
 
 HERE = Path(__file__).parent
 MODULES = {
-    "RecordingConnector": "recording", "SlowConnector": "slowing", "ExpertsConnector": "experts",
+    "RecordingConnector": "recording", "PatientConnector": "recording", "SlowConnector": "slowing",
+    "ExpertsConnector": "experts",
 }  # fmt: skip
 START_S = 240.0
 ENGINE = ("model_name", "engine")  # labels that every metric has

@@ -23,6 +23,7 @@ from kvtier.connection import Connection
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT, SLOT_BYTES
 from kvtier_vllm.connector import KvtierConnector
+from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.layout import ORDER_MARK
 from kvtier_vllm.line import Line
 
@@ -244,3 +245,12 @@ class RecordingConnector(KvtierConnector):
                     group=read.group, page=page, now=load.now,
                     layers=self._digests(read.group, page),
                 )  # fmt: skip
+
+
+class PatientConnector(RecordingConnector):
+    """One that expects recomputing to take forever: it loads whatever is on disk."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        setattr(Forecast, "recompute_s", lambda *_: float("inf"))  # noqa: B010
+        setattr(Forecast, "prefill", (0.0, 0.0))  # noqa: B010

@@ -15,6 +15,8 @@ from engines.calibrated import write_profile
 from prompts import BLOCK, prompt
 
 PROMPTS = 4
+# So small a model may be computed sooner than it is read: then the planner would not read it.
+PATIENT: dict[str, Any] = {"connector": "PatientConnector", "extra": {"patience_ms": 10_000}}
 AGAIN_S = 30.0  # until the plugin has found a daemon that was started again
 # How far a logprob may go: of bits enough for half a percent of each channel, of four bits of mantissa and
 # less, and of what was calibrated for a divergence of 1e-2.
@@ -63,13 +65,13 @@ def disk(profile: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Di
 
 @pytest.fixture(scope="module")
 def engine(disk: Disk, engine_of: Callable[..., Any]) -> Any:
-    return engine_of("uneven", disk.socket, extra={"patience_ms": 10_000})
+    return engine_of("uneven", disk.socket, **PATIENT)
 
 
 @pytest.fixture(scope="module")
 def in_bfloat16(disk: Disk, engine_of: Callable[..., Any]) -> Any:
     """Its pages are tiles where the processor multiplies those."""
-    return engine_of("uneven", disk.socket, dtype="bfloat16", extra={"patience_ms": 10_000})
+    return engine_of("uneven", disk.socket, dtype="bfloat16", **PATIENT)
 
 
 def over_the_disk(engine: Any, disk: Disk, codec: str, seed: int) -> tuple[list[Any], list[Any]]:
@@ -108,7 +110,7 @@ def saved(engine: Any, daemon: Daemon, prompts: list[list[int]], blocks: int) ->
 
 
 def found(engine: Any, prompts: list[list[int]]) -> list[Any]:
-    """Each of them once it is loaded: so small a model may be sooner done with computing it."""
+    """Each of them once it is loaded: a daemon takes clients before it knows all of its disk."""
     answers = []
     for tokens in prompts:
         deadline = time.monotonic() + AGAIN_S
