@@ -39,8 +39,6 @@ ACCEPTS_AT_ONCE = 4
 PAUSE_S = 0.5
 LIMIT_GHOSTS = 16
 LIMIT_TOLD = 256
-SETTLE_S = 0.001  # after a lookup's answer
-SETTLE_BLOCKS = 4096  # in one piece, which a request may have to wait for: some 50 us
 LIMIT_STRANGERS = 16  # of one tenant, who have not said hello; or its share of clients
 
 Report = dict[str, msgspec.Raw]
@@ -94,7 +92,6 @@ class Server:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._parking = max(64, min(soft, 1 << 16) // 2)
         self._ids = itertools.count(1)
-        self._settling = False
         loop.add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -172,22 +169,6 @@ class Server:
             }
             for each in there[:LIMIT_TOLD]
         ]
-
-    def settle_soon(self) -> None:
-        """Have the tenants' policies hear of the lookups that were answered: soon, so that clients who ask
-        one question after the other are answered first."""
-        if not self._settling:
-            self._settling = True
-            self.loop.call_later(SETTLE_S, self._settle)
-
-    def _settle(self) -> None:
-        self._settling = False
-        for tenant in self.tenants.values():
-            if tenant.uses and not tenant.uses.settle(SETTLE_BLOCKS):
-                # The rest after what clients have asked meanwhile.
-                self._settling = True
-        if self._settling:
-            self.loop.call_soon(self._settle)
 
     def _turn_away(self, sock: socket.socket, code: str, text: str) -> None:
         self.failures[code] += 1

@@ -262,8 +262,8 @@ class Session:
         self._spans.answered(request, reply)
         if request.id and reply is not None:
             self.send(reply)
-        if self.tenant is not None and self.tenant.uses:
-            self._server.settle_soon()
+        if self.tenant is not None and self.tenant.uses is not None:
+            self.tenant.uses.settle()  # the answer is on its way
 
     def _hello_or_bye(self, request: wire.Request) -> None:
         if isinstance(request, wire.Bye):

@@ -1,11 +1,10 @@
-"""A policy that hears of lookups a little later, so that they are answered first.
+"""A policy that hears of a lookup after it is answered.
 
 What a policy makes of a use takes longer than finding the blocks, and no answer depends on it: only the next
 choice of victims does. So the events of lookups are queued until `settle`; every other call tells the policy
 of the queue first. The policy hears of the same events in the same order as without the queue.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,25 +19,18 @@ class Deferred:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._queue: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._queue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._queued = 0
 
-    def settle(self, limit: int = 1 << 62) -> bool:
-        """Tell the policy of what is queued, oldest first, until `limit` blocks were told; whether all is."""
-        queue = self._queue
-        while queue and limit > 0:
-            cost, tell, arguments = queue.popleft()
-            self._queued -= cost
-            limit -= cost
-            tell(*arguments)
-        return not queue
-
-    def __bool__(self) -> bool:
-        """Whether something is queued."""
-        return bool(self._queue)
+    def settle(self) -> None:
+        """Tell the policy of what is queued, oldest first."""
+        if self._queue:
+            queue, self._queue, self._queued = self._queue, [], 0
+            for tell, arguments in queue:
+                tell(*arguments)
 
     def _later(self, blocks: int, tell: Callable[..., None], *arguments: Any) -> None:
-        self._queue.append((1 + blocks, tell, arguments))
+        self._queue.append((tell, arguments))
         self._queued += 1 + blocks
         if self._queued > LIMIT_QUEUED:
             self.settle()
