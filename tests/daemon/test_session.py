@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import select
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from kvtier import wire
 from kvtier.catalog import Catalog
 from kvtier.policy.base import make
+from kvtier.policy.deferred import Deferred
 from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.server import Server
 from kvtier_daemon.tenant import Tenant
@@ -193,3 +197,58 @@ def talk(path: str, matches: int) -> wire.Reply:
         while len(replies) < 3:
             replies += [wire.decode_reply(body) for body in framer.feed(sock.recv(1 << 16))]
     return replies[2]
+
+
+def test_a_lookup_is_answered_before_its_policy_hears_of_it(tmp_path: Path) -> None:
+    """The policy looks whether the client has the answer already."""
+    path, answered, looked = str(tmp_path / "s"), [], threading.Event()
+
+    class Looking:
+        def wanted(self, ids: bytes, names: bytes = b"") -> None:
+            with contextlib.suppress(BlockingIOError):
+                answered.append(wire.decode_reply(client.recv(4096, socket.MSG_PEEK)[4:]))
+            looked.set()
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: b""
+
+    def ask(message: wire.Message, waits: bool = False) -> Any:
+        client.setblocking(True)
+        client.sendall(wire.encode(message))
+        client.setblocking(False)
+        if waits:
+            assert looked.wait(LONGEST_S)
+        select.select([client], [], [], LONGEST_S)
+        (body,) = wire.Framer().feed(client.recv(1 << 16))
+        return wire.decode_reply(body)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        listener.setblocking(False)
+        policy: Any = Looking()
+        uses = Deferred(policy)
+        tenant = Tenant("t", bytes(32), 0, Catalog(Store(), uses), uses=uses)
+        tenant.catalog.add_extent(1 << 20, bytearray(1 << 12))
+        recorder = Recorder(tmp_path, loop.time)
+        server = Server(
+            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+        )
+        await loop.run_in_executor(None, talk_of_a_match)
+        server.close("done")
+        listener.close()
+
+    def talk_of_a_match() -> None:
+        client.connect(path)
+        ask(wire.Hello(1, wire.SCHEMA, "asks"))
+        space = ask(wire.Open(2, spec_of("m"))).space
+        key = bytes(range(32))
+        lease = ask(wire.Reserve(3, space, 0, 0, b"", key)).lease
+        ask(wire.Commit(4, lease, 0, 1, b""))
+        assert ask(wire.Match(5, space, key), waits=True).ready == 1
+
+    with socket.socket(socket.AF_UNIX) as client:
+        asyncio.run(asyncio.wait_for(run(), LONGEST_S))
+    assert [reply.id for reply in answered] == [5]
