@@ -230,6 +230,8 @@ def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, mo
     assert str(places[1]) in left and "kvtier install-service" in left
     dropin.write_text(f"[Service]\nReadWritePaths=-{tmp_path}\n")
     assert hidden() == []
+    dropin.write_text(f'[Service]\nReadWritePaths="{tmp_path}\n')
+    assert len(hidden()) == 2, "a line that systemd passes over"
 
 
 def test_a_refusal_has_a_priority_in_the_journal_alone(tmp_path):

@@ -61,7 +61,7 @@ def _hidden_by_sandbox(loaded: Loaded) -> tuple[str, ...]:
     named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
     writable = [
         config.state,
-        *(Path(one.lstrip("-+")) for paths in named for one in shlex.split(paths)),
+        *(Path(one.lstrip("-+")) for paths in named for one in _words(paths)),
     ]
     return tuple(
         f"cold directory: {place}: the service's sandbox can't write it; run `kvtier install-service`"
@@ -69,6 +69,14 @@ def _hidden_by_sandbox(loaded: Loaded) -> tuple[str, ...]:
         for place in config.cold.directories
         if not any(place.is_relative_to(one) for one in writable)
     )
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a unit's line; systemd passes over one whose quotes are not closed."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return []
 
 
 def _wrong(loaded: Loaded, of_service: bool) -> tuple[str, ...]:
