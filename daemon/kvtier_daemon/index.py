@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TypeAlias
@@ -63,7 +63,38 @@ Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
 Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public type
 
 
-class Index:
+class ChangeQueue:
+    """The changes of tables of bytes on their way to one thread, `work`, and the answers of that thread."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._queue: queue.SimpleQueue[Entry | int | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=work, name="kvtier-index", daemon=True)
+        self._thread.start()
+
+    def drop(self, table: bytes, key: bytes) -> None:
+        self._queue.put((table, key, None))
+
+    def flush(self, token: int) -> None:
+        """`done` has this token when all that was put before is on disk, or can't be."""
+        self._queue.put(token)
+
+    def done(self) -> Iterator[tuple[int, str]]:
+        """Tokens since the last call, each with nothing if all that was put before it is on disk, or why
+        not. `event_fd` is readable if there are any."""
+        try:
+            os.eventfd_read(self.event_fd)
+        except BlockingIOError:
+            return
+        while True:
+            try:
+                yield self._done.get_nowait()
+            except queue.Empty:
+                return
+
+
+class Index(ChangeQueue):
     """Tables of bytes. `put` and `drop` return at once; `flush` tells by `done` when they are on disk.
 
     `limit_bytes` is what its file may grow to. Raises TierError if the folder can't be used; a file that is
@@ -77,11 +108,7 @@ class Index:
         self.damaged = 0  # records that failed their digests and were dropped
         self._limit_bytes = limit_bytes
         self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES))
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._queue: queue.SimpleQueue[Entry | int | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="kvtier-index", daemon=True)
-        self._thread.start()
+        super().__init__(self._write)
 
     @property
     def reserved_bytes(self) -> int:
@@ -106,26 +133,6 @@ class Index:
 
     def put(self, table: bytes, key: bytes, value: bytes) -> None:
         self._queue.put((table, key, index_records.seal(table, key, value)))
-
-    def drop(self, table: bytes, key: bytes) -> None:
-        self._queue.put((table, key, None))
-
-    def flush(self, token: int) -> None:
-        """`done` has this token when all that was put before is on disk, or can't be."""
-        self._queue.put(token)
-
-    def done(self) -> Iterator[tuple[int, str]]:
-        """Tokens since the last call, each with nothing if all that was put before it is on disk, or why
-        not. `event_fd` is readable if there are any."""
-        try:
-            os.eventfd_read(self.event_fd)
-        except BlockingIOError:
-            return
-        while True:
-            try:
-                yield self._done.get_nowait()
-            except queue.Empty:
-                return
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Write what is left, and close. Waits for the disk; False if that was for nothing."""

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +23,7 @@ import msgspec
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError
-from kvtier_daemon.index import CLOSE_S, COALESCED, KEPT, RETRY_S, Change, Entry
+from kvtier_daemon.index import CLOSE_S, COALESCED, KEPT, RETRY_S, Change, ChangeQueue, Entry
 from kvtier_daemon.index_child import (
     ROWS,
     Channel,
@@ -108,7 +107,7 @@ class Child:
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
-class IndexProcess:
+class IndexProcess(ChangeQueue):
     """`limit_bytes` is what its file may grow to. `child` is to use it, and `lock_fd` is the lock of the
     directory, which each process holds. Raises TierError if the index can't be opened, and where the process
     ends meanwhile."""
@@ -122,13 +121,9 @@ class IndexProcess:
         self._lock_fd = lock_fd
         self._child: Child | None = child
         self._open(child)
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._queue: queue.SimpleQueue[Entry | int | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._closing = False
         self._tries_at, self._retry_s = 0.0, RETRY_S
-        self._thread = threading.Thread(target=self._pass_on, name="kvtier-index", daemon=True)
-        self._thread.start()
+        super().__init__(self._pass_on)
 
     def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
         """All of a table, in the order of its keys. Waits for the disk: at start only."""
@@ -144,25 +139,6 @@ class IndexProcess:
 
     def put(self, table: bytes, key: bytes, value: bytes) -> None:
         self._queue.put((table, key, value))
-
-    def drop(self, table: bytes, key: bytes) -> None:
-        self._queue.put((table, key, None))
-
-    def flush(self, token: int) -> None:
-        """`done` has this token when all that was put before is on disk, or can't be."""
-        self._queue.put(token)
-
-    def done(self) -> Iterator[tuple[int, str]]:
-        """Tokens since the last call, as `Index.done` has them."""
-        try:
-            os.eventfd_read(self.event_fd)
-        except BlockingIOError:
-            return
-        while True:
-            try:
-                yield self._done.get_nowait()
-            except queue.Empty:
-                return
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Write what is left, and close. False where that takes longer than `timeout_s`, or fails: then the

@@ -53,7 +53,7 @@ class Volume:
         unwritten: Change | None = None,
     ) -> None:
         """`size_bytes` is what all in it may take; None for a reader. The process `child`
-        opens the directory and its index; without one this process does. `device` is as for `locked`.
+        opens the directory and its index; without one this process does. `device` is as for `claim`.
         `unwritten` is what an earlier index could not write."""
         self.directory = directory
         self.index_bytes, self.segments_bytes = shares_of(directory, size_bytes)
