@@ -9,7 +9,11 @@ NATIVE := $(wildcard kernels/cpu/* kernels/include/* kernels/include/codec/* ker
 CPP    := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/include/*.h kernels/include/codec/*.h kernels/cuda/*.cu kernels/cuda/*.h \
             tests/cuda/*.cpp tests/cuda/*.h tests/kernels/*.cpp)
 
-.PHONY: help venv demo test engines test-engines test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-gpu \
+# Without bytecode on disk, each of the 2,000 processes that the tests start compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_QUIET := --quiet --disable-pip-version-check
+
+.PHONY: help venv demo test test-all engines test-engines test-engines-all test-gpu check format bench bench-cold bench-frames bench-ttft bench-chats bench-restart bench-gpu \
         bench-peers bench-compare figures faults sabotage package clean
 
 help:           ## this list
@@ -17,21 +21,35 @@ help:           ## this list
 
 venv: $(VENV)/.ready  ## build .venv with everything the tests need
 
-$(VENV)/.tools: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python tools/requirements.py build test dev | $(BIN)/python -m pip install --quiet -r /dev/stdin
-	touch $@
+# What kvtier needs to be built and to run; `make demo` needs no more.
+$(VENV)/.runtime: pyproject.toml tools/requirements.py
+	@test -x $(BIN)/python || { echo "create $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "install the dependencies into $(VENV)"
+	@$(BIN)/python tools/requirements.py build | $(BIN)/python -m pip install $(PIP_QUIET) -r /dev/stdin
+	@touch $@
 
-$(VENV)/.ready: $(VENV)/.tools $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
-	touch $@
+$(VENV)/.native: $(VENV)/.runtime $(NATIVE)
+	@echo "compile the native module: $$(ls kernels/cpu/*.cpp | wc -l) files on $$(nproc) processors"
+	@$(BIN)/python -m pip install $(PIP_QUIET) --no-build-isolation --editable .
+	@touch $@
 
-demo: venv      ## start a daemon with small tiers and watch a workload run through it
-	$(BIN)/kvtier demo
+$(VENV)/.ready: $(VENV)/.native
+	@echo "install the tools for tests and checks into $(VENV)"
+	@$(BIN)/python tools/requirements.py test dev | $(BIN)/python -m pip install $(PIP_QUIET) -r /dev/stdin
+	@touch $@
 
-test: venv      ## the tests
-	$(BIN)/python -m pytest
+demo: $(VENV)/.native  ## run a small daemon with a sample workload
+	$(BIN)/kvtier demo --seconds 10
+
+# Tests wait more often than they compute: twice as many processes as there are processors.
+WORKERS ?= $(shell expr 2 '*' $$(nproc))
+test: venv      ## the tests, with few rounds of the long ones
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS)
+
+EVERY := -m "slow or not slow"
+
+test-all: venv  ## the tests with all rounds, and those that are slow
+	KVTIER_ALL=1 $(BIN)/python -m pytest $(EVERY) --numprocesses=$(WORKERS)
 
 # A build of torch without CUDA, and what would break beside it taken out. Where pip has none at hand:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -48,24 +66,32 @@ $(ENGINES)/.ready: $(VLLM) pyproject.toml $(NATIVE)
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	touch $@
 
-test-engines: $(ENGINES)/.ready  ## the plugins against real engines, and calibration of real models
-	$(ENGINES)/bin/python -m pytest tests/engines tests/calibration
+# An engine occupies 1 to 2 GB, and a process of the tests runs up to three.
+ENGINE_WORKERS ?= 2
+test-engines: $(ENGINES)/.ready  ## the plugins with real engines, and calibration of real models; few rounds of the long tests
+	$(ENGINES)/bin/python -m pytest --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration
+
+test-engines-all: $(ENGINES)/.ready  ## the same with all rounds, and the slow tests
+	KVTIER_ALL=1 $(ENGINES)/bin/python -m pytest $(EVERY) --numprocesses=$(ENGINE_WORKERS) tests/engines tests/calibration
 
 # Another Python with this package in it will do: one that has torch's CUDA build.
 GPU_PYTHON ?= $(BIN)/python
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## the kernels compiled and, where there is a GPU, run on it
-	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_blocks.py \
+	KVTIER_ALL=1 $(GPU_PYTHON) -m pytest $(EVERY) tests/kernels/test_cuda_kernels.py tests/kernels/test_cuda_blocks.py \
 	    tests/kernels/test_cuda_codecs.py tests/gpu
 
-check: venv     ## format, types, floors
+check: venv     ## format, types, import rules, phrases in the documents
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/api_reference.py --check
+	$(BIN)/python tools/dialect.py --check
+	$(BIN)/python tools/house.py --check
 
-format: venv    ## mend the format
+format: venv    ## fix the format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
@@ -77,33 +103,36 @@ bench: venv     ## the benchmarks, against memcpy in the same run; results in be
 	$(BIN)/python benchmarks/bench_sim.py
 	$(BIN)/python benchmarks/bench_operator.py
 
-bench-cold: venv  ## the cold tier beside fio, for 12 minutes; COLD="--folder DIR --trace FILE" says where, and with what
+bench-cold: venv  ## the cold tier relative to fio, 12 minutes; COLD="--folder DIR --trace FILE" selects the disk and the trace
 	$(BIN)/python benchmarks/bench_cold.py $(COLD)
 
-bench-frames: venv  ## encoded blocks from a disk, beside reading and decoding alone; FRAMES="--folder DIR" says where
+bench-frames: venv  ## encoded blocks from a disk, relative to reading and decoding alone; FRAMES="--folder DIR" selects the disk
 	$(BIN)/python benchmarks/bench_frames.py $(FRAMES)
 
-bench-ttft: $(ENGINES)/.ready  ## first tokens of real vLLM engines, for 20 minutes; TTFT="--folder DIR" says where
+bench-ttft: $(ENGINES)/.ready  ## time to the first token of real vLLM engines, 20 minutes; TTFT="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_ttft.py $(TTFT)
 
-bench-chats: $(ENGINES)/.ready  ## 28 chats over HTTP, with kvtier and without, on disks of three speeds; CHATS="--folder DIR" says where
+bench-chats: $(ENGINES)/.ready  ## 28 chats over HTTP, with kvtier and without, on disks of three speeds; CHATS="--folder DIR" selects the disk
 	$(ENGINES)/bin/python benchmarks/bench_chats.py $(CHATS)
 
-bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages, and its codecs, beside large copies
+bench-restart: $(ENGINES)/.ready  ## the first token after a restart of the daemon, 10 minutes; RESTART="--folder DIR" selects the disk
+	$(ENGINES)/bin/python benchmarks/bench_restart.py $(RESTART)
+
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## copies to and from a GPU's pages, and its codecs, relative to large copies
 	$(GPU_PYTHON) benchmarks/bench_gpu.py
 
-bench-peers: venv ## beside LMCache's daemon, which comes into build/peers; PEERS="--folder DIR" says where files go
+bench-peers: venv ## compared with LMCache's daemon, which is installed in build/peers; PEERS="--folder DIR" selects the disk
 	$(BIN)/python benchmarks/bench_peers.py $(PEERS)
 
 bench-compare: venv ## BASE=COMMIT: that commit and this tree measured alternately; fails where this tree is slower by 5%
-	@test -n "$(BASE)" || { echo "bench-compare: say what to compare with: make bench-compare BASE=COMMIT" >&2; exit 2; }
+	@test -n "$(BASE)" || { echo "bench-compare: BASE is missing: make bench-compare BASE=COMMIT" >&2; exit 2; }
 	$(BIN)/python benchmarks/compare.py $(BASE) $(COMPARE)
 
-figures: venv   ## put the figures of the last benchmarks into the documents; refuses results of changed code
+figures: venv   ## write the results of the last benchmarks into the documents; refuses results of changed code
 	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
 faults: venv $(ENGINES)/.ready  ## the long runs: state machine, fuzzing, killed clients, engines, planted bugs
-	KVTIER_FAULTS=1 $(BIN)/python -m pytest -m "faults or not faults" tests
+	KVTIER_FAULTS=1 $(BIN)/python -m pytest $(EVERY) tests
 	KVTIER_FAULTS=1 $(ENGINES)/bin/python -m pytest tests/engines/test_vllm_faults.py tests/engines/test_vllm_models.py
 	$(BIN)/python tests/sabotage/plant.py
 
@@ -114,5 +143,5 @@ package: venv   ## the sdist, and a wheel for other machines, into dist/
 	$(BIN)/python tools/requirements.py package | $(BIN)/python -m pip install --quiet -r /dev/stdin
 	tools/build_wheel.sh $(BIN)/python
 
-clean:          ## forget everything built
+clean:          ## remove everything that was built
 	rm -rf $(VENV) $(ENGINES) build dist

@@ -1,4 +1,4 @@
-"""One tenant's match while another tenant attacks: the same 1,024 keys, alone and under each attack.
+"""The matches of one tenant while another tenant attacks: the same 1,024 keys, without and with each attack.
 
 The attackers are processes of another user (uid 65534), so it needs root. Each attack lasts a few seconds, on
 unix sockets in a folder of its own, and every match is checked. `--only NAME` runs one of them.
@@ -86,8 +86,8 @@ ATTACKS: list[tuple[str, int, Request, bool]] = [
 
 
 class Sender:
-    """A connection that sends as fast as is taken, reads nothing but to throw it away, and comes again when
-    it is hung up on."""
+    """A connection that sends as fast as the daemon receives, discards all answers, and reconnects when the
+    daemon disconnects it."""
 
     def __init__(self, path: str, request: Request, again: bool) -> None:
         self._path, self._request, self._again = path, request, again
@@ -180,7 +180,8 @@ def daemon_ms(daemon: Daemon) -> float:
 def matches(
     daemon: Daemon, space: Space, keys: list[bytes], seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of each match; and what of that the daemon's loop ran, whatever else the machine did."""
+    """Return the milliseconds of each match, and how much of that the daemon's event loop ran, independent
+    of other load."""
     took, ran = [], []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

@@ -16,8 +16,9 @@ import time
 from array import array
 from pathlib import Path
 
-from kvtier_kernels import Lru, Store
-from kvtier_kernels.reference.store import Store as Twin
+from kvtier_kernels import Store
+from models.kernels.store import Store as Twin
+from models.policies.native import Lru
 
 PAGE = 4096
 BATCH = 1024
@@ -109,7 +110,7 @@ class Catalog:
         return self.match(times)
 
     def match_scattered(self, times=400):
-        """The worst case: no record lies beside the one before, a key costs two misses."""
+        """The worst case: no two consecutive records are adjacent, so a key costs two cache misses."""
         some = self.chains[:: max(1, len(self.chains) // 64)]
         keys = [key[at : at + 32] for key in some for at in range(0, 32 * BATCH, 32)]
 

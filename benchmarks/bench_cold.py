@@ -1,8 +1,8 @@
-"""The cold tier through a real daemon, beside fio on the same disk in the same run.
+"""The cold tier through a real daemon, relative to fio on the same disk in the same run.
 
-Blocks go from clients' memory to segment files and back; whoever asks is a client on the daemon's socket.
-What a row claims of the disk is shown not to come from the page cache: the segment files have no page there,
-and the kernel counted the bytes that the daemon had the disk read.
+Blocks go from clients' memory to segment files and back; each request is made by a client on the daemon's
+socket. Each row proves that the disk, and not the page cache, was measured: the segment files have no page
+in it, and the kernel counted the bytes that the daemon read from the disk.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from disks import (
 from harness import Daemon, Row, at_least, at_most, percentile
 from kvtier import Client, KvSpec, Space
 from kvtier.key import Keys
-from kvtier_daemon.index import FIRST_MAP_BYTES
-from kvtier_daemon.tiers.recovery import entries_of, recover
-from kvtier_daemon.tiers.segment import described_bytes, first_frame, footer_bytes, space_bytes
-from kvtier_daemon.tiers.volume import OTHER_BYTES
+from kvtier_daemon.tiers.cold.directory import OTHER_BYTES
+from kvtier_daemon.tiers.cold.index import FIRST_MAP_BYTES
+from kvtier_daemon.tiers.cold.recovery import entries_of, recover
+from kvtier_daemon.tiers.cold.segment import described_bytes, first_frame, footer_bytes, space_bytes
 
 TOKENS = 16
 GROUP = 1024
@@ -60,7 +60,7 @@ QUIET_TICKS = 3
 TRACE_BLOCK = 16 << 10
 # As a tier of 200 GiB has; one and a half of them are always empty.
 TRACE_SEGMENTS = 200
-# What a small directory has beside segments.
+# The files of a small directory other than segments.
 BESIDE_BYTES = FIRST_MAP_BYTES + OTHER_BYTES
 prompts = itertools.count(1)
 
@@ -146,7 +146,7 @@ class ColdDaemon(Daemon):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait_for_written(self, blocks: int, patience_s: float = 60.0) -> None:
-        """Until so many blocks in all were written for the first time."""
+        """Wait until `blocks` blocks in total were written for the first time."""
         until = time.monotonic() + patience_s
         while self.states()["written"] < blocks:
             assert time.monotonic() < until, f"{self.states()}: {blocks} were to be written"
@@ -162,7 +162,8 @@ class ColdDaemon(Daemon):
 
 
 def brought(space: Space, keys: Keys, patience_s: float, sleep_s: float = 0.0) -> tuple[int, int]:
-    """Match until nothing is coming any more: how many blocks were at first, how many are ready now."""
+    """Match until no blocks are coming. Returns how many were coming at first, and how many are ready
+    now."""
     until = time.monotonic() + patience_s
     found = space.match(keys)
     coming = found.coming
@@ -177,8 +178,8 @@ def brought(space: Space, keys: Keys, patience_s: float, sleep_s: float = 0.0) -
 
 
 class Promotions(Arm):
-    """A chain that is on disk alone: from its match until all of it is ready, through the daemon. Of its
-    blocks such a share comes from the disk."""
+    """A chain that is only on disk: from its match until all of it is ready, through the daemon. `share` of
+    its blocks comes from the disk."""
 
     def __init__(
         self, daemon: ColdDaemon, space: Space, chains: list[Keys], share: float = 1.0
@@ -188,7 +189,7 @@ class Promotions(Arm):
         self._daemon, self._space = daemon, space
         self._chains = itertools.cycle(chains)
         self._last_s = 0.0
-        self.etas: list[float] = []  # what the match said, of what it took
+        self.etas: list[float] = []  # estimated time in the match, relative to the actual time
 
     def once(self) -> None:
         keys, space = next(self._chains), self._space
@@ -311,8 +312,8 @@ def reads(folder: Path, size: Size) -> list[Row]:
 
 
 def codecs(folder: Path, size: Size) -> list[Row]:
-    """The same chains of K and V stored by each codec: bytes of blocks a second, beside fio reading as many
-    from a file, and beside those stored raw."""
+    """The same chains of K and V stored by each codec: bytes of blocks per second, relative to fio reading
+    as many from a file, and to blocks that are stored raw."""
     rows = []
     blocks = size.chain // 2
     nbytes = blocks * BLOCK
@@ -360,13 +361,13 @@ def alone_row(label: str, one: Arm, alone: Arm) -> Row:
     low, high = harness.interval(ratios)
     value = median(ratios)
     return Row(
-        f"daemon, one cold block alone, {label}: time beside fio's", value, "x", "<= 1.5", value <= 1.5,
+        f"daemon, one cold block alone, {label}: time relative to fio's", value, "x", "<= 1.5", value <= 1.5,
         low, high, {"us": median(one.seconds) * 1e6, "fio us": median(alone.seconds) * 1e6},
     )  # fmt: skip
 
 
 def wait_until_found(daemon: ColdDaemon, blocks: int, patience_s: float = 60.0) -> float:
-    """How long after its start the daemon has found so many blocks on disk."""
+    """Return how long after its start the daemon has found `blocks` blocks on disk."""
     until = time.monotonic() + patience_s
     while (found := daemon.client.stats()["tiers"]["cold"]["blocks"]) < blocks:
         assert time.monotonic() < until, f"{found} of {blocks} blocks are there"
@@ -378,7 +379,7 @@ def wait_until_found(daemon: ColdDaemon, blocks: int, patience_s: float = 60.0) 
 
 
 class Drains(Arm):
-    """So many bytes are saved, and as many leave memory: until these are on disk for good."""
+    """Saves this many bytes, which evicts as many: until those are durable on disk."""
 
     def __init__(self, daemon: ColdDaemon, space: Space, sources: Any, checksum: bool) -> None:
         super().__init__()
@@ -403,7 +404,7 @@ class Drains(Arm):
 
 
 def drains(folder: Path, size: Size) -> list[Row]:
-    """What is written when memory runs full, onto segments that were used before."""
+    """Measure the writes while memory is full, to segments that are reused."""
     nbytes = size.chain * BLOCK
     sources = noise_of(nbytes)
     recycled = folder / "records"
@@ -648,13 +649,12 @@ def busy_loop(folder: Path, size: Size) -> list[Row]:
 
 
 def trace(folder: Path, size: Size, requests: list[traces.Request], share: float) -> list[Row]:
-    """Requests one after the other, each at leisure: what it made the daemon write is on disk before the next
-    one comes. As many frames as that fill the segments; what the tier needs beside them is small where blocks
-    are not, and not counted."""
+    """Replay requests one by one, slowly: the writes of each are on disk before the next one. Fills the
+    segments with as many frames as fit; other files of the tier are small and not counted."""
     every = sum(map(len, requests))
     unique = len({name for request in requests for name in request})
     on_disk = int(unique * share)
-    # What is kept clean, a quarter, has room for any request.
+    # The part that is kept clean, a quarter, has room for any request.
     in_memory = max(on_disk // 20, 4 * max(map(len, requests)))
     frame = TRACE_BLOCK + HEADER
     frames = max(MIB // frame + 1, on_disk // TRACE_SEGMENTS)  # a segment has a MiB at least

@@ -25,9 +25,9 @@ from typing import Any
 import harness
 from harness import Daemon, Row, at_least, at_most, percentile
 from kvtier import Client, KvSpec, Space, wire
-from kvtier.catalog import Catalog, SessionId
 from kvtier.layout import space_id
-from kvtier.policy.base import make
+from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.policy import make
 from kvtier_kernels import Store
 
 MIB = 1 << 20
@@ -130,7 +130,7 @@ def matches(folder: Path) -> list[Row]:
         space = client.open(tiny_spec("match"))
         keys = space.keys(chain(1))
         assert space.save(keys, bytearray(4096 * KEYS)).stored == KEYS
-        request = wire.encode(wire.Match(1, space.index, keys.packed))
+        request = wire.encode(wire.MatchPrefix(1, space.index, keys.packed))
         reply = wire.encode(wire.Matched(1, KEYS, 0, 0.0))
         echo = Echo(folder, len(request), len(reply))
 
@@ -273,13 +273,13 @@ def plans() -> list[Row]:
         times = []
         for number in range(60):
             new = token_keys(secret, chain(10**6 + number), TOKENS).packed
-            before = catalog.evicted_blocks["capacity"]
+            before = catalog.blocks.evicted["capacity"]
             started = time.perf_counter()
             granted = catalog.reserve(session, space, 0, 0, b"", new)
             times.append(time.perf_counter() - started)
             assert granted.outcomes == bytes(GROUP)
             if number:  # the first one finds what did not fill a whole chain
-                assert catalog.evicted_blocks["capacity"] - before == GROUP
+                assert catalog.blocks.evicted["capacity"] - before == GROUP
             catalog.commit(session, granted.lease, 0, GROUP)
         label = f", {leased:.0%} of the old end leased" if leased else ""
         rows.append(

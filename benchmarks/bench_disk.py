@@ -73,7 +73,7 @@ def row(
 
 
 def depths(place: Place, pairs: int) -> list[Row]:
-    """Each depth beside a depth of 32, for the choice of one."""
+    """Measure each depth relative to a depth of 32."""
     rows = []
     for engine in ("io_uring", "threads"):
         most = Worker(place, engine, 32, True, False, False)
@@ -84,7 +84,7 @@ def depths(place: Place, pairs: int) -> list[Row]:
             worker.close()
             ratios = disks.beside(worker, most)
             low, high = harness.interval(ratios)
-            name = f"reads, {engine}: depth {depth} beside 32"
+            name = f"reads, {engine}: depth {depth} relative to 32"
             rows.append(Row(name, median(ratios), "x", low=low, high=high))
         most.close()
     return rows

@@ -1,9 +1,9 @@
-"""Encoded frames from a disk, decoded while they are read, beside reading the same bytes and decoding them.
+"""Encoded frames from a disk, decoded while they are read, relative to reading and decoding alone.
 
-Each round reads frames past the page cache without decoding them, decodes as many that are in memory by one
-thread, and has a disk worker do both, in alternating order. What counts is the median of the rounds' ratios
-to one after the other, and to the slower of the two, which is the limit. Blocks are normal values with
-deviations of their own for each channel, 32 layers of K and V.
+Each round reads frames past the page cache without decoding them, decodes the same number of frames in
+memory with one thread, and has a disk worker do both, in alternating order. The results are the medians of
+the rounds' ratios to the sum of both, and to the slower of the two, which is the limit. Blocks are normal
+values with a different deviation for each channel, 32 layers of K and V.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import harness
 from harness import Arm, Row, interval
 from kv import bf16, synthetic
 from kvtier import KvSpec
-from kvtier.codec import framing, raw
-from kvtier.codec.base import Codec
-from kvtier.codec.frame import RAW, Template, seal, stamp
-from kvtier.codec.grid import grids
-from kvtier.codec.known import BY_NAME
+from kvtier_daemon.codec import block_parts, framing
+from kvtier_daemon.codec.base import Codec
+from kvtier_daemon.codec.frame import RAW, Template, seal, stamp
+from kvtier_daemon.codec.grid import grids
+from kvtier_daemon.codec.table import BY_NAME
 from kvtier_kernels import Disk, Mapping, decode_frame, xxh3_128
-from kvtier_kernels.reference.disk import OPERATION, URGENT
+from models.kernels.disk import OPERATION, URGENT
 
 MIB, PAGE = 1 << 20, 4096
 LAYERS, HEADS, HEAD = 32, 8, 128
@@ -71,7 +71,7 @@ def make(folder: Path, mib: int, name: str) -> Made:
         weights="rev:1",
     )  # fmt: skip
     block, codec = bf16(synthetic(spec.block_bytes // 2, mib)).tobytes(), BY_NAME[name]
-    header = Template(bytes(32), 0, 0, RAW, raw.entries(spec, 0)).blank(b"")
+    header = Template(bytes(32), 0, 0, RAW, block_parts.entries(spec, 0)).blank(b"")
     into = bytearray(len(block))
     if codec.lossy:
         size = framing.encode_lossy(codec, spec.dtype, header, block, into, grids(spec, 0), 0)
@@ -164,7 +164,7 @@ def measured(worker: Worker, made: Made, mib: int, count: int, rounds: int) -> I
     os.close(fd)
     times = list(zip(*(arm.seconds for arm in arms), strict=True))
     name = f"{count} of {mib} MiB, {made.codec.name}"
-    for what, limit in (("one after the other", sum), ("the slower of the two", max)):
+    for what, limit in (("in sequence", sum), ("the slower of the two", max)):
         ratios = [limit((read, decode)) / both for read, decode, both in times]
         low, high = interval(ratios)
         more = {

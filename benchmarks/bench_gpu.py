@@ -1,8 +1,8 @@
-"""Copies between a GPU's pages and a real arena, in both ways, beside one large copy to pinned memory; and
-the codecs on the GPU, beside a copy of as many raw bytes within its memory.
+"""Copies between a GPU's pages and a real arena, in both directions, relative to one large copy to pinned
+memory; and the codecs on the GPU, relative to a copy of as many raw bytes within its memory.
 
-Every time is a wall clock's around the whole transfer, tables and the wait for its event included. Without a
-GPU it says so, and writes nothing.
+All times are wall-clock times of the whole transfer, including the tables and the wait for its event.
+Without a GPU it prints that, and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import kvtier_kernels as kernels
 from harness import Arm, Daemon, Row, pairs, ratio_row
 from kv import bf16, synthetic
 from kvtier import Client, Group, KvSpec
-from kvtier_kernels.cuda import Copier, CudaError, Driver, Lane
+from kvtier_kernels.cuda import Copier, CopyLane, CudaError, Driver
 from kvtier_kernels.cuda import codecs as device_codecs
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -101,7 +101,7 @@ def copies(client: Client, copier: Copier, memory: Memory, piece: int, rounds: i
             row.more["chosen"] = chosen[inwards] == way
             rows.append(row)
 
-    def moved(lane: Lane, slots: bytes, inwards: bool) -> None:
+    def moved(lane: CopyLane, slots: bytes, inwards: bool) -> None:
         lane.start(pieces, ids, reader.mappings, slots, inwards, None)
         lane.finish()
 
@@ -218,9 +218,9 @@ def coded(driver: Driver, name: str, rounds: int) -> list[Row]:
     if by is not None:
         by.close()
     for address in memory:
-        driver.let_go("cuMemFree_v2", address)
+        driver.try_call("cuMemFree_v2", address)
     driver.free_pinned(host)
-    driver.let_go("cuStreamDestroy_v2", stream)
+    driver.try_call("cuStreamDestroy_v2", stream)
     return rows
 
 

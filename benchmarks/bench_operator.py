@@ -1,8 +1,8 @@
 """What it costs to look: scrapes, commands and the page at a million blocks, and what clients notice of it.
 
-The floor of a scrape is a HEAD of a page that is not there: the same connection, request and answer with
-nothing in it. The floor of a ping beside a command is a ping beside a client that pings without a pause: as
-many processes want the processors, and what the daemon does for one of them is nothing.
+The baseline of a scrape is a HEAD of a missing page: the same connection, request and answer without
+content. The baseline of a ping during a command is a ping during another client's continuous pings: as many
+processes need the processors, but the daemon does almost no work for one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import harness
 from bench_control import GROUP, MILLION, chain, fill, tiny_spec
 from harness import Daemon, Row, at_most, percentile
 from kvtier import Client, Space
-from kvtier_daemon.cli import asking
+from kvtier_daemon.cli import listing
 
 COMMAND = [sys.executable, "-m", "kvtier_daemon.cli"]
 STARTS = 15  # of a command
@@ -137,8 +137,8 @@ def looking(folder: Path) -> list[Row]:
 
 
 def commands(daemon: Daemon, client: Client, space: Space) -> list[Row]:
-    """What they take themselves, then what a ping takes while the daemon answers them. At the end it holds
-    nothing any more."""
+    """Measure the requests themselves, then a ping while the daemon answers them. Holds nothing
+    afterwards."""
     rows = []
     python = taken(["-c", ""])
     for words, bar in ((["--help"], 150.0), (["status"], 100.0), (["status", "--json"], 100.0)):
@@ -169,7 +169,7 @@ def commands(daemon: Daemon, client: Client, space: Space) -> list[Row]:
     with pings(daemon) as listed:
         for _ in range(3):
             assert (
-                sum(1 for _ in asking.blocks(client, "", space.index)) == MILLION // GROUP * GROUP
+                sum(1 for _ in listing.blocks(client, "", space.index)) == MILLION // GROUP * GROUP
             )
     with pings(daemon) as purged:
         purge = [*COMMAND, "purge", "--all", "--yes", "--socket", daemon.socket]
@@ -181,7 +181,7 @@ def commands(daemon: Daemon, client: Client, space: Space) -> list[Row]:
         ("they are purged", purged),
     ):
         rows.append(
-            at_most(f"a ping while {name}: p99 beyond that beside a client that pings",
+            at_most(f"a ping while {name}: p99 beyond that relative to a client that pings",
                     percentile(took, 0.99) - floor, "ms", 2, p50=median(took), p99=percentile(took, 0.99),
                     longest=max(took), floor_p50=median(busy), floor_p99=floor, floor_longest=max(busy),
                     alone_p99=percentile(alone, 0.99), pings=len(took))
@@ -211,7 +211,8 @@ def timed_for(ask: Callable[[], object], seconds: float) -> None:
 
 @contextmanager
 def pings(daemon: Daemon) -> Iterator[list[float]]:
-    """How long pings take meanwhile, in ms: of a process of its own, which waits for nobody's lock."""
+    """Return the milliseconds of pings meanwhile, by a separate process, which waits for no lock of this
+    one."""
     took: list[float] = []
     process = subprocess.Popen(
         [sys.executable, __file__, "--pings", daemon.socket],

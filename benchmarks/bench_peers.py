@@ -1,8 +1,8 @@
 """The same work by kvtier's daemon and by LMCache's, side by side in one run, each through its own client.
 
 Both clients have their blocks in host memory, and both daemons are on this machine. A block (LMCache: chunk)
-is of 16 tokens, and each retrieve is compared with what was stored. LMCache comes into a Python of its own,
-the first time. What it does on a GPU is in no row.
+has 16 tokens, and each retrieved block is compared with the stored one. LMCache is installed into its own
+Python the first time. Its GPU path is not measured.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Size:
     """How much of everything."""
 
     rounds: int
-    warmups: int  # so many requests of the largest chunks fill the memory, and more
+    warmups: int  # this many requests of the largest chunks fill more than the memory
     memory: int
     lookups: int  # of each length in a round
     indexed: int  # requests of a thousand tiny chunks
@@ -101,7 +101,7 @@ class Connection(Protocol):
 
 
 class System(Protocol):
-    """A daemon: started with so much memory and, where a cap is given, so much disk below its folder."""
+    """A daemon: started with this much memory and, with a cap, this much disk below its folder."""
 
     name: ClassVar[str]
     folder: Path
@@ -392,7 +392,7 @@ class Theirs:
 
 @dataclass
 class Times:
-    """What each system took in each round, beside the limit's."""
+    """The times of each system in each round, and those of the limit."""
 
     limit: list[float] = field(default_factory=list)
     by: dict[str, list[float]] = field(default_factory=dict)
@@ -408,7 +408,7 @@ def row_of(what: str, system: str, value: float, unit: str, **more: Any) -> Row:
 
 
 def speed_rows(what: str, times: Times, nbytes: int) -> list[Row]:
-    """The speed of each beside the limit's, round by round."""
+    """The speed of each system relative to the limit, round by round."""
     rows = []
     for system, seconds in times.by.items():
         ratios = [limit / took for limit, took in zip(times.limit, seconds, strict=True)]
@@ -504,7 +504,7 @@ def timed_memcpy(sources: list[memoryview], targets: list[memoryview]) -> float:
 
 
 def speeds(systems: Sequence[System], nbytes: int, size: Size) -> list[Row]:
-    """Store and retrieve requests beside memcpy of the same bytes."""
+    """Store and retrieve requests, relative to memcpy of the same bytes."""
     blocks = Blocks(nbytes, CHUNKS)
     views = [
         [memoryview(each).cast("B") for each in memory]
@@ -533,12 +533,14 @@ def speeds(systems: Sequence[System], nbytes: int, size: Size) -> list[Row]:
     label = f"{CHUNKS} blocks of {nbytes // MIB} MiB"
     total = CHUNKS * nbytes
     rows = [
-        *speed_rows(f"store {label} in memory, beside memcpy", store, total),
-        *speed_rows(f"look up and retrieve {label} from memory, beside memcpy", retrieve, total),
+        *speed_rows(f"store {label} in memory, relative to memcpy", store, total),
+        *speed_rows(
+            f"look up and retrieve {label} from memory, relative to memcpy", retrieve, total
+        ),
     ]
     what = f"stores of {label}, in a memory of {size.memory // MIB} MiB: not kept whole at the first try"
     for name, missed in short.items():
-        said = f"{missed} beside {warmups + size.rounds} that were"
+        said = f"{missed} not kept, {warmups + size.rounds} kept"
         rows.append(row_of(what, name, missed, "", said=said))
     return rows
 
@@ -564,8 +566,8 @@ def through_adapter(theirs: Theirs, size: Size) -> list[Row]:
             retrieve.by[theirs.name].append(found["s"])
     label = f"{CHUNKS} blocks of {LARGE // MIB} MiB through its vLLM adapter's copy for hosts without a GPU"
     return [
-        *speed_rows(f"store {label}, beside memcpy", store, CHUNKS * LARGE),
-        *speed_rows(f"retrieve {label}, beside memcpy", retrieve, CHUNKS * LARGE),
+        *speed_rows(f"store {label}, relative to memcpy", store, CHUNKS * LARGE),
+        *speed_rows(f"retrieve {label}, relative to memcpy", retrieve, CHUNKS * LARGE),
     ]
 
 
@@ -577,7 +579,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def lookups(systems: Sequence[System], size: Size) -> list[Row]:
-    """Lookups that hit, and what many small chunks cost the daemon in memory beside their bytes."""
+    """Lookups that hit, and the daemon's memory per small chunk in addition to its bytes."""
     many = 1000
     took: dict[tuple[str, int], list[float]] = {}
     rows = []
@@ -592,7 +594,7 @@ def lookups(systems: Sequence[System], size: Size) -> list[Row]:
                 kept(clients[each.name], many)
             grown = anonymous_bytes(each.pid()) - before
             rows.append(
-                row_of("the daemon's memory a block, beside the blocks' bytes", each.name,
+                row_of("the daemon's memory a block, relative to the blocks' bytes", each.name,
                        grown / (size.indexed * many), "B", blocks=size.indexed * many)
             )  # fmt: skip
         held = {name: kept(client, many)[0] for name, client in clients.items()}
@@ -677,7 +679,8 @@ def copy_over(source: tuple[Path, int], target: tuple[Path, int], nbytes: int) -
 
 
 def on_disk(systems: Sequence[System], folder: Path, size: Size) -> list[Row]:
-    """What the disk has after a kill and after a stop, from there to memory beside fio, and damaged."""
+    """The contents of the disk after a kill and after a stop, loads from there to memory relative to fio,
+    and loads of damaged data."""
     chains = [next(prompts) for _ in range(size.cold + 1)]
     small = [next(prompts) for _ in range(3)]
     total = CHUNKS * LARGE
@@ -730,7 +733,7 @@ def on_disk(systems: Sequence[System], folder: Path, size: Size) -> list[Row]:
             )
         )
     if all(count == wanted for count in found_after.values()):
-        what = f"look up and retrieve {CHUNKS} blocks of 32 MiB from disk, beside fio"
+        what = f"look up and retrieve {CHUNKS} blocks of 32 MiB from disk, relative to fio"
         rows += speed_rows(what, cold, total)
     for each in systems:
         each.stop()

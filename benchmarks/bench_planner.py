@@ -1,5 +1,5 @@
-"""The planner: what it costs, and, on a modelled disk, what write-back costs an urgent load and what a load
-that is begun costs at most beside recompute."""
+"""The planner: its costs, and, on a modelled disk, the cost of write-back for an urgent load, and the
+largest cost of a started load relative to recomputing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 
 import harness
 from harness import Row, at_most, percentile
-from kvtier.planning import Link, Planner
-from kvtier.planning.modelled import BLOCK, RATE, Load, World
-from kvtier_daemon.tiers.reads import GIVE_BACK_BLOCKS
+from kvtier_daemon.planning import DiskLink, Planner
+from kvtier_daemon.tiers.cold.read_queue import GIVE_BACK_BLOCKS
+from models.planning import BLOCK, RATE, Load, World
 
 WAITING = 8
 URGENT = 600
@@ -24,7 +24,8 @@ def blocks(name: str, count: int) -> list[str]:
 
 
 def waits(writes: bool) -> tuple[list[float], int, float]:
-    """How long urgent loads take beside eight that wait, what was written meanwhile, and in how long."""
+    """Return how long urgent loads take while eight others wait, how much was written meanwhile, and the
+    total time."""
     world = World(writes=writes)
     dice = random.Random(1)
     waiting = [Load(f"long {again} {at}", again * 1.5, blocks(f"long{again}.{at}", 128), 20.0)
@@ -60,14 +61,14 @@ def beside_recompute() -> list[Row]:
             begun, refused = begun + load.verdict.load, refused + (not load.verdict.load)
             if load.verdict.load:
                 worst = max(worst, load.over_at / load.recompute_s)
-    name = "12,000 loads: the slowest that was begun, beside recompute"
+    name = "12,000 loads: the slowest that was begun, relative to recompute"
     return [at_most(name, worst, "x", 1.05, begun=begun, refused=refused)]
 
 
 def costs() -> list[Row]:
     """With a fake clock, so that nothing moves but what is asked."""
     planner, each = Planner(lambda: 0.0, dice=lambda: 1.0), 64
-    link, weighs, adds = Link(lambda: 0.0), [], []
+    link, weighs, adds = DiskLink(lambda: 0.0), [], []
     for number in range(256):
         fresh = [((number, block), link, 4096) for block in range(each)]
         began = time.perf_counter()
@@ -77,9 +78,9 @@ def costs() -> list[Row]:
         weighs.append(weighed - began)
         adds.append((time.perf_counter() - weighed) / each)
     began = time.perf_counter()
-    names = planner.take(link, 1024)
+    names = planner.order.take(link, 1024)
     for name in names:
-        planner.over(name, good=True)
+        planner.ended(name, good=True)
     took = (time.perf_counter() - began) / len(names)
     return [
         Row("a request, with 256 waiting: weighed in", percentile(weighs[200:], 0.5) * 1e6, "us"),
@@ -88,10 +89,10 @@ def costs() -> list[Row]:
 
 
 def stalls() -> list[Row]:
-    """The loop serves nobody meanwhile, so none of these may take it long."""
+    """Measure long calls: the event loop serves no client during a call."""
     weighs, goes = [], []
     for _ in range(9):
-        planner, link = Planner(lambda: 0.0, dice=lambda: 1.0), Link(lambda: 0.0)
+        planner, link = Planner(lambda: 0.0, dice=lambda: 1.0), DiskLink(lambda: 0.0)
         planner.weigh(1, {link: MOST * 4096})
         planner.add(1, [(block, link, 4096) for block in range(MOST)])
         began = time.perf_counter()
@@ -101,9 +102,9 @@ def stalls() -> list[Row]:
         began = time.perf_counter()
         planner.cancel(1, GIVE_BACK_BLOCKS)
         goes.append(time.perf_counter() - began)
-        while planner.is_calling_back:
+        while planner.is_cancelling:
             began = time.perf_counter()
-            planner.call_back(GIVE_BACK_BLOCKS)
+            planner.continue_cancel(GIVE_BACK_BLOCKS)
             goes[-1] = max(goes[-1], time.perf_counter() - began)
     return [
         at_most(f"a request that finds {MOST:,} blocks on their way: weighed in",

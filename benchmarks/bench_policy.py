@@ -3,9 +3,10 @@
     python benchmarks/bench_policy.py [--trace FILE] [--out results.json] [--quick]
         [--seeds 1,2] [--sensitivity]
 
-A replay is of one tier: a block is a hit if all before it in its request are, and after a request all its
-blocks are there. Of a recorded trace it says what was hit of all of it, of its second half, and of its first
-half alone. Times are of CPU. --sensitivity: what other constants change, and nothing else.
+A replay simulates one tier: a block is a hit if all blocks before it in its request are, and after a request
+all its blocks are stored. For a recorded trace it prints the hit rate of the whole trace, of its second
+half, and of its first half alone. Times are CPU times. --sensitivity prints only the effect of other
+constants.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from pathlib import Path
 
 import harness
 import traces
-from kvtier.policy.base import NATIVE, NO_PARENT, make
-from kvtier_kernels import Optimum, Policy, Replay, Trace, Value
+from kvtier_daemon.catalog.policy import NATIVE, NO_PARENT, make
+from kvtier_kernels import Optimum, Policy, Replay, Trace
+from models.policies.native import Value
 
 POINTS = (1, 2, 5, 10, 20)  # percent of a trace's unique blocks
 CLASSICS = ("lru", "lfu", "arc", "s3fifo")
 NAMES = [name for name in NATIVE if name != "auto"]
 BATCH = 1024
 ROUNDS = 3
-# Of `value`: kernels/include/duel.h has what each means.
+# Of `value`: kernels/include/policy_selector.h has what each means.
 CONSTANTS: dict[str, float] = {
     "to_leave": 1.0, "back": 0.7, "fading": 0.98, "judgements": 8.0,
     "few": 20.0, "memory": 1 << 17, "more_seen": 8,
@@ -71,7 +73,7 @@ def halves(path: Path) -> dict[str, Made]:
 
 
 def closed(found: Sequence[float], lru: Sequence[float], best: Sequence[float]) -> float:
-    """Of the gap from LRU to the optimum; 0 where there is none."""
+    """Return the closed share of the gap from LRU to the optimum; 0 if there is no gap."""
     gap = sum(best) - sum(lru)
     return (sum(found) - sum(lru)) / gap if gap > 1e-9 else 0.0
 
@@ -149,7 +151,7 @@ def sensitivity(
         for times in (0.5, 2):
             other = 1 - (1 - value) * times if name == "fading" else value * times
             constant = {name: type(value)(other)}
-            with_it = means(lambda constant=constant: Value.with_constants(**constant))
+            with_it = means(lambda constant=constant: Value(**constant))
             change = [100 * (one - before) for one, before in zip(with_it, own, strict=True)]
             first = change.pop(0) if path else None
             rows.append(

@@ -1,10 +1,10 @@
 """What encoded K and V do to a model: a prefix's are replaced by what decoding gives, what follows is scored.
 
-`--model PATH` is a folder with a causal language model of Hugging Face; torch and transformers have to be
-there. Of each of 24 sequences of text that nothing was calibrated on, 512 tokens are the prefix and 64 are
-scored: KL of the predictions from what they would have been, and the change of perplexity. Bytes are counted
-as they would be stored. `--calibration` is a file of `kvtier calibrate`, or a text to make one from; without
-it that is calib.txt beside the model.
+`--model PATH` is a folder with a causal language model of Hugging Face; torch and transformers must be
+installed. Of each of 24 sequences of text that were not used for calibration, 512 tokens are the prefix and
+64 are scored: the KL of the predictions, and the change of perplexity, relative to the prefix without
+encoding. Sizes are as stored. `--calibration` is a file of `kvtier calibrate`, or a text to make one from;
+the default is calib.txt in the model's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -26,13 +27,14 @@ import harness
 from draw_quality import drawn
 from harness import Row
 from kv import bf16, wide
-from kvtier.codec import cachegen, ecsq, fp8, q2, q4, q8
-from kvtier.codec import profile as files
-from kvtier.codec.base import Codec
-from kvtier.codec.frame import RAW, Entry
-from kvtier.codec.grid import Grid, head_of
 from kvtier_daemon.calibration.measuring import SEQUENCE, TRIALS, Trial, calibrate
 from kvtier_daemon.calibration.model import Cached, Model, chunks
+from kvtier_daemon.codec import profile as files
+from kvtier_daemon.codec.base import Codec
+from kvtier_daemon.codec.calibrated import Calibrated
+from kvtier_daemon.codec.frame import RAW, Entry
+from kvtier_daemon.codec.grid import Grid, head_of
+from kvtier_daemon.codec.table import BY_NAME
 
 Floats = npt.NDArray[np.float32]
 K, V = 0, 1
@@ -98,7 +100,7 @@ class Grouped:
 
 @dataclass
 class Fp8:
-    """e4m3, as it is, or by a scale for each part of a block."""
+    """e4m3, without a scale or with one for each part of a block."""
 
     scaled: bool
 
@@ -111,8 +113,9 @@ class Fp8:
 
 @dataclass
 class Released:
-    """CacheGen as its released code stores it: each token by its largest value, each channel of a chunk coded
-    by a table of its own, that goes with it. Bytes by entropy, and what is stored beside it."""
+    """CacheGen in the format of its released code: each token is scaled by its largest value, and each
+    channel of a chunk has its own code table, which is stored with it. Counts bytes by entropy, plus the
+    tables."""
 
     bins: int
 
@@ -193,10 +196,10 @@ class Found:
 
 def ways(profile: files.Profile) -> Iterator[tuple[str, Way]]:
     yield "raw", raw
-    yield "q8", Ours(q8.CODEC)
-    yield "q4", Ours(q4.CODEC)
-    yield "q2", Ours(q2.CODEC)
-    yield "fp8", Ours(fp8.CODEC)
+    yield "q8", Ours(BY_NAME["q8"])
+    yield "q4", Ours(BY_NAME["q4"])
+    yield "q2", Ours(BY_NAME["q2"])
+    yield "fp8", Ours(BY_NAME["fp8"])
     yield "KIVI-4, groups of 32", Grouped(4, 32, 32)
     yield "KIVI-2, groups of 32", Grouped(2, 32, 32)
     yield "fp8 unscaled", Fp8(False)
@@ -204,9 +207,9 @@ def ways(profile: files.Profile) -> Iterator[tuple[str, Way]]:
     yield "CacheGen's code, 32 bins", Released(32)
     yield RELEASED, Released(16)
     for level in files.CACHEGEN_LEVELS:
-        yield f"cachegen-{level}", Ours(cachegen.codec(profile, level))
+        yield f"cachegen-{level}", Ours(partial(Calibrated, "cachegen")(profile, level))
     for level in files.ECSQ_LEVELS:
-        yield f"ecsq-{level}", Ours(ecsq.codec(profile, level))
+        yield f"ecsq-{level}", Ours(partial(Calibrated, "ecsq")(profile, level))
 
 
 def judged(name: str, found: Found, apart: float, change: float) -> list[Row]:
@@ -295,7 +298,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="rate against distortion, as SVG")
     arguments = parser.parse_args()
     model = Model(arguments.model, arguments.device)
-    # Of latents and what RoPE has turned beside them, codecs take one part: as K and V they'd be raw.
+    # For latents and their RoPE dims, the codecs take one part: as K and V they would stay raw.
     if getattr(model.config, "kv_lora_rank", None):
         raise SystemExit(
             f"{arguments.model}: K and V are measured here, and this caches latents (MLA):"

@@ -1,4 +1,5 @@
-"""The simulator: block accesses a second of a replay under each policy, beside numbering the trace's blocks.
+"""The simulator: block accesses per second of a replay under each policy, relative to numbering the trace's
+blocks.
 
     python benchmarks/bench_sim.py [--trace FILE] [--policies lru,auto] [--out FILE]
 
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import traces
 from harness import Arm, Row, at_least, noise, pairs, report
-from kvtier.policy.base import make
+from kvtier_daemon.catalog.policy import make
 from kvtier_kernels import Optimum, Replay, Trace
-from kvtier_kernels.reference import replay as reference
+from models.kernels import replay as reference
 
 ACCESSES = 2_000_000
 SHARES = (1, 5, 20)  # percent of the unique blocks

@@ -1,9 +1,9 @@
 """Time to first token with a real vLLM engine: what a hit in kvtier adds to a hit in the engine's own cache.
 
-Each round runs a prompt once as a hit of every kind and once as a resident one; what counts is the median
-of the rounds' differences, beside a native copy of the same bytes and fio in the same run. A hit has to have
-been one: as many cached tokens as the resident one, the same token with the same probability, and, where it
-is cold, bytes that the kernel counted as read from the disk.
+Each round runs a prompt once as a hit of every kind and once as a resident one. The results are the medians
+of the rounds' differences, with a native copy of the same bytes and fio in the same run for comparison. Each
+hit is verified: it has as many cached tokens as the resident one, the same token with the same probability,
+and, if it is cold, the kernel counted its bytes as read from the disk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FLIGHTS, FLIGHT_PREFIX, FLIGHT_MIB = 16, 2048, 64
 RUNNING, FLIGHT_TOKENS = 4, 240
 SAVED_TOKENS, SAVED_DECODE = 1024, 32
 Parts = list[tuple[int, int]]
-fresh = itertools.count(10_000)  # seeds of what was never seen
+fresh = itertools.count(10_000)  # seeds of new prompts
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class Engine:
 
 
 class ColdDaemon(Daemon):
-    """A daemon with both tiers that writes to disk what is saved: as it is, so that what is read is what fio
-    reads, or by a codec."""
+    """A daemon with both tiers that writes saved blocks to disk: raw, so that it reads the same bytes as
+    fio, or with a codec."""
 
     def __init__(self, folder: Path, warm_bytes: int, codec: str = "raw") -> None:
         self.cold = folder / "cold"
@@ -194,7 +194,7 @@ class ColdDaemon(Daemon):
             time.sleep(0.02)
 
     def codecs(self) -> set[str]:
-        """What is stored is stored by these."""
+        """Return the codecs of the stored blocks."""
         return {space["codec"] for space in self.stats()["tiers"]["cold"]["coding"]["spaces"]}
 
     def files(self) -> list[Path]:
@@ -205,7 +205,7 @@ class ColdDaemon(Daemon):
 
 
 class Copies:
-    """A native copy of so many bytes between two memories of this process."""
+    """A native copy of `nbytes` between two memories of this process."""
 
     def __init__(self, nbytes: int) -> None:
         self.seconds: list[float] = []
@@ -230,7 +230,7 @@ class Copies:
 
 @dataclass
 class Hits:
-    """Seconds of hits of one kind and of the resident ones beside them, a pair a round."""
+    """Seconds of hits of one kind and of the resident hits in the same rounds."""
 
     hit: list[float] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
@@ -374,8 +374,9 @@ def timeline(scene: Scene, seed: int, tail: int, load: str) -> Row:
 
 
 def cold(scene: Scene, tail: int, rounds: int, when: str) -> list[Row]:
-    """Hits on the disk alone: the prompts in turn, as memory has room for one. What is encoded may take as
-    long as fio takes for it as it was; a resident hit beside one with a loss is of the same pages."""
+    """Hits that are only on disk: the prompts alternate, because memory has room for one. Encoded blocks are
+    compared with fio reading their raw size; a lossy hit is compared with a resident hit on the same
+    pages."""
     found = {load: Hits() for load in ("sync", "async")}
     ones: dict[str, list[dict[str, Any]]] = {load: [] for load in found}
     copies = Copies(scene.nbytes)
@@ -431,7 +432,7 @@ def one_cold(name: str, one: dict[str, Any], timelines: Path, **beside: float) -
         assert time.monotonic() < until, f"{timelines} has no copy of this hit: {one}"
         time.sleep(0.05)
         spans = parts_of(read_spans(timelines.read_text()), one)
-    # What is drawn of it is what the disk has brought.
+    # The drawn part is what the disk has delivered.
     assert any(what == "blocks come from disk" for what, _, _ in spans), f"no cold hit: {one}"
     begun, ended = spans[0][1], max(at + took for _, at, took in spans)
     in_all = one["seconds"] * 1e3
@@ -469,8 +470,9 @@ def gaps_ms(one: dict[str, Any], since: float = 0.0, until: float = float("inf")
 
 
 def queued(scene: Scene, rounds: int) -> list[Row]:
-    """A hit on the disk that waits for another request, from that one's first token on. An engine takes
-    notice of a request when a step ends: the first of two is over before anybody can have been asked."""
+    """A hit on the disk that waits for another request, measured from the first token of that request. An
+    engine notices a new request when a step ends, so the first of two requests ends before the scheduler
+    sees the second."""
     found = {load: Hits() for load in ("sync", "async")}
     in_all = {load: Hits() for load in found}
     copies = Copies(scene.nbytes)
@@ -529,7 +531,7 @@ def bursts(scene: Scene, count: int) -> list[Row]:
     rows = [
         at_most(f"{name}: disk reads of a key", max(reads) / nbytes, "", 1.0),
         at_most(
-            f"{name}: TTFT p99 beside recompute's", slow / computed, "x", 1.0,
+            f"{name}: TTFT p99 relative to recompute's", slow / computed, "x", 1.0,
             **{"p99 ms": slow, "recompute's": computed, "p50 ms": median(kinds["hits"]) * 1e3},
         ),
         at_least(f"{name}: hits", hit / (count * BURST), "", 1.0),
@@ -559,7 +561,8 @@ def asking(scene: Scene) -> Row:
 
 
 def flights(engine: Engine, waves: int) -> list[Row]:
-    """Times between tokens of running requests while others load; beside the same, resident."""
+    """Return the times between tokens of running requests while others load; and the same with resident
+    hits."""
     prompts = [[(100 + at, FLIGHT_PREFIX), (7, 1)] for at in range(FLIGHTS)]
     for parts in prompts:
         engine.generate(parts)
@@ -588,7 +591,7 @@ def flights(engine: Engine, waves: int) -> list[Row]:
                 gaps["alone"] += gaps_ms(steady, 0.0, flown[0]["began"])
         p99 = {kind: percentile(values, 0.99) for kind, values in gaps.items()}
         more = {f"{kind} ms": value for kind, value in p99.items()} | {"gaps": len(gaps["load"])}
-        name = f"ITL p99 while {at_once} loads of {FLIGHT_MIB} MiB fly, beside resident hits"
+        name = f"ITL p99 while {at_once} loads of {FLIGHT_MIB} MiB fly, relative to resident hits"
         rows.append(at_most(name, p99["load"] / p99["resident"], "x", 1.10, **more))
         progress(f"{at_once} loads at once")
     return rows

@@ -63,9 +63,9 @@ def fresh_keys(space: Space, blocks: int) -> Any:
 
 
 def saves(client: Client, block_bytes: int, rounds: int) -> list[Row]:
-    from kvtier_daemon.beside import (
-        limits,
-    )  # not at the top: `compare.py` measures trees without it
+    from kvtier_daemon.tools import (
+        machine_limits,  # not at the top: `compare.py` measures trees without it
+    )
 
     rows = []
     spec = spec_of(block_bytes)
@@ -101,7 +101,9 @@ def saves(client: Client, block_bytes: int, rounds: int) -> list[Row]:
 
         return run
 
-    every, alone = (limits.best(limits.copies(targets, sources, most)) for most in (2, 1))
+    every, alone = (
+        machine_limits.best(machine_limits.copies(targets, sources, most)) for most in (2, 1)
+    )
     for name, run, before, (setting, limit), bar in (
         ("save", save(False), prepare, every, 0.95),
         ("save by one thread", save(False, 1), prepare, alone, None),
@@ -201,9 +203,9 @@ def run_worker(role: str, socket: str, number: int) -> None:
     block = 2 * MIB
     sources, targets = buffers(CLIENT_BLOCKS, block, number), buffers(CLIENT_BLOCKS, block)
     if role == "copy":
-        from kvtier_daemon.beside import limits
+        from kvtier_daemon.tools import machine_limits
 
-        _, copy = limits.best(limits.copies(targets, sources, 1))
+        _, copy = machine_limits.best(machine_limits.copies(targets, sources, 1))
 
         def work() -> int:
             copy()
@@ -263,13 +265,13 @@ def four_clients(daemon: Daemon, rounds: int) -> list[Row]:
     clients, copiers = start(["save", "save", "load", "load"]), start(["copy", "copy"])
     try:
         window(clients), window(copiers)
-        ratios, ours, limits = [], [], []
+        ratios, ours, machine_limits = [], [], []
         for number in range(rounds):
             first, second = (clients, copiers) if number % 2 == 0 else (copiers, clients)
             measured = {id(first): window(first), id(second): window(second)}
             ours.append(measured[id(clients)])
-            limits.append(measured[id(copiers)])
-            ratios.append(ours[-1] / limits[-1])
+            machine_limits.append(measured[id(copiers)])
+            ratios.append(ours[-1] / machine_limits[-1])
     finally:
         for worker in clients + copiers:
             assert worker.stdin is not None
@@ -277,7 +279,7 @@ def four_clients(daemon: Daemon, rounds: int) -> list[Row]:
             worker.wait(20)
     low, high = harness.interval(ratios)
     value = median(ratios)
-    more = {"GB/s": median(ours), "limit GB/s": median(limits)}
+    more = {"GB/s": median(ours), "limit GB/s": median(machine_limits)}
     name = "four clients, half saving with checksums, to two best copy loops"
     return [Row(name, value, "x", ">= 0.9", value >= 0.9, low, high, more)]
 

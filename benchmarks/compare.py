@@ -3,12 +3,12 @@
 The commit is extracted and built under build/compare/; the present tree is what this interpreter imports.
 This tree's `compare_side.py` drives both, so both get the same measurement.
 
-Noise: in each round both sides run one after the other, in alternating order. Each pass starts new daemons
-and new clients, because a process keeps the memory layout that it got. A row's ratio is the present median
-by the base's median over all rounds; its interval is where 95% of the ratios of resampled rounds lie.
-A row that is slower by more than the limit is measured again in new passes, whose rounds are added. It fails
-when it stays slower by more than the limit: as WORSE if the whole interval is above 1, as UNCLEAR if the
-interval contains 1. Both end with status 1: an unclear row needs a quieter machine.
+Noise: in each round both sides run in alternating order. Each pass starts new daemons and new clients,
+because a process keeps its memory layout. A row's ratio is the present median divided by the base's median
+over all rounds; its interval contains 95% of the ratios of resampled rounds. A row that is slower by more
+than the limit is measured again in new passes, whose rounds are added. It fails when it stays slower by more
+than the limit: as WORSE if the whole interval is above 1, as UNCLEAR if the interval contains 1. Both end
+with status 1: an unclear row needs a quieter machine.
 """
 
 from __future__ import annotations

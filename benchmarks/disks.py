@@ -25,7 +25,7 @@ from typing import Any
 import harness
 from harness import Row
 from kvtier_kernels import Disk, Mapping, xxh3_128
-from kvtier_kernels.reference import OPERATION
+from models.kernels import OPERATION
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -50,7 +50,7 @@ class Arm:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """What was measured so far was to warm up."""
+        """Discard the measurements so far, which were a warm-up."""
         self.seconds.clear()
         self.cpu.clear()
 
@@ -78,7 +78,7 @@ def speed_row(
     low, high = harness.interval(ratios)
     value, gigabytes = median(ratios), nbytes / 1e9
     return Row(
-        f"{name}: throughput beside {label}", value, "x", f">= {bar:g}" if bar else "",
+        f"{name}: throughput relative to {label}", value, "x", f">= {bar:g}" if bar else "",
         value >= bar if bar else None, low, high,
         ({"settings": other.chosen} if isinstance(other, Fio) else {})
         | {"GB/s": gigabytes / median(one.seconds), f"{label} GB/s": gigabytes / median(other.seconds)},

@@ -53,7 +53,7 @@ def bars_of(spans: list[dict[str, Any]]) -> list[Bar]:
 
 
 def drawn(title: str, bars: Sequence[Bar], beside: Sequence[Bar] = ()) -> str:
-    """A bar a row; what is beside it, to compare with, below them and grey."""
+    """Draw one bar per row, and the bars for comparison below them in grey."""
     whole_ms = max(at + took for _, at, took in (*bars, *beside)) or 0.001
     scale = (WIDTH - LABEL - 110) / whole_ms
     gap = EDGE if beside else 0

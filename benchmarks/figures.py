@@ -2,9 +2,9 @@
 docs/figures.md, the rows that tell most into the README, hit rates over sizes and one hit from disk into
 pictures.
 
-Refuses results that are out of date: of a commit that is not among the last 50 of this history, or since
-which the measured code has changed, and results of a tree with changes that were not committed. `--stale`
-writes them nevertheless. Every figure stands beside its commit, so a reader sees what it is of.
+Refuses results that are out of date: from a commit that is not among the last 50, from before a change of
+the measured code, or from a tree with uncommitted changes. `--stale` writes them anyway. Every figure has
+its commit in its row.
 """
 
 from __future__ import annotations
@@ -41,45 +41,48 @@ SOURCES = {
 # What the README shows: a row's name, and how it is said there.
 HEADLINES = {
     "warm": {
-        "save with checksum, 2 MiB blocks, to the best copy loop": "save to memory, with checksums, beside"
-        " the best copy loop",
-        "load, 2 MiB blocks, to the best copy loop": "load from memory, beside the best copy loop",
-        "save with checksum, 2 MiB blocks, to memcpy": "save to memory, with checksums, beside one thread's"
-        " memcpy",
-        "load, 2 MiB blocks, to NT loop": "load from memory, beside one thread's loop of streaming stores",
-        "load as views, 256 blocks, release included": "load 256 blocks without a copy, release included",
-        "four clients, half saving with checksums, to two best copy loops": "four clients at once, beside a"
-        " best copy loop on each of two cores",
-        "four clients, half saving with checksums, to two-thread NT": "four clients at once, beside both"
-        " cores' loops of streaming stores",
+        "save with checksum, 2 MiB blocks, to the best copy loop": "save to memory, with checksums, relative"
+        " to the best copy loop",
+        "load, 2 MiB blocks, to the best copy loop": "load from memory, relative to the best copy"
+        " loop",
+        "save with checksum, 2 MiB blocks, to memcpy": "save to memory, with checksums, relative to"
+        " memcpy by one thread",
+        "load, 2 MiB blocks, to NT loop": "load from memory, relative to streaming stores by one thread",
+        "load as views, 256 blocks, release included": "load 256 blocks without a copy, with the"
+        " release",
+        "four clients, half saving with checksums, to two best copy loops": "four clients at once, relative"
+        " to the best copy loop on each of two cores",
+        "four clients, half saving with checksums, to two-thread NT": "four clients at once, relative to"
+        " streaming stores on both cores",
     },
     "control": {
-        "match of 1024 keys, p50": "ask for a prefix of 1,024 blocks",
-        "catalog of 1,000,000 blocks: memory a block": "the daemon's memory for each block it knows",
-        "daemon with 12GiB: takes clients after": "start with 12 GiB, until it takes clients",
-        "daemon with 12GiB: memory complete after": "start with 12 GiB, until all of it is allocated",
-        "daemon with 12GiB: ready after": "start with 12 GiB, until it takes clients",
+        "match of 1024 keys, p50": "match a prefix of 1,024 blocks",
+        "catalog of 1,000,000 blocks: memory a block": "daemon memory per known block",
+        "daemon with 12GiB: takes clients after": "start with 12 GiB, until the daemon accepts clients",
+        "daemon with 12GiB: memory complete after": "start with 12 GiB, until all memory is allocated",
+        "daemon with 12GiB: ready after": "start with 12 GiB, until the daemon accepts clients",
     },
     "cold": {
-        "daemon, cold to warm, io_uring, registered, saved with checksums: throughput beside fio": "load from"
-        " disk, verified, beside fio",
-        "daemon, warm to cold, saved with checksums: throughput beside fio": "write to disk, beside fio",
-        "restart with 1,000,448 blocks on disk, killed: all found after, beyond fio's scan": "a million"
-        " blocks found again after a kill",
+        "daemon, cold to warm, io_uring, registered, saved with checksums: throughput relative to fio": "load"
+        " from disk, verified, relative to fio",
+        "daemon, warm to cold, saved with checksums: throughput relative to fio": "write to disk, relative to"
+        " fio",
+        "restart with 1,000,448 blocks on disk, killed: all found after, beyond fio's scan": "find a"
+        " million blocks again after kill -9",
     },
     "ttft": {
-        "189M, tail of 128: warm hit, sync, ratio": "vLLM: a first token after a hit in memory, beside a hit"
-        " in the engine's own cache",
-        "asking with 64 requests waiting, p99": "vLLM: the scheduler asks for a hit, p99",
-        "32 requests at once on one cold prefix of 2048 tokens: TTFT p99 beside recompute's": "vLLM: 32 at"
-        " once on one prefix on disk, p99 of the first token beside recomputing it",
+        "189M, tail of 128: warm hit, sync, ratio": "vLLM: time to the first token after a hit in memory,"
+        " relative to a hit in the engine's own cache",
+        "asking with 64 requests waiting, p99": "vLLM: scheduler time to ask for a hit, p99",
+        "32 requests at once on one cold prefix of 2048 tokens: TTFT p99 relative to recompute's": "vLLM: 32"
+        " requests at once for one prefix on disk, p99 time to the first token, relative to recomputing",
     },
 }
 PICTURES = {"quality": "../benchmarks/results/quality.svg", "policy": "hit-rates.svg"}
 NONE: dict[str, Any] = {"rows": []}
 COLD_HIT = "189M, tail of 128: one cold hit, sync, in all"
 HIT_PAGES = {
-    "decisions/0041-a-hit-from-disk-takes-what-the-disk-takes.md": "../cold-hit.svg",
+    "decisions/0035-cold-hit-latency.md": "../cold-hit.svg",
     "vllm.md": "cold-hit.svg",
 }
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "value")
@@ -143,14 +146,15 @@ def side_by_side(rows: list[dict[str, Any]], commit: str) -> list[str]:
 def everything(found: dict[str, dict[str, Any]]) -> str:
     """All rows of all results that there are."""
     lines = [
-        "# What was measured",
+        "# Measured figures",
         "",
-        "Written by `make figures` from `benchmarks/results/`. A ratio is the median of pairs that ran one"
-        " after the other",
-        "in the same run, with what 95% of resampled medians lie between; a bar is what we want to hold."
-        " Each figure is of the",
-        "commit beside it, and says nothing about later ones: `make figures` refuses results of changed"
-        " code.",
+        "`make figures` writes this page from `benchmarks/results/`. A ratio is the median of pairs of runs."
+        " The two runs of a",
+        "pair follow each other. The numbers in parentheses are the 95% interval of resampled medians. A bar"
+        " is the target.",
+        "Each figure was measured at the commit in its row and says nothing about later commits:"
+        " `make figures` refuses",
+        "results of code that has changed.",
         "",
     ]
     for name, result in found.items():
@@ -180,7 +184,7 @@ def highlights(found: dict[str, dict[str, Any]]) -> str:
 
 
 def hit_rates(result: dict[str, Any]) -> str:
-    """How much of a trace is found again in a memory of so much, by policy."""
+    """Draw the hit rates of the policies on a trace over the size of memory."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in result["rows"]:
         trace, _, policy = row["name"].rpartition(": gap to the optimum closed, ")
@@ -194,7 +198,7 @@ def hit_rates(result: dict[str, Any]) -> str:
 
 
 def cold_hit(row: dict[str, Any]) -> tuple[str, str]:
-    """One hit's parts as a picture, what it is compared with below them; and the sentence beside it."""
+    """Draw the parts of one hit, with the comparisons below them, and the sentence about it."""
     more = row["more"]
     parts = {name: (at, took) for name, at, took in more["parts, from ms, for ms"]}
     came, disk = parts["blocks come from disk"]
@@ -206,9 +210,10 @@ def cold_hit(row: dict[str, Any]) -> tuple[str, str]:
         [("a resident hit, same round", 0.0, resident), ("fio, as many bytes", came, fio)],
     )
     said = (
-        f"One hit, of the median round (`load` `sync`): {row['value']:.1f} ms, {row['value'] - resident:.1f}"
-        f" more than the resident one's {resident:.1f}.\nIts blocks come from the disk in {disk:.1f} ms,"
-        f" where `fio` reads as many bytes in {fio:.0f}; they are copied in {copy:.1f} ms."
+        f"One hit, from the median round (`load` `sync`), takes {row['value']:.1f} ms:"
+        f" {row['value'] - resident:.1f} ms more than a hit in the engine's\nown cache ({resident:.1f} ms)."
+        f" Reading its blocks from disk takes {disk:.1f} ms; `fio` reads the same number of bytes in"
+        f" {fio:.0f} ms.\nCopying them takes {copy:.1f} ms."
     )
     return picture, said
 

@@ -1,8 +1,8 @@
 """What every benchmark here shares: arms interleaved in pairs, a noise probe in the same run, honest output.
 
-A row compares what kvtier does with a physical limit (memcpy, a streaming loop, an echo) timed beside it:
-both run in every round, in alternating order, and what counts is the median of the rounds' ratios. Times of
-single runs are never compared across runs: these machines are shared.
+A row compares kvtier with a physical limit (memcpy, a streaming loop, an echo): both run in every round, in
+alternating order, and the result is the median of the rounds' ratios. Times of separate runs are never
+compared, because these machines are shared.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # `models`
 
 ROUNDS = 9
 BOOTSTRAPS = 1000
@@ -87,7 +89,7 @@ def pairs(one: Arm, other: Arm, rounds: int = ROUNDS, warmups: int = 1) -> list[
 def ratio_row(
     name: str, ratios: Sequence[float], bar: float | None, nbytes: int, one: Arm, other: Arm
 ) -> Row:
-    """The median ratio with its interval; throughput and CPU of both arms beside it."""
+    """The median ratio with its interval, and the throughput and CPU time of both arms."""
     low, high = interval(ratios)
     value = median(ratios)
     gigabytes = nbytes / 1e9

@@ -11,7 +11,7 @@ Words = npt.NDArray[np.int64]
 
 
 class Blocks:
-    """Memory of so many blocks to store from, and as much to retrieve into."""
+    """Return memory for `blocks` blocks to store from, and as much to retrieve into."""
 
     def __init__(self, nbytes: int, blocks: int) -> None:
         assert nbytes % (8 * PAGE_WORDS) == 0

@@ -86,7 +86,7 @@ SLOW(pwritev64, sum(v, n), (int fd, const struct iovec *v, int n, off_t at), (fd
 
 @dataclass(frozen=True)
 class Speed:
-    """Without `bytes_s` the disk is as it is."""
+    """Without `bytes_s` the disk is unchanged."""
 
     name: str
     bytes_s: int = 0

@@ -32,9 +32,9 @@ def read_timed(path: Path) -> list[Timed]:
 
 
 def made_up(requests: int, seed: int = 1) -> list[Request]:
-    """A chat service: one of 20 system prompts, popular ones far more often; then a user's own words, 1 to
-    40 blocks. Two of five requests go on with one of the last 2,000 conversations, most often a late one, and
-    have all of it before their own words. A third of the prefixes comes again."""
+    """A chat service: one of 20 system prompts, popular ones far more often; then the text of a user, 1 to
+    40 blocks. Two of five requests continue one of the last 2,000 conversations, usually a recent one, and
+    begin with all of it. A third of the prefixes is requested again."""
     chance = random.Random(seed)
     new = iter(range(10**9))
     prompts = [[next(new) for _ in range(chance.randint(1, 8))] for _ in range(20)]
@@ -54,8 +54,9 @@ def made_up(requests: int, seed: int = 1) -> list[Request]:
 
 
 def lru_hits(requests: Sequence[Request], blocks: int) -> int:
-    """Blocks found by an LRU of so many: a block counts if every block before it in its request does. A
-    request's blocks are wanted last first, so that a prefix outlives what follows it."""
+    """Return the hits of an LRU with this many blocks: a block counts if every block before it in its
+    request does. A request's blocks are touched in reverse order, so that a prefix outlives what follows
+    it."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in requests:
@@ -142,7 +143,7 @@ def loop(requests: int, seed: int = 1) -> list[Timed]:
 
 
 def scans(requests: int, seed: int = 1) -> list[Timed]:
-    """Popular prompts, and from time to time 400 long ones that nobody wants again."""
+    """Popular prompts, and from time to time 400 long ones that are never requested again."""
     chance, new = random.Random(seed), itertools.count(10**7)
     prompts = [[1 + 12 * at + part for part in range(12)] for at in range(200)]
     popular = [1 / (at + 1) ** 0.8 for at in range(len(prompts))]
@@ -156,7 +157,7 @@ def scans(requests: int, seed: int = 1) -> list[Timed]:
 
 
 def fashions(requests: int, seed: int = 1) -> list[Timed]:
-    """What is popular changes every 1,500 requests."""
+    """The popular prompts change every 1,500 requests."""
     chance, new = random.Random(seed), itertools.count(10**7)
     found: list[Timed] = []
     for at in range(requests):
@@ -202,8 +203,8 @@ def turns(requests: int, seed: int = 1) -> list[Timed]:
 
 
 def tools(requests: int, seed: int = 1) -> list[Timed]:
-    """Agents again, of 60 kinds by Zipf's law: prompts of 5 to 60 blocks that begin alike, calls seconds
-    apart, runs of a few to some hundred steps, and results too long to come again."""
+    """Agents again, of 60 kinds by Zipf's law: prompts of 5 to 60 blocks with equal beginnings, calls within
+    seconds, some to some hundred steps per run, and results that are too long to be requested again."""
     chance, new = random.Random(seed), itertools.count(1)
     families = [[next(new) for _ in range(chance.randint(2, 20))] for _ in range(8)]
     kinds = [
@@ -296,7 +297,7 @@ def batches(requests: int, seed: int = 1) -> list[Timed]:
 
 
 def sweeps(requests: int, seed: int = 1) -> list[Timed]:
-    """A job that reads 250 documents again and again, each time in another order, beside chat."""
+    """A job that reads 250 documents repeatedly, each time in another order, while chats run."""
     chance, new = random.Random(seed), itertools.count(1)
     texts = [[next(new) for _ in range(chance.randint(4, 30))] for _ in range(250)]
     read: list[Timed] = []
@@ -307,7 +308,7 @@ def sweeps(requests: int, seed: int = 1) -> list[Timed]:
 
 
 def zipf(requests: int, seed: int = 1) -> list[Timed]:
-    """The same prompts over and over by Zipf's law, and nobody goes on."""
+    """The same prompts repeatedly by Zipf's law, without continuations."""
     chance, new = random.Random(seed), itertools.count(1)
     texts = [[next(new) for _ in range(chance.randint(1, 24))] for _ in range(4000)]
     popular = list(itertools.accumulate(1 / (at + 1) for at in range(len(texts))))

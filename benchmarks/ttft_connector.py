@@ -18,7 +18,7 @@ import msgspec
 from kvtier.wire import SLOT
 from kvtier_kernels import Mapping, Pieces, scatter
 from kvtier_vllm.connector import KvtierConnector
-from kvtier_vllm.messages import Load, Read
+from kvtier_vllm.messages import LoadOrder, ReadOrder
 from ttft_journal import Journal
 
 FLOOR = b"floor"
@@ -102,9 +102,9 @@ class BenchConnector(KvtierConnector):
             nbytes = self._layout.block_bytes
             slots = b"".join(SLOT.pack(0, 0, at * nbytes, 0) for at in range(stop - count, stop))
             self._floors += 1
-            load = Load(
+            load = LoadOrder(
                 -self._floors, request.request_id, FLOOR, wish["load"] == "sync",
-                [[Read(0, list(ids[stop - count : stop]), slots)]],
+                [[ReadOrder(0, list(ids[stop - count : stop]), slots)]],
             )  # fmt: skip
             self._scheduler._loads.begun.append(load)
             return
@@ -142,20 +142,20 @@ class BenchConnector(KvtierConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        side = self._worker
+        loads = self._worker.loads
         if self._floor_blocks:
             nbytes = self._floor_blocks * self._layout.block_bytes
             self._floor = FloorReader(nbytes)
-        plain = side._load
+        plain = loads._load
 
-        def load(one: Load) -> bool:
+        def load(one: LoadOrder) -> bool:
             if one.daemon_run == FLOOR:
-                side._readers[FLOOR] = self._floor
+                self._worker.mappings.readers[FLOOR] = self._floor
             good = self._journal.timed("copy", lambda: plain(one), int(one.now))
-            side._readers.pop(FLOOR, None)
+            self._worker.mappings.readers.pop(FLOOR, None)
             return bool(good)
 
-        side._load = load
+        loads._load = load
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._journal.timed(

@@ -1,21 +1,78 @@
-"""Fixtures: real daemons, stopped at the end."""
+"""Fixtures with real daemons, and the order of the tests if several processes run them."""
 
 from __future__ import annotations
 
 import gc
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
-from daemons import Daemon, start_daemon
-from fake_cuda import FakeCuda, build, toolkit
+from support.daemons import Daemon, start_daemon
+from support.fake_cuda import FakeCuda, build, toolkit
+
+# Files that take long, the longest first. The processes begin with these and share the tests of each file,
+# except for WHOLE, whose module fixtures take most of the time. One process runs all tests of any other file.
+WHOLE = ("tests/faults/test_daemon_crash.py", "tests/kernels/test_fuzz_codecs.py")
+LONGEST = (
+    *WHOLE,
+    "tests/faults/test_hostile_clients.py",
+    "tests/e2e/test_tiers.py",
+    "tests/e2e/test_lossy.py",
+    "tests/faults/test_cold_disks.py",
+    "tests/e2e/test_operating.py",
+    "tests/e2e/test_cold_tier.py",
+    "tests/e2e/test_self_heal.py",
+    "tests/faults/test_failing_directories.py",
+    "tests/e2e/test_damaged_index.py",
+    "tests/faults/test_killed_clients.py",
+    "tests/faults/test_cap.py",
+    "tests/faults/test_cold_crash.py",
+    "tests/e2e/test_installed.py",
+    "tests/test_bench_codec.py",
+    "tests/daemon/catalog/test_policies.py",
+    "tests/kernels/test_codecs.py",
+    "tests/kernels/test_disk.py",
+    "tests/kernels/test_calibrated.py",
+    "tests/plugins/test_vllm_sides.py",
+    "tests/plugins/test_vllm_cuda.py",
+)
+
+# No deadline for an example: the machine may be busy.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
+
+# Background jobs of a shell and their children ignore SIGINT, with which tests interrupt commands.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        ranks = {name: rank for rank, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file in LONGEST and file not in WHOLE else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture
 def daemon_of(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
-    """Starts daemons, each in a folder of its own unless told; stops them at the end."""
+    """Start daemons, each in its own folder unless `folder` is given; stop them at the end."""
     running: list[Daemon] = []
 
     def start(**options: Any) -> Daemon:
@@ -30,9 +87,17 @@ def daemon_of(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
         assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Provide a folder that every user can enter, unlike tmp_path; it is removed after its daemon."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One daemon for the tests of a module that leave nothing behind."""
+    """Provide one daemon for all tests of a module; they must leave nothing in it."""
     daemon = start_daemon(tmp_path_factory.mktemp("daemon"))
     yield daemon
     daemon.stop()
@@ -40,15 +105,15 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="session")
-def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cuda_library() -> Path:
     if toolkit() is None:
         pytest.skip("no cuda.h: NOTHING OF CUDA IS TESTED HERE")
-    return build(tmp_path_factory.mktemp("cuda"))
+    return build()
 
 
 @pytest.fixture
 def fake_cuda(cuda_library: Path) -> Iterator[FakeCuda]:
-    """A CUDA driver without a device. Nothing is left of it at the end, and nothing went astray."""
+    """Provide a CUDA driver without a device. At the end, no object is left and no copy used wrong memory."""
     fake = FakeCuda(cuda_library)
     yield fake
     fake.hold(False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,16 +11,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
-import yaml
 
-from daemons import Daemon, kvtier
-from kvtier.units import GIB, parse_bytes
+from kvtier.units import GIB
+from kvtier.wire import OUTCOMES
+from kvtier_daemon.catalog import WHY_MISSED
+from kvtier_daemon.catalog.blocks import WHY_EVICTED
+from kvtier_daemon.catalog.miss_log import UNWRITTEN
 from kvtier_daemon.cli import COMMANDS
-from kvtier_daemon.config import load
-from kvtier_daemon.tiers.volume import Volume
-from specs import spec_of
+from kvtier_daemon.config.schema import load
+from kvtier_daemon.tiers.cold.directory import ColdDirectory
+from kvtier_vllm import stats
+from support.daemons import Daemon, kvtier
+from support.specs import spec_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,13 +36,30 @@ def test_the_figures_are_those_of_the_results() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_api_reference_is_what_the_docstrings_say() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "api_reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")), ids=str
 )
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can name: the headings of a page, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
 def test_the_readmes_program_runs(shared_daemon: Daemon) -> None:
@@ -77,46 +98,6 @@ def test_the_commands_for_operators_run(daemon_of: Callable[..., Daemon], tmp_pa
     assert ran == {"install-service", "config", "reload", "tier", "status"}
 
 
-def test_the_container_and_the_manifest_say_what_the_daemon_understands() -> None:
-    container = (ROOT / "Containerfile").read_text()
-    page = (ROOT / "docs" / "operations.md").read_text()
-    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
-    (daemon,) = pod["containers"]
-    said = dict(re.findall(r"(KVTIER_\w+)=(\S+)", container))
-    asked = {one["name"]: one["value"] for one in daemon["env"]}
-    config = load(None, environ=said | asked, uid=10001).config
-    assert str(config.warm.size_bytes >> 30) + "GiB" == asked["KVTIER_WARM__SIZE"]
-    assert load(None, environ=said, uid=10001).config.socket == config.socket
-    # A flag in the image would come before what the manifest says.
-    (command,) = re.findall(r"^CMD (.*)$", container, re.MULTILINE)
-    assert daemon.get("args", json.loads(command)) == ["serve"]
-    assert (
-        parse_bytes(daemon["resources"]["limits"]["memory"] + "B") >= config.warm.size_bytes + GIB
-    )
-    assert config.cold is not None
-    mounts = [Path(one["mountPath"]) for one in daemon["volumeMounts"]]
-    (paths,) = pod["initContainers"]
-    assert paths["volumeMounts"] == daemon["volumeMounts"]
-    for path in (config.socket.parent, config.state, *config.cold.directories):
-        assert any(path.is_relative_to(mount) for mount in mounts), path
-        assert str(path) in paths["command"][2].split(), path
-    user = daemon["securityContext"]["runAsUser"]
-    assert f"useradd --uid {user} " in container and f"-o {user} " in paths["command"][2]
-
-
-@pytest.mark.parametrize(("code", "lives"), [(0, True), (2, True), (3, False)])
-def test_a_pod_is_restarted_for_no_answer_alone(tmp_path: Path, code: int, lives: bool) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
-    (line,) = re.findall(r"exec: (\{command: \[sh.*\})", page)
-    asked = tmp_path / "kvtier"
-    asked.write_text(f"#!/bin/sh\nexit {code}\n")
-    asked.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(yaml.safe_load(line)["command"], env=path, check=False)
-    assert (done.returncode == 0) is lives
-
-
 def test_the_architecture_page_names_only_what_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     roots = {
@@ -132,6 +113,9 @@ def test_the_architecture_page_names_only_what_exists() -> None:
         for name in names:
             place = roots[package] / (name if name.startswith(package) else f"{package}/{name}")
             assert place.is_dir() or place.with_suffix(".py").exists(), name
+    walked = re.findall(r"^\| \d+ \| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(walked) > 15
+    assert [path for path in walked if not (ROOT / path).is_file()] == []
 
 
 def test_messages_that_the_troubleshooting_page_explains_are_said_by_somebody() -> None:
@@ -148,6 +132,44 @@ def test_messages_that_the_troubleshooting_page_explains_are_said_by_somebody() 
     assert [message for message in said if message not in text] == []
 
 
+def test_the_operations_page_lists_every_reason() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    listed = {
+        title: re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+        for title, table in re.findall(r"\n\| ([\w ]+ reason) \|(.*?)\n\n", page, re.DOTALL)
+    }
+    assert {title: sorted(reasons) for title, reasons in listed.items()} == {
+        "miss reason": sorted(WHY_MISSED),
+        "eviction reason": sorted(WHY_EVICTED),
+        "refusal reason": sorted(OUTCOMES[1:]),
+        "vLLM miss reason": sorted(get_args(stats.Miss)),
+    }
+    for reason in (*UNWRITTEN, *get_args(stats.Failure), *get_args(stats.Drop)):
+        assert f"`{reason}`" in page, reason
+
+
+def test_the_worksheet_prints_a_configuration_that_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (stanza,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == stanza
+    disks = sorted({Path(path).parent for path in re.findall(r'"(/mnt/[^"]+)"', stanza)})
+    for disk in disks:
+        stanza = stanza.replace(str(disk), str(tmp_path / disk.name))
+        (tmp_path / disk.name / "kvtier").mkdir(parents=True, mode=0o700)
+    file = tmp_path / "kvtier.toml"
+    file.write_text(stanza)
+    # The one value that depends on this machine: how much memory it has.
+    checked = kvtier("config", "check", str(file), KVTIER_WARM__SIZE="64MiB")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    config = load(file, uid=10001).config
+    assert config.warm.size_bytes == 73 * GIB
+    assert config.cold is not None and len(config.cold.directories) == len(disks) == 2
+
+
 def test_every_command_of_the_commands_page_runs(
     daemon_of: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -161,7 +183,7 @@ def test_every_command_of_the_commands_page_runs(
     }  # fmt: skip
     daemon = daemon_of()
     (tmp_path / "cold").mkdir()
-    Volume(tmp_path / "cold", None).close()  # as a daemon has left it
+    ColdDirectory(tmp_path / "cold", None).close()  # as a daemon has left it
     environment = dict(os.environ, KVTIER_SOCKET=daemon.socket, KVTIER_WARM__SIZE="64MiB")
     python = [sys.executable, "-m", "kvtier_daemon.cli"]
     with daemon.connect() as client, ThreadPoolExecutor() as pool:

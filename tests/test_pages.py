@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from daemons import Daemon
-from pages import Block, blocks
+from support.daemons import Daemon
+from support.pages import Block, blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "plugins/README.md",
@@ -25,17 +25,22 @@ ELSEWHERE = {
     ("README.md", "make demo"): "builds .venv; tests/e2e/test_demo.py",
     ("README.md", "make test"): "runs this test",
     ("README.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
+    ("docs/vllm.md", "until curl"): "needs vLLM; tests/engines/test_vllm_warming.py",
+    ("docs/operations.md", "podman build"): "needs a registry and a cluster; tests/daemon/test_chart.py",
     ("docs/vllm.md", "pip install ."): "needs vLLM and a model; tests/engines, tests/faults/test_package.py",
     ("CONTRIBUTING.md", "make venv"): "builds and runs everything; .ci/run",
     ("docs/gpu.md", "make venv"): "needs a GPU; make test-gpu",
     ("docs/gpu.md", "KVTIER_DEVICE=gpu compute-sanitizer"): "needs a GPU; make test-gpu",
+    ("docs/tutorial.md", "make venv"): "builds .venv",
+    ("docs/tutorial.md", "pip install ."): "needs vLLM and a model; tests/engines",
+    ("docs/tutorial.md", "curl"): "needs vLLM and a model; tests/engines",
     ("docs/operations.md", "python3 -m venv /opt/kvtier"): "writes /opt; tests/faults/test_package.py",
     ("docs/operations.md", "/opt/kvtier/bin/kvtier install-service"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier config check"): "tests/e2e/test_installed.py",
     ("docs/operations.md", "kvtier tier drain warm"): "tests/e2e/test_installed.py",
     ("docs/planning.md", "kvtier explain"): "names an example's key; tests/e2e/test_explain.py",
-    ("docs/sizing.md", "$ kvtier size"): "needs a model's configuration; tests/daemon/test_sizing.py",
-    ("docs/sizing.md", "$ kvtier sim"): "needs a trace; tests/daemon/test_sim.py",
+    ("docs/sizing.md", "$ kvtier size"): "needs a model's configuration; tests/daemon/tools/test_sizing.py",
+    ("docs/sizing.md", "$ kvtier sim"): "needs a trace; tests/daemon/sim/test_sim.py",
 }  # fmt: skip
 # Findings about the machine are no failure of the command.
 MAY_FAIL = {"kvtier doctor": ("1", "2")}
@@ -145,6 +150,16 @@ def test_a_page_runs_as_it_is_printed(
     lines = failed.read_text().splitlines() if failed.exists() else []
     assert [line for line in lines if not _may(line)] == [], output
     assert "Traceback" not in output
+    missing = [line for line in shown(page) if line not in output.splitlines()]
+    assert missing == [], output
+
+
+def shown(page: Path) -> list[str]:
+    """The lines that the page shows as the output of its programs, each right below its program."""
+    pairs = re.findall(
+        r"^```python\n[^`]*```\n```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+    )
+    return [line for output in pairs for line in output.splitlines()]
 
 
 def _may(line: str) -> bool:

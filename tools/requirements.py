@@ -1,5 +1,10 @@
-"""Print what pyproject.toml asks for: `requirements.py build test dev`, one requirement a line."""
+"""Print requirements of pyproject.toml, one per line: the dependencies and the named extras.
 
+`requirements.py build test dev`: "build" adds the build system, and cmake and ninja if the
+machine does not have them.
+"""
+
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -9,6 +14,8 @@ wanted = list(project["project"]["dependencies"])
 for extra in sys.argv[1:]:
     if extra == "build":
         wanted += project["build-system"]["requires"]
+        # pip installs these by itself only with build isolation.
+        wanted += [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
     else:
         wanted += project["project"]["optional-dependencies"][extra]
 print("\n".join(wanted))

@@ -1,4 +1,4 @@
-"""Puts the daemon together, runs it, and takes it down again."""
+"""Assembles the daemon, runs it, and ends it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ import time
 from typing import Any, NoReturn
 
 import kvtier
-from kvtier.catalog import Catalog
-from kvtier.policy.base import make
-from kvtier.policy.deferred import Deferred
 from kvtier.units import format_bytes
-from kvtier_daemon import departing, profiles
+from kvtier_daemon import shutdown
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.catalog.policy import AUTO, make
 from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
-from kvtier_daemon.cold_life import END_S, ColdLife
-from kvtier_daemon.config import Config, Loaded, tenant_of
+from kvtier_daemon.config import profiles
+from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.config.schema import Config, LoadedConfig, tenant_of
+from kvtier_daemon.config.values import address_text
+from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.notify import LogFormatter, Notifier, to_journal, watchdog_s
 from kvtier_daemon.observing import hints, web
-from kvtier_daemon.observing.figures import Figures
 from kvtier_daemon.observing.history import EVERY_S, History
-from kvtier_daemon.observing.lag import Lag
-from kvtier_daemon.observing.recent import RECENT
+from kvtier_daemon.observing.loop_lag import LoopLag
+from kvtier_daemon.observing.recent_log import RECENT
+from kvtier_daemon.observing.status import StatusFigures
 from kvtier_daemon.probe import DiskProbe, Probe
-from kvtier_daemon.recorder import Recorder
 from kvtier_daemon.secrets import load_secrets
-from kvtier_daemon.server import Server
-from kvtier_daemon.settings import Settings
+from kvtier_daemon.serving.recorder import Recorder
+from kvtier_daemon.serving.server import Server
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import ColdTier
+from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.warm import WarmTier
-from kvtier_daemon.unforeseen import Unforeseen
-from kvtier_daemon.values import address_text
 from kvtier_kernels import Store
 
 log = logging.getLogger(__name__)
@@ -46,13 +47,13 @@ log = logging.getLogger(__name__)
 TEND_S = 0.1
 EXIT_HUNG = 75  # sysexits' EX_TEMPFAIL
 TELL_S = 5.0
-WATCHDOG_PARTS = 3  # of the time after which the manager gives up
-START_S = 60.0  # for which more time is asked, again and again
+WATCHDOG_PARTS = 3  # of the watchdog timeout
+START_S = 60.0  # per extension of the start timeout
 STOP_S = 25.0  # less than the unit's TimeoutStopSec
 
 
-def run(loaded: Loaded) -> None:
-    """Serve until SIGTERM or SIGINT. What can be known to fail, `preflight.require` has looked at before."""
+def run(loaded: LoadedConfig) -> None:
+    """Serve until SIGTERM or SIGINT. `preflight.require` has checked the configuration before."""
     config = loaded.config
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(to_journal(2)))
@@ -75,7 +76,7 @@ class App:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedConfig,
         secrets: dict[str, bytes],
         listener: socket.socket,
         port: socket.socket | None = None,
@@ -83,13 +84,14 @@ class App:
         config = loaded.config
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
         losses = profiles.losses_of(config)
-        uses = {name: Deferred(make(config.warm.policy)) for name in quotas}
+        policy = AUTO if config.warm.policy == "auto" else config.warm.policy
+        uses = {name: DeferredPolicy(make(policy)) for name in quotas}
         self.tenants = {
             name: Tenant(
                 name,
                 secrets[name],
                 quota,
-                Catalog(Store(), uses[name], config.history_bytes // len(quotas)),
+                Catalog(Store(), uses[name], config.history_bytes // len(quotas), policy),
                 losses=losses,
                 uses=uses[name],
             )
@@ -99,15 +101,17 @@ class App:
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages
         )
         self._notifier = Notifier.from_environment()
-        self._settings = Settings(loaded, self._notifier, self._swap, self._count_failure)
-        self._unforeseen = Unforeseen(self._count_failure)
-        self._cold = ColdLife(self._settings, self.tenants, self.warm, losses, self._unforeseen)
+        self._settings = CurrentConfig(loaded, self._notifier, self._swap, self._count_failure)
+        self._unforeseen = InternalErrors(self._count_failure)
+        self._cold = ColdLifecycle(
+            self._settings, self.tenants, self.warm, losses, self._unforeseen
+        )
         self._listener = listener
         self._port = port
         self._server: Server | None = None
-        self._stand_in: departing.StandIn | None = None
-        self._figures = Figures(
-            self._settings, self.tenants, self.warm, self._cold, self._shown_at()
+        self._stand_in: shutdown.StandIn | None = None
+        self._figures = StatusFigures(
+            self._settings, self.tenants, self.warm, self._cold, _address(self._port)
         )
         self._history = History(lambda: self._figures.of(None))
 
@@ -127,8 +131,7 @@ class App:
             loop.add_signal_handler(number, stopped.set)
         reload = asyncio.Event()
         loop.add_signal_handler(signal.SIGHUP, reload.set)
-        # What was made so far stays for good: a collection need not walk it again. A cold tier goes when it
-        # is switched off.
+        # The objects so far live as long as the daemon: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         if self.config.cold is not None:
@@ -144,10 +147,10 @@ class App:
             recorder,
             self,
         )
-        lag = Lag(loop)
+        lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
         loop.add_reader(self.warm.start(), self._extents_ready)
-        self._say_whether_it_grows()
+        self._update_growing()
         looked_at = await self._show(loop)
         self._notifier.ready(f"serving on {self.config.socket}")
         log.info(
@@ -159,16 +162,16 @@ class App:
         )
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._tend(), name="tend"),
+                tasks.create_task(self._run_periodically(), name="tend"),
                 tasks.create_task(recorder.run(), name="record"),
                 tasks.create_task(self._settings.reload_when(reload), name="reload"),
-                tasks.create_task(self._tell_on(), name="tell"),
+                tasks.create_task(self._update_status_line(), name="tell"),
                 tasks.create_task(self._keep_hints(), name="hints"),
             ]
             if every_s := watchdog_s() / WATCHDOG_PARTS:
-                running.append(tasks.create_task(self._show_life(every_s), name="watchdog"))
+                running.append(tasks.create_task(self._feed_watchdog(every_s), name="watchdog"))
             if self._notifier.is_heard:
-                running.append(tasks.create_task(self._stand_in_while_it_hangs(), name="stand in"))
+                running.append(tasks.create_task(self._replace_while_hung(), name="stand in"))
             self._cold.start(tasks)
             if looked_at is not None:
                 running.append(tasks.create_task(self._keep_history(), name="history"))
@@ -177,16 +180,16 @@ class App:
                 task.cancel()
             self._cold.end_moving()
         self._figures.stopping = True
-        self._notifier.stopping("writing what is to be found again")
+        self._notifier.stopping("completing the writes to disk that have started")
         self._notifier.extend_timeout(STOP_S)
-        log.info("going down")
+        log.info("stopping")
         if sys.stderr is not None:
-            # Whatever else hangs, it says where it was, and ends.
+            # If the stop hangs, log where, and end.
             faulthandler.dump_traceback_later(STOP_S, exit=True)
-        self._server.close("it was asked to stop")
-        loop.remove_reader(self.warm.event_fd)  # an extent that comes now is of no use
+        self._server.close("the daemon was told to stop")
+        loop.remove_reader(self.warm.event_fd)  # further extents are not used
         if not await self._cold.close():
-            self._leave("a disk hangs, or a codec: what it was doing can't be waited for")
+            self._leave("a disk or a codec hangs: ending without waiting for it")
         if looked_at is not None:
             looked_at.close()
         lag.stop()
@@ -196,7 +199,7 @@ class App:
             self._stand_in.end(0)
 
     async def _open_cold(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
-        """Open the cold tier, for as long as that takes: an index may be long, or its disk slow."""
+        """Open the cold tier; this may take long, for a large index or a slow disk."""
         opening, stopping = (
             loop.create_task(self._cold.open(loop)),
             loop.create_task(stopped.wait()),
@@ -208,73 +211,72 @@ class App:
             )
         stopping.cancel()
         if not opening.done():
-            opening.cancel()  # what was opened is closed, and what hangs is left to itself
+            opening.cancel()  # closes what was opened, except what hangs
             await asyncio.wait([opening], timeout=END_S)
         if not opening.done():
-            self._leave("it is to stop, and a disk hangs while its files are opened")
+            self._leave(
+                "told to stop while a disk hangs during opening: ending without waiting for it"
+            )
         if not opening.cancelled():
             await opening
 
     def _leave(self, why: str) -> NoReturn:
-        """End at once. What is under way has files, and perhaps memory, of ours: this process may stay until
-        the disk answers, without its socket and its memory."""
+        """End at once. The process may stay until the disk answers, because requests use its files and
+        memory; it frees its socket and its memory before."""
         log.critical("%s", why)
         release_socket(self._listener)
         if self._notifier.is_heard:
             try:
-                (self._stand_in or departing.StandIn()).end(EXIT_HUNG)
+                (self._stand_in or shutdown.StandIn()).end(EXIT_HUNG)
             except (OSError, subprocess.SubprocessError) as error:
-                log.error("no process can tell the manager of the end: %s", error)
+                log.error(
+                    "cannot start the process that reports the exit code to the service "
+                    "manager: %s",
+                    error,
+                )
         mappings = [*self._cold.mappings(), *(extent.table for extent in self.warm.extents)]
         self.warm.close()
-        departing.unmap(mappings)
+        shutdown.unmap(mappings)
         logging.shutdown()
         os._exit(EXIT_HUNG)
 
-    # --- what those who run it ask for -------------------------------------------------------
+    # --- orders of an operator -------------------------------------------------------
 
     async def settings(self, order: str) -> dict[str, Any]:
-        """As `Settings.answer`; or the last lines of the log ("log")."""
+        """See `CurrentConfig.answer`; "log" returns the last lines of the log."""
         if order == "log":
             return {"pid": os.getpid(), "lines": list(RECENT.lines)}
         return await self._settings.answer(order)
 
     async def tier(self, tier: str, order: str) -> dict[str, Any]:
-        """As `ColdLife.order`."""
+        """See `ColdLifecycle.order`."""
         return self._cold.order(tier, order)
 
     def _swap(self, config: Config) -> None:
-        """Go on with this configuration, which differs in what can be swapped alone."""
+        """Apply this configuration, which differs only in settings that can change at run time."""
         assert self._server is not None
         logging.getLogger().setLevel(config.log_level.upper())
         self._server.limit_clients(config.max_clients)
-        self._cold.go_by(config)
+        self._cold.reconfigure(config)
 
-    # --- showing how it is -------------------------------------------------------------------
+    # --- status -------------------------------------------------------------------
 
     async def _show(self, loop: asyncio.AbstractEventLoop) -> web.Web | None:
-        """Answer those who look, if that is configured."""
+        """Serve the status page and the metrics if they are configured."""
         if self._port is None:
             return None
         assert self.config.http is not None
-        pages = web.Pages(
+        pages = web.HttpPages(
             lambda: self._figures.of(None), self._history.report, self.config.http.hosts
         )
         shown = web.Web(loop, pages, self._count_failure)
         await shown.listen(self._port)
-        log.info("http://%s shows how it is", self._shown_at())
+        log.info("status page and metrics: http://%s", _address(self._port))
         return shown
-
-    def _shown_at(self) -> str:
-        """Where, or nothing."""
-        if self._port is None:
-            return ""
-        host, port, *_ = self._port.getsockname()
-        return address_text(host, port)
 
     async def _keep_history(self) -> None:
         while True:
-            self._unforeseen.tried("the history", self._history.note)
+            self._unforeseen.tried("history", self._history.note)
             await asyncio.sleep(EVERY_S)
 
     async def _keep_hints(self) -> None:
@@ -283,9 +285,9 @@ class App:
 
         while True:
             await asyncio.sleep(hints.EVERY_S)
-            self._unforeseen.tried("the hints", note)
+            self._unforeseen.tried("hints", note)
 
-    async def _tell_on(self) -> None:
+    async def _update_status_line(self) -> None:
         """Keep `systemctl status` up to date."""
         told = ""
 
@@ -298,53 +300,58 @@ class App:
 
         while True:
             await asyncio.sleep(TELL_S)
-            self._unforeseen.tried("the status line", tell)
+            self._unforeseen.tried("status line", tell)
 
-    async def _show_life(self, every_s: float) -> None:
-        """Say that the daemon does what it is there for, as long as it does: a block goes into memory each
-        time, and comes back. What disks do is looked at beside it: one that hangs switches its tier off."""
+    async def _feed_watchdog(self, every_s: float) -> None:
+        """Notify the watchdog as long as a block can be saved to memory and loaded again. The disks are
+        probed separately: a disk that hangs switches its tier off."""
         probe, on_disks = Probe(), DiskProbe()
         while True:
-            if self._unforeseen.tried("a block put into memory and read again", probe.put_and_get):
+            if self._unforeseen.tried("watchdog probe of memory", probe.put_and_get):
                 self._notifier.alive()
             if self.cold is not None and self._cold.is_there:
-                self._unforeseen.tried(
-                    "pages put on disks and read again", on_disks.begin, self.cold
-                )
+                self._unforeseen.tried("watchdog probe of disks", on_disks.begin, self.cold)
             await asyncio.sleep(every_s)
 
-    async def _stand_in_while_it_hangs(self) -> None:
-        """Name another process as the service's main one while a disk hangs: this one may be unable to end
-        then."""
+    async def _replace_while_hung(self) -> None:
+        """Make another process the service's main one while a disk hangs, because this one may be unable to
+        end."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TEND_S)
             if self._cold.hangs and self._stand_in is None:
                 try:
-                    self._stand_in = await asyncio.to_thread(departing.StandIn)
+                    self._stand_in = await asyncio.to_thread(shutdown.StandIn)
                 except (OSError, subprocess.SubprocessError) as error:
-                    log.error("no process can stand in for this one: %s", error)
+                    log.error(
+                        "cannot start the process that replaces this one as the "
+                        "service's main process: %s",
+                        error,
+                    )
                     return
-                log.info("a disk hangs: another process is the service's main one until it is over")
+                log.info(
+                    "a disk hangs: another process is the service's main process until it answers"
+                )
                 loop.add_reader(self._stand_in.ended, os._exit, EXIT_HUNG)
             elif not self._cold.hangs and self._stand_in is not None:
                 stand_in, self._stand_in = self._stand_in, None
                 loop.remove_reader(stand_in.ended)
-                await asyncio.to_thread(stand_in.give_back)  # waits for the manager
+                await asyncio.to_thread(stand_in.give_back)  # waits for the service manager
 
-    # --- looking after it --------------------------------------------------------------------
+    # --- periodic work --------------------------------------------------------------------
 
-    async def _tend(self) -> None:
-        """What happens by itself: leases run out, silent strangers are shown the door."""
+    async def _run_periodically(self) -> None:
+        """End expired leases, forget expired blocks, disconnect clients that do not respond."""
         assert self._server is not None
         tried, events = self._unforeseen.tried, self._server.events
         while True:
             await asyncio.sleep(TEND_S)
             now = self._server.clock()
             for name, tenant in self.tenants.items():
-                tried(f"leases of {name}", tenant.catalog.expire, now)
+                tried(f"leases of tenant {name}", tenant.catalog.expire_leases, now)
+                tried(f"expired blocks of tenant {name}", tenant.catalog.forget_expired, now)
             self._cold.tend()
-            tried("clients", self._server.tend)
+            tried("clients", self._server.check_clients)
             tried("events", events.sample, self.tenants.values(), self.cold)
 
     def _count_failure(self) -> None:
@@ -362,24 +369,31 @@ class App:
             self._cold.map(tenant, extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
-        self._say_whether_it_grows()
+        self._update_growing()
         if self._server is not None:
-            for session in list(self._server.sessions):
-                session.memory_grew()
+            self._server.memory_grew()
         if self.warm.complete:
             log.info(
-                "warm tier is there: %s, of it %s in huge pages",
+                "warm tier is complete: %s, of which %s in huge pages",
                 format_bytes(self.warm.allocated_bytes),
                 format_bytes(self.warm.huge_bytes),
             )
 
-    def _say_whether_it_grows(self) -> None:
+    def _update_growing(self) -> None:
         for tenant in self.tenants.values():
             tenant.catalog.growing = not self.warm.complete
 
 
+def _address(port: socket.socket | None) -> str:
+    """The address of the status page; empty without one."""
+    if port is None:
+        return ""
+    host, number, *_ = port.getsockname()
+    return address_text(host, number)
+
+
 def _uvloop_factory() -> Any:
-    """uvloop's loop where it is installed; asyncio's own elsewhere."""
+    """uvloop's event loop if it is installed, otherwise None for asyncio's."""
     try:
         import uvloop
     except ImportError:

@@ -1,7 +1,7 @@
-"""Taking the socket's path: of two daemons one gets it, and a dead one's leftover is cleared away.
+"""Claims the socket's path: only one of two daemons gets it, and the socket of a dead daemon is removed.
 
-Everything happens under `<path>.lock`, which stays: whoever unlinked it could pull it from under
-the next daemon. A socket that answers a connect has a live owner and is never touched.
+All steps hold the lock `<path>.lock`, which is never removed, because another daemon may be about to lock it.
+A socket that answers a connect has a live owner and is never touched.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ def claim_socket(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> socket.socket:
-    """Return a non-blocking socket that listens at `path`, open to `mode` and `group` and no more.
+    """Return a non-blocking socket that listens at `path`, with this `mode` and `group`.
 
-    Nobody can connect before the mode is set, whatever the umask. Never takes the path from a live
-    process and never removes what is no socket: ConfigError says who or what is there. `origin`: where
-    the path was written.
+    No client can connect before the mode is set, independent of the umask. Never takes the path from a live
+    process, and removes only sockets: otherwise ConfigError names the owner. `origin`: where the path was
+    configured.
     """
     with _locked(path, clock, sleep):
         _clear(path, origin)
@@ -79,8 +79,8 @@ def inherited_socket(
 ) -> socket.socket | None:
     """Return the socket that the service manager listens with, non-blocking; None if it handed over none.
 
-    Whoever the manager lets connect may connect. ConfigError where it listens elsewhere than at `path`, where
-    clients are told to look. What was handed over is taken out of the environment.
+    The manager decides which users may connect. ConfigError if it listens at another path than `path`, which
+    clients use. Removes the manager's variables from the environment.
     """
     environ = os.environ if environ is None else environ
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
@@ -94,25 +94,32 @@ def inherited_socket(
     try:
         listener = socket.socket(fileno=first)
     except OSError as error:
-        text = f"socket {path}: what the service manager handed over is no socket: {error.strerror}"
+        text = (
+            f"socket {path}: the service manager handed over something that is not a "
+            f"socket: {error.strerror}"
+        )
         raise ConfigError(text) from error
     listener.set_inheritable(False)
     is_fit = (listener.family, listener.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
-    there = listener.getsockname() if is_fit else f"one of {listener.family.name}"
+    there = listener.getsockname() if is_fit else f"a socket of {listener.family.name}"
     if not is_fit or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         listener.close()
-        raise ConfigError(f"socket {path}: the service manager handed over {there}, which is unfit")
+        raise ConfigError(
+            f"socket {path}: the service manager handed over {there}, expected a "
+            "listening Unix stream socket"
+        )
     if Path(os.fsdecode(there)) != path:
         listener.close()
         raise ConfigError(
-            f"socket {path}: the service manager listens at {there}; make ListenStream= and socket alike"
+            f"socket {path}: the service manager listens at {there}; set ListenStream= and "
+            "socket to the same path"
         )
     listener.setblocking(False)
     return listener
 
 
 def release_socket(listener: socket.socket) -> None:
-    """Close `listener` and remove its path, unless that belongs to somebody else by now."""
+    """Close `listener` and remove its path, unless another process owns that now."""
     path = Path(os.fsdecode(listener.getsockname()))
     with contextlib.suppress(OSError, ConfigError), _locked(path, time.monotonic, time.sleep):
         if owner_of(path) == os.getpid():
@@ -140,7 +147,8 @@ def _locked(
         os.close(held)
         if clock() > deadline:
             raise ConfigError(
-                f"socket {path}: {lock} is held by a process that is starting; if it hangs, end it"
+                f"socket {path}: {lock} is held by another process that is starting; if it "
+                "hangs, end it"
             )
         sleep(_PAUSE_S)
     try:
@@ -157,7 +165,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _clear(path: Path, origin: str) -> None:
-    """Remove a dead daemon's socket from `path`; refuse whatever else is there."""
+    """Remove a dead daemon's socket from `path`; refuse anything else."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -166,7 +174,8 @@ def _clear(path: Path, origin: str) -> None:
         raise ConfigError(f"socket {path}: {error.strerror}") from error
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(
-            f"socket {path}: there is a file and not a socket; move it away or choose another path"
+            f"socket {path}: a file that is not a socket exists there; move it away or choose "
+            "another path"
         )
     owner = owner_of(path)
     if owner is None:
@@ -179,13 +188,13 @@ def _clear(path: Path, origin: str) -> None:
 
 
 def owner_of(path: Path) -> int | None:
-    """Return the pid that listens at `path`, 0 if it can't be told, None if none does. A process that was
-    killed listens for as long as a disk keeps it: it counts as gone.
+    """Return the pid that listens at `path`, 0 if it is unknown, None if no process does. A killed
+    process that a disk keeps from ending still listens: it counts as gone.
 
-    Never waits. ConfigError says why not even that can be told.
+    Never waits. Raises ConfigError if the check fails.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
-        probe.setblocking(False)  # a hung daemon with a full backlog is alive all the same
+        probe.setblocking(False)  # a hung daemon with a full backlog is alive
         try:
             probe.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
@@ -194,8 +203,8 @@ def owner_of(path: Path) -> int | None:
             if error.errno in (errno.EAGAIN, errno.EPROTOTYPE):
                 return 0
             raise ConfigError(
-                f"socket {path}: {error.strerror or error}, so who listens there can't be told;"
-                " choose another path with --socket"
+                f"socket {path}: {error.strerror or error}, so it is unknown whether a daemon "
+                "listens there; choose another path with --socket"
             ) from error
         pid, _, _ = _PEER.unpack(
             probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -221,8 +230,8 @@ def is_stopped(owner: int) -> bool:
 
 
 def is_alive(owner: int) -> bool:
-    """Return whether the process is there and has not ended. One that has ended may be there for as long as
-    a disk hangs, with its files."""
+    """Return whether the process exists and has not ended. An ended process may exist while a disk hangs,
+    with its files."""
     return _state_of(owner) not in ("", *ENDED)
 
 
@@ -240,7 +249,7 @@ def _open_to(path: Path, mode: int, group: int | None) -> None:
             os.chown(path, -1, group)
         except PermissionError as error:
             raise ConfigError(
-                f"socket_group: uid {os.geteuid()} may not give {path} to group {group};"
-                " make that user a member of the group, or leave socket_group out"
+                f"socket_group: uid {os.geteuid()} may not change the group of {path} to "
+                f"{group}; make that user a member of the group, or remove socket_group"
             ) from error
     path.chmod(mode)

@@ -1,7 +1,7 @@
-"""What the service manager is told: systemd's notification protocol, one datagram a message, and lines of the
-log with the priority that the journal reads.
+"""Notifies the service manager: systemd's notification protocol, one datagram per message, and log lines with
+the priority that the journal reads.
 
-Without $NOTIFY_SOCKET nobody listens, and every call does nothing.
+Without $NOTIFY_SOCKET every call does nothing.
 """
 
 import logging
@@ -71,7 +71,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Notifier":
-        """Return one that speaks to $NOTIFY_SOCKET, or to nobody."""
+        """Return one that sends to $NOTIFY_SOCKET if it is set."""
         return cls((os.environ if environ is None else environ).get("NOTIFY_SOCKET"))
 
     @property
@@ -85,7 +85,7 @@ class Notifier:
             return False
         read, write = os.pipe()
         try:
-            # The manager closes it when it has read all that was sent before.
+            # The manager closes it after it has read all earlier messages.
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.settimeout(PATIENCE_S)
                 sender.connect(self._address)
@@ -105,7 +105,7 @@ class Notifier:
         return self._send(READY="1", STATUS=status)
 
     def status(self, text: str) -> bool:
-        """Say in a line what the daemon is at, for `systemctl status`."""
+        """Set the line of status for `systemctl status`."""
         return self._send(wait=False, STATUS=text)
 
     def reloading(self) -> bool:
@@ -118,7 +118,7 @@ class Notifier:
         return self._send(STOPPING="1", STATUS=status)
 
     def alive(self) -> bool:
-        """Say that the daemon does what it is there for."""
+        """Say that the daemon works (watchdog)."""
         return self._send(wait=False, WATCHDOG="1")
 
     def extend_timeout(self, seconds: float) -> bool:
@@ -126,11 +126,11 @@ class Notifier:
         return self._send(EXTEND_TIMEOUT_USEC=str(round(seconds * 1_000_000)))
 
     def _send(self, wait: bool = True, **assignments: str) -> bool:
-        """Return whether somebody took the message. What is said again and again waits for nobody: clients
-        are served meanwhile."""
+        """Return whether the manager received the message. Without `wait`, periodic messages are dropped if
+        its queue is full."""
         if self._address is None:
             return False
-        # A line break would begin the next assignment.
+        # A line break starts the next assignment.
         lines = [f"{key}={' '.join(text.split())}" for key, text in assignments.items() if text]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:

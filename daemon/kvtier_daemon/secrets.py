@@ -1,11 +1,10 @@
 """The tenants' secrets: 32 random bytes each, made once; the names of blocks derive from them.
 
-    <state>/secrets/          0700
-        <tenant>              0600, exactly 32 bytes
+<state>/secrets/          0700 <tenant>              0600, exactly 32 bytes
 
-A secret is written beside its place and linked into it, so that a file there is always whole and
-the first of two daemons wins. A service manager may hand them over instead. A lost secret is a lost
-cache and no more: nothing that was saved under it is ever found again.
+A secret is written to a temporary file and linked to its name, so that a secret file is always complete and
+the first of two daemons wins. A service manager may provide them instead. If a secret is lost, the cache is
+lost: blocks that were saved with it are never found again.
 """
 
 import contextlib
@@ -28,11 +27,11 @@ def load_secrets(
     random: Callable[[int], bytes] = os.urandom,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
-    """Return each tenant's secret, and make those that are not there yet, on the disk for good. One that the
-    service manager hands over comes before one that is there.
+    """Return each tenant's secret, and create missing ones durably. A secret from the service manager has
+    priority over a file.
 
-    Never returns a secret that somebody else can read or could have put there: ConfigError says
-    which file it is and what mends it.
+    Never returns a secret that another user can read or could have written: ConfigError names the file and
+    what to do.
     """
     directory = state / DIRECTORY
     given = _given(os.environ if environ is None else environ, tenants := list(tenants))
@@ -60,7 +59,7 @@ def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, byte
         found = {tenant: _read(file, owned=False) for tenant, file in files.items()}
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: the credential can't be read: {error.strerror}"
+            f"{error.filename}: cannot read the credential: {error.strerror}"
         ) from error
     return {tenant: secret for tenant, secret in found.items() if secret is not None}
 
@@ -68,7 +67,9 @@ def _given(environ: Mapping[str, str], tenants: Iterable[str]) -> dict[str, byte
 def _refuse_open_directory(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{directory}: is no directory; remove it, or set state to another one")
+        raise ConfigError(
+            f"{directory}: is not a directory; remove it, or set state to another one"
+        )
     _refuse_strangers(directory, found)
     if stat.S_IMODE(found.st_mode) & 0o077:
         mode = stat.S_IMODE(found.st_mode)
@@ -79,8 +80,8 @@ def _refuse_strangers(path: Path, found: os.stat_result) -> None:
     """Root could read another user's as well, and must not: who owns it knows what is in it."""
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{path}: belongs to uid {found.st_uid} and not to this daemon's {os.geteuid()};"
-            f" if its contents are yours run `chown {os.geteuid()} {path}`, else remove it"
+            f"{path}: belongs to uid {found.st_uid}, not to the daemon's uid {os.geteuid()}; "
+            f"if its contents are yours run `chown {os.geteuid()} {path}`, else remove it"
         )
 
 
@@ -88,7 +89,7 @@ def _load(file: Path, random: Callable[[int], bytes]) -> bytes:
     secret = _read(file)
     if secret is None:
         _make(file, random(SECRET_BYTES))
-        secret = _read(file)  # whoever won, what lies there is the secret
+        secret = _read(file)  # of the daemon that was first
         assert secret is not None, file
     return secret
 
@@ -102,40 +103,40 @@ def _read(file: Path, *, owned: bool = True) -> bytes | None:
         found = os.fstat(descriptor)
         mode = stat.S_IMODE(found.st_mode)
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{file}: is no regular file; remove it")
+            raise ConfigError(f"{file}: is not a regular file; remove it")
         if mode & 0o077:
             raise ConfigError(
-                f"{file}: has mode {mode:04o}, and a secret is for its owner alone; chmod 600 it,"
-                " or remove it if somebody may have read it: a new one is made, and what is cached"
-                " for this tenant is lost"
+                f"{file}: has mode {mode:04o}, but only its owner may read a secret; chmod 600 "
+                "it, or, if others may have read it, remove it: a new one is made, and this "
+                "tenant's cache is lost"
             )
         if owned:
             _refuse_strangers(file, found)
         secret = opened.read(SECRET_BYTES + 1)
     if len(secret) != SECRET_BYTES:
         raise ConfigError(
-            f"{file}: has {found.st_size} bytes instead of {SECRET_BYTES}; put the right file back,"
-            " or remove it: a new one is made, and what is cached for this tenant is lost"
+            f"{file}: has {found.st_size} bytes instead of {SECRET_BYTES}; restore the right "
+            "file, or remove it: a new one is made, and this tenant's cache is lost"
         )
     return secret
 
 
 def _make(file: Path, secret: bytes) -> None:
     assert len(secret) == SECRET_BYTES
-    beside = file.with_name(f".{file.name}.{os.getpid()}")  # no tenant's name starts with a dot
-    beside.unlink(missing_ok=True)  # of a daemon that had this pid and died here
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # no tenant's name starts with a dot
+    temporary.unlink(missing_ok=True)  # of a daemon that had this pid and died here
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as opened:
-            os.fchmod(descriptor, 0o600)  # whatever the umask took away
+            os.fchmod(descriptor, 0o600)  # independent of the umask
             opened.write(secret)
             opened.flush()
             os.fsync(descriptor)
         with contextlib.suppress(FileExistsError):  # another daemon was first; its secret counts
-            file.hardlink_to(beside)
+            file.hardlink_to(temporary)
     finally:
-        beside.unlink()
-    # The name has to last as long as the blocks saved under it, and so do the directories above it.
+        temporary.unlink()
+    # The file and its directories must be as durable as the blocks.
     _sync(file.parent)
     _sync(file.parent.parent)
     with contextlib.suppress(PermissionError):  # not ours; then the state directory is not new

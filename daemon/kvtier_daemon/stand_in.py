@@ -1,8 +1,8 @@
 """The service's main process while a disk hangs: `python -m kvtier_daemon.stand_in PID FD FD`.
 
-A thread in an uninterruptible wait for a disk can't be ended, and its process stays until the disk answers.
+A thread in an uninterruptible wait for a disk cannot be ended, and its process stays until the disk answers.
 So the daemon names this process as its service's main one for that time. It passes signals on, and ends with
-the daemon's exit status as soon as the daemon says so.
+the daemon's exit status when the daemon sends it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     daemon, told, _ = map(int, sys.argv[1:])
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     if os.fork():
-        os._exit(0)  # so that the other one is the manager's child, who hears of its end
+        os._exit(0)  # so that the child belongs to the manager, which is notified of its end
     notifier = Notifier.from_environment()
     notifier.main_pid(os.getpid())
     while True:

@@ -1,18 +1,18 @@
-"""A tenant: who shares a cache, and everything that is theirs alone."""
+"""A tenant: the users that share a cache, and everything that belongs to them."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from kvtier.catalog import Catalog, Space
-from kvtier.codec.base import CACHEGEN, ECSQ
-from kvtier.codec.losses import Losses
 from kvtier.errors import SpecError
 from kvtier.key import space_secret
 from kvtier.layout import KvSpec
-from kvtier.policy.deferred import Deferred
-from kvtier_daemon.mover import Mover
+from kvtier_daemon.catalog import Catalog, KnownSpace
+from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.codec.base import CACHEGEN, ECSQ
+from kvtier_daemon.codec.losses import Losses
+from kvtier_daemon.tiers.base import NullTier, TenantTier
 from kvtier_daemon.tiers.warm import Extent
 
 CALIBRATED_NUMBERS = frozenset({ECSQ, CACHEGEN})
@@ -20,24 +20,19 @@ CALIBRATED_NUMBERS = frozenset({ECSQ, CACHEGEN})
 
 @dataclass(slots=True)
 class Tenant:
-    """Its own catalog, its own extents, its own secret: nothing here is reachable from another one."""
+    """The parts of one tenant. No other tenant can reach them."""
 
     name: str
     secret: bytes
     quota_bytes: int
     catalog: Catalog
-    mover: Mover | None = None
+    tier: TenantTier = field(default_factory=NullTier)  # below memory
     extents: list[Extent] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
-    uses: Deferred | None = None  # what its policy has yet to hear of
-
-    @property
-    def brings(self) -> bool:
-        """Whether what is on disk can be had now."""
-        return self.mover is not None and self.mover.is_on
+    uses: DeferredPolicy | None = None  # events that its policy gets after the answer
 
     def add(self, extent: Extent) -> int:
-        """Take this extent for life; its number among the tenant's."""
+        """Add this extent for the life of the daemon; return its number among the tenant's."""
         index = self.catalog.add_extent(extent.nbytes, extent.table)
         assert index == len(self.extents)
         self.extents.append(extent)
@@ -47,23 +42,23 @@ class Tenant:
         return self.losses.identity(spec, self.name)
 
     def accepts(self, identity: bytes, spec: KvSpec, codecs: Set[int]) -> bool:
-        """Whether a description found on disk is that of this identity. Of a space that has frames of a
-        calibrated codec whose profile is not here this can't be told: such a one is accepted, and opened
-        under no other description."""
+        """Whether a description from disk belongs to this identity. This cannot be checked for a space with
+        frames of a calibrated codec whose profile is missing: it is accepted, and cannot be opened with
+        another description."""
         try:
             described = self.losses.describes(identity, spec.checked(), self.name)
         except SpecError:
             return False
         return described or not codecs.isdisjoint(CALIBRATED_NUMBERS)
 
-    def asks_for(self, space: Space) -> bool:
-        """Whether anybody can: it may be of a configuration that was another."""
+    def can_open(self, space: KnownSpace) -> bool:
+        """Whether a client can open this space: not if the configuration has changed its identity."""
         return space.identity == self.identity_of(space.spec)
 
-    def stored(self, space: Space) -> str:
-        """How its blocks are stored on disks, in a word or two."""
+    def stored(self, space: KnownSpace) -> str:
+        """How its blocks are stored on disk, in a word or two."""
         return self.losses.stored(space.identity, space.spec, self.name)
 
     def secret_of(self, identity: bytes) -> bytes:
-        """What a client of that space names its blocks with."""
+        """The secret with which clients of that space compute keys."""
         return space_secret(self.secret, identity)

@@ -1,4 +1,4 @@
-// Time in epochs that become wider as they grow old, so that there are few of them.
+// Divides time into epochs and merges old ones, so that their number is limited.
 #include "ages.h"
 
 #include <algorithm>
@@ -7,32 +7,32 @@ namespace kvtier {
 
 Ages::Ages(unsigned kinds) : Chains(1 + kinds * epochs), kinds_(kinds) {
     for (unsigned slot = epochs; slot-- > 0;) spare_slots_.push_back(slot);
-    open();
+    open_epoch();
 }
 
-// A tick for each quarter of a second.
+// One tick per quarter of a second.
 void Ages::now(double seconds) {
     const std::uint64_t before = quarters_;
     Policy::now(seconds);
     quarters_ = static_cast<std::uint64_t>(now_ * 4);
     if (quarters_ == before) return;
     ticks_ += quarters_ - before;
-    open();
+    open_epoch();
 }
 
-// And one whenever some of what is in memory was told of: a clock may be coarse beside that.
-void Ages::began(std::size_t blocks) {
+// Also one tick per reported 64th of the blocks in memory, because the clock may be too coarse.
+void Ages::on_batch(std::size_t blocks) {
     constexpr std::size_t part = 64, least = 16;
-    told_ += blocks;
-    if (told_ < std::max(in_memory() / part, least)) return;
+    reported_ += blocks;
+    if (reported_ < std::max(in_memory() / part, least)) return;
     ++ticks_;
-    open();
+    open_epoch();
 }
 
-// Neighbours become one where both together are narrow beside their age.
-void Ages::open() {
+// Merges two adjacent epochs if their common length is small compared with their age.
+void Ages::open_epoch() {
     constexpr std::uint64_t narrow = 5;
-    told_ = 0;
+    reported_ = 0;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < epochs_.size(); ++i) {
         const std::uint64_t end = i + 1 < epochs_.size() ? epochs_[i + 1].start : ticks_;
@@ -58,7 +58,7 @@ Chains::List Ages::list_of(Id id) const {
     const std::uint64_t then = ticks_ - std::min(ticks_, age(id));
     auto after = std::ranges::upper_bound(epochs_, then, {}, &Epoch::start);
     if (after != epochs_.begin()) --after;
-    return 1 + after->slot * kinds_ + kind_of(about(id).own);
+    return 1 + after->slot * kinds_ + kind_of(state_of(id).own);
 }
 
 std::uint64_t Ages::rank(List list) const {

@@ -1,4 +1,4 @@
-// The codecs for Python: parts of a block that follow one another.
+// The Python bindings of the codecs, for consecutive parts of a block.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -25,13 +25,13 @@ namespace nb = nanobind;
 namespace kvtier::codec {
 namespace {
 
-using Number = std::pair<uint32_t, size_t>;                  // codec, encoded bytes
-using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
+using Number = std::pair<uint32_t, size_t>;                        // codec, encoded bytes
+using GridTuple = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 using Place = std::tuple<uint32_t, size_t, size_t, size_t>;  // codec, offset, bytes, raw bytes
 
-// What is read, and what is written to.
+// The memory to read and the memory to write.
 struct Ends {
-    Held from, to;
+    HeldMemory from, to;
 
     Ends(nb::handle source, const char* name, nb::handle into) {
         from.take(source, Access::kRead, Shape::kContiguous, name);
@@ -39,8 +39,8 @@ struct Ends {
     }
 };
 
-// Encodes what lies one after the other in a block: `bytes_of` says how long each is, `fill` what
-// is known of it besides.
+// Encodes consecutive parts of a block: `bytes_of` returns the length of a part, `fill` sets its
+// other fields.
 template <typename Said, typename BytesOf, typename Fill>
 std::vector<Number> encode_all(Codec by, Element is, const Ends& ends,
                                const std::vector<Said>& said, BytesOf bytes_of, Fill fill) {
@@ -49,13 +49,15 @@ std::vector<Number> encode_all(Codec by, Element is, const Ends& ends,
     size_t at = 0;
     for (const Said& one : said) {
         const size_t size = bytes_of(one);
-        if (size > ends.from.size() - at) throw nb::value_error("sizes: more than the block has");
+        if (size > ends.from.size() - at)
+            throw nb::value_error("sizes: their sum exceeds the block");
         Encoded part = {ends.from.data() + at, size, Codec::kRaw, 0};
         fill(part, one, parts.size());
         parts.push_back(part);
         at += size;
     }
-    if (ends.to.size() < bound(at)) throw nb::value_error("into: smaller than the bound");
+    if (ends.to.size() < bound(at))
+        throw nb::value_error("into: smaller than the bound of the parts");
     {
         const Unlocked unlocked;
         encode(by, is, parts, ends.to.data());
@@ -67,7 +69,7 @@ std::vector<Number> encode_all(Codec by, Element is, const Ends& ends,
     return found;
 }
 
-// Decodes what lies at places that end as a Place does; `fill` says what is known of each besides.
+// Decodes the parts at places that end like a Place; `fill` sets the other fields of a part.
 template <typename At, typename Fill>
 size_t decode_all(Element is, const Ends& ends, const std::vector<At>& places, Fill fill) {
     constexpr size_t kFirst = std::tuple_size_v<At> - std::tuple_size_v<Place>;
@@ -78,7 +80,8 @@ size_t decode_all(Element is, const Ends& ends, const std::vector<At>& places, F
         const size_t offset = std::get<kFirst + 1>(place), bytes = std::get<kFirst + 2>(place);
         const size_t raw_bytes = std::get<kFirst + 3>(place);
         if (offset > ends.from.size() || bytes > ends.from.size() - offset) return parts.size();
-        if (raw_bytes > ends.to.size() - at) throw nb::value_error("into: smaller than the parts");
+        if (raw_bytes > ends.to.size() - at)
+            throw nb::value_error("into: too small for the decoded parts");
         Decoded part = {ends.from.data() + offset, bytes, Codec::kRaw, ends.to.data() + at,
                         raw_bytes};
         fill(part, place);
@@ -91,12 +94,12 @@ size_t decode_all(Element is, const Ends& ends, const std::vector<At>& places, F
 
 std::vector<Number> encode_parts(uint32_t codec, uint32_t element, nb::handle block,
                                  const std::vector<size_t>& sizes, nb::handle into,
-                                 const std::vector<Lie>& grids) {
+                                 const std::vector<GridTuple>& grids) {
     const Codec by = codec_of(codec);
     const Element is = element_of(element);
     const Ends ends(block, "block", into);
     if (!grids.empty() && grids.size() != sizes.size()) {
-        throw nb::value_error("grids: not one for each part");
+        throw nb::value_error("grids: need one per part");
     }
     return encode_all(
         by, is, ends, sizes, [](size_t size) { return size; },
@@ -116,22 +119,22 @@ size_t decode_parts(uint32_t element, nb::handle payload, const std::vector<Plac
     });
 }
 
-using Turns = std::pair<nb::bytes, bool>;  // 8 bytes a pair, interleaved
+using Turns = std::pair<nb::bytes, bool>;  // 8 bytes per pair; whether pairs are interleaved
 // heads, dim, exact dims, rope or -1, means, anchors, exponents, table
 using Said = std::tuple<size_t, size_t, size_t, int, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
-// The part that it is of those known, or -1; codec, offset, bytes, raw bytes.
+// the number of the known part, or -1; codec, offset, bytes, raw bytes
 using CalibratedPlace = std::tuple<int64_t, uint32_t, size_t, size_t, size_t>;
 
-// One level of one codec, for the parts of a block.
+// One level of one calibrated codec, for the parts of a block.
 class Calibration {
  public:
     Calibration(uint32_t codec, uint32_t level, size_t group, const std::vector<Turns>& ropes,
                 const std::vector<Said>& parts) {
         codec_ = static_cast<Codec>(codec);
-        if (codec > 8 || !calibrated(codec_)) throw nb::value_error("codec: 7 or 8");
+        if (codec > 8 || !calibrated(codec_)) throw nb::value_error("codec: must be 7 or 8");
         std::vector<std::shared_ptr<const Rope>> known;
         for (const auto& [text, interleaved] : ropes) {
-            if (text.size() % 8 != 0) throw nb::value_error("rope: turns of 8 bytes");
+            if (text.size() % 8 != 0) throw nb::value_error("rope: turns have 8 bytes each");
             std::vector<uint64_t> turns(text.size() / 8);
             std::memcpy(turns.data(), text.data(), 8 * turns.size());
             known.push_back(std::make_shared<const Rope>(std::move(turns), interleaved));
@@ -140,9 +143,9 @@ class Calibration {
         made.reserve(parts.size());
         for (const auto& [heads, dim, exact, rope, means, anchors, exponents, table] : parts) {
             if (rope < -1 || rope >= static_cast<int>(known.size())) {
-                throw nb::value_error("part: no such rope");
+                throw nb::value_error("part: its rope does not exist");
             }
-            if (means.size() % 4 != 0) throw nb::value_error("part: means of 4 bytes");
+            if (means.size() % 4 != 0) throw nb::value_error("part: means have 4 bytes each");
             std::vector<float> numbers(means.size() / 4);
             std::memcpy(numbers.data(), means.data(), 4 * numbers.size());
             const auto bytes = [](const nb::bytes& text) {
@@ -150,19 +153,19 @@ class Calibration {
             };
             made.emplace_back(
                 codec_, level, group,
-                Channels::Said{heads, dim, exact,
-                               rope < 0 ? nullptr : known[static_cast<size_t>(rope)],
-                               numbers.data(), numbers.size(), bytes(anchors), bytes(exponents),
-                               bytes(table), anchors.size(), exponents.size(), table.size()});
+                Channels::Parameters{
+                    heads, dim, exact, rope < 0 ? nullptr : known[static_cast<size_t>(rope)],
+                    numbers.data(), numbers.size(), bytes(anchors), bytes(exponents), bytes(table),
+                    anchors.size(), exponents.size(), table.size()});
         }
         parts_ = std::make_shared<const std::vector<Channels>>(std::move(made));
     }
 
-    // None where nothing is known of the part.
+    // Returns null if the part is unknown.
     const Channels* part(int64_t number) const {
         if (number == -1) return nullptr;
         if (number < 0 || static_cast<uint64_t>(number) >= parts_->size()) {
-            throw nb::value_error("part: none of those known");
+            throw nb::value_error("part: the calibration does not contain it");
         }
         return &(*parts_)[static_cast<size_t>(number)];
     }
@@ -197,7 +200,7 @@ size_t decode_calibrated_parts(const Calibration& by, uint32_t element, nb::hand
     return decode_all(is, ends, places, [&](Decoded& part, const CalibratedPlace& place) {
         const uint32_t codec = std::get<1>(place);
         const bool ours = codec == 0 || codec == static_cast<uint32_t>(by.codec());
-        if (!ours) throw nb::value_error("codec: raw, or that of the calibration");
+        if (!ours) throw nb::value_error("codec: must be raw or that of the calibration");
         part.codec = static_cast<Codec>(codec);
         part.channels = by.part(std::get<0>(place));
         part.heads_first = heads_first;
@@ -224,12 +227,13 @@ void planes_of(const uint8_t* in, size_t count, uint8_t* out, bool back) {
 }
 
 void planes(size_t width, nb::handle src, nb::handle dst, bool back) {
-    if (width != 1 && width != 2 && width != 4) throw nb::value_error("width: 1, 2 or 4");
-    Held from, to;
+    if (width != 1 && width != 2 && width != 4) throw nb::value_error("width: must be 1, 2 or 4");
+    HeldMemory from, to;
     from.take(src, Access::kRead, Shape::kContiguous, "src");
     to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
     if (from.size() != to.size() || from.size() % width != 0) {
-        throw nb::value_error("dst: not of the source's size, or not of whole elements");
+        throw nb::value_error(
+            "dst: its size differs from the source's, or is no whole number of elements");
     }
     const Unlocked unlocked;
     const size_t count = from.size() / width;
@@ -248,24 +252,25 @@ std::vector<uint32_t> numbers_of(const nb::bytes& text, const char* name) {
 Order order_of(size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
                const nb::bytes& dims) {
     Order order{parts,
-                numbers_of(heads, "heads: 4 bytes each"),
-                numbers_of(tokens, "tokens: 4 bytes each"),
-                numbers_of(dims, "dims: 4 bytes each"),
+                numbers_of(heads, "heads: positions have 4 bytes each"),
+                numbers_of(tokens, "tokens: positions have 4 bytes each"),
+                numbers_of(dims, "dims: positions have 4 bytes each"),
                 {}};
     if (!order.prepare())
-        throw nb::value_error("a place is outside of its page, or of two elements");
+        throw nb::value_error("a position is outside of its page, or belongs to two elements");
     return order;
 }
 
 void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb::bytes& tokens,
                    const nb::bytes& dims, nb::handle src, nb::handle dst, bool back) {
-    if (width != 2 && width != 4) throw nb::value_error("width: 2 or 4");
+    if (width != 2 && width != 4) throw nb::value_error("width: must be 2 or 4");
     const Order order = order_of(parts, heads, tokens, dims);
-    Held from, to;
+    HeldMemory from, to;
     from.take(src, Access::kRead, Shape::kContiguous, "src");
     to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
     if (from.size() != to.size() || from.size() % (order.page() * width) != 0) {
-        throw nb::value_error("dst: not of the source's size, or not of whole pages");
+        throw nb::value_error(
+            "dst: its size differs from the source's, or is no whole number of pages");
     }
     const Unlocked unlocked;
     reorder(order, width, from.data(), to.data(), from.size() / (order.page() * width), back);
@@ -274,16 +279,16 @@ void reorder_pages(size_t width, size_t parts, const nb::bytes& heads, const nb:
 SharedRecipe recipe_of_grids(uint32_t codec) {
     auto recipe = std::make_shared<Recipe>();
     recipe->codec = codec_of(codec);
-    if (recipe->codec <= Codec::kR32) throw nb::value_error("codec: a lossy one");
+    if (recipe->codec <= Codec::kR32) throw nb::value_error("codec: must be a lossy codec");
     return {std::move(recipe)};
 }
 
-// Layer, part, and the part's number in the calibration.
+// Layer, part, and the number of the part in the calibration.
 using Numbered = std::tuple<uint16_t, uint8_t, int64_t>;
 
 SharedRecipe recipe_by(const Calibration& by, nb::bytes profile, bool heads_first,
                        const std::vector<Numbered>& numbers) {
-    if (profile.size() != kProfileBytes) throw nb::value_error("profile: 16 bytes");
+    if (profile.size() != kProfileBytes) throw nb::value_error("profile: must have 16 bytes");
     auto recipe = std::make_shared<Recipe>();
     recipe->codec = by.codec();
     std::memcpy(recipe->profile.data(), profile.c_str(), kProfileBytes);
@@ -310,7 +315,7 @@ void bind_codec(nb::module_& m) {
     using namespace kvtier::codec;
     using namespace nb::literals;
     m.def("encode_parts", encode_parts, "codec"_a, "element"_a, "block"_a, "sizes"_a, "into"_a,
-          "grids"_a = std::vector<Lie>());
+          "grids"_a = std::vector<GridTuple>());
     m.def("decode_parts", decode_parts, "element"_a, "payload"_a, "places"_a, "into"_a);
     nb::class_<Calibration>(m, "Calibration")
         .def(nb::init<uint32_t, uint32_t, size_t, const std::vector<Turns>&,

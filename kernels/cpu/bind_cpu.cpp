@@ -1,4 +1,4 @@
-// Features of the processor and the choice of kernels, for Python.
+// The Python bindings of processor features and of the choice of kernels.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -17,7 +17,8 @@ Choice& choice_of(const std::string& kind) {
     for (Choice* choice : {&copy_choice(), &xxh3_choice(), &codec_choice(), &blake3_choice()}) {
         if (kind == choice->kind()) return *choice;
     }
-    throw nb::value_error(("no kind of kernel '" + kind + "': copy, xxh3, codec, blake3").c_str());
+    throw nb::value_error(
+        ("unknown kind of kernel '" + kind + "': must be copy, xxh3, codec, blake3").c_str());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Disk: what Python sees of the threads that move blocks between files and the arena.
+// The Python bindings of the threads that move blocks between files and the arena.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -35,10 +35,10 @@ namespace {
 constexpr size_t kDepthMost = 1024;
 constexpr size_t kThreadsMost = 16;
 constexpr size_t kDecodersMost = 16;
-constexpr size_t kPoolMost = 64;  // a pool's threads, and so its depth
+constexpr size_t kPoolMost = 64;  // the limit on threads of a pool, and thus on its depth
 constexpr uint64_t kStagedBytes = uint64_t{128} << 20;
 constexpr uint64_t kBytesMost = uint64_t{64} << 20;
-// What an object that goes without having been stopped waits for the kernel.
+// How long the destructor waits for the kernel if `stop` was not called.
 constexpr double kGrace = 1;
 constexpr int64_t kRuns = -1;
 
@@ -64,8 +64,8 @@ int64_t nanoseconds(clockid_t clock) {
     return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-// What was read of a file for somebody to decode, in the worker's memory, which counts until the
-// last view of it goes.
+// Bytes that a read returned for the caller to decode. They are in the worker's memory, and count
+// as staging memory until their last view is released.
 class Text {
  public:
     Text(std::shared_ptr<DiskQueue> queue, Completion&& read)
@@ -73,7 +73,7 @@ class Text {
     Text(const Text&) = delete;
     Text& operator=(const Text&) = delete;
     ~Text() {
-        // A forked child has a mutex that nobody may ever unlock.
+        // In a forked child, the mutex may be locked forever.
         if (getpid() == owner_) queue_->unstage(std::move(read_.own), read_.staged);
     }
 
@@ -92,18 +92,20 @@ class Text {
 PyType_Slot text_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&Text::get_buffer)},
                             {0, nullptr}};
 
-// Moves blocks for as long as it lives. A forked child has the object but not the threads.
+// Moves blocks during its lifetime. A forked child has the object, but not its threads.
 class Disk {
  public:
     Disk(int notify_fd, const std::string& engine, size_t depth, size_t threads, size_t decoders,
          uint64_t staged_bytes)
         : depth_(depth), decoders_(decoders), owner_(getpid()) {
         if (engine != "auto" && engine != "io_uring" && engine != "threads") {
-            throw nb::value_error("engine: auto, io_uring or threads");
+            throw nb::value_error("engine: must be auto, io_uring or threads");
         }
-        if (depth < 1 || depth > kDepthMost) throw nb::value_error("depth: 1 to 1024");
-        if (threads < 1 || threads > kThreadsMost) throw nb::value_error("threads: 1 to 16");
-        if (decoders < 1 || decoders > kDecodersMost) throw nb::value_error("decoders: 1 to 16");
+        if (depth < 1 || depth > kDepthMost) throw nb::value_error("depth: must be 1 to 1024");
+        if (threads < 1 || threads > kThreadsMost)
+            throw nb::value_error("threads: must be 1 to 16");
+        if (decoders < 1 || decoders > kDecodersMost)
+            throw nb::value_error("decoders: must be 1 to 16");
         threads = std::min(threads, depth);
         if (engine == "threads") {
             why_ = "asked for";
@@ -176,12 +178,14 @@ class Disk {
             if ((from.flags & ~kUrgent) != 0) unknown_flags(name);
             if (frame.header_bytes == 0 || frame.header_bytes % kPage != 0 ||
                 frame.payload_bytes == 0 || frame.payload_bytes > from.nbytes) {
-                throw nb::value_error((name + ": no encoded frame has such lengths").c_str());
+                throw nb::value_error(
+                    (name + ": these sizes are impossible for an encoded frame").c_str());
             }
             to.urgent = (from.flags & kUrgent) != 0;
             to.encoded = to.staged = true;
             to.element = codec::element_of(frame.element);
-            if (frame.lossy > lossy.size()) throw nb::index_error((name + ": no recipe").c_str());
+            if (frame.lossy > lossy.size())
+                throw nb::index_error((name + ": its recipe does not exist").c_str());
             if (frame.lossy != 0) to.lossy = lossy[frame.lossy - 1].shared;
             to.block = to.payload;
             to.block_bytes = from.nbytes;
@@ -210,7 +214,7 @@ class Disk {
     }
 
     void write(nb::handle packed, nb::handle headers) {
-        Held held;
+        HeldMemory held;
         held.take(headers, Access::kRead, Shape::kContiguous, "headers");
         std::list<Operation> batch;
         each(packed, [&](const PackedOperation& from, const std::string& name) {
@@ -221,7 +225,7 @@ class Disk {
             to.seal = (from.flags & kSeal) != 0;
             const uint64_t at = from.header.at, nbytes = from.header.nbytes;
             if (at > held.size() || nbytes > held.size() - at) {
-                throw nb::index_error((name + ": its header is not in the headers").c_str());
+                throw nb::index_error((name + ": its header is outside of the headers").c_str());
             }
             if (nbytes == 0) return;
             to.header_bytes = whole_pages(nbytes);
@@ -244,8 +248,9 @@ class Disk {
 
     void read_bytes(uint64_t token, int fd, uint64_t offset, uint64_t nbytes, bool urgent,
                     uint32_t deadline_ms, bool staged) {
-        if (nbytes < 1 || nbytes > kBytesMost) throw nb::value_error("nbytes: 1 byte to 64 MiB");
-        if (offset > kOffsetMost) throw nb::value_error("offset: beyond every file");
+        if (nbytes < 1 || nbytes > kBytesMost)
+            throw nb::value_error("nbytes: must be 1 byte to 64 MiB");
+        if (offset > kOffsetMost) throw nb::value_error("offset: exceeds the maximum file size");
         std::list<Operation> batch;
         Operation& to = batch.emplace_back();
         to.token = token;
@@ -283,7 +288,7 @@ class Disk {
     }
 
     void forget(int fd) {
-        if (!queue().forget(fd)) throw nb::value_error("writes or syncs of it are under way");
+        if (!queue().forget(fd)) throw nb::value_error("it has writes or syncs in progress");
     }
 
     std::tuple<size_t, size_t, size_t> queued() {
@@ -294,7 +299,7 @@ class Disk {
     size_t overdue() { return queue().lengths().overdue; }
 
     size_t stop(double timeout_s) {
-        // Infinity is no number of nanoseconds; a year is as good.
+        // Converts infinity to a year: it has no value in nanoseconds.
         if (std::isnan(timeout_s)) throw nb::value_error("timeout_s: not a number");
         queue();
         return end(std::clamp(timeout_s, 0.0, 365 * 86400.0));
@@ -317,7 +322,7 @@ class Disk {
         for (const Thread& thread : running_) {
             const int64_t before = thread.took->load();
             const int64_t now = before != kRuns ? before : nanoseconds(thread.clock);
-            // It may have ended in between: then it has said so before.
+            // The thread may have ended in between; then `took` is already set.
             sum += std::max<int64_t>(now != kRuns ? now : thread.took->load(), 0);
         }
         return static_cast<double>(sum) * 1e-9;
@@ -329,7 +334,8 @@ class Disk {
     struct Thread {
         std::thread thread;
         clockid_t clock;
-        std::shared_ptr<std::atomic<int64_t>> took;  // CPU nanoseconds, once it has ended
+        // CPU nanoseconds; set when the thread has ended
+        std::shared_ptr<std::atomic<int64_t>> took;
     };
 
     bool probe(uint32_t entries) {
@@ -340,7 +346,7 @@ class Disk {
     }
 
     DiskQueue& queue() const {
-        if (getpid() != owner_) throw std::runtime_error("Disk: not for a forked child");
+        if (getpid() != owner_) throw std::runtime_error("Disk: cannot be used in a forked child");
         return *queue_;
     }
 
@@ -364,12 +370,13 @@ class Disk {
     }
 
     void start() {
-        // Signals are the main thread's business, but for one: see guard.h.
+        // Blocks all signals except SIGBUS (see guard.h): the main thread handles signals.
         sigset_t all, before;
         sigfillset(&all);
         sigdelset(&all, SIGBUS);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        running_.reserve(threads_ + decoders_ + 1);  // a thread once begun must not be lost
+        // allocated first: a started thread must not be lost
+        running_.reserve(threads_ + decoders_ + 1);
         try {
             launch([queue = queue_] { queue->run_clock(); });
             for (size_t i = 0; i < decoders_; i++) {
@@ -398,8 +405,8 @@ class Disk {
         return left;
     }
 
-    // Ends without waiting longer than kGrace. A thread that has not ended by then, as no core was
-    // free for it, goes on by itself with what the threads share.
+    // Stops and waits at most kGrace. A thread that has not ended by then, because no core was
+    // free, continues alone and uses only the state that the threads share.
     void finish() {
         const size_t left = end(kGrace);
         detach();
@@ -412,14 +419,14 @@ class Disk {
         }
     }
 
-    // The kernel may still write to this memory: it stays mapped until the process ends.
+    // Keeps this memory mapped until the process ends, because the kernel may still write to it.
     void keep_mappings() {
         for (nb::object& mapping : mappings_) mapping.release();
     }
 
     template <typename Packed = PackedOperation, typename Take>
     void each(nb::handle packed, const Take& take) {
-        Held held;
+        HeldMemory held;
         held.take(packed, Access::kRead, Shape::kContiguous, "ops");
         if (held.size() % sizeof(Packed) != 0) {
             const std::string each = std::to_string(sizeof(Packed));
@@ -436,7 +443,7 @@ class Disk {
         throw nb::value_error((name + ": unknown flags").c_str());
     }
 
-    // What reads and writes have in common, checked.
+    // Checks and sets the fields that reads and writes have in common.
     void place(const PackedOperation& from, const std::string& name, bool writes_memory,
                Operation& to) {
         if (from.extent >= extents_.size()) {
@@ -448,10 +455,10 @@ class Disk {
         const bool has_header = !writes_memory && from.header.nbytes != 0;
         if (from.nbytes == 0 && !has_header) throw nb::value_error((name + ": no bytes").c_str());
         if (from.file_offset % kPage != 0 || from.memory_offset % kPage != 0) {
-            throw nb::value_error((name + ": its offsets are not whole pages").c_str());
+            throw nb::value_error((name + ": its offsets are not multiples of a page").c_str());
         }
         if (from.file_offset > kOffsetMost) {
-            throw nb::value_error((name + ": beyond every file").c_str());
+            throw nb::value_error((name + ": exceeds the maximum file size").c_str());
         }
         const uint64_t size = mapping.size() / kPage * kPage;
         if (from.memory_offset > size || from.nbytes > size - from.memory_offset) {
@@ -476,7 +483,7 @@ class Disk {
 
     void submit(std::list<Operation>&& batch) {
         if (!queue().submit(std::move(batch))) {
-            throw nb::value_error("stopped: takes no more operations");
+            throw nb::value_error("stopped: cannot queue operations");
         }
     }
 

@@ -1,4 +1,4 @@
-// What Python sees of frames.
+// The Python bindings of frames.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -16,7 +16,7 @@ namespace nb = nanobind;
 
 namespace {
 
-using Lie = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
+using GridTuple = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 
 }  // namespace
 
@@ -26,7 +26,7 @@ void bind_frame(nb::module_& m) {
     m.def(
         "seal_frame",
         [](nb::handle header, nb::handle payload) {
-            Held text, bytes;
+            HeldMemory text, bytes;
             text.take(header, Access::kWrite, Shape::kContiguous, "header");
             bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
             NewBytes digest(kDigestBytes);
@@ -36,7 +36,7 @@ void bind_frame(nb::module_& m) {
                 sealed =
                     seal_frame(text.data(), text.size(), bytes.data(), bytes.size(), digest.data());
             }
-            if (!sealed) throw nb::value_error("header: none of this payload");
+            if (!sealed) throw nb::value_error("header: does not describe this payload");
             return digest.object;
         },
         "header"_a, "payload"_a);
@@ -44,15 +44,15 @@ void bind_frame(nb::module_& m) {
         "encode_frame",
         [](uint32_t number, uint32_t element, nb::handle header, nb::handle block,
            nb::handle into) {
-            Held text, bytes, to;
+            HeldMemory text, bytes, to;
             text.take(header, Access::kWrite, Shape::kContiguous, "header");
             bytes.take(block, Access::kRead, Shape::kContiguous, "block");
             to.take(into, Access::kWrite, Shape::kContiguous, "into");
             const codec::Codec by = codec::codec_of(number);
-            if (by > codec::Codec::kR32) throw nb::value_error("codec: a lossless one");
+            if (by > codec::Codec::kR32) throw nb::value_error("codec: must be a lossless codec");
             const codec::Element is = codec::element_of(element);
             if (to.size() < codec::bound(bytes.size())) {
-                throw nb::value_error("into: smaller than the bound");
+                throw nb::value_error("into: smaller than the bound of the parts");
             }
             size_t found = 0;
             {
@@ -60,21 +60,21 @@ void bind_frame(nb::module_& m) {
                 found = encode_frame(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
                                      to.data());
             }
-            if (found == 0) throw nb::value_error("header: none of this block");
+            if (found == 0) throw nb::value_error("header: does not describe this block");
             return found;
         },
         "codec"_a, "element"_a, "header"_a, "block"_a, "into"_a);
     m.def(
         "encode_lossy_frame",
         [](const codec::SharedRecipe& by, uint32_t element, nb::handle header, nb::handle block,
-           nb::handle into, const std::vector<Lie>& lies, uint32_t position) {
-            Held text, bytes, to;
+           nb::handle into, const std::vector<GridTuple>& lies, uint32_t position) {
+            HeldMemory text, bytes, to;
             text.take(header, Access::kWrite, Shape::kContiguous, "header");
             bytes.take(block, Access::kRead, Shape::kContiguous, "block");
             to.take(into, Access::kWrite, Shape::kContiguous, "into");
             const codec::Element is = codec::element_of(element);
             if (to.size() < codec::bound(bytes.size())) {
-                throw nb::value_error("into: smaller than the bound");
+                throw nb::value_error("into: smaller than the bound of the parts");
             }
             std::vector<codec::Grid> grids;
             for (const auto& [rows, channels, head, by_token] : lies) {
@@ -86,35 +86,35 @@ void bind_frame(nb::module_& m) {
                 found = encode_frame(*by.shared, is, text.data(), text.size(), bytes.data(),
                                      bytes.size(), grids, position, to.data());
             }
-            if (found == 0) throw nb::value_error("header: none of this block");
+            if (found == 0) throw nb::value_error("header: does not describe this block");
             return found;
         },
         "by"_a, "element"_a, "header"_a, "block"_a, "into"_a, "grids"_a, "position"_a);
     m.def(
         "decode_frame",
         [](uint32_t element, nb::handle header, nb::handle payload, nb::bytes digest,
-           nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& come) {
-            Held text, bytes, to;
+           nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived) {
+            HeldMemory text, bytes, to;
             text.take(header, Access::kWrite, Shape::kContiguous, "header");
             bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
             to.take(into, Access::kWrite, Shape::kContiguous, "into");
             const codec::Element is = codec::element_of(element);
-            if (digest.size() != kDigestBytes) throw nb::value_error("digest: 16 bytes");
+            if (digest.size() != kDigestBytes) throw nb::value_error("digest: must have 16 bytes");
             const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());
             const codec::Recipe* const by = lossy != nullptr ? lossy->shared.get() : nullptr;
-            if (!std::is_sorted(come.begin(), come.end()) ||
-                (!come.empty() && come.back() > bytes.size())) {
-                throw nb::value_error("come: ascending, and no more than the payload");
+            if (!std::is_sorted(arrived.begin(), arrived.end()) ||
+                (!arrived.empty() && arrived.back() > bytes.size())) {
+                throw nb::value_error("arrived: must ascend and not exceed the payload");
             }
             const Unlocked unlocked;
             FrameDecoder decoder(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
                                  expected, to.data(), to.size());
-            for (const size_t so_far : come) {
+            for (const size_t so_far : arrived) {
                 if (!decoder.take(so_far)) return false;
                 if (so_far == bytes.size()) return true;
             }
             return decoder.take(bytes.size());
         },
         "element"_a, "header"_a, "payload"_a, "digest"_a, "into"_a, "lossy"_a.none() = nb::none(),
-        "come"_a = std::vector<size_t>());
+        "arrived"_a = std::vector<size_t>());
 }

@@ -1,10 +1,10 @@
-// The policies as Python classes: batches come as bytes.
+// The Python bindings of the policies: batches are passed as bytes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include "bytes.h"
-#include "classics.h"
-#include "lru.h"
-#include "prefix.h"
+#include "policies.h"
 #include "value.h"
 
 namespace nb = nanobind;
@@ -13,21 +13,36 @@ using namespace kvtier;
 
 namespace {
 
-// Where nobody can say names, a block is its own.
-std::vector<Name> names_in(const nb::bytes& names, std::span<const Id> ids) {
-    if (names.size() != 0 && names.size() != ids.size() * sizeof(Name))
-        throw std::invalid_argument("a name of 8 bytes for each id, or none");
-    std::vector<Name> called(ids.begin(), ids.end());
-    if (names.size() != 0) std::memcpy(called.data(), names.c_str(), names.size());
-    return called;
-}
+// The names of blocks, valid while the bytes live. Without names, the name of a block is its id.
+class Names {
+ public:
+    Names(const nb::bytes& names, std::span<const Id> ids) {
+        if (names.size() != 0 && names.size() != ids.size() * sizeof(Name))
+            throw std::invalid_argument("need 8 bytes of name per id, or no names");
+        if (names.size() != 0 &&
+            reinterpret_cast<std::uintptr_t>(names.c_str()) % alignof(Name) == 0) {
+            span_ = {static_cast<const Name*>(names.data()), ids.size()};
+            return;
+        }
+        copied_.assign(ids.begin(), ids.end());
+        if (names.size() != 0) std::memcpy(copied_.data(), names.c_str(), names.size());
+        span_ = copied_;
+    }
+    Names(const Names&) = delete;
+    Names& operator=(const Names&) = delete;
+    operator std::span<const Name>() const { return span_; }
 
-// Nor parents: then it is at a root.
+ private:
+    std::span<const Name> span_;
+    std::vector<Name> copied_;
+};
+
+// Without parents, the blocks are roots.
 void added(Policy& policy, const nb::bytes& ids, const nb::bytes& names, const nb::bytes& parents) {
     std::span<const Id> list = ids_in(ids), above = ids_in(parents);
-    const std::vector<Name> called = names_in(names, list);
+    const Names called(names, list);
     if (above.size() != 0 && above.size() != list.size())
-        throw std::invalid_argument("a parent for each id, or none");
+        throw std::invalid_argument("need one parent per id, or no parents");
     check_ids(list);
     for (Id parent : above)
         if (parent != none) check_ids({&parent, 1});
@@ -40,16 +55,31 @@ void batch(Policy& policy, const nb::bytes& ids) {
     (policy.*tell)(ids_in(ids));
 }
 
+struct Entry {
+    const char* name;
+    std::unique_ptr<Policy> (*make)();
+};
+
+#define KVTIER_ENTRY(name) {#name, &make_##name},
+constexpr Entry policies[] = {KVTIER_POLICIES(KVTIER_ENTRY)};
+#undef KVTIER_ENTRY
+
+std::unique_ptr<Policy> make_policy(const std::string& name) {
+    for (const Entry& entry : policies)
+        if (name == entry.name) return entry.make();
+    throw std::invalid_argument("unknown policy: " + name);
+}
+
 }  // namespace
 
 void bind_policy(nb::module_& m) {
-    nb::class_<Policy>(m, "Policy", "What every native policy does.")
+    nb::class_<Policy>(m, "Policy", "The interface of all native policies.")
         .def("now", &Policy::now, "seconds"_a)
         .def("added", &added, "ids"_a, "names"_a = nb::bytes("", 0), "parents"_a = nb::bytes("", 0))
         .def(
             "wanted",
             [](Policy& policy, const nb::bytes& ids, const nb::bytes& names) {
-                policy.wanted(ids_in(ids), names_in(names, ids_in(ids)));
+                policy.wanted(ids_in(ids), Names(names, ids_in(ids)));
             },
             "ids"_a, "names"_a = nb::bytes("", 0))
         .def("refreshed", &batch<&Policy::refreshed>, "ids"_a)
@@ -69,28 +99,21 @@ void bind_policy(nb::module_& m) {
             [](const Policy& policy, std::size_t n) { return ids_out(policy.victims(n)); }, "n"_a)
         .def("__len__", &Policy::size)
         .def("memory_bytes", &Policy::memory_bytes);
-    nb::class_<Lru, Policy>(m, "Lru",
-                            "Least recently used: the block that nobody wanted longest goes first.")
-        .def(nb::init<>());
-    nb::class_<Lfu, Policy>(m, "Lfu", "Least frequently used, with counts that age.")
-        .def(nb::init<>());
-    nb::class_<Arc, Policy>(m, "Arc", "Adaptive replacement.").def(nb::init<>());
-    nb::class_<S3Fifo, Policy>(m, "S3Fifo", "Three queues, first in, first out.").def(nb::init<>());
-    nb::class_<Prefix, Policy>(m, "Prefix", "Least recently used chains, what is shared last.")
-        .def(nb::init<>());
-    nb::class_<Attention, Policy>(m, "Attention", "Prefix, with an engine's hints.")
-        .def(nb::init<>());
-    nb::class_<Value, Policy>(m, "Value", "Expected reuse, learned as it goes.")
-        .def(nb::init<>())
-        .def_static(
-            "with_constants",
-            [](double to_leave, double back, double fading, double judgements, double few,
-               std::uint64_t memory, std::uint64_t more_seen) {
-                return new Value({to_leave, back, fading, judgements, few, memory, more_seen});
-            },
-            nb::kw_only(), "to_leave"_a = Constants{}.to_leave, "back"_a = Constants{}.back,
-            "fading"_a = Constants{}.fading, "judgements"_a = Constants{}.judgements,
-            "few"_a = Constants{}.few, "memory"_a = Constants{}.memory,
-            "more_seen"_a = Constants{}.more_seen, nb::rv_policy::take_ownership,
-            "For measurements: other constants than its own.");
+    m.def("make_policy", &make_policy, "name"_a,
+          "A new policy of this name; ValueError for any other.");
+    nb::list names;
+    for (const auto& [name, make] : policies) names.append(name);
+    m.attr("POLICIES") = nb::tuple(names);
+    m.def(
+        "value_policy",
+        [](double to_leave, double back, double fading, double judgements, double few,
+           std::uint64_t memory, std::uint64_t more_seen) -> std::unique_ptr<Policy> {
+            return std::make_unique<Value>(
+                Constants{to_leave, back, fading, judgements, few, memory, more_seen});
+        },
+        nb::kw_only(), "to_leave"_a = Constants{}.to_leave, "back"_a = Constants{}.back,
+        "fading"_a = Constants{}.fading, "judgements"_a = Constants{}.judgements,
+        "few"_a = Constants{}.few, "memory"_a = Constants{}.memory,
+        "more_seen"_a = Constants{}.more_seen,
+        "The value policy with other constants, for measurements.");
 }

@@ -1,4 +1,4 @@
-// The store as a Python class: bytes in, bytes out, and the buffers of the generation tables.
+// The Python bindings of the store: bytes in, bytes out, and the buffers of the generation tables.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -17,7 +17,7 @@ using namespace kvtier;
 
 namespace {
 
-// A buffer of somebody else's, held for as long as the store writes to it.
+// A Python buffer, held while the store writes to it.
 class HeldBuffer {
  public:
     explicit HeldBuffer(nb::handle object) {
@@ -36,11 +36,11 @@ class HeldBuffer {
 };
 
 Keys keys_in(const nb::bytes& keys) {
-    return {keys.c_str(), count_in(keys, key_bytes, "keys are 32 bytes each")};
+    return {keys.c_str(), count_in(keys, key_bytes, "keys have 32 bytes each")};
 }
 
 Key key_in(const nb::bytes& key) {
-    if (key.size() != key_bytes) throw std::invalid_argument("a key is 32 bytes");
+    if (key.size() != key_bytes) throw std::invalid_argument("a key has 32 bytes");
     return Key::read(key.c_str());
 }
 
@@ -52,7 +52,7 @@ nb::bytes zeroed(std::size_t size, char*& data) {
     return nb::steal<nb::bytes>(made);
 }
 
-// What is too large for 64 bits is too large for any check that follows, too.
+// A number that exceeds 64 bits also fails every later check.
 std::int64_t small(const nb::int_& number) {
     int overflow = 0;
     std::int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
@@ -63,7 +63,7 @@ std::int64_t small(const nb::int_& number) {
 using TwoLists = std::pair<nb::bytes, nb::bytes>;
 using ThreeLists = std::tuple<nb::bytes, nb::bytes, nb::bytes>;
 
-// Segment and page of each, 4 bytes a number.
+// Segment and page of each frame, as 4-byte numbers.
 nb::bytes places_out(const std::vector<Frame>& frames) {
     char* data;
     nb::bytes out = zeroed(frames.size() * 8, data);
@@ -79,7 +79,7 @@ TwoLists two(const std::pair<IdList, IdList>& lists) {
     return {ids_out(lists.first), ids_out(lists.second)};
 }
 
-// The store with the buffers it writes to, and its arguments checked.
+// The store and the buffers that it writes to. Checks all arguments.
 class PyStore {
  public:
     explicit PyStore(std::size_t ghosts) : store_(ghosts) {}
@@ -100,7 +100,7 @@ class PyStore {
     std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
                             const std::vector<nb::int_>& shards) {
         if (groups.size() != shards.size())
-            throw std::invalid_argument("a number of shards for each group");
+            throw std::invalid_argument("need one number of shards per group");
         std::vector<GroupSpec> specs;
         for (std::size_t g = 0; g < groups.size(); ++g) {
             std::int64_t kind = small(std::get<0>(groups[g])),
@@ -181,7 +181,7 @@ class PyStore {
 
     void note_evicted(bool on) { store_.note_evicted(on); }
 
-    // As of `identities`, without parents.
+    // In the format of `identities`, without parents.
     nb::bytes take_evicted() {
         constexpr std::size_t item = 80;
         const std::vector<Name> names = store_.take_evicted();
@@ -198,7 +198,7 @@ class PyStore {
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
                      std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses) {
         Keys list = keys_in(keys);
-        if (statuses.size() != list.n) throw std::invalid_argument("a status for each key");
+        if (statuses.size() != list.n) throw std::invalid_argument("need one status per key");
         std::optional<Key> above;
         if (parent) above = key_in(*parent);
         IdList ids =
@@ -209,7 +209,7 @@ class PyStore {
     void commit(nb::bytes ids, nb::bytes checksums) {
         Ids list = ids_in(ids);
         if (checksums.size() && checksums.size() != list.size() * checksum_bytes)
-            throw std::invalid_argument("a checksum of 16 bytes for each id, or none");
+            throw std::invalid_argument("need 16 bytes of checksum per id, or no checksums");
         store_.commit(list, checksums.size() ? checksums.c_str() : nullptr);
     }
 
@@ -230,18 +230,18 @@ class PyStore {
 
     nb::bytes framed(nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
         Ids list = ids_in(ids);
-        need_items(frames, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
         if (checksums.size())
             need_items(checksums, list.size(), checksum_bytes,
-                       "a checksum of 16 bytes for each id, or none");
+                       "need 16 bytes of checksum per id, or no checksums");
         const char* digests = checksums.size() ? checksums.c_str() : nullptr;
         return ids_out(store_.framed(list, frames.c_str(), digests));
     }
 
     nb::bytes moved(nb::bytes ids, nb::bytes before, nb::bytes frames) {
         Ids list = ids_in(ids);
-        need_items(before, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
-        need_items(frames, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        need_items(before, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
+        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
         return ids_out(store_.moved(list, before.c_str(), frames.c_str()));
     }
 
@@ -259,7 +259,7 @@ class PyStore {
     ThreeLists spoilt(nb::bytes ids) { return and_died(store_.spoilt(ids_in(ids))); }
     ThreeLists damaged(nb::bytes ids, nb::bytes frames) {
         Ids list = ids_in(ids);
-        need_items(frames, list.size(), sizeof(Frame), "a frame of 16 bytes for each id");
+        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
         return and_died(store_.damaged(list, frames.c_str()));
     }
 
@@ -294,7 +294,7 @@ class PyStore {
         nb::bytes mask = zeroed(ids.size(), flags);
         for (std::size_t i = 0; i < ids.size(); ++i) {
             const Record& record = store_.block(ids[i]);
-            const bool wanted = look ? store_.deserves(ids[i]) : record.used;
+            const bool wanted = look ? store_.earns_second_chance(ids[i]) : record.used;
             flags[i] = static_cast<char>(wanted | (record.is() == State::cold) << 1);
         }
         return {ids_out(ids), mask};
@@ -313,12 +313,12 @@ class PyStore {
 
     std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t space, nb::bytes rows,
                                                             std::uint32_t segment, nb::bytes used) {
-        const std::size_t n = count_in(rows, 128, "rows are 128 bytes each");
+        const std::size_t n = count_in(rows, 128, "rows have 128 bytes each");
         const Restored over = store_.restore(space, rows.c_str(), n, segment, ids_in(used));
         return {over.made, over.unfit, places_out(over.died)};
     }
 
-    // "<IIIB3x32s32s": space, group, shard, whether it has a parent, its key, its parent's.
+    // "<IIIB3x32s32s": space, group, shard, whether there is a parent, key, key of the parent.
     nb::bytes identities(nb::bytes ids) const {
         constexpr std::size_t item = 80;
         Ids list = ids_in(ids);
@@ -365,7 +365,8 @@ class PyStore {
         return out;
     }
 
-    // What a policy is told of blocks: their names, 8 bytes each, and the ids of those before them.
+    // The input of a policy: the names of the blocks, 8 bytes each, and the ids of the blocks
+    // before them.
     static nb::bytes names_of_keys(nb::bytes keys, std::uint32_t at) {
         Keys list = keys_in(keys);
         char* data;
@@ -393,7 +394,7 @@ class PyStore {
 
     nb::bytes parents(nb::bytes ids) const {
         IdList above;
-        for (Id id : ids_in(ids)) above.push_back(store_.ahead_of(id));
+        for (Id id : ids_in(ids)) above.push_back(store_.previous_in_chain(id));
         return ids_out(above);
     }
 

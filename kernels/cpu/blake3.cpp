@@ -45,7 +45,7 @@ void compress_scalar(uint32_t cv[8], const uint8_t block[kBlock], uint32_t block
     for (int i = 0; i < 8; i++) cv[i] = v[i] ^ v[i + 8];
 }
 
-// Takes one chunk (or less, at the end) in; `cv` becomes its chaining value.
+// Consumes one chunk (the last one may be shorter); `cv` becomes its chaining value.
 void chunk(Compress compress, uint32_t cv[8], const uint8_t* data, size_t size, uint64_t index,
            uint32_t key_flag, uint32_t last_flag) {
     uint32_t flags = key_flag | kChunkStart;

@@ -9,9 +9,9 @@ namespace {
 
 #define KVTIER_INLINE inline __attribute__((always_inline))
 
-// Each round reads its words as the first, then the second, operands of the four columns; then
-// likewise for the diagonals. The diagonals are turned by a, c and d: b, which everything waits
-// for, stays where it is, so its partners' lanes begin one earlier.
+// The message words of each round: the first and the second operands of the four columns, then of
+// the diagonals. To form the diagonals, a, c and d are rotated. b is on the critical path and is
+// not rotated; the lanes of the other rows start one lane earlier instead.
 struct RowOrder {
     alignas(32) uint32_t columns[7][8];    // x of the columns, then y
     alignas(32) uint32_t diagonals[7][8];  // x of the diagonals, then y
@@ -37,7 +37,7 @@ KVTIER_SSE41 KVTIER_INLINE __m128i row(const uint32_t* words) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words));
 }
 
-// One register of message words, picked by their numbers.
+// Gathers message words into one register by their numbers.
 KVTIER_SSE41 KVTIER_INLINE __m128i picked(const uint32_t* m, const uint32_t* at) {
     return _mm_set_epi32(static_cast<int>(m[at[3]]), static_cast<int>(m[at[2]]),
                          static_cast<int>(m[at[1]]), static_cast<int>(m[at[0]]));
@@ -127,7 +127,7 @@ KVTIER_SSE41 void compress_sse41(uint32_t cv[8], const uint8_t block[kBlock], ui
 
 KVTIER_AVX512 void compress_avx512(uint32_t cv[8], const uint8_t block[kBlock],
                                    uint32_t block_bytes, uint64_t counter, uint32_t flags) {
-    // Four loads of 16 bytes: the caller has just stored a chaining value here by such halves.
+    // Loads 16 bytes at a time: the caller has just stored a chaining value here in such halves.
     const auto* in = reinterpret_cast<const __m128i*>(block);
     const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(in)),
                                                 _mm_loadu_si128(in + 1), 1);

@@ -1,4 +1,5 @@
-// Blocks into slots and out of them: whole buffers, or the pieces of an engine's paged cache.
+// Copies blocks into slots and out of them: whole buffers, or the pieces of an engine's paged
+// cache.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -23,18 +24,19 @@ namespace {
 constexpr size_t kMostThreads = 256;
 constexpr int kMostNice = 19;
 
-// Below this a piece is copied plainly: the partial lines at its ends are too big a part of it.
+// Smaller pieces are copied with ordinary stores: the partial lines at their ends are a large
+// share.
 constexpr size_t kStreamPieceLeast = 512;
 
 size_t checked_threads(long threads) {
-    if (threads < 1) throw nb::value_error("threads: at least one");
+    if (threads < 1) throw nb::value_error("threads: must be at least 1");
     return std::min(static_cast<size_t>(threads), kMostThreads);
 }
 
-// Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n, next) for block i's
-// pieces in order, where next is where the source goes on, or null. Where digests is not null, it
-// receives one per block. A block is one thread's work, unless there are too few of them and no
-// digest ties a block's bytes to their order.
+// Copies n blocks of `bytes` each. pieces(i, sink) calls sink(dst, src, n, next) for the pieces of
+// block i in order; next is where the source continues, or null. If digests is not null, it
+// receives one digest per block. One thread copies a whole block, unless there are too few blocks
+// and no digest requires an order.
 template <typename Pieces>
 void copy_blocks(size_t n, uint64_t bytes, size_t threads, int nice, uint8_t* digests,
                  const Pieces& pieces) {
@@ -87,34 +89,34 @@ void copy_blocks(size_t n, uint64_t bytes, size_t threads, int nice, uint8_t* di
         fence);
 }
 
-// The buffers of blocks [first, first + count) of `bytes` each: of a list of them, or of one for
-// all. An exact one has nothing beyond.
+// The buffers of the blocks [first, first + count) of `bytes` each: a list of buffers, or one
+// buffer for all blocks. `exact` forbids more bytes.
 class Buffers {
  public:
     Buffers(nb::handle given, size_t first, size_t count, uint64_t bytes, bool writable, bool exact)
         : count_(count), bytes_(bytes), writable_(writable) {
         if (first > kMost || count > kMost) throw nb::value_error("buffers: too many");
         if (bytes != 0 && first + count > std::numeric_limits<size_t>::max() / bytes) {
-            throw nb::value_error("buffers: more bytes than there can be");
+            throw nb::value_error("buffers: too many bytes");
         }
         const char* what = writable ? "target" : "source";
         const Access access = writable ? Access::kWrite : Access::kRead;
         PyObject* const from = given.ptr();
         several_ = PyList_Check(from) || PyTuple_Check(from);
         if (!several_) {
-            held_ = std::make_unique<Held[]>(1);
+            held_ = std::make_unique<HeldMemory[]>(1);
             held_[0].take(given, access, Shape::kContiguous, what);
             check(held_[0].size(), (first + count) * bytes, exact, std::string(what) + "s",
                   "bytes");
             start_ = held_[0].data() + first * bytes;
             return;
         }
-        // A tuple of its own: an exporter may run Python, and that may change the list.
+        // A private tuple: an exporter may run Python code that changes the list.
         const nb::object items = nb::steal(PySequence_Tuple(from));
         if (!items.is_valid()) nb::raise_python_error();
         const auto given_count = static_cast<size_t>(PyTuple_GET_SIZE(items.ptr()));
         check(given_count, first + count, exact, std::string(what) + "s", "buffers");
-        held_ = std::make_unique<Held[]>(count);
+        held_ = std::make_unique<HeldMemory[]>(count);
         for (size_t i = 0; i < count; i++) {
             const size_t number = first + i;
             held_[i].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(number)), access,
@@ -144,7 +146,7 @@ class Buffers {
     uint64_t bytes_;
     bool writable_;
     bool several_ = false;
-    std::unique_ptr<Held[]> held_;
+    std::unique_ptr<HeldMemory[]> held_;
     uint8_t* start_ = nullptr;
 };
 
@@ -158,7 +160,7 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buff
                      nb::handle numbers, long threads, bool checksum, bool inwards) {
     const size_t most = checked_threads(threads);
     const uint64_t bytes = buffers.bytes();
-    if (!inwards && !buffers.writable()) throw nb::value_error("targets: buffers for reading only");
+    if (!inwards && !buffers.writable()) throw nb::value_error("targets: a buffer is read-only");
     Slots slots(mappings, packed);
     const std::vector<uint8_t*> at = places(slots, bytes, inwards);
     std::vector<uint32_t> which;
@@ -189,7 +191,7 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buff
     return digests.object;
 }
 
-// Where the pieces of an engine's paged blocks lie.
+// Where the pieces of an engine's paged blocks are.
 class EnginePieces {
  public:
     EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offsets,
@@ -199,8 +201,8 @@ class EnginePieces {
     uint64_t blocks() const { return blocks_; }
     bool writable() const { return writable_; }
 
-    // Calls sink(data, bytes, next) for each piece of a block; next is where the one after it lies,
-    // the last one's being the first of the block `after`.
+    // Calls sink(data, bytes, next) for each piece of a block; next is the address of the following
+    // piece, for the last piece the first one of the block `after`.
     template <typename Sink>
     void each(uint32_t block, uint32_t after, const Sink& sink) const {
         for (size_t j = 0; j < pieces_.size(); j++) {
@@ -219,10 +221,10 @@ class EnginePieces {
         uint8_t* at(uint32_t block) const { return data + uint64_t{block} * stride; }
     };
 
-    std::unique_ptr<Held[]> held_;
+    std::unique_ptr<HeldMemory[]> held_;
     std::vector<Piece> pieces_;
     uint64_t block_bytes_ = 0;
-    uint64_t blocks_ = uint64_t{1} << 32;  // ids are 32 bits wide
+    uint64_t blocks_ = uint64_t{1} << 32;  // ids have 32 bits
     bool writable_ = true;
 };
 
@@ -234,9 +236,9 @@ EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offs
     const auto n = static_cast<size_t>(PyTuple_GET_SIZE(items.ptr()));
     if (n == 0 || offsets.size() != n || strides.size() != n || piece_bytes.size() != n) {
         throw nb::value_error(
-            "pieces: one array, offset, stride and length each, and at least one");
+            "pieces: need one array, offset, stride and size per piece, and at least one piece");
     }
-    held_ = std::make_unique<Held[]>(n);
+    held_ = std::make_unique<HeldMemory[]>(n);
     pieces_.reserve(n);
     for (size_t j = 0; j < n; j++) {
         held_[j].take(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(j)),
@@ -266,7 +268,7 @@ EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offs
 nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::handle mappings,
                       nb::handle packed, long threads, bool checksum, int nice, bool inwards) {
     const size_t most = checked_threads(threads);
-    if (nice < 0 || nice > kMostNice) throw nb::value_error("nice: 0 to 19");
+    if (nice < 0 || nice > kMostNice) throw nb::value_error("nice: must be 0 to 19");
     const std::vector<uint32_t> ids = read_u32(block_ids, "block_ids", true);
     Slots slots(mappings, packed);
     if (ids.size() != slots.count()) {
@@ -305,7 +307,7 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
     return digests.object;
 }
 
-// Two buffers of one size, held for a copy.
+// Two buffers of the same size, held for a copy.
 struct Pair {
     Pair(nb::handle dst, nb::handle src) {
         to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
@@ -316,7 +318,7 @@ struct Pair {
                                       .c_str());
         }
     }
-    Held to, from;
+    HeldMemory to, from;
 };
 
 nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
@@ -334,7 +336,7 @@ nb::bytes copy(nb::handle dst, nb::handle src, bool checksum, long threads) {
 }
 
 nb::bytes digest_of(nb::handle data, uint64_t seed) {
-    Held held;
+    HeldMemory held;
     held.take(data, Access::kRead, Shape::kContiguous, "data");
     NewBytes digest(kDigestBytes);
     {
@@ -407,8 +409,8 @@ void bind_blocks(nb::module_& m) {
         "nt_loops",
         [](nb::sequence dsts, nb::sequence srcs) {
             const size_t count = nb::len(dsts);
-            if (nb::len(srcs) != count) throw nb::value_error("as many sources as targets");
-            std::deque<Pair> pairs;  // a Pair can't be moved: it holds buffers
+            if (nb::len(srcs) != count) throw nb::value_error("need as many sources as targets");
+            std::deque<Pair> pairs;  // a Pair cannot be moved: it holds buffers
             for (size_t i = 0; i < count; i++) pairs.emplace_back(dsts[i], srcs[i]);
             const Unlocked unlocked;
             for (const Pair& pair : pairs) {

@@ -1,4 +1,4 @@
-// Blocks that hang on one another, and who of them may go.
+// Blocks in chains, and which of them may be evicted.
 #include "chains.h"
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace kvtier {
 
-Chains::Chains(List lists) : lists_(lists), perhaps_(lists / 64 + 1), made_(lists) {
+Chains::Chains(List lists) : lists_(lists), nonempty_(lists / 64 + 1), made_(lists) {
     for (List list = 0; list < lists; ++list) {
         links_.reach(list);
         links_[list] = {list, list, none};
@@ -26,10 +26,10 @@ void Chains::insert(Id id, List list, bool hot) {
     }
     const std::uint32_t next = hot ? list : links_[list].next, prev = links_[next].prev;
     links_[link] = {prev, next, id};
-    perhaps_[list / 64] |= std::uint64_t{1} << list % 64;
+    nonempty_[list / 64] |= std::uint64_t{1} << list % 64;
     links_[prev].next = links_[next].prev = link;
     nodes_[id].below = link;
-    abouts_[id].listed = 1;
+    states_[id].listed = 1;
     ++listed_;
 }
 
@@ -40,18 +40,18 @@ void Chains::unlist(Id id) {
     links_[link].next = spare_;
     spare_ = link;
     nodes_[id].below = 0;
-    abouts_[id].listed = 0;
+    states_[id].listed = 0;
     --listed_;
 }
 
 void Chains::list(Id id, bool hot) {
-    if (may_go(id) && nodes_[id].below == 0)
-        insert(id, abouts_[id].demoted ? last_to_first : list_of(id), hot);
+    if (is_evictable(id) && nodes_[id].below == 0)
+        insert(id, states_[id].demoted ? demoted_list : list_of(id), hot);
 }
 
 void Chains::relist(Id id) {
-    if (abouts_[id].listed) unlist(id);
-    // Most blocks have others that hang on them.
+    if (states_[id].listed) unlist(id);
+    // Most blocks have followers.
     if (nodes_[id].below == 0) list(id, true);
 }
 
@@ -64,7 +64,7 @@ void Chains::splice(List from, List to) {
     links_[last].next = next;
     links_[next].prev = last;
     links_[from].prev = links_[from].next = from;
-    perhaps_[to / 64] |= std::uint64_t{1} << to % 64;
+    nonempty_[to / 64] |= std::uint64_t{1} << to % 64;
 }
 
 // ---- events ----
@@ -72,13 +72,13 @@ void Chains::splice(List from, List to) {
 void Chains::added(std::span<const Id> ids, std::span<const Name> names,
                    std::span<const Id> parents) {
     check_ids(ids);
-    began(ids.size());
+    on_batch(ids.size());
     for (std::size_t i = ids.size(); i-- > 0;) {
         const Id id = ids[i];
         nodes_.reach(id);
-        abouts_.reach(id);
+        states_.reach(id);
         limit_ = std::max(limit_, id + 1);
-        About& one = abouts_[id];
+        BlockState& one = states_[id];
         const bool again = one.where == away;
         const bool last = i + 1 == ids.size();
         one.stamp = tick();
@@ -96,44 +96,43 @@ void Chains::added(std::span<const Id> ids, std::span<const Name> names,
             const Id parent = nodes_[id].parent;
             if (parent != none) {
                 nodes_.reach(parent);
-                abouts_.reach(parent);
-                if (abouts_[parent].listed) unlist(parent);
+                states_.reach(parent);
+                if (states_[parent].listed) unlist(parent);
                 ++nodes_[parent].below;
-                if (in_memory(parent)) continued(parent);
+                if (in_memory(parent)) on_continued(parent);
             }
-            met(id, names[i], again, ids.size(), last);
+            on_added(id, names[i], again, ids.size(), last);
         }
         relist(id);
     }
 }
 
 void Chains::wanted(std::span<const Id> ids, std::span<const Name> names) {
-    began(ids.size());
-    for (std::size_t i = ids.size(); i-- > 0;) {
-        const Id id = ids[i];
-        if (!in_memory(id)) continue;
-        abouts_[id].stamp = tick();
-        abouts_[id].demoted = 0;
-        used(id, names[i], i + 1 == ids.size());
-        relist(id);
-    }
+    on_batch(ids.size());
+    on_batch_used(ids, names);
+    refreshed(ids);
+}
+
+void Chains::on_batch_used(std::span<const Id> ids, std::span<const Name> names) {
+    for (std::size_t i = ids.size(); i-- > 0;)
+        if (in_memory(ids[i])) used(ids[i], names[i], i + 1 == ids.size());
 }
 
 void Chains::refreshed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
         const Id id = ids[i];
         if (!in_memory(id)) continue;
-        abouts_[id].stamp = tick();
-        abouts_[id].demoted = 0;
+        states_[id].stamp = tick();
+        states_[id].demoted = 0;
         relist(id);
     }
 }
 
 void Chains::held(std::span<const Id> ids) {
     for (Id id : ids) {
-        if (!abouts_.reaches(id) || abouts_[id].where != here) continue;
-        if (abouts_[id].listed) unlist(id);
-        abouts_[id].where = read;
+        if (!states_.reaches(id) || states_[id].where != here) continue;
+        if (states_[id].listed) unlist(id);
+        states_[id].where = read;
         --size_;
     }
 }
@@ -141,29 +140,29 @@ void Chains::held(std::span<const Id> ids) {
 void Chains::freed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
         const Id id = ids[i];
-        if (!abouts_.reaches(id) || abouts_[id].where != read) continue;
-        abouts_[id].where = here;
+        if (!states_.reaches(id) || states_[id].where != read) continue;
+        states_[id].where = here;
         ++size_;
         relist(id);
     }
 }
 
-void Chains::let_go_of(Id parent) {
+void Chains::remove_follower(Id parent) {
     if (--nodes_[parent].below == 0) list(parent, false);
 }
 
-// What still hangs on one that is gone is counted there yet: the next block of its id may be what
-// it hangs on, and if it isn't, that one only stays longer.
+// The followers of a removed block are still counted there. The next block with its id may be their
+// parent again; if it is not, it only stays longer.
 void Chains::leave(std::span<const Id> ids, std::uint32_t to) {
     for (Id id : ids) {
-        if (!knows(id)) continue;
-        About& one = abouts_[id];
+        if (!is_known(id)) continue;
+        BlockState& one = states_[id];
         if (one.where != away) {
             if (one.listed) unlist(id);
             size_ -= one.where == here;
             --in_memory_;
             one.where = to;
-            if (nodes_[id].parent != none) let_go_of(nodes_[id].parent);
+            if (nodes_[id].parent != none) remove_follower(nodes_[id].parent);
         }
         one.where = to;
     }
@@ -172,18 +171,18 @@ void Chains::leave(std::span<const Id> ids, std::uint32_t to) {
 void Chains::demoted(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
         const Id id = ids[i];
-        if (!abouts_.reaches(id) || abouts_[id].where != here) continue;
-        abouts_[id].demoted = 1;
-        if (!abouts_[id].listed) continue;
+        if (!states_.reaches(id) || states_[id].where != here) continue;
+        states_[id].demoted = 1;
+        if (!states_[id].listed) continue;
         unlist(id);
-        insert(id, last_to_first, false);
+        insert(id, demoted_list, false);
     }
 }
 
 // ---- victims ----
 
-// As if those named before were gone: then others have nothing hanging on them. These wait until
-// their lists' turn comes, or go at once where that is over.
+// Simulates the evictions: a parent that loses its last follower waits for the turn of its list, or
+// is evicted at once if that has passed.
 std::vector<Id> Chains::victims(std::size_t n) const {
     n = std::min(n, size_);
     std::vector<Id> named;
@@ -195,11 +194,11 @@ std::vector<Id> Chains::victims(std::size_t n) const {
     auto name = [&](Id id) {
         named.push_back(id);
         const Id parent = nodes_[id].parent;
-        if (parent == none || abouts_[parent].listed) return;
+        if (parent == none || states_[parent].listed) return;
         auto [found, fresh] = below.try_emplace(parent, nodes_[parent].below);
-        if (--found->second != 0 || !may_go(parent)) return;
-        const List list = abouts_[parent].demoted ? last_to_first : list_of(parent);
-        waiting.emplace(list == last_to_first ? 0 : rank(list), turns++, parent);
+        if (--found->second != 0 || !is_evictable(parent)) return;
+        const List list = states_[parent].demoted ? demoted_list : list_of(parent);
+        waiting.emplace(list == demoted_list ? 0 : rank(list), turns++, parent);
     };
     auto name_waiting = [&](std::uint64_t now) {
         while (named.size() < n && !waiting.empty() && std::get<0>(waiting.top()) <= now) {
@@ -218,13 +217,13 @@ std::vector<Id> Chains::victims(std::size_t n) const {
         }
     };
     std::vector<std::pair<std::uint64_t, List>> order;
-    for (std::size_t at = 0; at < perhaps_.size(); ++at)
-        for (std::uint64_t bits = perhaps_[at]; bits; bits &= bits - 1) {
+    for (std::size_t at = 0; at < nonempty_.size(); ++at)
+        for (std::uint64_t bits = nonempty_[at]; bits; bits &= bits - 1) {
             const auto list = static_cast<List>(at * 64 + std::countr_zero(bits));
             if (empty(list))
-                perhaps_[at] &= ~(bits & -bits);
+                nonempty_[at] &= ~(bits & -bits);
             else
-                order.emplace_back(list == last_to_first ? 0 : rank(list), list);
+                order.emplace_back(list == demoted_list ? 0 : rank(list), list);
         }
     std::ranges::sort(order);
     for (const auto& [now, list] : order) {
@@ -233,18 +232,18 @@ std::vector<Id> Chains::victims(std::size_t n) const {
     }
     name_waiting(~std::uint64_t{0});
     if (named.size() == n) return named;
-    // What others hang on that can't go.
+    // The remaining blocks, whose followers cannot be evicted.
     std::unordered_map<Id, bool> seen;
     for (Id id : named) seen[id] = true;
     for (Id id = 0; id < limit_ && named.size() < n; ++id)
-        if (may_go(id) && !seen.contains(id)) named.push_back(id);
+        if (is_evictable(id) && !seen.contains(id)) named.push_back(id);
     return named;
 }
 
 std::size_t Chains::memory_bytes() const {
-    // Of the first chunk only what was written is there.
+    // Counts only the written part of the first chunk.
     const std::size_t first = std::min<std::size_t>(chunk_bytes, made_ * sizeof(Link));
-    return nodes_.memory_bytes() + abouts_.memory_bytes() + links_.memory_bytes() - chunk_bytes +
+    return nodes_.memory_bytes() + states_.memory_bytes() + links_.memory_bytes() - chunk_bytes +
            first;
 }
 

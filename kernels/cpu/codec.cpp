@@ -1,4 +1,4 @@
-// Lossless codecs: how parts are laid out, the plain kernels, and the choice among those there are.
+// Lossless codecs: the layout of parts, the portable kernels, and the choice of an implementation.
 #include "codec/codec.h"
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 namespace kvtier::codec {
 
 void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts) {
-    uint16_t apart[4][256] = {};  // a code that comes twice in a row is not waited for
+    // Four tables, so that equal codes in sequence do not wait for each other.
+    uint16_t apart[4][256] = {};
     for (size_t k = 0; k < rows * kRow; k += 4) {
         for (size_t j = 0; j < 4; j++) apart[j][codes[k + j]]++;
     }
@@ -87,11 +88,11 @@ void encode_plain(Encoder* const* streams, size_t count, size_t rows) {
                 const Symbol symbol = {stream.table->reciprocal[code], packed & 511,
                                        packed >> 9 & 2047, packed >> 20};
                 uint32_t& state = stream.state[lane];
-                if (too_full(state, symbol.frequency)) {
+                if (needs_word(state, symbol.frequency)) {
                     *--stream.words = static_cast<uint16_t>(state);
                     state >>= 16;
                 }
-                state = taken_in(state, symbol);
+                state = state_after_encode(state, symbol);
             }
         }
     }
@@ -105,7 +106,7 @@ void decode_plain(Decoder* const* streams, size_t count, size_t rows) {
                 uint32_t& state = stream.state[lane];
                 const uint32_t slot = stream.table->slot[state & (kScale - 1)];
                 *stream.codes++ = static_cast<uint8_t>(slot);
-                state = given_out(state, slot >> 8 & 255, slot >> 16);
+                state = state_after_decode(state, slot >> 8 & 255, slot >> 16);
                 if (state >= kStateLeast) continue;
                 state = state << 16 | stream.words[0] | static_cast<uint32_t>(stream.words[1]) << 8;
                 stream.words += 2;
@@ -142,7 +143,7 @@ constexpr Kernels plain() {
 }
 constexpr Kernels kPlain = plain();
 
-// --- what does not depend on the processor -------------------------------------------------------
+// --- independent of the processor ----------------------------------------------------------------
 
 struct Sizes {
     size_t bytes, rest_row;
@@ -158,7 +159,7 @@ constexpr std::array<Sizes, kElements> kSizes = [] {
 }();
 constexpr size_t kRowMost = kRow * 4, kRestRowMost = kRow * 3;
 
-// A part's elements in rows: whole ones, then one that is filled up, then odd bytes.
+// The elements of a part in rows: whole rows, then one that is filled up, then the remaining bytes.
 struct Shape {
     Shape(Element is, size_t raw_bytes)
         : sizes(kSizes[static_cast<size_t>(is)]),
@@ -208,7 +209,8 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     for (size_t first = 0; first < rows; first += kCountedRows) {
         const size_t some = std::min(kCountedRows, rows - first);
         for (size_t i = 0; i < some; i++) {
-            // With 255 as the top and the last code, a code is how far below 255 the exponent lies.
+            // With 255 as the top and as the last code, a code is the distance of the exponent from
+            // 255.
             const uint8_t* const row =
                 in + sampled_row(first + i, rows, shape.whole) * shape.row_bytes();
             by.split(row, row, 1, 255, 255, codes + i * kRow, rest, escapes, kRow, false);
@@ -217,17 +219,17 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     }
 }
 
-// Splits a part's rows [first, first + rows): whole ones and, at the end, the one that is filled
-// up.
+// Splits the rows [first, first + rows) of a part: whole rows and, at the end, the one that is
+// filled up.
 template <typename Split>
 size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in,
                   const uint8_t* ahead, size_t first, size_t rows, size_t row_codes, uint8_t top,
                   uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room,
-                  bool past) {
+                  bool streaming) {
     const size_t whole = std::min(rows, shape.whole - first);
     const uint8_t* const from = in + first * shape.row_bytes();
     size_t used = split(from, ahead + first * shape.row_bytes(), whole, top, last, codes, rest,
-                        escapes, room, past);
+                        escapes, room, streaming);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
     fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row);
@@ -237,14 +239,14 @@ size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in
     return more == kNoRoom ? more : used + more;
 }
 
-// And back.
+// The inverse of split_rows.
 template <typename Join>
 size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_t row_codes,
                  uint8_t top, uint8_t last, const uint8_t* codes, const uint8_t* rest,
-                 const uint8_t* escapes, size_t room, uint8_t* out, bool past) {
+                 const uint8_t* escapes, size_t room, uint8_t* out, bool streaming) {
     const size_t whole = std::min(rows, shape.whole - first);
     uint8_t* const to = out + first * shape.row_bytes();
-    const size_t used = join(codes, rest, escapes, room, top, last, whole, to, past);
+    const size_t used = join(codes, rest, escapes, room, top, last, whole, to, streaming);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
     const size_t more = join(codes + whole * row_codes, rest + whole * shape.sizes.rest_row,
@@ -254,14 +256,14 @@ size_t join_rows(Join join, const Shape& shape, size_t first, size_t rows, size_
     return used + more;
 }
 
-// How many rows come out at a time: a page of bf16.
+// Rows that are decoded at a time: one page of bf16.
 inline constexpr size_t kTileRows = 32;
 
 // --- fix4 ----------------------------------------------------------------------------------------
 
-// The encoded size, or kNoRoom where that would not be less than the part's.
-size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_t* ahead, bool past,
-                   uint8_t* out) {
+// Returns the encoded size, or kNoRoom if it is not smaller than the part.
+size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_t* ahead,
+                   bool streaming, uint8_t* out) {
     const Shape shape(is, raw_bytes);
     const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
     if (shape.whole == 0 || fixed >= raw_bytes) return kNoRoom;
@@ -272,8 +274,9 @@ size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_
     uint8_t* const codes = out + kFix4Header;
     uint8_t* const rest = codes + shape.rows * kRowCodes;
     uint8_t* const escapes = rest + shape.rows * shape.sizes.rest_row;
-    const size_t used = split_rows(is, by.pack, shape, in, ahead, 0, shape.rows, kRowCodes, top,
-                                   kEscape4, codes, rest, escapes, raw_bytes - 1 - fixed, past);
+    const size_t used =
+        split_rows(is, by.pack, shape, in, ahead, 0, shape.rows, kRowCodes, top, kEscape4, codes,
+                   rest, escapes, raw_bytes - 1 - fixed, streaming);
     if (used == kNoRoom) return used;
     std::memcpy(escapes + used, in + raw_bytes - shape.odd, shape.odd);
     std::memset(out, 0, kFix4Header);
@@ -283,7 +286,7 @@ size_t encode_fix4(Element is, const uint8_t* in, size_t raw_bytes, const uint8_
     return fixed + used;
 }
 
-bool decode_fix4(Element is, const Decoded& part, bool past) {
+bool decode_fix4(Element is, const Decoded& part, bool streaming) {
     const Shape shape(is, part.raw_bytes);
     const size_t fixed = kFix4Header + shape.rows * (kRowCodes + shape.sizes.rest_row) + shape.odd;
     if (part.bytes < fixed || part.from[kElementAt] != static_cast<uint8_t>(is)) return false;
@@ -296,12 +299,13 @@ bool decode_fix4(Element is, const Decoded& part, bool past) {
     size_t used = 0;
     for (size_t first = 0; first < shape.rows; first += kTileRows) {
         const size_t rows = std::min(kTileRows, shape.rows - first);
-        if (past)
-            ask_pages(part.raw + first * shape.row_bytes() + kPagesAhead, rows * shape.row_bytes());
+        if (streaming)
+            prefetch_pages(part.raw + first * shape.row_bytes() + kPagesAhead,
+                           rows * shape.row_bytes());
         const size_t more =
             join_rows(by.unpack, shape, first, rows, kRowCodes, part.from[kTopAt], kEscape4,
                       codes + first * kRowCodes, rest + first * shape.sizes.rest_row,
-                      escapes + used, escaped - used, part.raw, past);
+                      escapes + used, escaped - used, part.raw, streaming);
         if (more == kNoRoom) return false;
         used += more;
     }
@@ -312,13 +316,13 @@ bool decode_fix4(Element is, const Decoded& part, bool past) {
 
 // --- r32 -----------------------------------------------------------------------------------------
 
-// A stream on its way in, beside another, and what belongs to it.
+// A stream that is being encoded next to another one, and its state.
 struct Lane {
     Encoder stream;
     EncodeTable table;
     Encoded* part;
-    const uint8_t* after;  // where the stream begins that comes in next in its place
-    size_t first, rows;    // of the part
+    const uint8_t* after;  // the stream that this lane encodes next
+    size_t first, rows;    // rows of the part
     Frequencies frequencies;
     size_t escaped;
     uint8_t codes[kStreamRows * kRow];
@@ -329,11 +333,11 @@ struct Lane {
     const uint16_t* words_end() const { return words + kWordSlack + kStreamWords; }
 };
 
-// Writes the parts of a batch one after the other, as their streams come in.
+// Writes the parts of a batch one after another, while their streams are encoded.
 class R32Writer {
  public:
-    R32Writer(Element is, bool past, uint8_t* out)
-        : is_(is), past_(past), by_(kernels()), out_(out), lanes_(lanes()) {}
+    R32Writer(Element is, bool streaming, uint8_t* out)
+        : is_(is), streaming_(streaming), by_(kernels()), out_(out), lanes_(lanes()) {}
 
     void add(Encoded& part, const uint8_t* ahead) {
         const Shape shape(is_, part.raw_bytes);
@@ -366,7 +370,7 @@ class R32Writer {
 
  private:
     static Lane* lanes() {
-        // For each thread its own, kept: too much for a stack and too slow to get anew.
+        // One per thread, and kept: too large for a stack, and too slow to allocate each time.
         thread_local const std::unique_ptr<Lane[]> kept(new Lane[kInTogether]);
         return kept.get();
     }
@@ -390,7 +394,7 @@ class R32Writer {
         waiting_ = 0;
     }
 
-    // Makes codes of a stream's rows.
+    // Splits the rows of a stream into codes and rests.
     void split(Lane& lane) {
         const Shape shape(is_, lane.part->raw_bytes);
         const uint8_t* const in = lane.part->raw;
@@ -419,9 +423,9 @@ class R32Writer {
             put32(entry, words);
             put32(entry + 4, lane.escaped);
             const size_t rest_row = shape.sizes.rest_row;
-            put_bytes(rest_ + lane.first * rest_row, lane.rest, lane.rows * rest_row, past_);
+            put_bytes(rest_ + lane.first * rest_row, lane.rest, lane.rows * rest_row, streaming_);
             std::memcpy(at_, lane.stream.state, kStatesBytes);
-            put_bytes(at_ + kStatesBytes, lane.stream.words, 2 * words, past_);
+            put_bytes(at_ + kStatesBytes, lane.stream.words, 2 * words, streaming_);
             at_ += kStatesBytes + 2 * words;
             std::memcpy(at_, lane.escapes, lane.escaped);
             at_ += lane.escaped;
@@ -453,9 +457,9 @@ class R32Writer {
     }
 
     Element is_;
-    bool past_;
+    bool streaming_;
     const Kernels& by_;
-    uint8_t* out_;  // where the part begins whose streams are being placed
+    uint8_t* out_;  // the start of the part whose streams are being placed
     Lane* lanes_;
     size_t waiting_ = 0;
     size_t size_ = 0;  // of that part, as far as it is known
@@ -463,8 +467,8 @@ class R32Writer {
     uint8_t* at_ = nullptr;
 };
 
-// A stream on its way out, a tile of rows at a time. Words are read where they lie; the last ones
-// are moved first, so that all can be read that a damaged stream might ask for.
+// A stream that is being decoded, one tile of rows at a time. Words are read in place. The last
+// words are copied first, so that a damaged stream reads no memory outside.
 inline constexpr size_t kTileWords = 2 * (words_most(kTileRows * kRow) + kWordSlack);  // in bytes
 
 struct Out {
@@ -476,20 +480,21 @@ struct Out {
     size_t escaped;
     const Decoded* part;
     uint8_t top, last;
-    size_t number;       // of the part in its list
-    size_t first, rows;  // that are still to come
+    size_t number;       // of the part, in its list
+    size_t first, rows;  // remaining rows
     bool moved;
     uint8_t codes[kTileRows * kRow];
     uint8_t tail[2 * kTileWords];
 };
 
-// Reads parts stream by stream, up to four side by side.
+// Decodes parts stream by stream, up to four streams at a time.
 class R32Reader {
  public:
-    R32Reader(Element is, bool past) : is_(is), past_(past), by_(kernels()), lanes_(lanes()) {}
+    R32Reader(Element is, bool streaming)
+        : is_(is), streaming_(streaming), by_(kernels()), lanes_(lanes()) {}
 
-    // Asks for where a part begins that is added after others: its first stream's, and its pages.
-    void ask(const Decoded& part) const {
+    // Prefetches the start of a later part: its first stream and its pages.
+    void prefetch(const Decoded& part) const {
         const Shape shape(is_, part.raw_bytes);
         const uint8_t* const rest = part.from + kR32Header + streams_of(shape.rows) * kStreamEntry;
         const uint8_t* const states = rest + shape.rows * shape.sizes.rest_row;
@@ -497,10 +502,10 @@ class R32Reader {
             __builtin_prefetch(part.from + at);
             __builtin_prefetch(states + at);
         }
-        if (past_) ask_pages(part.raw, kPagesAhead);
+        if (streaming_) prefetch_pages(part.raw, kPagesAhead);
     }
 
-    // False if this part, or one before it, is damaged: `failed` says which.
+    // Returns false if this part, or one before it, is damaged; `failed` returns which.
     bool add(const Decoded& part, size_t number) {
         const Shape shape(is_, part.raw_bytes);
         const size_t streams = streams_of(shape.rows);
@@ -509,7 +514,7 @@ class R32Reader {
             kR32Header + streams * (kStreamEntry + kStatesBytes) + rest_bytes + shape.odd;
         const uint8_t* const from = part.from;
         if (part.bytes < fixed || from[kElementAt] != static_cast<uint8_t>(is_) ||
-            get32(from + kCountAt) != streams || !sound(from)) {
+            get32(from + kCountAt) != streams || !valid_frequencies(from)) {
             return fail(number);
         }
         size_t left = part.bytes - fixed;  // of words and escapes
@@ -563,8 +568,8 @@ class R32Reader {
         return false;
     }
 
-    // Whether the frequencies are such that the encoder writes: every slot has its symbol.
-    static bool sound(const uint8_t* from) {
+    // True if an encoder could have written these frequencies: each slot has a symbol.
+    static bool valid_frequencies(const uint8_t* from) {
         const size_t symbols = from[kSymbolsAt];
         if (symbols < kSymbolsLeast || symbols > kSymbolsMost) return false;
         uint32_t sum = 0;
@@ -590,8 +595,8 @@ class R32Reader {
         return true;
     }
 
-    // The elements of one, two or four streams: side by side for as long as each has rows, then
-    // what is left of each.
+    // Writes the elements of one, two or four streams: together while all have rows, then the rest
+    // of each.
     bool put(Out* lanes, size_t count) {
         size_t least = lanes[0].rows;
         for (size_t i = 1; i < count; i++) least = std::min(least, lanes[i].rows);
@@ -619,7 +624,7 @@ class R32Reader {
         return true;
     }
 
-    // Sees to it that all can be read that a tile might ask for; false if words were missing.
+    // Makes all words readable that a tile may read; returns false if words are missing.
     static bool ready(Out& lane) {
         lane.stream.codes = lane.codes;
         lane.stream.next = lane.rest + kRestAhead;
@@ -633,16 +638,17 @@ class R32Reader {
         return true;
     }
 
-    // Puts a tile's elements together, while its symbols lie near.
+    // Joins the elements of a tile while its symbols are in the cache.
     bool take(Out& lane, size_t rows) {
         const Shape shape(is_, lane.part->raw_bytes);
         uint8_t* const raw = lane.part->raw;
-        if (past_) {
-            ask_pages(raw + lane.first * shape.row_bytes() + kPagesAhead, rows * shape.row_bytes());
+        if (streaming_) {
+            prefetch_pages(raw + lane.first * shape.row_bytes() + kPagesAhead,
+                           rows * shape.row_bytes());
         }
         const size_t used = join_rows(by_.rows[static_cast<size_t>(is_)].join, shape, lane.first,
                                       rows, kRow, lane.top, lane.last, lane.codes, lane.rest,
-                                      lane.escapes, lane.escaped, raw, past_);
+                                      lane.escapes, lane.escaped, raw, streaming_);
         if (used == kNoRoom) return false;
         lane.first += rows, lane.rows -= rows;
         lane.rest += rows * shape.sizes.rest_row;
@@ -650,8 +656,7 @@ class R32Reader {
         return true;
     }
 
-    // A stream that is sound ends with its last word and escape, and in the state that the encoder
-    // began with.
+    // A valid stream ends with its last word and escape, and in the encoder's initial state.
     static bool over(const Out& lane) {
         return lane.stream.words == lane.words_end && lane.escaped == 0 &&
                std::all_of(lane.stream.state, lane.stream.state + kLanes,
@@ -659,35 +664,35 @@ class R32Reader {
     }
 
     Element is_;
-    bool past_;
+    bool streaming_;
     const Kernels& by_;
     Out* lanes_;
     size_t waiting_ = 0;
     size_t failed_ = 0;
 };
 
-size_t decode(Element element, std::span<const Decoded> parts, bool past) {
-    R32Reader reader(element, past);
-    CalibratedReader steps(element, past);
+size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
+    R32Reader reader(element, streaming);
+    CalibratedReader steps(element, streaming);
     for (size_t i = 0; i < parts.size(); i++) {
         const Decoded& part = parts[i];
         switch (part.codec) {
             case Codec::kRaw:
                 if (part.bytes != part.raw_bytes) return i;
-                put_bytes(part.raw, part.from, part.bytes, past);
+                put_bytes(part.raw, part.from, part.bytes, streaming);
                 break;
             case Codec::kFix4:
-                if (!decode_fix4(element, part, past)) return i;
+                if (!decode_fix4(element, part, streaming)) return i;
                 break;
             case Codec::kR32:
-                if (i + kSideBySide < parts.size()) reader.ask(parts[i + kSideBySide]);
+                if (i + kSideBySide < parts.size()) reader.prefetch(parts[i + kSideBySide]);
                 if (!reader.add(part, i)) return reader.failed();
                 break;
             case Codec::kQ8:
             case Codec::kQ4:
             case Codec::kQ2:
             case Codec::kFp8:
-                if (!decode_quantized(element, part, past)) return i;
+                if (!decode_quantized(element, part, streaming)) return i;
                 break;
             case Codec::kEcsq:
             case Codec::kCachegen:
@@ -719,7 +724,7 @@ void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) 
         table.reciprocal[i] = symbol.reciprocal;
         table.packed[i] = symbol.frequency | symbol.bias << 9 | symbol.shift << 20;
         table.gain[i] = static_cast<uint16_t>(kScale - symbol.frequency);
-        table.mended[i] = static_cast<uint16_t>(symbol.shift | symbol.bias << kShiftBits);
+        table.corrected[i] = static_cast<uint16_t>(symbol.shift | symbol.bias << kShiftBits);
         table.fill[i] = symbol.frequency << 23;
         start += frequencies[i];
     }
@@ -728,23 +733,24 @@ void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) 
 size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out) {
     size_t total = 0;
     for (const Encoded& part : parts) total += part.raw_bytes;
-    const bool past = total >= kPast;
+    const bool streaming = total >= kStreamingLeast;
     uint8_t* at = out;
     if (codec == Codec::kR32) {
-        R32Writer writer(element, past, out);
+        R32Writer writer(element, streaming, out);
         for (size_t i = 0; i < parts.size(); i++)
             writer.add(parts[i], ahead(parts, i, kInTogether));
         at = writer.finish();
     } else if (calibrated(codec)) {
-        at = encode_calibrated(codec, element, parts, past, out);
+        at = encode_calibrated(codec, element, parts, streaming, out);
     } else {
         for (size_t i = 0; i < parts.size(); i++) {
             Encoded& part = parts[i];
             size_t size = kNoRoom;
             if (codec == Codec::kFix4) {
-                size = encode_fix4(element, part.raw, part.raw_bytes, ahead(parts, i, 1), past, at);
+                size = encode_fix4(element, part.raw, part.raw_bytes, ahead(parts, i, 1), streaming,
+                                   at);
             } else if (codec != Codec::kRaw) {
-                size = encode_quantized(codec, element, part, past, at);
+                size = encode_quantized(codec, element, part, streaming, at);
             }
             if (size == kNoRoom) {
                 at += keep_raw(part, at);
@@ -755,17 +761,17 @@ size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* o
             }
         }
     }
-    if (past) stream_fence();
+    if (streaming) stream_fence();
     return static_cast<size_t>(at - out);
 }
 
 size_t decode(Element element, std::span<const Decoded> parts) {
     size_t total = 0;
     for (const Decoded& part : parts) total += part.raw_bytes;
-    const bool past = total >= kPast;
-    const size_t sound = decode(element, parts, past);
-    if (past) stream_fence();
-    return sound;
+    const bool streaming = total >= kStreamingLeast;
+    const size_t decoded = decode(element, parts, streaming);
+    if (streaming) stream_fence();
+    return decoded;
 }
 
 }  // namespace kvtier::codec

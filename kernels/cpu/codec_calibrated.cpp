@@ -1,4 +1,4 @@
-// The calibrated codecs: one text for both, for their element types and for all processors.
+// The calibrated codecs: one source for both, for their element types and for all processors.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -27,10 +27,10 @@ namespace {
 
 enum class Turned : uint8_t { kNot, kHalves, kNeighbours };
 
-// Some tokens' heads, and what each channel's numbers are told by.
+// The heads of some tokens, and the parameters of each channel's numbers.
 struct Span {
     size_t tokens, heads, dims, pairs;
-    size_t token_bytes, head_bytes;   // from one to the next
+    size_t token_bytes, head_bytes;   // distance to the next token, to the next head
     const float *cos, *sin;           // of the first token
     const float *expected, *factors;  // of the first head; factors are inverses or steps
 };
@@ -47,7 +47,8 @@ KVTIER_LOOP void store(uint8_t* out, size_t i, float value) {
     std::memcpy(out + i * sizeof bits, &bits, sizeof bits);
 }
 
-// One head of one token. Returns 0, or something else where a number can't be told.
+// Processes one head of one token. Returns 0 on success, another value if a number cannot be
+// encoded.
 template <Element kIs, Turned kHow>
 KVTIER_LOOP uint32_t head_numbers(const uint8_t* __restrict in, const Span& span,
                                   const float* __restrict cos, const float* __restrict sin,
@@ -130,9 +131,9 @@ KVTIER_LOOP void values_of(const int16_t* numbers, const Span& span, uint8_t* ou
     }
 }
 
-constexpr size_t kSlack = 64;  // elements that kernels may read or write beyond what they are asked
+constexpr size_t kSlack = 64;  // elements that kernels may access beyond the requested ones
 
-// Symbols of numbers, and the numbers that are none; returns how many those are.
+// Converts numbers to symbols, and collects the numbers that need an escape; returns their count.
 KVTIER_LOOP size_t symbols_of(const int16_t* __restrict numbers, size_t count, int reach,
                               uint8_t* __restrict symbols, int16_t* __restrict escapes) {
     constexpr size_t kAtOnce = 32;
@@ -153,11 +154,10 @@ KVTIER_LOOP size_t symbols_of(const int16_t* __restrict numbers, size_t count, i
     return used;
 }
 
-// And numbers of symbols; returns how many escapes were used, or kNoRoom where there are not as
-// many.
-KVTIER_LOOP size_t numbers_again(const uint8_t* __restrict symbols, size_t count, int reach,
-                                 const uint8_t* __restrict escapes, size_t room,
-                                 int16_t* __restrict numbers) {
+// Converts symbols to numbers; returns how many escapes were used, or kNoRoom if there are too few.
+KVTIER_LOOP size_t numbers_of(const uint8_t* __restrict symbols, size_t count, int reach,
+                              const uint8_t* __restrict escapes, size_t room,
+                              int16_t* __restrict numbers) {
     constexpr size_t kAtOnce = 32;
     const auto last = static_cast<uint8_t>(2 * reach + 1);
     size_t used = 0;
@@ -229,7 +229,7 @@ struct LevelKernels {
     }                                                                                             \
     TARGET size_t again##LEVEL(const uint8_t* symbols, size_t count, int reach,                   \
                                const uint8_t* escapes, size_t room, int16_t* numbers) {           \
-        return numbers_again(symbols, count, reach, escapes, room, numbers);                      \
+        return numbers_of(symbols, count, reach, escapes, room, numbers);                         \
     }                                                                                             \
     TARGET void angles##LEVEL(const uint64_t* turns, size_t pairs, uint64_t position,             \
                               const float* cosines, const float* sines, float* cos, float* sin) { \
@@ -244,8 +244,8 @@ KVTIER_CALIBRATED(Half, KVTIER_AVX2)
 
 // --- AVX-512 -------------------------------------------------------------------------------------
 
-// By hand: the compiler wants loops of 64, and a head's half is 32 or less. What is masked is
-// neither read nor written.
+// Intrinsics: the compiler needs loops of 64, and half a head has 32 channels or fewer. Masked
+// elements are neither read nor written.
 #define WIDE KVTIER_VBMI KVTIER_LOOP
 
 WIDE __m512i line(const void* at) { return _mm512_loadu_si512(at); }
@@ -265,7 +265,7 @@ WIDE __m512 load16(const uint8_t* in, size_t i, __mmask16 these) {
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(grown), sign));
 }
 
-// Upper halves, to the nearest, ties to even.
+// The upper halves, rounded to the nearest, ties to even.
 WIDE __m512i rounded_up(__m512i bits) {
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __m512i down = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
@@ -289,8 +289,8 @@ WIDE void store16(uint8_t* out, size_t i, __mmask16 these, __m512 values) {
     }
 }
 
-// The largest that was seen of steps, and of elements, regardless of their signs; what is no number
-// is larger than all that are.
+// The largest absolute values of steps and of elements so far; NaN compares as larger than all
+// numbers.
 struct Seen {
     __m512i steps, elements;
 };
@@ -322,7 +322,7 @@ WIDE __m512 value16(const int16_t* numbers, const float* steps, const float* exp
 
 constexpr size_t kWide = 16;
 
-// Neighbours, of two registers, apart, and together again.
+// Separates adjacent elements of two registers, and joins them again.
 WIDE __m512 evens(__m512 a, __m512 b) {
     const __m512i at = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     return _mm512_permutex2var_ps(a, at, b);
@@ -341,7 +341,7 @@ WIDE __m512 last_pairs(__m512 a, __m512 b) {
     return _mm512_permutex2var_ps(a, at, b);
 }
 
-// Where 16 pairs lie: their low ones and their high ones, or (of neighbours) both halves of them.
+// The positions of 16 pairs: the low and the high elements, or (of neighbours) both halves of them.
 template <Turned kHow>
 struct Place {
     size_t a, b;
@@ -495,8 +495,8 @@ const LevelKernels& level() {
 
 // --- angles --------------------------------------------------------------------------------------
 
-// Cosines and sines of each 1,024th of a turn, from the first eighth's: so zeros and ones are
-// exact. Any libm's doubles are near enough that all of them round alike.
+// Cosines and sines of each 1,024th of a turn, derived from the first eighth, so zeros and ones are
+// exact. The doubles of every libm are accurate enough to round to the same floats.
 struct Turn {
     float cosines[kTurn], sines[kTurn];
 
@@ -525,12 +525,14 @@ const Turn& turn() {
     return known;
 }
 
-// Cosines and sines of some tokens, that a block's parts share: each thread keeps the last ones.
+// Cosines and sines of some tokens, which the parts of a block share: each thread keeps the last
+// ones.
 class Angles {
  public:
     static constexpr size_t kKept = 16'384;  // pairs, unless a token has more
 
-    // Makes `span` have those of tokens from this position on; there are so many left of the part.
+    // Sets the angles of `span` for the tokens from this position on; `left` tokens remain in the
+    // part.
     void take(const Rope& rope, uint64_t position, size_t left, Span& span) {
         const size_t pairs = rope.turns.size();
         const bool here =
@@ -556,12 +558,12 @@ class Angles {
     std::vector<float> cos_, sin_;
 };
 
-// --- how a part lies -----------------------------------------------------------------------------
+// --- layout of a part ----------------------------------------------------------------------------
 
-constexpr size_t kTile = 4096;  // numbers that are worked on at a time
+constexpr size_t kTile = 4096;  // numbers that are processed at a time
 static_assert(kTile >= kHeadMost);
 
-// A part's sizes, if it is made up of its channels.
+// The sizes of a part, if it consists of its channels.
 struct Plan {
     Plan() = default;
     Plan(Codec codec, Element element, const Channels* is, size_t raw_bytes, bool heads_first) {
@@ -584,10 +586,10 @@ struct Plan {
         if (streams > kStreamsMost) by = nullptr;
     }
 
-    // How many symbols the stream has that begins with this one.
+    // The number of symbols in the stream that begins with this one.
     size_t of_stream(size_t first) const { return std::min(kStreamSymbols, symbols - first); }
 
-    // Copies what is kept of each head from the part, or into it.
+    // Copies the exact channels of each head from the part, or into it.
     void take_exact(const uint8_t* raw, uint8_t* to) const {
         if (exact == 0) return;
         const size_t kept = by->exact * width, coded = by->coded() * width;
@@ -607,14 +609,14 @@ struct Plan {
         }
     }
 
-    const Channels* by = nullptr;  // none if it can't be
+    const Channels* by = nullptr;  // null if the part cannot be encoded
     size_t type = 0, width = 0, tokens = 0, token_bytes = 0, head_bytes = 0;
-    bool in_a_row = false;  // what is encoded, in the order that it is encoded in
+    bool in_a_row = false;  // true if the encoded channels are contiguous and in encoding order
     size_t groups = 0, symbols = 0, streams = 0, exact = 0, anchors = 0;
-    size_t size = 0;  // of all but words and escapes
+    size_t size = 0;  // of everything except words and escapes
 };
 
-// Goes through a part in its order, span by span; before each run of tokens its anchor.
+// Traverses a part in its order, span by span; each run of tokens is preceded by its anchor.
 class Walk {
  public:
     Walk() = default;
@@ -627,7 +629,7 @@ class Walk {
     size_t group() const { return token_ / plan_.by->group; }
     size_t offset() const { return token_ * plan_.token_bytes + head_ * plan_.head_bytes; }
 
-    // All heads of the token, by its anchor's steps.
+    // All heads of the token, with the steps of its anchor.
     Span anchor(const float* factors) const {
         const Channels& by = *plan_.by;
         return {1,       by.heads, by.coded(),      0,      plan_.token_bytes, plan_.head_bytes,
@@ -635,7 +637,7 @@ class Walk {
     }
     void past_anchor() { token_++; }
 
-    // As many tokens as fit into a tile, or heads of one; numbers are told from `expected`.
+    // As many tokens as fit into a tile, or heads of one token; numbers are relative to `expected`.
     Span span(const float* expected, const float* factors, uint64_t position,
               Angles& angles) const {
         const Channels& by = *plan_.by;
@@ -655,7 +657,7 @@ class Walk {
         if (by.rope) angles.take(*by.rope, position + token_, left, span);
         return span;
     }
-    void past(const Span& span) {
+    void advance(const Span& span) {
         head_ += span.heads;
         if (head_ != plan_.by->heads) return;
         head_ = 0;
@@ -672,7 +674,7 @@ size_t turned(const Channels& by) {
     return static_cast<size_t>(by.rope->interleaved ? Turned::kNeighbours : Turned::kHalves);
 }
 
-// Where the values of a run of tokens are expected: at its anchor's.
+// The expected values of a run of tokens: those of its anchor.
 void make_bases(const Channels& by, const int16_t* numbers, std::vector<float>& bases) {
     bases.resize(by.count());
     for (size_t i = 0; i < bases.size(); i++) {
@@ -682,14 +684,14 @@ void make_bases(const Channels& by, const int16_t* numbers, std::vector<float>& 
 
 // --- encoding ------------------------------------------------------------------------------------
 
-// A stream on its way in, beside another.
+// A stream that is being encoded next to another one, and its state.
 struct In {
     Encoder stream;
     Encoded* part;
     Plan plan;
     size_t first, count, filled;  // symbols
     size_t escaped;
-    std::vector<uint8_t> front;  // of a part's first stream: what lies before it
+    std::vector<uint8_t> front;  // for the first stream of a part: the bytes before it
     uint8_t symbols[kStreamSymbols + kSlack];
     int16_t escapes[kStreamSymbols + kSlack];
     uint16_t words[kWordSlack + kStreamWords];
@@ -697,7 +699,7 @@ struct In {
     uint16_t* words_end() { return words + kWordSlack + kStreamWords; }
 };
 
-// What a thread keeps for it: too much for a stack and too slow to get anew.
+// The buffers of a thread: too large for a stack, and too slow to allocate each time.
 struct Incoming {
     In lanes[kInTogether];
     Angles angles;
@@ -708,10 +710,10 @@ struct Incoming {
 
 class Writer {
  public:
-    Writer(Codec codec, Element is, bool past, uint8_t* out)
+    Writer(Codec codec, Element is, bool streaming, uint8_t* out)
         : codec_(codec),
           is_(is),
-          past_(past),
+          streaming_(streaming),
           by_(kernels()),
           level_(level()),
           out_(out),
@@ -737,7 +739,7 @@ class Writer {
         return *kept;
     }
 
-    // False where a number can't be told.
+    // Returns false if a number cannot be encoded.
     bool encodes(Encoded& part, const Plan& plan) {
         const Channels& by = *plan.by;
         const auto numbers = level_.types[plan.type].numbers[turned(by)];
@@ -763,7 +765,7 @@ class Writer {
             const Span span = walk.span(expected, by.inverses.data(), part.position, kept_.angles);
             if (!numbers(part.raw + walk.offset(), span, kept_.numbers)) return false;
             feed(part, plan, span.tokens * span.heads * span.dims);
-            walk.past(span);
+            walk.advance(span);
         }
         return true;
     }
@@ -791,7 +793,7 @@ class Writer {
         return true;
     }
 
-    // The next lane for the part's next stream.
+    // Starts the next stream of the part in the next lane.
     void open(Encoded& part, const Plan& plan) {
         In& lane = kept_.lanes[waiting_];
         lane.part = &part;
@@ -802,7 +804,7 @@ class Writer {
         if (next_ == 0) std::swap(lane.front, front_);
     }
 
-    // Numbers on their way into streams.
+    // Distributes numbers to streams.
     void feed(Encoded& part, const Plan& plan, size_t count) {
         for (size_t done = 0; done < count;) {
             In& lane = kept_.lanes[waiting_];
@@ -850,7 +852,7 @@ class Writer {
             put32(entry, words);
             put32(entry + 4, lane.escaped);
             std::memcpy(at_, lane.stream.state, kStatesBytes);
-            put_bytes(at_ + kStatesBytes, lane.stream.words, 2 * words, past_);
+            put_bytes(at_ + kStatesBytes, lane.stream.words, 2 * words, streaming_);
             at_ += kStatesBytes + 2 * words;
             std::memcpy(at_, lane.escapes, 2 * lane.escaped);
             at_ += 2 * lane.escaped;
@@ -885,24 +887,24 @@ class Writer {
 
     Codec codec_;
     Element is_;
-    bool past_;
+    bool streaming_;
     const Kernels& by_;
     const LevelKernels& level_;
-    uint8_t* out_;  // where the part begins whose streams are being placed
+    uint8_t* out_;  // the start of the part whose streams are being placed
     Incoming& kept_;
     std::vector<uint8_t> front_;
     const uint8_t* ahead_ = nullptr;
     size_t waiting_ = 0;
-    size_t next_ = 0;  // the symbol that comes in next
+    size_t next_ = 0;  // the next symbol to encode
     size_t size_ = 0;  // of that part, as far as it is known
     uint8_t* at_ = nullptr;
 };
 
 }  // namespace
 
-uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool past,
+uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool streaming,
                            uint8_t* out) {
-    Writer writer(codec, is, past, out);
+    Writer writer(codec, is, streaming, out);
     for (size_t i = 0; i < parts.size(); i++) writer.add(parts[i], ahead(parts, i, kInTogether));
     return writer.finish();
 }
@@ -911,31 +913,31 @@ uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bo
 
 namespace {
 
-// A stream on its way out.
+// A stream that is being decoded, and its state.
 struct Out {
     Decoder stream;
     DecodeTable table;
     Plan plan;
     const Decoded* part;
-    size_t number;        // of the part in its list
+    size_t number;        // of the part, in its list
     size_t first, count;  // symbols
     size_t words;         // in bytes
     const uint8_t *escapes, *anchors, *exact;
     size_t escaped, far_anchors;
     uint8_t symbols[kStreamSymbols + kSlack];
-    // Copied, so that all can be read that a damaged stream might ask for.
+    // A copy, so that a damaged stream reads no memory outside.
     uint8_t text[2 * (kStreamWords + kWordSlack)];
 };
 
-// A part that is being put together, its numbers coming in order.
+// A part that is being decoded; its numbers arrive in order.
 class Target {
  public:
-    // False where its anchors are damaged.
-    bool begin(const Out& lane, bool past) {
+    // Returns false if its anchors are damaged.
+    bool begin(const Out& lane, bool streaming) {
         plan_ = lane.plan;
         walk_ = Walk(plan_);
         raw_ = lane.part->raw;
-        past_ = past && plan_.in_a_row;
+        streaming_ = streaming && plan_.in_a_row;
         held_ = 0;
         const Channels& by = *plan_.by;
         values_ = level().types[plan_.type].values;
@@ -946,7 +948,7 @@ class Target {
         return true;
     }
 
-    // The symbols of the next stream; returns how many escapes were used, or kNoRoom.
+    // Writes the numbers of the next stream; returns how many escapes were used, or kNoRoom.
     size_t put(const Out& lane) {
         const LevelKernels& by = level();
         size_t used = 0;
@@ -959,14 +961,14 @@ class Target {
             used += more, held_ += now, done += now;
             if (held_ != wanted_) continue;
             give(values_[turned(*plan_.by)], span_, numbers_);
-            walk_.past(span_);
+            walk_.advance(span_);
             next();
         }
         return used;
     }
 
  private:
-    // Anchors are written, the next span's numbers are waited for.
+    // Writes the anchors, and prepares for the numbers of the next span.
     void next() {
         held_ = wanted_ = 0;
         const Channels& by = *plan_.by;
@@ -986,9 +988,9 @@ class Target {
     void give(void (*values)(const int16_t*, const Span&, uint8_t*), const Span& span,
               const int16_t* numbers) {
         uint8_t* const out = raw_ + walk_.offset();
-        if (!past_) return values(numbers, span, out);
+        if (!streaming_) return values(numbers, span, out);
         const size_t nbytes = wanted_ * plan_.width;
-        ask_pages(out + kPagesAhead, nbytes);
+        prefetch_pages(out + kPagesAhead, nbytes);
         values(numbers, span, scratch_);
         put_bytes(out, scratch_, nbytes, true);
     }
@@ -1009,7 +1011,7 @@ class Target {
     Plan plan_;
     Walk walk_;
     uint8_t* raw_ = nullptr;
-    bool past_ = false;
+    bool streaming_ = false;
     void (*const* values_)(const int16_t*, const Span&, uint8_t*) = nullptr;
     const float* expected_ = nullptr;
     uint64_t position_ = 0;
@@ -1046,9 +1048,9 @@ struct CalibratedReader::Kept {
         return true;
     }
 
-    // Puts a stream's numbers where they belong. One that is sound ends with its last word, in the
-    // state that the encoder began with, and is filled up with zeros.
-    bool take(const codec::Out& lane, bool past) {
+    // Writes the numbers of a stream to their place. A valid stream ends with its last word, in the
+    // encoder's initial state, and is filled up with zeros.
+    bool take(const codec::Out& lane, bool streaming) {
         const uint8_t* const end = lane.symbols + (lane.count + kLanes - 1) / kLanes * kLanes;
         const bool whole = lane.stream.words == lane.text + lane.words &&
                            std::all_of(lane.stream.state, lane.stream.state + kLanes,
@@ -1056,7 +1058,7 @@ struct CalibratedReader::Kept {
                            std::all_of(lane.symbols + lane.count, end, [&](uint8_t symbol) {
                                return symbol == lane.plan.by->reach;
                            });
-        if (!whole || (lane.first == 0 && !target.begin(lane, past))) return false;
+        if (!whole || (lane.first == 0 && !target.begin(lane, streaming))) return false;
         if (target.put(lane) != lane.escaped) return false;
         if (lane.first + lane.count == lane.plan.symbols) {
             lane.plan.give_exact(lane.exact, lane.part->raw);
@@ -1114,7 +1116,7 @@ bool CalibratedReader::add(const Decoded& part, size_t number) {
     lane.part = &part;
     lane.anchors = anchors;
     lane.far_anchors = far_anchors;
-    if (!kept_->target.begin(lane, past_)) return fail(number);
+    if (!kept_->target.begin(lane, streaming_)) return fail(number);
     plan.give_exact(at, part.raw);
     return true;
 }
@@ -1129,68 +1131,70 @@ bool CalibratedReader::flush() {
     }
     advance(kernels().decode, streams, rows, waiting_);
     for (size_t i = 0; i < waiting_; i++) {
-        if (!kept_->take(kept_->lanes[i], past_)) return fail(kept_->lanes[i].number);
+        if (!kept_->take(kept_->lanes[i], streaming_)) return fail(kept_->lanes[i].number);
     }
     waiting_ = 0;
     return true;
 }
 
-// --- what a profile says -------------------------------------------------------------------------
+// --- parameters of a profile ---------------------------------------------------------------------
 
 Rope::Rope(std::vector<uint64_t> pairs, bool neighbours)
     : turns(std::move(pairs)), interleaved(neighbours) {
     static std::atomic<uint64_t> last{0};
-    if (turns.empty() || turns.size() > kHeadMost / 2) throw std::invalid_argument("rope: turns");
+    if (turns.empty() || turns.size() > kHeadMost / 2)
+        throw std::invalid_argument("rope: invalid number of turns");
     id = ++last;
 }
 
-Channels::Channels(Codec by, unsigned at_level, size_t group_tokens, const Said& said)
+Channels::Channels(Codec by, unsigned at_level, size_t group_tokens, const Parameters& given)
     : codec(by),
       level(static_cast<uint8_t>(at_level)),
       group(group_tokens),
-      heads(said.heads),
-      dim(said.dim),
-      exact(said.exact),
-      rope(said.rope),
-      symbols(said.symbols),
-      reach(static_cast<int>(said.symbols / 2) - 1) {
+      heads(given.heads),
+      dim(given.dim),
+      exact(given.exact),
+      rope(given.rope),
+      symbols(given.symbols),
+      reach(static_cast<int>(given.symbols / 2) - 1) {
     const auto hold = [](bool holds, const char* what) {
         if (!holds) throw std::invalid_argument(what);
     };
-    hold(calibrated(codec), "codec: 7 or 8");
+    hold(calibrated(codec), "codec: must be 7 or 8");
     hold(at_level <= 255, "level: at most 255");
     hold(group >= 1 && group <= kGroupMost, "group: 1 to 256 tokens");
     hold(heads >= 1 && heads <= kHeadsMost, "part: 1 to 1,024 heads");
-    hold(dim >= 1 && dim <= kHeadMost && exact < dim, "part: heads of 1 to 4,096 channels");
-    hold(!rope || 2 * rope->turns.size() <= coded(), "part: more is rotated than is encoded");
-    hold(said.exponents_count == count(), "part: steps for another number of channels");
+    hold(dim >= 1 && dim <= kHeadMost && exact < dim, "part: a head must have 1 to 4,096 channels");
+    hold(!rope || 2 * rope->turns.size() <= coded(), "part: rotates more channels than it encodes");
+    hold(given.exponents_count == count(), "part: the number of steps differs from the channels");
     hold(symbols >= 4 && symbols <= kSymbolsMost && symbols % 2 == 0, "table: symbols");
     uint32_t sum = 0;
     for (size_t i = 0; i < symbols; i++) {
-        hold(said.table[i] != 0, "table: a frequency of 0");
-        frequencies[i] = said.table[i];
-        sum += said.table[i];
+        hold(given.table[i] != 0, "table: a frequency is 0");
+        frequencies[i] = given.table[i];
+        sum += given.table[i];
     }
-    hold(sum == kScale, "table: frequencies that don't sum to 256");
+    hold(sum == kScale, "table: the sum of the frequencies is not 256");
     make_table(frequencies, symbols, table);
     for (size_t i = 0; i < count(); i++) {
-        steps.push_back(step_at(said.exponents[i]));
-        inverses.push_back(inverse_at(said.exponents[i]));
+        steps.push_back(step_at(given.exponents[i]));
+        inverses.push_back(inverse_at(given.exponents[i]));
     }
     if (codec == Codec::kCachegen) {
         rope.reset();
         means.assign(count(), 0.0F);
-        hold(said.anchors_count == count(), "part: anchors for another number of channels");
+        hold(given.anchors_count == count(),
+             "part: the number of anchors differs from the channels");
         for (size_t i = 0; i < count(); i++) {
-            anchor_steps.push_back(step_at(said.anchors[i]));
-            anchor_inverses.push_back(inverse_at(said.anchors[i]));
+            anchor_steps.push_back(step_at(given.anchors[i]));
+            anchor_inverses.push_back(inverse_at(given.anchors[i]));
         }
     } else {
-        hold(said.means_count == count(), "part: means for another number of channels");
-        means.assign(said.means, said.means + count());
+        hold(given.means_count == count(), "part: the number of means differs from the channels");
+        means.assign(given.means, given.means + count());
         hold(std::all_of(means.begin(), means.end(),
                          [](float mean) { return mean >= -0x1p32F && mean <= 0x1p32F; }),
-             "part: a mean beyond 2^32");
+             "part: a mean exceeds 2^32");
     }
 }
 

@@ -1,4 +1,4 @@
-// Codecs of fixed rate: one text for all of their widths, element types and processors.
+// Codecs with a fixed rate: one source for all of their widths, element types and processors.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -16,8 +16,8 @@ namespace {
 
 // --- kernels -------------------------------------------------------------------------------------
 
-// Plain loops, that the compiler makes vectors of for each level. None of what they do depends on
-// the order that it is done in.
+// Plain loops that the compiler vectorizes for each level. No result depends on the order of
+// operations.
 #define KVTIER_LOOP inline __attribute__((always_inline))
 
 template <Element kIs>
@@ -46,7 +46,7 @@ KVTIER_LOOP float valued(uint8_t code, float base, float step) {
     return kFloat ? float_of_e4m3(code) * step : value_of(code, base, step);
 }
 
-// Least and largest of each channel.
+// The minimum and maximum of each channel.
 template <Element kIs>
 KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_t channels,
                                 float* __restrict least, float* __restrict most) {
@@ -81,7 +81,7 @@ KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_
     }
 }
 
-// The same of each group of a token's channels.
+// The minimum and maximum of each group of a token's channels.
 template <Element kIs>
 KVTIER_LOOP void group_range(const uint8_t* __restrict in, size_t count, float& least,
                              float& most) {
@@ -102,7 +102,7 @@ KVTIER_LOOP void group_ranges(const uint8_t* __restrict in, size_t rows, size_t 
         for (size_t left = head; left != 0;) {
             const size_t count = std::min(group, left);
             const uint8_t* const from = in + at * kBytes<kIs>;
-            // Of a number of elements that the compiler knows vectors are made without a rest.
+            // With a constant count, the compiler needs no loop for remaining elements.
             if (count == kGroupChannels) {
                 group_range<kIs>(from, kGroupChannels, *least++, *most++);
             } else {
@@ -191,8 +191,8 @@ KVTIER_LOOP void token_values(const uint8_t* __restrict codes, size_t rows, size
     }
 }
 
-// Codes of less than 8 bits: of a unit's 64 code i goes into byte i modulo the unit's bytes, those
-// with the lowest i in the lowest bits.
+// Codes with less than 8 bits: of the 64 codes of a unit, code i goes into byte i modulo the unit's
+// bytes; those with the lowest i go into the lowest bits.
 template <unsigned kBits>
 KVTIER_LOOP void pack(const uint8_t* __restrict codes, size_t units, uint8_t* __restrict out) {
     constexpr size_t kPacked = kUnit * kBits / 8;
@@ -220,8 +220,8 @@ KVTIER_LOOP void unpack(const uint8_t* __restrict in, size_t units, uint8_t* __r
     }
 }
 
-// Rows of whole tokens. A number for each channel, or (by token) for each group of each row. Of
-// codes and values the last two are fp8's.
+// Kernels for rows of whole tokens. There is one step per channel, or (by token) one for each group
+// of each row. The last two kernels of codes and of values are those of fp8.
 struct TypeKernels {
     void (*ranges[2])(const uint8_t* in, size_t rows, size_t channels, size_t head, float* least,
                       float* most);
@@ -293,34 +293,34 @@ KVTIER_QUANTIZED(Whole, KVTIER_LINES)
 #endif
 
 #if KVTIER_X86
-// bf16 by hand: with the plain loop, and past the caches a copy of its lines, q8 comes back at 0.71
-// of memcpy, and so at 0.85.
+// Intrinsics for bf16: q8 decodes at 0.85 of the speed of memcpy with them, and at 0.71 with the
+// plain loop and a copy of its lines that bypasses the caches.
 KVTIER_LINES KVTIER_LOOP __m512i values16(const uint8_t* codes, __m512 base, __m512 step) {
     const __m512i wide =
         _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m512i bits =
         _mm512_castps_si512(_mm512_add_ps(base, _mm512_mul_ps(_mm512_cvtepi32_ps(wide), step)));
-    // To the nearest, and of two such the even one: 0x8000 where the last bit that stays is set.
+    // Rounds to the nearest, ties to even: 0x8000 if the last remaining bit is set.
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __m512i down = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
     return _mm512_mask_add_epi32(down, odd, bits, _mm512_set1_epi32(0x8000));
 }
 
-// The upper halves of 32 floats, as a line.
-template <bool kPast>
+// The upper halves of 32 floats, as one line.
+template <bool kStreaming>
 KVTIER_LINES KVTIER_LOOP void put_uppers(uint8_t* out, __m512i low, __m512i high) {
     const __m512i uppers =
         _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                          25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     const __m512i both = _mm512_permutex2var_epi16(low, uppers, high);
-    if constexpr (kPast) {
+    if constexpr (kStreaming) {
         _mm512_stream_si512(reinterpret_cast<__m512i*>(out), both);
     } else {
         _mm512_storeu_si512(out, both);
     }
 }
 
-template <bool kByToken, bool kPast>
+template <bool kByToken, bool kStreaming>
 KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels, const float* base,
                               const float* step, uint8_t* out) {
     for (size_t r = 0; r < rows; r++) {
@@ -335,8 +335,8 @@ KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels
                                         _mm512_loadu_ps(step + at + 16 * i));
                 }
             }
-            put_uppers<kPast>(out, found[0], found[1]);
-            put_uppers<kPast>(out + kUnit, found[2], found[3]);
+            put_uppers<kStreaming>(out, found[0], found[1]);
+            put_uppers<kStreaming>(out + kUnit, found[2], found[3]);
         }
     }
 }
@@ -350,7 +350,7 @@ const LevelKernels& level() {
 #endif
 }
 
-// --- what does not depend on the processor -------------------------------------------------------
+// --- independent of the processor ----------------------------------------------------------------
 
 unsigned bits_of(Codec codec) {
     if (codec == Codec::kQ8 || codec == Codec::kFp8) return 8;
@@ -359,7 +359,7 @@ unsigned bits_of(Codec codec) {
 
 uint16_t upper(float value) { return static_cast<uint16_t>(codec::bits_of(value) >> 16); }
 
-// A part's sizes, if it is made up as the grid says.
+// The sizes of a part, if it has the layout of the grid.
 struct Plan {
     Plan(Codec codec, Element element, const Grid& is, size_t raw_bytes)
         : grid(is),
@@ -383,18 +383,18 @@ struct Plan {
         size = kQuantizedHeader + params + codes;
     }
 
-    // Rows from this one on that share their channels' steps, or of which each has its own.
+    // The number of rows from this one on that share the steps of their channels, or that have
+    // their own.
     size_t span(size_t row) const {
         if (grid.by_token) return std::min(tile(), rows - row);
         const size_t within = row % grid.rows;
         return std::min(kGroupTokens - within % kGroupTokens, grid.rows - within);
     }
-    // How many rows are worked on at a time.
+    // The number of rows that are processed at a time.
     size_t tile() const { return std::max<size_t>(1, kTile / grid.channels); }
-    // The steps of so many rows.
-    // Which of a type's kernels.
+    // The kernels of a type: which of them to use.
     size_t kind() const { return (floating ? 2 : 0) + (grid.by_token ? 1 : 0); }
-    uint8_t said() const { return static_cast<uint8_t>(bits + (floating ? kFloating : 0)); }
+    uint8_t bits_byte() const { return static_cast<uint8_t>(bits + (floating ? kFloating : 0)); }
     size_t lines(size_t count) const { return grid.by_token ? count : 1; }
     size_t line() const { return grid.by_token ? groups : grid.channels; }
 
@@ -405,10 +405,10 @@ struct Plan {
     bool floating;
     size_t type, width = 0;
     size_t rows = 0, groups = 0, params = 0, codes = 0;
-    size_t size = 0;  // zero if it can't be
+    size_t size = 0;  // zero if the part cannot be encoded
 };
 
-// What a thread keeps, since stacks are small.
+// The buffers of a thread, because stacks are small.
 struct Scratch {
     std::vector<float> low, high, base, step;
     std::vector<uint8_t> codes, packed, values;
@@ -417,7 +417,7 @@ struct Scratch {
         const size_t steps = plan.grid.by_token ? plan.tile() * plan.groups : plan.grid.channels;
         const size_t elements = plan.tile() * plan.grid.channels;
         for (auto* numbers : {&low, &high, &base, &step}) numbers->resize(steps);
-        // Of what is left of the rows before, less than a tile and less than a unit.
+        // With space for the rest of the previous rows: less than a tile and less than a unit.
         codes.resize(elements + Plan::kTile + kUnit);
         packed.resize(elements + Plan::kTile + kUnit);
         values.resize(elements * plan.width);
@@ -430,16 +430,16 @@ Scratch& scratch(const Plan& plan) {
     return kept;
 }
 
-// Asks for what is read next while there is something to be worked out.
+// Prefetches the next input during the computation.
 void fetch(const uint8_t* at, size_t nbytes) {
     for (size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// Packs codes as they come, whole units at a time.
+// Packs codes as they arrive, in whole units.
 class Packer {
  public:
-    Packer(const Plan& plan, bool past, Scratch& kept, uint8_t* out)
-        : bits_(plan.bits), past_(past), kept_(kept), out_(out) {}
+    Packer(const Plan& plan, bool streaming, Scratch& kept, uint8_t* out)
+        : bits_(plan.bits), streaming_(streaming), kept_(kept), out_(out) {}
 
     uint8_t* room() { return kept_.codes.data() + held_; }
     void add(size_t count) {
@@ -462,26 +462,26 @@ class Packer {
             (bits_ == 4 ? by.pack4 : by.pack2)(kept_.codes.data(), units, kept_.packed.data());
         }
         const size_t nbytes = units * kUnit * bits_ / 8;
-        put_bytes(out_, from, nbytes, past_);
+        put_bytes(out_, from, nbytes, streaming_);
         out_ += nbytes;
         held_ -= std::min(held_, units * kUnit);
         std::memmove(kept_.codes.data(), kept_.codes.data() + units * kUnit, held_);
     }
 
     unsigned bits_;
-    bool past_;
+    bool streaming_;
     Scratch& kept_;
     uint8_t* out_;
     size_t held_ = 0;
 };
 
-// And unpacks them, as many as are wanted.
+// Unpacks codes in any amounts.
 class Unpacker {
  public:
     Unpacker(const Plan& plan, Scratch& kept, const uint8_t* in)
         : bits_(plan.bits), kept_(kept), in_(in) {}
 
-    // The next so many codes; they are there until the next call.
+    // The next `count` codes; valid until the next call.
     const uint8_t* take(size_t count) {
         if (bits_ == 8) {
             in_ += count;
@@ -510,7 +510,8 @@ class Unpacker {
     size_t held_ = 0, taken_ = 0;
 };
 
-// Writes the steps of so many lines, and what the kernels want of them; false if there are none.
+// Writes the steps of these lines, and fills the inputs of the kernels; returns false if a group
+// has no valid steps.
 bool make_steps(const Plan& plan, size_t lines, Scratch& kept, uint8_t*& out) {
     const uint32_t largest[kQuantizedTypes] = {Value<Element::kBf16>::kLargest,
                                                Value<Element::kFp16>::kLargest,
@@ -556,19 +557,20 @@ void read_steps(const Plan& plan, size_t lines, const uint8_t*& in, Scratch& kep
 
 }  // namespace
 
-size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past, uint8_t* out) {
+size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool streaming,
+                        uint8_t* out) {
     const Plan plan(codec, is, part.grid, part.raw_bytes);
     if (plan.size == 0 || plan.size >= part.raw_bytes) return kNoRoom;
     std::memset(out, 0, kQuantizedHeader);
     out[kElementAt] = static_cast<uint8_t>(is);
-    out[kBitsAt] = plan.said();
+    out[kBitsAt] = plan.bits_byte();
     out[kByTokenAt] = plan.grid.by_token;
     put32(out + kRowsAt, plan.grid.rows);
     put32(out + kChannelsAt, plan.grid.channels);
     put32(out + kHeadAt, plan.grid.head);
     Scratch& kept = scratch(plan);
     uint8_t* params = out + kQuantizedHeader;
-    Packer packer(plan, past, kept, params + plan.params);
+    Packer packer(plan, streaming, kept, params + plan.params);
     const TypeKernels& by = level().types[plan.type];
     const Grid& grid = plan.grid;
     const uint8_t* in = part.raw;
@@ -592,33 +594,33 @@ size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past,
     return plan.size;
 }
 
-// Values straight to where they belong; false if that is not possible.
+// Decodes values directly to their destination; returns false if that is not possible.
 bool values_by_hand(const Plan& plan, const uint8_t* codes, size_t rows, const Scratch& kept,
-                    uint8_t* out, bool past) {
+                    uint8_t* out, bool streaming) {
 #if KVTIER_X86
     const Grid& grid = plan.grid;
     const bool units = (grid.by_token ? grid.head : grid.channels) % kUnit == 0;
     if (codec_choice().level() == Level::kVbmi && plan.type == 0 && units && !plan.floating &&
-        (!past || reinterpret_cast<uintptr_t>(out) % 64 == 0)) {
+        (!streaming || reinterpret_cast<uintptr_t>(out) % 64 == 0)) {
         constexpr decltype(&values_bf16<false, false>) kBy[2][2] = {
             {values_bf16<false, false>, values_bf16<false, true>},
             {values_bf16<true, false>, values_bf16<true, true>}};
-        kBy[grid.by_token][past](codes, rows, grid.channels, kept.base.data(), kept.step.data(),
-                                 out);
+        kBy[grid.by_token][streaming](codes, rows, grid.channels, kept.base.data(),
+                                      kept.step.data(), out);
         return true;
     }
 #endif
     return false;
 }
 
-bool decode_quantized(Element is, const Decoded& part, bool past) {
+bool decode_quantized(Element is, const Decoded& part, bool streaming) {
     if (part.bytes < kQuantizedHeader) return false;
     const uint8_t* const from = part.from;
     const Grid grid = {get32(from + kRowsAt), get32(from + kChannelsAt), get32(from + kHeadAt),
                        from[kByTokenAt] != 0};
     const Plan plan(part.codec, is, grid, part.raw_bytes);
     if (plan.size == 0 || plan.size != part.bytes || from[kByTokenAt] > 1 || from[3] != 0 ||
-        from[kElementAt] != static_cast<uint8_t>(is) || from[kBitsAt] != plan.said()) {
+        from[kElementAt] != static_cast<uint8_t>(is) || from[kBitsAt] != plan.bits_byte()) {
         return false;
     }
     Scratch& kept = scratch(plan);
@@ -633,11 +635,11 @@ bool decode_quantized(Element is, const Decoded& part, bool past) {
             const size_t rows = std::min(plan.tile(), span - done);
             const size_t elements = rows * grid.channels, nbytes = elements * plan.width;
             const uint8_t* const codes = unpacker.take(elements);
-            if (past) ask_pages(out + kPagesAhead, nbytes);
-            if (!values_by_hand(plan, codes, rows, kept, out, past)) {
+            if (streaming) prefetch_pages(out + kPagesAhead, nbytes);
+            if (!values_by_hand(plan, codes, rows, kept, out, streaming)) {
                 by.values[plan.kind()](codes, rows, grid.channels, grid.head, kept.base.data(),
-                                       kept.step.data(), past ? kept.values.data() : out);
-                if (past) put_bytes(out, kept.values.data(), nbytes, true);
+                                       kept.step.data(), streaming ? kept.values.data() : out);
+                if (streaming) put_bytes(out, kept.values.data(), nbytes, true);
             }
             out += nbytes, done += rows;
         }

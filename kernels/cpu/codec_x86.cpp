@@ -1,4 +1,4 @@
-// The lossless codecs for AVX2 and AVX-512 with VBMI, whose byte shuffles hold whole tables.
+// The lossless codecs for AVX2 and for AVX-512 with VBMI, whose byte shuffles hold whole tables.
 #include "cpu.h"
 
 #if KVTIER_X86
@@ -17,7 +17,7 @@ namespace {
 #define WIDE KVTIER_VBMI KVTIER_INLINE
 #define HALF KVTIER_AVX2 KVTIER_INLINE
 
-// A byte for each of 64 places, as the shuffles want them.
+// An index byte for each of 64 positions, in the form that shuffles need.
 template <typename Number>
 constexpr std::array<uint8_t, 64> places(Number number) {
     std::array<uint8_t, 64> found{};
@@ -25,7 +25,7 @@ constexpr std::array<uint8_t, 64> places(Number number) {
     return found;
 }
 
-// Asks for the lines of a row.
+// Prefetches the lines of a row.
 template <Element kIs>
 KVTIER_INLINE void fetch_row(const uint8_t* at) {
     for (size_t i = 0; i < kRow * kBytes<kIs>; i += 64) {
@@ -38,17 +38,17 @@ KVTIER_INLINE void fetch(const uint8_t*& at, size_t step) {
     at += step;
 }
 
-// Asks for the words after the next ones; asking for what is no stream's any more does no harm.
-KVTIER_INLINE void ask_words(const uint8_t* words) {
+// Prefetches the words after the next ones; an address after the end of the stream is harmless.
+KVTIER_INLINE void prefetch_words(const uint8_t* words) {
     _mm_prefetch(reinterpret_cast<const char*>(words + kWordsAhead), _MM_HINT_T0);
 }
 
 // --- AVX-512 -------------------------------------------------------------------------------------
 
-// Where a row's elements go: into the caches, or past them.
-template <bool kPast>
+// Writes the elements of a row into the caches, or bypasses them.
+template <bool kStreaming>
 WIDE void give(uint8_t* at, __m512i bytes) {
-    if constexpr (kPast) {
+    if constexpr (kStreaming) {
         _mm512_stream_si512(reinterpret_cast<__m512i*>(at), bytes);
     } else {
         _mm512_storeu_si512(at, bytes);
@@ -99,7 +99,7 @@ WIDE __m512i from_nibbles(const uint8_t* from) {
     return _mm512_and_si512(apart, _mm512_set1_epi8(15));
 }
 
-// A row's exponents, its rest written; and its elements from both.
+// Separates the exponents and the rest of a row; and joins them again.
 template <Element kIs>
 struct Row512;
 
@@ -111,12 +111,12 @@ struct Pairs512 {
         upper = _mm512_permutex2var_epi8(turned_a, line(kOdd), turned_b);
         lower = _mm512_permutex2var_epi8(turned_a, line(kEven), turned_b);
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void join(__m512i upper, __m512i lower, uint8_t* out) {
         const __m512i a = _mm512_permutex2var_epi8(lower, line(kFirstPairs), upper);
         const __m512i b = _mm512_permutex2var_epi8(lower, line(kLastPairs), upper);
-        give<kPast>(out, _mm512_shrdi_epi16(a, a, 1));
-        give<kPast>(out + 64, _mm512_shrdi_epi16(b, b, 1));
+        give<kStreaming>(out, _mm512_shrdi_epi16(a, a, 1));
+        give<kStreaming>(out + 64, _mm512_shrdi_epi16(b, b, 1));
     }
 };
 
@@ -128,21 +128,21 @@ struct Row512<Element::kBf16> {
         _mm512_storeu_si512(rest, lower);
         return upper;
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
-        Pairs512::join<kPast>(exponents, line(rest), out);
+        Pairs512::join<kStreaming>(exponents, line(rest), out);
     }
 };
 
-// Rests of bf16 past the caches, at any address: what is left of a row's line waits for the next
-// row.
-struct Past512 {
+// Writes the rests of bf16 at any address, bypassing the caches: the incomplete line of a row waits
+// for the next row.
+struct Streaming512 {
     uint8_t* at;
-    size_t phase;  // of the rows, within lines
+    size_t phase;  // offset of the rows within a line
     __mmask64 ours;
     __m512i turn, before;
 
-    explicit WIDE Past512(uint8_t* rest)
+    explicit WIDE Streaming512(uint8_t* rest)
         : at(rest - reinterpret_cast<uintptr_t>(rest) % 64),
           phase(static_cast<size_t>(rest - at)),
           ours(~0ull << phase),
@@ -177,11 +177,11 @@ struct Row512<Element::kFp16> {
         put_planes(upper, rest + 64);
         return _mm512_and_si512(_mm512_srli_epi16(upper, 3), _mm512_set1_epi8(0x1F));
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i moved =
             _mm512_and_si512(_mm512_slli_epi16(exponents, 3), _mm512_set1_epi8(-8));
-        Pairs512::join<kPast>(_mm512_or_si512(moved, get_planes(rest + 64)), line(rest), out);
+        Pairs512::join<kStreaming>(_mm512_or_si512(moved, get_planes(rest + 64)), line(rest), out);
     }
 };
 
@@ -199,7 +199,7 @@ struct Row512<Element::kFp32> {
         _mm512_storeu_si512(rest + 128, _mm512_shuffle_i64x2(a23, b23, 0x44));
         return _mm512_shuffle_i64x2(a23, b23, 0xEE);
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i p0 = line(rest), p1 = line(rest + 64), p2 = line(rest + 128);
         const __m512i a01 = _mm512_shuffle_i64x2(p0, p1, 0x44);
@@ -212,7 +212,7 @@ struct Row512<Element::kFp32> {
             _mm512_permutex2var_epi8(b01, line(kFirstFours), b23),
             _mm512_permutex2var_epi8(b01, line(kLastFours), b23),
         };
-        for (int i = 0; i < 4; i++) give<kPast>(out + 64 * i, _mm512_ror_epi32(turned[i], 1));
+        for (int i = 0; i < 4; i++) give<kStreaming>(out + 64 * i, _mm512_ror_epi32(turned[i], 1));
     }
 };
 
@@ -223,11 +223,11 @@ struct Bytes512 {
         return _mm512_or_si512(up,
                                _mm512_and_si512(_mm512_srli_epi16(bytes, 7), _mm512_set1_epi8(1)));
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void put(__m512i turned, uint8_t* out) {
         const __m512i down = _mm512_and_si512(_mm512_srli_epi16(turned, 1), _mm512_set1_epi8(0x7F));
         const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(turned, 7), _mm512_set1_epi8(-128));
-        give<kPast>(out, _mm512_or_si512(down, sign));
+        give<kStreaming>(out, _mm512_or_si512(down, sign));
     }
 };
 
@@ -239,11 +239,11 @@ struct Row512<Element::kE4m3> {
                             nibbles(_mm512_and_si512(turned, _mm512_set1_epi8(15))));
         return _mm512_and_si512(_mm512_srli_epi16(turned, 4), _mm512_set1_epi8(15));
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i moved =
             _mm512_and_si512(_mm512_slli_epi16(exponents, 4), _mm512_set1_epi8(-16));
-        Bytes512::put<kPast>(_mm512_or_si512(moved, from_nibbles(rest)), out);
+        Bytes512::put<kStreaming>(_mm512_or_si512(moved, from_nibbles(rest)), out);
     }
 };
 
@@ -254,27 +254,27 @@ struct Row512<Element::kE5m2> {
         put_planes(turned, rest);
         return _mm512_and_si512(_mm512_srli_epi16(turned, 3), _mm512_set1_epi8(0x1F));
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static WIDE void join(__m512i exponents, const uint8_t* rest, uint8_t* out) {
         const __m512i moved =
             _mm512_and_si512(_mm512_slli_epi16(exponents, 3), _mm512_set1_epi8(-8));
-        Bytes512::put<kPast>(_mm512_or_si512(moved, get_planes(rest)), out);
+        Bytes512::put<kStreaming>(_mm512_or_si512(moved, get_planes(rest)), out);
     }
 };
 
-template <Element kIs, bool kNibbles, bool kPast = false>
+template <Element kIs, bool kNibbles, bool kStreaming = false>
 KVTIER_VBMI size_t split512(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
                             uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
                             size_t room, bool) {
     const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
     const __m512i lasts = _mm512_set1_epi8(static_cast<char>(last));
-    Past512 past(rest);
+    Streaming512 lines(rest);
     size_t used = 0;
     for (size_t row = 0; row < rows; row++) {
         if constexpr (kNibbles) fetch_row<kIs>(ahead);
         __m512i exponents;
-        if constexpr (kPast) {
-            exponents = past.split(in);
+        if constexpr (kStreaming) {
+            exponents = lines.split(in);
         } else {
             exponents = Row512<kIs>::split(in, rest);
         }
@@ -288,7 +288,7 @@ KVTIER_VBMI size_t split512(const uint8_t* in, const uint8_t* ahead, size_t rows
         if (escaped != 0) {
             const auto count = static_cast<size_t>(std::popcount(escaped));
             if (count > room - used) return kNoRoom;
-            // In a register: stores that compress are slow on some processors.
+            // Compressed in a register first: compressing stores are slow on some processors.
             _mm512_mask_storeu_epi8(escapes + used, _bzhi_u64(~0ull, static_cast<unsigned>(count)),
                                     _mm512_maskz_compress_epi8(escaped, exponents));
             used += count;
@@ -296,19 +296,19 @@ KVTIER_VBMI size_t split512(const uint8_t* in, const uint8_t* ahead, size_t rows
         in += kRow * kBytes<kIs>, ahead += kRow * kBytes<kIs>;
         rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
-    if (kPast && rows != 0) past.finish();
+    if (kStreaming && rows != 0) lines.finish();
     return used;
 }
 
 KVTIER_VBMI size_t pack512(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top,
                            uint8_t last, uint8_t* codes, uint8_t* rest, uint8_t* escapes,
-                           size_t room, bool past) {
-    return (past ? split512<Element::kBf16, true, true>
-                 : split512<Element::kBf16, true>)(in, ahead, rows, top, last, codes, rest, escapes,
-                                                   room, past);
+                           size_t room, bool streaming) {
+    return (streaming ? split512<Element::kBf16, true, true>
+                      : split512<Element::kBf16, true>)(in, ahead, rows, top, last, codes, rest,
+                                                        escapes, room, streaming);
 }
 
-template <Element kIs, bool kNibbles, bool kPast>
+template <Element kIs, bool kNibbles, bool kStreaming>
 KVTIER_VBMI size_t join512(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes,
                            size_t room, uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
     const __m512i tops = _mm512_set1_epi8(static_cast<char>(top));
@@ -326,7 +326,7 @@ KVTIER_VBMI size_t join512(const uint8_t* codes, const uint8_t* rest, const uint
             exponents = _mm512_mask_expand_epi8(exponents, escaped, here);
             used += count;
         }
-        Row512<kIs>::template join<kPast>(exponents, rest, out);
+        Row512<kIs>::template join<kStreaming>(exponents, rest, out);
         out += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
     return used;
@@ -343,27 +343,28 @@ constexpr std::array<uint16_t, kLanes> kLowerWords = [] {
     return found;
 }();
 
-// `taken_in` for half a row.
-WIDE __m512i taken_in(__m512i state, __m512i code, const EncodeTable& table) {
+// Encodes the codes of half a row.
+WIDE __m512i encoded_half(__m512i state, __m512i code, const EncodeTable& table) {
     const __mmask32 lower_words = 0x55555555;
     const __m512i reciprocal =
         _mm512_permutex2var_epi32(line(table.reciprocal), code, line(table.reciprocal + 16));
-    const __m512i mended = _mm512_maskz_permutexvar_epi16(lower_words, code, line(table.mended));
+    const __m512i corrected =
+        _mm512_maskz_permutexvar_epi16(lower_words, code, line(table.corrected));
     const __m512i gain = _mm512_maskz_permutexvar_epi16(lower_words, code, line(table.gain));
     const __m512i even = _mm512_mul_epu32(state, reciprocal);
     const __m512i odd =
         _mm512_mul_epu32(_mm512_srli_epi64(state, 32), _mm512_srli_epi64(reciprocal, 32));
     const __m512i high =
         _mm512_mask_shuffle_epi32(odd, 0x5555, even, static_cast<_MM_PERM_ENUM>(0xF5));
-    // Of what it shifts by it looks at the lowest 5 bits.
-    const __m512i whole = _mm512_shrdv_epi32(high, _mm512_setzero_si512(), mended);
-    const __m512i bias = _mm512_srli_epi32(mended, kShiftBits);
+    // The instruction uses only the lowest 5 bits of the shift.
+    const __m512i whole = _mm512_shrdv_epi32(high, _mm512_setzero_si512(), corrected);
+    const __m512i bias = _mm512_srli_epi32(corrected, kShiftBits);
     return _mm512_add_epi32(_mm512_add_epi32(state, bias), _mm512_mullo_epi32(whole, gain));
 }
 
-// A row goes into its states.
-WIDE void take_in(__m512i& low, __m512i& high, const uint8_t* codes, const EncodeTable& table,
-                  uint16_t*& words) {
+// Encodes a row into its states.
+WIDE void encode_row(__m512i& low, __m512i& high, const uint8_t* codes, const EncodeTable& table,
+                     uint16_t*& words) {
     const __m512i code_low = codes16(codes), code_high = codes16(codes + 16);
     const __m512i fill_low =
         _mm512_permutex2var_epi32(line(table.fill), code_low, line(table.fill + 16));
@@ -377,8 +378,8 @@ WIDE void take_in(__m512i& low, __m512i& high, const uint8_t* codes, const Encod
     const __m512i lower = _mm512_permutex2var_epi16(low, line(kLowerWords.data()), high);
     _mm512_mask_storeu_epi16(words, _bzhi_u32(~0u, count),
                              _mm512_maskz_compress_epi16(full, lower));
-    low = taken_in(_mm512_mask_srli_epi32(low, full_low, low, 16), code_low, table);
-    high = taken_in(_mm512_mask_srli_epi32(high, full_high, high, 16), code_high, table);
+    low = encoded_half(_mm512_mask_srli_epi32(low, full_low, low, 16), code_low, table);
+    high = encoded_half(_mm512_mask_srli_epi32(high, full_high, high, 16), code_high, table);
 }
 
 template <size_t kCount>
@@ -398,7 +399,7 @@ KVTIER_VBMI void encode512(Encoder* const* streams, size_t rows) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
             codes[s] -= kLanes;
-            take_in(low[s], high[s], codes[s], *tables[s], words[s]);
+            encode_row(low[s], high[s], codes[s], *tables[s], words[s]);
         }
     }
     for (size_t s = 0; s < kCount; s++) {
@@ -408,9 +409,9 @@ KVTIER_VBMI void encode512(Encoder* const* streams, size_t rows) {
     }
 }
 
-// One half of a row comes out; the states that want a word are told.
-WIDE __mmask16 give_out(__m512i& state, const DecodeTable& table, uint8_t* codes) {
-    // Shuffles look at 7 bits of an index (5 for words of 32), so what lies above does no harm.
+// Decodes half a row; returns the states that need a word.
+WIDE __mmask16 decode_half_row(__m512i& state, const DecodeTable& table, uint8_t* codes) {
+    // Shuffles use only 7 bits of an index (5 for 32-bit words), so higher bits do no harm.
     const __m512i low =
         _mm512_permutex2var_epi8(line(table.symbol), state, line(table.symbol + 64));
     const __m512i high =
@@ -427,14 +428,14 @@ WIDE __mmask16 give_out(__m512i& state, const DecodeTable& table, uint8_t* codes
     return _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kStateLeast));
 }
 
-// Gives each state that wants one the next word.
-WIDE __m512i with_words(__m512i state, __mmask16 hungry, const uint8_t*& words) {
-    // Expanding 16-bit words would do for both halves at once, but costs a tenth of the speed on
+// Gives the next word to each state that needs one.
+WIDE __m512i refill(__m512i state, __mmask16 starved, const uint8_t*& words) {
+    // One expansion of 16-bit words could serve both halves, but it costs a tenth of the speed on
     // Zen 5.
     const __m512i next = _mm512_cvtepu16_epi32(half(words));
-    words += 2 * std::popcount(hungry);
-    return _mm512_mask_or_epi32(state, hungry, _mm512_slli_epi32(state, 16),
-                                _mm512_maskz_expand_epi32(hungry, next));
+    words += 2 * std::popcount(starved);
+    return _mm512_mask_or_epi32(state, starved, _mm512_slli_epi32(state, 16),
+                                _mm512_maskz_expand_epi32(starved, next));
 }
 
 template <size_t kCount>
@@ -453,11 +454,11 @@ KVTIER_VBMI void decode512(Decoder* const* streams, size_t rows) {
     for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
-            ask_words(words[s]);
-            const __mmask16 hungry_low = give_out(low[s], *tables[s], codes[s]);
-            const __mmask16 hungry_high = give_out(high[s], *tables[s], codes[s] + 16);
-            low[s] = with_words(low[s], hungry_low, words[s]);
-            high[s] = with_words(high[s], hungry_high, words[s]);
+            prefetch_words(words[s]);
+            const __mmask16 hungry_low = decode_half_row(low[s], *tables[s], codes[s]);
+            const __mmask16 hungry_high = decode_half_row(high[s], *tables[s], codes[s] + 16);
+            low[s] = refill(low[s], hungry_low, words[s]);
+            high[s] = refill(high[s], hungry_high, words[s]);
             codes[s] += kLanes;
         }
     }
@@ -473,14 +474,14 @@ KVTIER_VBMI void table512(const uint8_t* frequencies, DecodeTable& table) {
     for (uint32_t i = 0; i < kSymbolsMost; i++) {
         table.packed[i] = frequencies[i] | start << 16;
         for (uint32_t k = 0; k < frequencies[i]; k += 64) {
-            // What is too much is written over by the symbols that follow.
+            // The following symbols overwrite the excess.
             _mm512_storeu_si512(table.symbol + start + k, _mm512_set1_epi8(static_cast<char>(i)));
         }
         start += frequencies[i];
     }
 }
 
-// Looks for one code after the other, since most of those there lie near each other.
+// Counts one code at a time, because most codes of a part are close to each other.
 KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
     constexpr unsigned kNear = 32;
     __m512i least = line(codes);
@@ -493,7 +494,7 @@ KVTIER_VBMI void count512(const uint8_t* codes, size_t rows, uint32_t* counts) {
         _mm_min_epu8(_mm256_castsi256_si128(folded), _mm256_extracti128_si256(folded, 1));
     const __m128i words = _mm_min_epu8(again, _mm_srli_epi16(again, 8));
     const auto first = static_cast<unsigned>(_mm_cvtsi128_si32(_mm_minpos_epu16(words)) & 0xFFFF);
-    const unsigned end = first + kNear;  // beyond 255 there is nothing left
+    const unsigned end = first + kNear;  // none left beyond 255
     size_t left = rows * kRow;
     for (unsigned code = first; code < end && left != 0; code++) {
         const __m512i wanted = _mm512_set1_epi8(static_cast<char>(code));
@@ -518,9 +519,9 @@ struct Two {
     __m256i low, high;
 };
 
-template <bool kPast>
+template <bool kStreaming>
 HALF void give(uint8_t* at, __m256i bytes) {
-    if constexpr (kPast) {
+    if constexpr (kStreaming) {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(at), bytes);
     } else {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bytes);
@@ -562,7 +563,7 @@ HALF Two two_nibbles(const uint8_t* from) {
     return {_mm256_and_si256(both, all(15)), _mm256_and_si256(_mm256_srli_epi16(both, 4), all(15))};
 }
 
-// Bits moved within bytes; what would come from the neighbour is masked.
+// Shifts bits within bytes; masks those that come from the adjacent byte.
 template <int kShift>
 HALF Two moved_down(Two bytes, int mask) {
     return {_mm256_and_si256(_mm256_srli_epi16(bytes.low, kShift), all(mask)),
@@ -597,18 +598,19 @@ struct Pairs256 {
         put(rest + 32, lowers(c, d));
         return {uppers(a, b), uppers(c, d)};
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(__m256i upper, __m256i lower, uint8_t* out) {
         const __m256i u = _mm256_permute4x64_epi64(upper, 0xD8);
         const __m256i l = _mm256_permute4x64_epi64(lower, 0xD8);
         const __m256i a = _mm256_unpacklo_epi8(l, u), b = _mm256_unpackhi_epi8(l, u);
-        give<kPast>(out, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
-        give<kPast>(out + 32, _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
+        give<kStreaming>(out, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
+        give<kStreaming>(out + 32,
+                         _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(Two upper, const uint8_t* rest, uint8_t* out) {
-        join<kPast>(upper.low, half(rest), out);
-        join<kPast>(upper.high, half(rest + 32), out + 64);
+        join<kStreaming>(upper.low, half(rest), out);
+        join<kStreaming>(upper.high, half(rest + 32), out + 64);
     }
 };
 
@@ -618,9 +620,9 @@ struct Row256;
 template <>
 struct Row256<Element::kBf16> {
     static HALF Two split(const uint8_t* in, uint8_t* rest) { return Pairs256::split(in, rest); }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Pairs256::join<kPast>(exponents, rest, out);
+        Pairs256::join<kStreaming>(exponents, rest, out);
     }
 };
 
@@ -631,9 +633,10 @@ struct Row256<Element::kFp16> {
         put_planes(upper, rest + 64);
         return moved_down<3>(upper, 0x1F);
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Pairs256::join<kPast>(moved_up<3>(exponents, get_two_planes(rest + 64), 0xF8), rest, out);
+        Pairs256::join<kStreaming>(moved_up<3>(exponents, get_two_planes(rest + 64), 0xF8), rest,
+                                   out);
     }
 };
 
@@ -663,7 +666,7 @@ struct Row256<Element::kFp32> {
         put(rest + 128, _mm256_permute2x128_si256(even01, even23, 0x31));
         return _mm256_permute2x128_si256(odd01, odd23, 0x31);
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join32(__m256i exponents, const uint8_t* rest, uint8_t* out) {
         const __m256i p0 = half(rest), p1 = half(rest + 64), p2 = half(rest + 128);
         const __m256i even01 = _mm256_permute2x128_si256(p0, p2, 0x20);
@@ -676,17 +679,17 @@ struct Row256<Element::kFp32> {
         const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
         for (int i = 0; i < 4; i++) {
             const __m256i turned = fours(_mm256_permutevar8x32_epi32(r[i], order));
-            give<kPast>(out + 32 * i, _mm256_or_si256(_mm256_srli_epi32(turned, 1),
-                                                      _mm256_slli_epi32(turned, 31)));
+            give<kStreaming>(out + 32 * i, _mm256_or_si256(_mm256_srli_epi32(turned, 1),
+                                                           _mm256_slli_epi32(turned, 31)));
         }
     }
     static HALF Two split(const uint8_t* in, uint8_t* rest) {
         return {split32(in, rest), split32(in + 128, rest + 32)};
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        join32<kPast>(exponents.low, rest, out);
-        join32<kPast>(exponents.high, rest + 32, out + 128);
+        join32<kStreaming>(exponents.low, rest, out);
+        join32<kStreaming>(exponents.high, rest + 32, out + 128);
     }
 };
 
@@ -697,16 +700,16 @@ struct Bytes256 {
                                _mm256_and_si256(_mm256_srli_epi16(bytes, 7), all(1)));
     }
     static HALF Two get(const uint8_t* in) { return {turned(in), turned(in + 32)}; }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void put_one(__m256i turned, uint8_t* out) {
-        give<kPast>(out,
-                    _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(turned, 1), all(0x7F)),
-                                    _mm256_and_si256(_mm256_slli_epi16(turned, 7), all(0x80))));
+        give<kStreaming>(
+            out, _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(turned, 1), all(0x7F)),
+                                 _mm256_and_si256(_mm256_slli_epi16(turned, 7), all(0x80))));
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void put_two(Two turned, uint8_t* out) {
-        put_one<kPast>(turned.low, out);
-        put_one<kPast>(turned.high, out + 32);
+        put_one<kStreaming>(turned.low, out);
+        put_one<kStreaming>(turned.high, out + 32);
     }
 };
 
@@ -719,9 +722,9 @@ struct Row256<Element::kE4m3> {
         put(rest, _mm256_or_si256(low, _mm256_slli_epi16(high, 4)));
         return moved_down<4>(turned, 15);
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Bytes256::put_two<kPast>(moved_up<4>(exponents, two_nibbles(rest), 0xF0), out);
+        Bytes256::put_two<kStreaming>(moved_up<4>(exponents, two_nibbles(rest), 0xF0), out);
     }
 };
 
@@ -732,9 +735,9 @@ struct Row256<Element::kE5m2> {
         put_planes(turned, rest);
         return moved_down<3>(turned, 0x1F);
     }
-    template <bool kPast>
+    template <bool kStreaming>
     static HALF void join(Two exponents, const uint8_t* rest, uint8_t* out) {
-        Bytes256::put_two<kPast>(moved_up<3>(exponents, get_two_planes(rest), 0xF8), out);
+        Bytes256::put_two<kStreaming>(moved_up<3>(exponents, get_two_planes(rest), 0xF8), out);
     }
 };
 
@@ -778,7 +781,7 @@ KVTIER_AVX2 size_t split256(const uint8_t* in, const uint8_t* ahead, size_t rows
     return used;
 }
 
-template <Element kIs, bool kNibbles, bool kPast>
+template <Element kIs, bool kNibbles, bool kStreaming>
 KVTIER_AVX2 size_t join256(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes,
                            size_t room, uint8_t top, uint8_t last, size_t rows, uint8_t* out) {
     const __m256i tops = all(top), lasts = all(last);
@@ -797,13 +800,13 @@ KVTIER_AVX2 size_t join256(const uint8_t* codes, const uint8_t* rest, const uint
             }
             exponents = {half(plain), half(plain + 32)};
         }
-        Row256<kIs>::template join<kPast>(exponents, rest, out);
+        Row256<kIs>::template join<kStreaming>(exponents, rest, out);
         out += kRow * kBytes<kIs>, rest += kRestRow<kIs>, codes += kNibbles ? kRowCodes : kRow;
     }
     return used;
 }
 
-// For each choice of 8 lanes: the chosen ones moved to the end, in order.
+// For each subset of 8 lanes: a permutation that moves the subset to the end, in order.
 using Moves = std::array<std::array<uint8_t, 8>, 256>;
 constexpr Moves kToTheEnd = [] {
     Moves moves{};
@@ -815,7 +818,8 @@ constexpr Moves kToTheEnd = [] {
     }
     return moves;
 }();
-// The words that chosen lanes of 16 bits get, in order, as a shuffle of bytes; others get zero.
+// For each subset of 16-bit lanes: a byte shuffle that gives them the next words in order, and zero
+// to the others.
 struct alignas(16) Spread : std::array<uint8_t, 16> {};
 constexpr std::array<Spread, 256> kFromTheStart = [] {
     std::array<Spread, 256> spreads{};
@@ -836,8 +840,8 @@ HALF __m256i to_the_end(unsigned chosen) {
         _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kToTheEnd[chosen].data())));
 }
 
-HALF __m256i take_in8(__m256i state, const uint8_t* codes, const EncodeTable& table,
-                      uint16_t*& words) {
+HALF __m256i encode_eight(__m256i state, const uint8_t* codes, const EncodeTable& table,
+                          uint16_t*& words) {
     const __m256i code =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
     const __m256i packed =
@@ -849,7 +853,7 @@ HALF __m256i take_in8(__m256i state, const uint8_t* codes, const EncodeTable& ta
     const auto full = static_cast<unsigned>(~_mm256_movemask_ps(_mm256_castsi256_ps(lean))) & 255u;
     const __m256i leaving = _mm256_permutevar8x32_epi32(
         _mm256_and_si256(state, _mm256_set1_epi32(0xFFFF)), to_the_end(full));
-    // What lies before them is written over by those that leave next.
+    // The next words overwrite the bytes before them.
     _mm_storeu_si128(
         reinterpret_cast<__m128i*>(words - 8),
         _mm_packus_epi32(_mm256_castsi256_si128(leaving), _mm256_extracti128_si256(leaving, 1)));
@@ -875,7 +879,7 @@ KVTIER_AVX2 void encode256(Encoder* const* streams, size_t count, size_t rows) {
         for (size_t row = 0; row < rows; row++) {
             codes -= kLanes;
             _Pragma("GCC unroll 4") for (size_t part = 4; part-- > 0;) {
-                state[part] = take_in8(state[part], codes + 8 * part, *stream.table, words);
+                state[part] = encode_eight(state[part], codes + 8 * part, *stream.table, words);
             }
         }
         for (size_t part = 0; part < 4; part++) put(stream.state + 8 * part, state[part]);
@@ -892,12 +896,12 @@ KVTIER_AVX2 void table256(const uint8_t* frequencies, DecodeTable& table) {
         start = static_cast<uint8_t>(start + frequencies[i]);
         put(table.below[symbols++], all((start - 1) ^ 128));
     }
-    // The last one's end is beyond every slot, as is what fills up the fours.
+    // The last symbol ends beyond every slot; the padding to a multiple of four does as well.
     for (symbols--; symbols % 4 != 0; symbols++) put(table.below[symbols], all(127));
     table.fours = symbols / 4;
 }
 
-// Bytes 4 * part to 4 * part + 3 of each half, as words of 32 bits.
+// Bytes 4 * part to 4 * part + 3 of each half, as 32-bit words.
 HALF __m256i widened(__m256i bytes, int part) {
     const __m256i first = _mm256_setr_epi32(-256, -255, -254, -253, -256, -255, -254, -253);
     return _mm256_shuffle_epi8(bytes, _mm256_add_epi32(first, _mm256_set1_epi32(4 * part)));
@@ -913,19 +917,19 @@ HALF __m256i looked_up(const uint8_t* table, __m256i code, __m256i upper) {
 }
 
 HALF __m256i with_words8(__m256i state, const uint8_t*& words) {
-    const __m256i hungry = _mm256_cmpgt_epi32(_mm256_set1_epi32(kStateLeast), state);
-    const auto chosen = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(hungry)));
+    const __m256i starved = _mm256_cmpgt_epi32(_mm256_set1_epi32(kStateLeast), state);
+    const auto chosen = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(starved)));
     const __m128i next = _mm_shuffle_epi8(
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(words)),
         _mm_load_si128(reinterpret_cast<const __m128i*>(kFromTheStart[chosen].data())));
     words += 2 * std::popcount(chosen);
     const __m256i fed = _mm256_or_si256(_mm256_slli_epi32(state, 16), _mm256_cvtepu16_epi32(next));
-    return _mm256_blendv_epi8(state, fed, hungry);
+    return _mm256_blendv_epi8(state, fed, starved);
 }
 
-// A row comes out. Looking slots up in memory, as gathers do, takes three times as long.
-HALF void give_out256(__m256i (&state)[4], const DecodeTable& table, uint8_t* codes,
-                      const uint8_t*& words) {
+// Decodes a row. Looking up slots in memory with gathers takes three times as long.
+HALF void decode_row256(__m256i (&state)[4], const DecodeTable& table, uint8_t* codes,
+                        const uint8_t*& words) {
     const __m256i mask = _mm256_set1_epi32(kScale - 1);
     const __m256i slots = _mm256_packus_epi16(
         _mm256_packus_epi32(_mm256_and_si256(state[0], mask), _mm256_and_si256(state[1], mask)),
@@ -965,8 +969,8 @@ KVTIER_AVX2 void decode256(Decoder* const* streams, size_t rows) {
     for (size_t row = 0; row < rows; row++) {
         _Pragma("GCC unroll 4") for (size_t s = 0; s < kCount; s++) {
             fetch(next[s], step);
-            ask_words(words[s]);
-            give_out256(state[s], *tables[s], codes[s], words[s]);
+            prefetch_words(words[s]);
+            decode_row256(state[s], *tables[s], codes[s], words[s]);
             codes[s] += kLanes;
         }
     }
@@ -980,16 +984,16 @@ KVTIER_AVX2 void decode256(Decoder* const* streams, size_t rows) {
 
 template <Element kIs, bool kNibbles>
 size_t joined512(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                 uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past) {
-    const bool streamed = past && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+                 uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool streaming) {
+    const bool streamed = streaming && reinterpret_cast<uintptr_t>(out) % 64 == 0;
     return (streamed
                 ? join512<kIs, kNibbles, true>
                 : join512<kIs, kNibbles, false>)(codes, rest, escapes, room, top, last, rows, out);
 }
 template <Element kIs, bool kNibbles>
 size_t joined256(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                 uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past) {
-    const bool streamed = past && reinterpret_cast<uintptr_t>(out) % 32 == 0;
+                 uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool streaming) {
+    const bool streamed = streaming && reinterpret_cast<uintptr_t>(out) % 32 == 0;
     return (streamed
                 ? join256<kIs, kNibbles, true>
                 : join256<kIs, kNibbles, false>)(codes, rest, escapes, room, top, last, rows, out);

@@ -1,4 +1,4 @@
-// The store's calls about the disk: frames noted and dropped, blocks promoted, segments restored.
+// The store's calls about the disk: records and drops frames, promotes blocks, restores segments.
 #include <algorithm>
 #include <stdexcept>
 #include <unordered_map>
@@ -27,13 +27,7 @@ bool same_bytes(const Frame& a, const Frame& b) {
     return a.segment == b.segment && a.page == b.page;
 }
 
-// A row of a segment's footer, as daemon/kvtier_daemon/tiers/segment.py draws it.
-//
-//    0    32      64     68     70     72    76     80      82     84       92   100       108 124
-//    | key| parent| space| group| shard| page| pages| header| codec| payload| raw| sequence|
-//    digest| |    |       |      |      |      |     |      | pages |      | bytes  |    | | |
-//                                                                                       flags: 124
-//                                                                                       |
+// A row of a segment's footer; daemon/kvtier_daemon/tiers/cold/segment.py describes all fields.
 struct Row {
     static constexpr std::size_t bytes = 128;
     static constexpr std::uint32_t has_parent = 1;
@@ -61,7 +55,7 @@ void Store::note_frame(Id id, const Frame& frame, const char* digest) {
         records_[id].summed = 1;
     }
     IdList& listed = segments_[frame.segment];
-    // By a quarter, not by doubling: there is an entry for every block on disk.
+    // Grows by a quarter instead of doubling, because there is an entry for each block on disk.
     if (listed.size() == listed.capacity()) listed.reserve(listed.size() + listed.size() / 4 + 16);
     listed.push_back(id);
 }
@@ -85,8 +79,8 @@ IdList Store::framed(Ids ids, const char* frames, const char* digests) {
     return late;
 }
 
-// The place of a frame is never another's while its segment lasts, so it proves that this is still
-// the block that was meant.
+// While a segment exists, a place in it belongs to one frame. An equal place therefore proves that
+// this is still the intended block.
 IdList Store::moved(Ids ids, const char* before, const char* frames) {
     IdList late;
     for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -103,7 +97,7 @@ IdList Store::moved(Ids ids, const char* before, const char* frames) {
 }
 
 const Frame& Store::frame(Id id) const {
-    need(block(id).framed, "a block has no frame");
+    need(block(id).framed, "a block without a frame cannot be moved");
     return records_.frame(id);
 }
 
@@ -115,7 +109,7 @@ IdList Store::dirty(Ids ids) const {
     return without;
 }
 
-// Those whose bytes in memory are less than was saved.
+// Those whose bytes in memory were decoded from a lossy frame.
 IdList Store::lossy(Ids ids) const {
     IdList found;
     for (Id id : ids)
@@ -123,8 +117,9 @@ IdList Store::lossy(Ids ids) const {
     return found;
 }
 
-// How many keys are before each, as far as is known. Neighbours share most of their way up, in
-// whatever order they are named: what a way meets of those that were asked for is known after it.
+// The number of known keys before each block. Blocks share most of their path to the root, in any
+// order: a walk stops at a requested node whose depth is known, and then sets the depths of the
+// requested nodes that it passed.
 std::vector<std::uint32_t> Store::depths(Ids ids) const {
     constexpr std::uint32_t unknown = none;
     std::unordered_map<Id, std::uint32_t> asked;
@@ -132,7 +127,8 @@ std::vector<std::uint32_t> Store::depths(Ids ids) const {
         static_cast<void>(block(id));
         asked.emplace(records_.node_of(id), unknown);
     }
-    std::vector<std::pair<Id, std::uint32_t>> met;  // and how many steps up the way
+    // requested nodes on this path, with their number of steps
+    std::vector<std::pair<Id, std::uint32_t>> met;
     for (Id id : ids) {
         met.clear();
         std::uint32_t steps = 0, above = 0;
@@ -153,8 +149,8 @@ std::vector<std::uint32_t> Store::depths(Ids ids) const {
     return found;
 }
 
-// The dirty, unleased ones among the leading ids that make up so many bytes, as far as the limit
-// goes; and whether more ids would have made no difference.
+// Returns the dirty, unleased blocks among the first ids that together have `within` bytes, up to
+// the limit; and whether more ids could not have changed the result.
 std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const {
     IdList without;
     std::uint64_t seen = 0, taken = 0;
@@ -164,7 +160,8 @@ std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint6
         std::uint64_t bytes = places_[record.place].block_bytes;
         seen += bytes;
         if (!record.evictable() || record.framed) continue;
-        // The first goes whatever its size, if any may: there is none that could never be written.
+        // Takes the first block even above the limit: otherwise a large block could never be
+        // written.
         if (limit == 0 || (taken != 0 && taken + bytes > limit)) return {std::move(without), true};
         taken += bytes;
         without.push_back(ids[i]);
@@ -175,7 +172,7 @@ std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint6
 // ---- promotion ----
 
 std::size_t Store::promote(Ids ids) {
-    claim(ids, Event::promote);
+    transition(ids, Event::promote);
     std::size_t n = 0;
     for (; n < ids.size(); ++n) {
         Record& record = records_[ids[n]];
@@ -185,7 +182,7 @@ std::size_t Store::promote(Ids ids) {
         record.slab = slab;
         record.slot = slot;
         record.filling = 1;
-        // Now, as the frame may go while it is read.
+        // Copied now, because the frame may be dropped during the read.
         record.lossy = (records_.frame(ids[n]).flags & lossy_frame) != 0;
         tally(ids[n], State::cold, State::promoting);
     }
@@ -193,7 +190,8 @@ std::size_t Store::promote(Ids ids) {
     return n;
 }
 
-// The reads have ended: those forgotten meanwhile go. What each of them was.
+// Ends the reads; removes blocks that were forgotten during their read. Returns the previous
+// states.
 std::vector<State> Store::end_reads(Ids ids, State to, State without_frame) {
     return change(ids, [=](const Record& record) {
         if (!record.filling) return State::unused;
@@ -226,7 +224,7 @@ Left Store::unpromoted(Ids ids) {
     Left left;
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (records_[ids[i]].is() == State::cold) {
-            stay_on_disk(ids[i], was[i]);
+            free_slot(ids[i], was[i]);
         } else {
             leave(ids[i], was[i], &left.orphans);
             left.gone.push_back(ids[i]);
@@ -248,7 +246,7 @@ Left Store::spoilt(Ids ids) {
     return left;
 }
 
-// What is being read from its frame is left to what that read finds.
+// A block whose frame is being read is left to the result of that read.
 Left Store::damaged(Ids ids, const char* frames) {
     Left left;
     begin();
@@ -272,8 +270,8 @@ Left Store::damaged(Ids ids, const char* frames) {
 
 // ---- segments ----
 
-// A segment is written from its start to its end, so pages say the order. An id may be listed more
-// than once, as those that left are.
+// A segment is written from its start to its end, so pages give the order. An id may be listed more
+// than once, for example if its block left.
 IdList Store::in_segment(std::uint32_t segment) const {
     auto listed = segments_.find(segment);
     if (listed == segments_.end()) return {};
@@ -296,16 +294,16 @@ IdList Store::still(Ids ids, std::uint32_t segment) const {
 
 std::vector<Frame> Store::take_used(std::size_t limit) {
     std::vector<Frame> frames;
-    for (; limit != 0 && !touched_.empty(); --limit) {
-        Id id = touched_.back();
-        touched_.pop_back();
+    for (; limit != 0 && !newly_used_.empty(); --limit) {
+        Id id = newly_used_.back();
+        newly_used_.pop_back();
         if (records_.known(id) && records_[id].used) frames.push_back(records_.frame(id));
     }
     return frames;
 }
 
-bool Store::deserves(Id id) {
-    need(block(id).framed, "a block without a frame is in no segment");
+bool Store::earns_second_chance(Id id) {
+    need(block(id).framed, "a block without a frame is not in a segment");
     return records_.judge(id);
 }
 
@@ -325,9 +323,9 @@ Left Store::drop_segment(std::uint32_t segment) {
     return left;
 }
 
-// Whether a frame that was found lacks nothing but to be known of: that of a block in memory which
-// has none. A raw one's digest becomes that of the block's bytes, so it must be; what another says
-// is of its payload alone, and every frame under this name is as good.
+// True if this frame can be attached: it belongs to a block in memory without a frame. A raw frame
+// must have the digest of the block's bytes, because it becomes that of the block. The digest of an
+// encoded frame covers only its payload, and each frame of this key is valid.
 bool Store::is_frame_of(Id id, const Frame& frame, const char* digest) const {
     if (records_[id].is() != State::ready || records_[id].framed) return false;
     return frame.codec || (records_.summed(id) && !std::memcmp(records_.checksum(id).bytes.data(),
@@ -338,25 +336,25 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
                         std::span<const std::uint32_t> used) {
     constexpr std::size_t step = 12, ring = 32, breath = 256;
     const Space& found = space(in);
-    need(std::ranges::is_sorted(used), "used pages ascend");
-    IdList& listed = segments_[segment];  // stays where it is
+    need(std::ranges::is_sorted(used), "used pages must ascend");
+    IdList& listed = segments_[segment];  // the reference stays valid
     listed.reserve(listed.size() + n);
     std::array<std::uint64_t, ring> hashes;
-    auto ask = [&](std::size_t i) {
+    auto prefetch_step = [&](std::size_t i) {
         if (i >= n) return;
         hashes[i % ring] = index_.hash(in, Row{rows + i * Row::bytes}.key());
         index_.prefetch(hashes[i % ring]);
     };
-    for (std::size_t i = 0; i < 2 * step; ++i) ask(i);
+    for (std::size_t i = 0; i < 2 * step; ++i) prefetch_step(i);
     Restored over;
-    Id last = none;  // the node of the row before
+    Id last = none;  // the node of the previous row
     auto note = [&](Id id, const Frame& frame, const char* digest) {
         note_frame(id, frame, digest);
         records_[id].used = std::ranges::binary_search(used, frame.page);
     };
     for (std::size_t i = 0; i < n; ++i) {
         if (i % breath == 0) begin();
-        ask(i + 2 * step);
+        prefetch_step(i + 2 * step);
         if (i + step < n) index_.prefetch_records(hashes[(i + step) % ring]);
         Row row{rows + i * Row::bytes};
         bool fits = row.group() < found.groups.size() &&
@@ -405,12 +403,12 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
             }
         }
         if (node == none) node = make_node(in, key, hash);
-        hang(node, above);
+        set_parent(node, above);
         Id id = attach(node, place, Event::restore);
         records_[id].slab = on_disk;
         note(id, frame, row.digest());
         arrived(id);
-        if (above != none) tidy(above);
+        if (above != none) drop_idle(above);
         last = node;
         ++over.made;
     }

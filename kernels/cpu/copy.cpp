@@ -1,4 +1,5 @@
-// Copies past the caches, by the chosen implementation, and what they are measured against.
+// Copies that bypass the caches, by the chosen implementation, and the loop that they are compared
+// with.
 #include "copy.h"
 
 #include <algorithm>

@@ -12,7 +12,7 @@ namespace {
 
 #define KVTIER_INLINE inline __attribute__((always_inline))
 
-// What happens to a stripe's line beside being taken in.
+// What happens to the line of a stripe in addition to hashing it.
 enum class Line { kLeave, kStream, kStreamAhead, kStreamShifted };
 
 struct Wide512 {
@@ -84,7 +84,8 @@ struct Wide256 {
         for (int h = 0; h < 2; h++) {
             const __m256i mixed = _mm256_xor_si256(
                 _mm256_xor_si256(acc[h], _mm256_srli_epi64(acc[h], 47)), at(key + 32 * h));
-            // No 64-bit product here: two of 32 bits, as the prime has no upper half.
+            // AVX2 has no 64-bit product: two 32-bit products, because the upper half of the prime
+            // is zero.
             const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
             acc[h] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
         }
@@ -95,7 +96,7 @@ KVTIER_INLINE void fetch(const uint8_t* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
 }
 
-// The loop over stripes; written once, compiled for each width.
+// The loop over stripes, compiled for each width.
 #define KVTIER_TAKE_LOOP(Width, TARGET)                                                          \
     template <Line kLineIs>                                                                      \
     TARGET size_t take_loop(const Width*, Accumulators& acc, uint8_t* dst, const uint8_t* src,   \
@@ -161,9 +162,10 @@ size_t take_and_stream(Accumulators& acc, uint8_t* dst, const uint8_t* src, size
 const StripeKernels kStripesAvx512 = {take<Wide512>, take_and_stream<Wide512>};
 const StripeKernels kStripesAvx2 = {take<Wide256>, take_and_stream<Wide256>};
 
-// One line at a time: within one long range on Zen 5, groups of 2 to 16 lines cost 3 to 17 percent
-// and a prefetch with every line, 512 bytes to 8 KiB ahead, 4 to 32; a touch of the next pages was
-// within the noise. Between pieces a prefetch does help: see kAhead.
+// One line at a time. Within one contiguous range on Zen 5, groups of 2 to 16 lines are 3 to 17
+// percent slower, a prefetch with each line, 512 bytes to 8 KiB ahead, is 4 to 32 percent slower,
+// and touching the next pages makes no measurable difference. Between pieces a prefetch helps: see
+// kAhead.
 KVTIER_AVX512 void lines_avx512(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* ahead) {
     for (; n != 0; n--, dst += kLine, src += kLine) {
         if (ahead != nullptr) fetch(ahead), ahead += kLine;

@@ -1,4 +1,4 @@
-// Run-time dispatch: features of the processor, the choice among a kernel's implementations.
+// Run-time dispatch: detects processor features and chooses among the implementations of a kernel.
 #include "cpu.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 Level processor_level() {
 #if KVTIER_X86
-    // The builtins ask the operating system too: registers that it doesn't save don't count.
+    // The builtins also ask the operating system: registers that it does not save do not count.
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -81,8 +81,8 @@ Choice& codec_choice() {
 }
 
 Choice& blake3_choice() {
-    // One compression waits for the other, so latencies decide, and they are not a matter of width:
-    // on Zen 5 the plain registers win by a third. A trial takes some 50 us, once.
+    // Each compression depends on the previous one, so latency decides, not width: on Zen 5 the
+    // scalar version is a third faster. A trial takes about 50 us, once.
     static Choice choice("blake3", [] {
         std::vector<std::pair<double, Level>> trials;
         for (Level level : {Level::kAvx512, Level::kSse41, Level::kScalar}) {

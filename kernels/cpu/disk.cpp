@@ -1,4 +1,5 @@
-// What disk workers share: queues by urgency, syncs after their writes, deadlines, completions.
+// The part of the disk workers that all threads share: queues by urgency, syncs after their writes,
+// deadlines, completions.
 #include "disk.h"
 
 #include <sys/mman.h>
@@ -15,18 +16,18 @@
 namespace kvtier {
 namespace {
 
-// EAGAIN or EINTR this often in a row is an error like any other.
+// After this many consecutive EAGAIN or EINTR, they count as an error.
 constexpr int kRetriesMost = 100;
 constexpr uint64_t kLargePage = uint64_t{2} << 20;
-// Reads, the urgent ones aside, that may begin while a write waits.
+// Non-urgent reads that may start while a write waits.
 constexpr size_t kReadsInARow = 16;
-// How late an operation may be ended in the queue, so that many deadlines cost one look.
+// The granularity of deadlines in the queue, so that one check covers many deadlines.
 constexpr std::chrono::milliseconds kClockStep{1};
 
-// Of an encoded frame: what is decoded while more is read.
+// The pieces of an encoded frame: one is decoded while the next is read.
 constexpr uint64_t kPieceLeast = uint64_t{256} << 10, kPieceMost = uint64_t{1} << 20;
 
-// What is read in so much time is looked at as one.
+// The shortest period over which the speed of reads is measured.
 constexpr std::chrono::milliseconds kWindow{100};
 
 int64_t since(Clock::time_point then) {
@@ -43,7 +44,7 @@ Pages::Pages(uint64_t nbytes) {
 }
 
 Pages Pages::unset(uint64_t nbytes) {
-    // The kernel takes hold of a large page as quickly as of a small one.
+    // The kernel pins a large page as quickly as a small one.
     const uint64_t page = nbytes < kLargePage / 2 ? kPage : kLargePage;
     const uint64_t size = (nbytes + page - 1) / page * page;
     Pages pages;
@@ -54,12 +55,12 @@ Pages Pages::unset(uint64_t nbytes) {
     return pages;
 }
 
-Pages PagesAgain::take(uint64_t nbytes) {
+Pages PagePool::take(uint64_t nbytes) {
     Pages taken;
-    std::vector<Pages> dropped;  // unmapped without the mutex
+    std::vector<Pages> dropped;  // unmapped after the mutex is released
     {
         const std::lock_guard lock(mutex_);
-        // The smallest that does, if not much of it is wasted.
+        // Selects the smallest sufficient buffer, if it does not waste much.
         size_t best = free_.size();
         for (size_t i = 0; i < free_.size(); i++) {
             const uint64_t size = free_[i].size();
@@ -67,16 +68,16 @@ Pages PagesAgain::take(uint64_t nbytes) {
             if (best == free_.size() || size < free_[best].size()) best = i;
         }
         if (best != free_.size()) {
-            taken = out_of(best);
+            taken = remove_at(best);
         } else {
-            // What is kept of other sizes makes room for what is new.
-            while (!free_.empty() && nbytes + bytes_ > most_) dropped.push_back(out_of(0));
+            // Drops buffers of other sizes to make room for the new one.
+            while (!free_.empty() && nbytes + bytes_ > most_) dropped.push_back(remove_at(0));
         }
     }
     return taken.data() != nullptr ? std::move(taken) : Pages::unset(nbytes);
 }
 
-Pages PagesAgain::out_of(size_t at) {
+Pages PagePool::remove_at(size_t at) {
     std::swap(free_[at], free_.back());
     Pages pages = std::move(free_.back());
     free_.pop_back();
@@ -84,7 +85,7 @@ Pages PagesAgain::out_of(size_t at) {
     return pages;
 }
 
-void PagesAgain::give(Pages pages) {
+void PagePool::give(Pages pages) {
     if (pages.data() == nullptr) return;
     const std::lock_guard lock(mutex_);
     if (pages.size() > most_ - bytes_) return;
@@ -92,9 +93,9 @@ void PagesAgain::give(Pages pages) {
     free_.push_back(std::move(pages));
 }
 
-bool Operation::begin(PagesAgain& again) {
+bool Operation::begin(PagePool& pool) {
     if (encoded || kind == Kind::kReadBytes) {
-        own = staged ? again.take(total) : Pages::unset(total);
+        own = staged ? pool.take(total) : Pages::unset(total);
         payload = own.data();
         if (payload == nullptr) error = ENOMEM;
         piece = std::clamp(whole_pages(total / 4), kPieceLeast, kPieceMost);
@@ -119,10 +120,10 @@ int Operation::rest(uint64_t most) {
     return count;
 }
 
-int64_t Operation::both() const {
-    if (header_said < 0 || said < 0) return std::min(header_said, said);
-    const bool whole = static_cast<uint64_t>(header_said) == header_bytes;
-    return whole ? header_said + said : header_said;
+int64_t Operation::combined_result() const {
+    if (header_result < 0 || call_result < 0) return std::min(header_result, call_result);
+    const bool whole = static_cast<uint64_t>(header_result) == header_bytes;
+    return whole ? header_result + call_result : header_result;
 }
 
 bool Operation::advance(int64_t result) {
@@ -135,7 +136,7 @@ bool Operation::advance(int64_t result) {
     }
     if (kind == Kind::kSync) return true;
     const uint64_t reached = from() + static_cast<uint64_t>(result);
-    if (reached <= moved) {  // nothing more to be had: the file's end
+    if (reached <= moved) {  // end of file
         error = reads() ? ENODATA : EIO;
         return true;
     }
@@ -146,28 +147,28 @@ bool Operation::advance(int64_t result) {
 
 std::optional<size_t> Operation::next_piece() {
     const size_t which = pieces[front].nbytes == 0 ? front : 1 - front;
-    if (asked >= total || pieces[which].nbytes != 0) return std::nullopt;
-    pieces[which].nbytes = std::min(piece, total - asked);
+    if (requested >= total || pieces[which].nbytes != 0) return std::nullopt;
+    pieces[which].nbytes = std::min(piece, total - requested);
     return which;
 }
 
 bool Operation::advance_piece(size_t which, int64_t result) {
-    pieces[which].said = result;
-    pieces[which].is_over = true;
+    pieces[which].call_result = result;
+    pieces[which].has_ended = true;
     calls--;
-    while (pieces[front].is_over &&
-           pieces[front].said == static_cast<int64_t>(pieces[front].nbytes)) {
+    while (pieces[front].has_ended &&
+           pieces[front].call_result == static_cast<int64_t>(pieces[front].nbytes)) {
         moved += pieces[front].nbytes;
         pieces[front] = {};
         front = 1 - front;
     }
     if (moved >= total) return true;
-    if (!pieces[front].is_over) return false;
-    // Less came, or an error: the rest is read as any other, once nothing of it is under way.
-    asked = total;
+    if (!pieces[front].has_ended) return false;
+    // A short read or an error: when no call is in progress, reads the rest in one piece.
+    requested = total;
     if (calls != 0) return false;
     in_pieces = false;
-    return advance(pieces[front].said);
+    return advance(pieces[front].call_result);
 }
 
 bool Operation::decode(uint64_t until) {
@@ -205,9 +206,9 @@ DiskQueue::DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t stag
       spare_(depth < 2 ? 0 : std::max<size_t>(1, depth / 8)),
       writes_most_(std::max<size_t>(1, depth / 2)),
       decoders_(decoders),
-      again_(staged_most),
+      page_pool_(staged_most),
       staged_most_(staged_most) {
-    begun_.reserve(depth);  // all of them are in the kernel's part
+    partly_read_.reserve(depth);  // enough for all operations in the kernel
 }
 
 DiskQueue::~DiskQueue() { close(notify_fd_); }
@@ -215,7 +216,7 @@ DiskQueue::~DiskQueue() { close(notify_fd_); }
 uint32_t DiskQueue::add_extent(Extent extent) {
     const std::lock_guard lock(mutex_);
     extents_.push_back(extent);
-    wake(asleep_.size());
+    wake(sleeping_workers_.size());
     return static_cast<uint32_t>(extents_.size() - 1);
 }
 
@@ -267,7 +268,7 @@ std::vector<Completion> DiskQueue::done() {
 }
 
 void DiskQueue::unstage(Pages pages, uint64_t nbytes) {
-    again_.give(std::move(pages));
+    page_pool_.give(std::move(pages));
     const std::lock_guard lock(mutex_);
     staged_bytes_ -= nbytes;
     if (next() != nullptr) wake(1);
@@ -301,7 +302,7 @@ size_t DiskQueue::stop(double timeout_s) {
         while (!list->empty()) end(*list, list->begin(), ECANCELED);
     }
     notify(was_empty);
-    wake(asleep_.size());
+    wake(sleeping_workers_.size());
     pool_.notify_all();
     clock_.notify_all();
     decoder_.notify_all();
@@ -325,8 +326,8 @@ void DiskQueue::thread_ends() {
     ended_.notify_all();
 }
 
-// Urgent reads have the whole depth; a part of it is kept free for them. Of the rest, reads come
-// first, but for one write after so many of them: its memory is needed, too.
+// Urgent reads may use the whole depth; a part of it is reserved for them. Otherwise reads come
+// first, but one write follows after kReadsInARow reads, because it also occupies memory.
 DiskQueue::Operations* DiskQueue::next() {
     if (in_kernel_.size() >= depth_) return nullptr;
     if (Operations* const urgent = earlier(urgent_, urgent_staged_)) return urgent;
@@ -338,8 +339,8 @@ DiskQueue::Operations* DiskQueue::next() {
     return writes;
 }
 
-// Nothing is read to memory of ours while as much again waits to be decoded, or takes too much of
-// it until it is; what needs none goes on.
+// Starts no read into staging memory while `depth` frames wait for a decoder, or while the staging
+// limit is reached. Other reads continue.
 DiskQueue::Operations* DiskQueue::earlier(Operations& reads, Operations& staged) {
     const bool may = read_.size() < depth_ && staged_bytes_ < staged_most_;
     if (staged.empty() || !may) return reads.empty() ? nullptr : &reads;
@@ -372,22 +373,22 @@ void DiskQueue::end(Operations& list, Operations::iterator at, int error) {
         const auto found = files_.find(at->fd);
         File& file = found->second;
         if (at->kind == Kind::kSync) {
-            // One that was never begun reports nothing: the next one does.
+            // A sync that was never started reports nothing; the next one reports the error.
             const bool reported = &list == &in_kernel_;
             if (reported && at->failed != 0) error = at->failed;
             forget_sync(file, *at, reported);
         } else {
             file.writes--;
-            bool told = error == 0;
+            bool was_reported = error == 0;
             for (Operation* sync : file.syncs) {
                 if (sync->sequence < at->sequence) continue;
-                if (!told) {
+                if (!was_reported) {
                     if (sync->failed == 0) sync->failed = error;
-                    told = true;
+                    was_reported = true;
                 }
                 if (--sync->waiting == 0) syncs_.splice(syncs_.end(), waiting_, sync->self);
             }
-            if (!told && file.failed == 0) file.failed = error;
+            if (!was_reported && file.failed == 0) file.failed = error;
         }
         if (file.writes == 0 && file.syncs.empty() && file.failed == 0) files_.erase(found);
     }
@@ -419,13 +420,13 @@ void DiskQueue::forget_sync(File& file, Operation& sync, bool reported) {
     file.syncs.erase(at);
 }
 
-void DiskQueue::came(Operation& operation) {
+void DiskQueue::more_arrived(Operation& operation) {
     const std::lock_guard lock(mutex_);
-    operation.come = operation.from();  // what is beyond is read again
-    if (operation.waits || operation.decoding || operation.damaged != 0) return;
-    if (operation.come <= operation.frame_header) return;
-    operation.waits = true;
-    begun_.push_back(&operation);
+    operation.arrived = operation.from();  // the part beyond is read again
+    if (operation.waits_for_decoder || operation.decoding || operation.damaged != 0) return;
+    if (operation.arrived <= operation.frame_header) return;
+    operation.waits_for_decoder = true;
+    partly_read_.push_back(&operation);
     decoder_.notify_one();
 }
 
@@ -437,10 +438,11 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
         if (operation->measured()) read_ends(*operation);
         if (!operation->reads()) writes_in_kernel_--;
         if (operation->encoded) {
-            if (std::exchange(operation->waits, false)) std::erase(begun_, operation);
+            if (std::exchange(operation->waits_for_decoder, false))
+                std::erase(partly_read_, operation);
             operation->is_read = true;
-            operation->come = operation->moved;
-            if (operation->decoding) {  // who has it sees to the rest
+            operation->arrived = operation->moved;
+            if (operation->decoding) {  // that decoder completes it
                 decoding_.splice(decoding_.end(), in_kernel_, operation->self);
                 continue;
             }
@@ -457,24 +459,24 @@ void DiskQueue::complete(const std::vector<Operation*>& over) {
     notify(was_empty);
 }
 
-void DiskQueue::reads_go_on(Clock::time_point now) {
-    const std::chrono::nanoseconds went = now - window_.last;
-    window_.each_ns += static_cast<int64_t>(reads_in_kernel_) * went.count();
+void DiskQueue::add_read_time(Clock::time_point now) {
+    const std::chrono::nanoseconds elapsed = now - window_.last;
+    window_.each_ns += static_cast<int64_t>(reads_in_kernel_) * elapsed.count();
     window_.last = now;
 }
 
 void DiskQueue::read_begins() {
     const auto now = Clock::now();
     if (reads_in_kernel_ == 0) window_ = {now, now};
-    reads_go_on(now);
+    add_read_time(now);
     reads_in_kernel_++;
 }
 
-// One read at a time says little of a disk: the kernel has few where others wait for decoders, and
-// then the disk would seem as slow as those.
+// Ignores periods with few concurrent reads, for example while frames wait for decoders: the disk
+// would seem too slow.
 void DiskQueue::read_ends(const Operation& operation) {
     const auto now = Clock::now();
-    reads_go_on(now);
+    add_read_time(now);
     if (operation.error == 0) window_.bytes += operation.total;
     if (--reads_in_kernel_ != 0 && now - window_.since < kWindow) return;
     const std::chrono::nanoseconds took = now - window_.since;
@@ -491,8 +493,8 @@ DiskQueue::Moved DiskQueue::moved() {
     return moved_;
 }
 
-// What has come whole goes before what is still coming: that has time.
-Operation* DiskQueue::to_decode() {
+// Complete frames come before frames that are still being read.
+Operation* DiskQueue::next_to_decode() {
     if (!read_.empty()) {
         const auto urgent = std::find_if(read_.begin(), read_.end(),
                                          [](const Operation& one) { return one.urgent; });
@@ -500,22 +502,22 @@ Operation* DiskQueue::to_decode() {
         decoding_.splice(decoding_.end(), read_, at);
         return &*at;
     }
-    if (begun_.empty()) return nullptr;
-    const auto urgent = std::find_if(begun_.begin(), begun_.end(),
+    if (partly_read_.empty()) return nullptr;
+    const auto urgent = std::find_if(partly_read_.begin(), partly_read_.end(),
                                      [](const Operation* one) { return one->urgent; });
-    const auto at = urgent != begun_.end() ? urgent : begun_.begin();
+    const auto at = urgent != partly_read_.end() ? urgent : partly_read_.begin();
     Operation* const one = *at;
-    begun_.erase(at);
-    one->waits = false;
+    partly_read_.erase(at);
+    one->waits_for_decoder = false;
     return one;
 }
 
 void DiskQueue::decoded(Operation& one, uint64_t until, bool over) {
     one.decoding = false;
     if (!one.is_read) {
-        if (over || one.come == until) return;
-        one.waits = true;
-        begun_.push_back(&one);
+        if (over || one.arrived == until) return;
+        one.waits_for_decoder = true;
+        partly_read_.push_back(&one);
         return;
     }
     if (one.error == 0 && !over) {
@@ -536,51 +538,52 @@ void DiskQueue::decoded(Operation& one, uint64_t until, bool over) {
 void DiskQueue::run_decoder() {
     std::unique_lock lock(mutex_);
     while (true) {
-        Operation* const one = to_decode();
+        Operation* const one = next_to_decode();
         if (one == nullptr) {
             if (stopping_ && in_kernel_.empty()) return;
             decoder_.wait(lock);
             continue;
         }
         one->decoding = true;
-        const uint64_t until = one->come;
+        const uint64_t until = one->arrived;
         if (next() != nullptr) wake(1);
         lock.unlock();
         const bool over = one->decode(until);
-        if (over && one->damaged == 0) again_.give(std::move(one->own));  // all of it has come
+        // It has arrived completely.
+        if (over && one->damaged == 0) page_pool_.give(std::move(one->own));
         lock.lock();
         decoded(*one, until, over);
         if (next() != nullptr) wake(1);
     }
 }
 
-// The owner reads the descriptor before it asks for what is done: one write for all until then.
+// The owner reads the descriptor before it calls done(): one write is enough until then.
 void DiskQueue::notify(bool was_empty) {
     if (!was_empty || done_.empty()) return;
     const uint64_t one = 1;
-    // A full counter wakes as well.
+    // A full counter wakes the reader as well.
     [[maybe_unused]] const ssize_t written = write(notify_fd_, &one, sizeof(one));
 }
 
 void DiskQueue::wake(size_t count) {
-    for (; count != 0 && !asleep_.empty(); count--) {
+    for (; count != 0 && !sleeping_workers_.empty(); count--) {
         const uint64_t one = 1;
-        [[maybe_unused]] const ssize_t written = write(asleep_.back(), &one, sizeof(one));
-        asleep_.pop_back();
+        [[maybe_unused]] const ssize_t written = write(sleeping_workers_.back(), &one, sizeof(one));
+        sleeping_workers_.pop_back();
     }
     for (size_t i = 0; i < std::min(count, pool_waiting_); i++) pool_.notify_one();
 }
 
 bool DiskQueue::take(std::vector<Operation*>& into, size_t most, bool has_some, int wake_fd) {
     const std::lock_guard lock(mutex_);
-    std::erase(asleep_, wake_fd);
+    std::erase(sleeping_workers_, wake_fd);
     while (into.size() < most) {
         Operation* const operation = begin();
         if (operation == nullptr) break;
         into.push_back(operation);
     }
-    if (next() != nullptr) wake(1);  // more than this one's share
-    if (into.size() < most) asleep_.push_back(wake_fd);
+    if (next() != nullptr) wake(1);  // there is more work than for this thread
+    if (into.size() < most) sleeping_workers_.push_back(wake_fd);
     return !stopping_ || has_some || !into.empty();
 }
 
@@ -624,7 +627,7 @@ void DiskQueue::run_clock() {
         }
         alarm_ = Clock::time_point::max();
         const bool was_empty = done_.empty();
-        // Writes first: a sync that waits for one of them may become ready, or be overdue itself.
+        // Writes first: their end may make a sync ready, or the sync may be overdue itself.
         for (Operations* list :
              {&urgent_, &urgent_staged_, &reads_, &staged_, &writes_, &waiting_, &syncs_}) {
             end_overdue(*list, now);

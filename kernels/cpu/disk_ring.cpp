@@ -24,7 +24,7 @@ constexpr uint32_t kSetupSingleIssuer = 1u << 12;   // Linux 6.0
 constexpr uint32_t kSetupDeferredWork = 1u << 13;   // Linux 6.1
 constexpr uint32_t kFeatureOneMapping = 1u << 0;    // Linux 5.4
 constexpr uint32_t kFeatureNothingLost = 1u << 1;   // Linux 5.5
-constexpr uint32_t kFeatureReadAndWrite = 1u << 3;  // Linux 5.6, as kRead and kWrite are
+constexpr uint32_t kFeatureReadAndWrite = 1u << 3;  // Linux 5.6, like kRead and kWrite
 constexpr uint32_t kFeaturePolls = 1u << 5;         // Linux 5.7
 constexpr uint32_t kFeatures =
     kFeatureOneMapping | kFeatureNothingLost | kFeatureReadAndWrite | kFeaturePolls;
@@ -63,15 +63,15 @@ struct Update {
 };
 static_assert(sizeof(Update) == 32);
 
-int ask(int fd, uint32_t what, const void* with, uint32_t size) {
+int register_with_ring(int fd, uint32_t what, const void* with, uint32_t size) {
     return syscall(SYS_io_uring_register, fd, what, with, size) < 0 ? errno : 0;
 }
 
 }  // namespace
 
 Ring::Ring(uint32_t entries) {
-    // One issuer whose completions are worked on when it asks for them: no interrupts of its
-    // hashing.
+    // A single issuer, whose completions are processed when it asks for them: they do not interrupt
+    // its hashing.
     constexpr uint32_t kBest =
         kSetupClamp | kSetupDisabled | kSetupSingleIssuer | kSetupDeferredWork;
     Parameters given{};
@@ -90,7 +90,7 @@ Ring::Ring(uint32_t entries) {
         return;
     }
     if ((given.features & kFeatures) != kFeatures) {
-        refused(ENOSYS, "io_uring: older than Linux 5.7");
+        refused(ENOSYS, "io_uring: needs Linux 5.7");
         return;
     }
     rings_bytes_ = std::max<size_t>(given.sq.array + given.sq_entries * sizeof(uint32_t),
@@ -98,7 +98,7 @@ Ring::Ring(uint32_t entries) {
     void* rings = mmap(nullptr, rings_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
                        fd_, kOffsetOfRings);
     if (rings == MAP_FAILED) {
-        refused(errno, "io_uring: mapping its rings");
+        refused(errno, "io_uring: cannot map its rings");
         return;
     }
     rings_ = static_cast<uint8_t*>(rings);
@@ -106,7 +106,7 @@ Ring::Ring(uint32_t entries) {
     void* slots = mmap(nullptr, entries_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
                        fd_, kOffsetOfEntries);
     if (slots == MAP_FAILED) {
-        refused(errno, "io_uring: mapping its entries");
+        refused(errno, "io_uring: cannot map its entries");
         return;
     }
     entries_ = static_cast<RingEntry*>(slots);
@@ -135,16 +135,16 @@ bool Ring::refused(int number, const char* what) {
 }
 
 void Ring::begin() {
-    if (disabled_) ask(fd_, kRegisterEnable, nullptr, 0);
+    if (disabled_) register_with_ring(fd_, kRegisterEnable, nullptr, 0);
     const Register table = {kBuffers, kRegisterSparse, 0, 0, 0};
-    has_table_ = ask(fd_, kRegisterBuffers, &table, sizeof(table)) == 0;
+    has_table_ = register_with_ring(fd_, kRegisterBuffers, &table, sizeof(table)) == 0;
 }
 
 int Ring::register_buffer(uint16_t index, const void* data, uint64_t size) {
     if (!has_table_ || index >= kBuffers) return ENOTSUP;
     const iovec range = {const_cast<void*>(data), size};
     const Update update = {index, 0, reinterpret_cast<uintptr_t>(&range), 0, 1, 0};
-    return ask(fd_, kRegisterBuffersUpdate, &update, sizeof(update));
+    return register_with_ring(fd_, kRegisterBuffersUpdate, &update, sizeof(update));
 }
 
 RingEntry& Ring::add() {

@@ -1,4 +1,5 @@
-// The threads that have operations in the kernel: one with a ring for many, or one for each.
+// The threads that submit operations to the kernel: one thread with a ring for many operations, or
+// one thread for each.
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -14,15 +15,15 @@
 namespace kvtier {
 namespace {
 
-// A piece of an extent that is registered at a time; nothing else goes on meanwhile.
+// The piece of an extent that is registered in one step; nothing else happens during a step.
 constexpr uint64_t kPiece = uint64_t{256} << 20;
-// What one call may move; the kernel's own limit is just below 2 GiB.
+// The maximum for one call; the kernel's own limit is just below 2 GiB.
 constexpr uint64_t kCallMost = uint64_t{1} << 30;
-// A payload of so many bytes is written apart from its header: in a registered buffer the kernel
-// need not take hold of each of its pages.
+// Payloads from this size on are written separately from their headers: the kernel need not pin
+// each page of a registered buffer.
 constexpr uint64_t kApartLeast = uint64_t{256} << 10;
-// In what an entry is known by: it is the second of an operation's two calls. Operations lie at
-// multiples of more.
+// A flag in the user data of an entry: the second of an operation's two calls. Operations are
+// aligned to more.
 constexpr uint64_t kSecond = 1;
 constexpr std::chrono::milliseconds kPatience{1};
 
@@ -104,11 +105,11 @@ void RingWorker::prepare_pieces(Operation& operation) {
         RingEntry& entry = ring_.add();
         entry.opcode = static_cast<uint8_t>(RingOp::kRead);
         entry.fd = operation.fd;
-        entry.file_offset = operation.file_offset + operation.asked;
-        entry.address = reinterpret_cast<uintptr_t>(operation.payload + operation.asked);
+        entry.file_offset = operation.file_offset + operation.requested;
+        entry.address = reinterpret_cast<uintptr_t>(operation.payload + operation.requested);
         entry.length = static_cast<uint32_t>(nbytes);
         entry.user_data = reinterpret_cast<uintptr_t>(&operation) | *which;
-        operation.asked += nbytes;
+        operation.requested += nbytes;
         operation.calls++;
     }
 }
@@ -169,15 +170,15 @@ void RingWorker::returned(uint64_t user_data, int32_t result, std::vector<Operat
             over.push_back(operation);
             return;
         }
-        if (operation->moved != moved) queue_->came(*operation);
+        if (operation->moved != moved) queue_->more_arrived(*operation);
         prepare(*operation);
         return;
     }
     int64_t all = result;
     if (operation->calls != 0) {
-        (second != 0 ? operation->header_said : operation->said) = result;
+        (second != 0 ? operation->header_result : operation->call_result) = result;
         if (--operation->calls != 0) return;
-        all = operation->both();
+        all = operation->combined_result();
     }
     if (operation->advance(all)) {
         over.push_back(operation);
@@ -193,10 +194,10 @@ void RingWorker::run() {
     bool registering = true;
     while (true) {
         taken.clear();
-        if (!queue_->take(taken, depth_ - under_way_, under_way_ != 0, wake_fd_)) return;
-        under_way_ += taken.size();
+        if (!queue_->take(taken, depth_ - in_progress_, in_progress_ != 0, wake_fd_)) return;
+        in_progress_ += taken.size();
         for (Operation* operation : taken) {
-            if (operation->begin(queue_->again())) {
+            if (operation->begin(queue_->page_pool())) {
                 prepare(*operation);
             } else {
                 over.push_back(operation);
@@ -205,12 +206,12 @@ void RingWorker::run() {
         const int error = ring_.enter(!registering);
         const size_t found = ring_.completions(
             [&](uint64_t user_data, int32_t result) { returned(user_data, result, over); });
-        // The kernel lacks memory, or a signal came.
+        // The kernel lacks memory, or a signal arrived.
         if (error != 0 && error != EINTR && found == 0) std::this_thread::sleep_for(kPatience);
         for (Operation* operation : over) {
-            if (!operation->encoded) operation->finish();  // those are the decoders'
+            if (!operation->encoded) operation->finish();  // decoders finish encoded ones
         }
-        under_way_ -= over.size();
+        in_progress_ -= over.size();
         queue_->complete(over);
         over.clear();
         registering = register_one();
@@ -219,7 +220,7 @@ void RingWorker::run() {
 
 void run_pool_worker(DiskQueue& queue) {
     while (Operation* const operation = queue.wait_for_one()) {
-        if (!operation->begin(queue.again())) {
+        if (!operation->begin(queue.page_pool())) {
             queue.complete({operation});
             continue;
         }
@@ -228,7 +229,7 @@ void run_pool_worker(DiskQueue& queue) {
             if (operation->kind == Kind::kSync) {
                 result = fdatasync(operation->fd);
             } else {
-                if (operation->moved != 0 && operation->in_pieces) queue.came(*operation);
+                if (operation->moved != 0 && operation->in_pieces) queue.more_arrived(*operation);
                 const int parts =
                     operation->rest(operation->in_pieces ? operation->piece : kCallMost);
                 const auto at = static_cast<off_t>(operation->file_offset + operation->from());

@@ -1,5 +1,5 @@
-// Frames: sealing them, every digest of a header in one pass over the payload where its own is
-// known; and encoding blocks into them and back.
+// Seals frames with one pass over the payload where its own digest is known; encodes blocks into
+// frames, and decodes them.
 #include "frame.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ using codec::Recipe;
 constexpr char kMagic[4] = {'K', 'V', 'T', 'f'};
 constexpr uint16_t kRaw = 0;
 
-// The fields that matter here, where the drawing has them.
+// The offsets of the fields that are used here.
 constexpr size_t kVersionAt = 4, kCodecAt = 6, kHeaderBytesAt = 8, kFlagsAt = 12,
                  kPayloadBytesAt = 16, kRawBytesAt = 24, kEntriesAt = 148, kRawDigestAt = 152,
                  kPayloadDigestAt = 168, kGenerationAt = 212, kProfileAt = 224, kDigestAt = 240,
@@ -29,8 +29,8 @@ constexpr size_t kVersionAt = 4, kCodecAt = 6, kHeaderBytesAt = 8, kFlagsAt = 12
 constexpr size_t kEntry = 32, kPartAt = 2, kEntryCodecAt = 3, kOffsetAt = 4, kBytesAt = 8,
                  kEntryRawAt = 12, kEntryDigestAt = 16;
 constexpr uint16_t kVersion = 1;
-constexpr uint32_t kFlags = 1;  // has a parent
-constexpr uint8_t kOnce = 1;    // been through a lossy codec: never again
+constexpr uint32_t kFlags = 1;  // there is a parent
+constexpr uint8_t kOnce = 1;    // was encoded with a lossy codec: never encode it lossily again
 
 template <typename T>
 T field(const uint8_t* at) {
@@ -68,13 +68,13 @@ bool is_digest(const uint8_t* digest, const uint8_t* bytes, size_t count) {
     return std::memcmp(found, digest, kDigestBytes) == 0;
 }
 
-// Whether the header's own digest is right.
+// True if the header's own digest matches.
 bool is_sound(uint8_t* header, size_t header_bytes) {
-    uint8_t said[kDigestBytes];
-    std::memcpy(said, header + kDigestAt, kDigestBytes);
+    uint8_t digest[kDigestBytes];
+    std::memcpy(digest, header + kDigestAt, kDigestBytes);
     std::memset(header + kDigestAt, 0, kDigestBytes);
-    const bool sound = is_digest(said, header, header_bytes);
-    std::memcpy(header + kDigestAt, said, kDigestBytes);
+    const bool sound = is_digest(digest, header, header_bytes);
+    std::memcpy(header + kDigestAt, digest, kDigestBytes);
     return sound;
 }
 
@@ -82,8 +82,7 @@ const uint8_t* entry_of(const uint8_t* header, size_t number) {
     return header + kHeader + number * kEntry;
 }
 
-// A block's parts as its header lists them, one after the other. False where they are not the
-// block.
+// The parts of a block, as its header lists them. Returns false if they do not match the block.
 bool parts_of(const uint8_t* header, const uint8_t* block, size_t block_bytes,
               std::vector<codec::Encoded>& parts) {
     parts.resize(field<uint32_t>(header + kEntriesAt));
@@ -97,7 +96,7 @@ bool parts_of(const uint8_t* header, const uint8_t* block, size_t block_bytes,
     return at == block_bytes;
 }
 
-// Says in a header how its block is encoded.
+// Writes to a header how its block is encoded.
 void describe(uint8_t* header, Codec codec, std::span<const codec::Encoded> parts,
               size_t payload_bytes) {
     put(header + kCodecAt, static_cast<uint16_t>(codec));
@@ -112,12 +111,13 @@ void describe(uint8_t* header, Codec codec, std::span<const codec::Encoded> part
     }
 }
 
-// Parts are worked on together as long as all that is made of them fits the second cache.
+// Parts are processed together if everything made of them fits into the L2 cache.
 constexpr size_t kTogether = size_t{256} << 10;
 
 size_t width_of(codec::Element element) { return element == codec::Element::kFp32 ? 4 : 2; }
 
-// False where the parts of a layer are not all there, and no page.
+// Groups the parts into runs. Returns false if parts of a layer are missing, so that there is no
+// page.
 template <typename Part>
 bool runs_of(const codec::Order* order, codec::Element element, std::span<const Part> parts,
              std::vector<FrameRun>& runs) {
@@ -140,7 +140,7 @@ bool runs_of(const codec::Order* order, codec::Element element, std::span<const 
     return true;
 }
 
-// What a thread keeps for any of its runs: too slow to get anew.
+// The buffers of a thread, for all of its runs: too slow to allocate each time.
 struct Room {
     struct alignas(64) Line {
         uint8_t bytes[64];
@@ -168,15 +168,15 @@ bool decode_to(codec::Element element, std::span<codec::Decoded> parts, uint8_t*
     return codec::decode(element, parts) == parts.size();
 }
 
-// Decodes a run of a block, and gives its bytes as they were, one piece after the other. False
-// where a part is damaged.
-template <typename Give>
+// Decodes a run of a block, and passes on its original bytes, piece by piece. Returns false if a
+// part is damaged.
+template <typename Emit>
 bool decode_run(const codec::Order* order, codec::Element element, std::span<codec::Decoded> parts,
-                size_t bytes, const Give& give) {
+                size_t bytes, const Emit& emit) {
     uint8_t* const run = rooms().parts.fit(bytes);
     if (!decode_to(element, parts, run)) return false;
     if (order == nullptr) {
-        give(run, bytes);
+        emit(run, bytes);
         return true;
     }
     const size_t width = width_of(element), page = order->page() * width;
@@ -185,14 +185,13 @@ bool decode_run(const codec::Order* order, codec::Element element, std::span<cod
     for (size_t at = 0; at < bytes; at += page) {
         for (size_t number = 0; number < order->pieces; number++) {
             codec::reorder_piece(*order, width, run + at, number, piece);
-            give(piece, size);
+            emit(piece, size);
         }
     }
     return true;
 }
 
-// What one run of a block is encoded to, and its digests with those before it: as it was, and as it
-// comes back.
+// Encodes the runs of a block, and digests the original and the decoded bytes.
 struct Encoding {
     const codec::Order* order;
     Codec codec;
@@ -200,9 +199,10 @@ struct Encoding {
     DigestedCopy was, back;
     std::vector<codec::Decoded> again{};
 
-    // The run's encoded bytes; none where it does not come back: an encoder is wrong.
+    // Returns the encoded bytes of the run; nothing if it does not decode, which is a bug of an
+    // encoder.
     std::optional<size_t> add(std::span<codec::Encoded> parts, size_t bytes, uint8_t* into) {
-        was.add(nullptr, parts.front().raw, bytes);  // and it is in the caches then
+        was.add(nullptr, parts.front().raw, bytes);  // this also brings it into the caches
         if (order != nullptr) {
             const size_t width = width_of(element);
             uint8_t* to = rooms().parts.fit(bytes);
@@ -220,8 +220,8 @@ struct Encoding {
                              one.heads_first});
             into += one.bytes;
         }
-        const auto give = [&](const uint8_t* from, size_t some) { back.add(nullptr, from, some); };
-        if (!decode_run(order, element, std::span(again), bytes, give)) return std::nullopt;
+        const auto emit = [&](const uint8_t* from, size_t some) { back.add(nullptr, from, some); };
+        if (!decode_run(order, element, std::span(again), bytes, emit)) return std::nullopt;
         return encoded;
     }
 };
@@ -276,9 +276,9 @@ size_t encode_frame(const Recipe& by, codec::Element element, uint8_t* header, s
     }
     uint8_t was[kDigestBytes], back[kDigestBytes];
     encoding.was.finish(was), encoding.back.finish(back);
-    const uint8_t* const said = header + kRawDigestAt;
+    const uint8_t* const expected = header + kRawDigestAt;
     if (payload_bytes >= block_bytes ||
-        (is_known(said) && std::memcmp(was, said, kDigestBytes) != 0)) {
+        (is_known(expected) && std::memcmp(was, expected, kDigestBytes) != 0)) {
         return block_bytes;
     }
     describe(header, by.codec, parts, payload_bytes);
@@ -299,12 +299,12 @@ FrameDecoder::FrameDecoder(const Recipe* lossy, codec::Element element, uint8_t*
       payload_bytes_(payload_bytes),
       digest_(digest),
       block_(block),
-      past_(block_bytes >= codec::kPast),
+      streaming_(block_bytes >= codec::kStreamingLeast),
       block_bytes_(block_bytes),
       payload_digest_(payload_bytes, false),
-      block_digest_(block_bytes, past_) {}
+      block_digest_(block_bytes, streaming_) {}
 
-// What is said of the frame, checked, before anything of its payload is looked at.
+// Checks everything that the header says about the frame, before reading the payload.
 bool FrameDecoder::open() {
     if (!fits(header_, header_bytes_, payload_bytes_)) return false;
     if (field<uint16_t>(header_ + kVersionAt) != kVersion ||
@@ -351,10 +351,11 @@ const codec::Order* FrameDecoder::order() const {
     return lossy_ != nullptr && lossy_->order ? &*lossy_->order : nullptr;
 }
 
-// Decodes a run to where it goes in the block, and takes it in.
+// Decodes a run to its place in the block, and adds it to the block's digest.
 bool FrameDecoder::decode(const FrameRun& run) {
     const std::span<codec::Decoded> parts(parts_.data() + run.first, run.count);
-    if (order() == nullptr && run.bytes >= codec::kPast) {  // in no cache, by whatever way
+    if (order() == nullptr &&
+        run.bytes >= codec::kStreamingLeast) {  // bypasses the caches in every case
         if (!decode_to(element_, parts, block_)) return false;
         block_digest_.add(nullptr, block_, run.bytes);
         block_ += run.bytes;
@@ -363,31 +364,31 @@ bool FrameDecoder::decode(const FrameRun& run) {
     return decode_run(order(), element_, parts, run.bytes, [&](const uint8_t* from, size_t bytes) {
         for (size_t at = 0; at < bytes;) {
             const size_t some = std::min(codec::kPage, bytes - at);
-            if (past_) codec::ask_pages(block_ + codec::kPagesAhead, some);
+            if (streaming_) codec::prefetch_pages(block_ + codec::kPagesAhead, some);
             block_digest_.add(block_, from + at, some);
             block_ += some, at += some;
         }
     });
 }
 
-bool FrameDecoder::take(size_t come) {
+bool FrameDecoder::take(size_t arrived) {
     if (!opened_ && !open()) return false;
     opened_ = true;
-    payload_digest_.add(nullptr, payload_ + come_, come - come_);
-    come_ = come;
+    payload_digest_.add(nullptr, payload_ + arrived_, arrived - arrived_);
+    arrived_ = arrived;
     uint8_t found[kDigestBytes];
-    if (come_ == payload_bytes_) {
+    if (arrived_ == payload_bytes_) {
         payload_digest_.finish(found);
         if (std::memcmp(found, digest_, kDigestBytes) != 0) return false;
     }
     for (; next_ < runs_.size(); next_++) {
         const FrameRun& run = runs_[next_];
         const codec::Decoded& last = parts_[run.first + run.count - 1];
-        if (last.from + last.bytes > payload_ + come_) break;
+        if (last.from + last.bytes > payload_ + arrived_) break;
         if (!decode(run)) return false;
     }
-    if (past_) stream_fence();  // before another thread goes on
-    if (come_ != payload_bytes_) return true;
+    if (streaming_) stream_fence();  // before another thread continues
+    if (arrived_ != payload_bytes_) return true;
     block_digest_.finish(found);
     return std::memcmp(found, header_ + kRawDigestAt, kDigestBytes) == 0;
 }

@@ -1,4 +1,4 @@
-// The handler of SIGBUS, and the list of mappings that it looks at.
+// The SIGBUS handler, and the list of mappings that it searches.
 #include "guard.h"
 
 #include <signal.h>
@@ -16,7 +16,8 @@ std::mutex changing;
 struct sigaction previous;
 bool installed = false;
 
-// One mapping call for all of it: a call for each page could use up the kernel's limit of mappings.
+// Replaces the whole mapping at once: one mapping per page could exceed the kernel's limit on
+// mappings.
 bool replace(Guard& guard, uintptr_t end) {
     void* const at =
         mmap(reinterpret_cast<void*>(guard.begin), end - guard.begin, PROT_READ | PROT_WRITE,
@@ -32,13 +33,13 @@ void on_bus_error(int, siginfo_t* info, void*) {
     for (Guard* one = guards.load(); info->si_code > 0 && one != nullptr; one = one->next) {
         const uintptr_t end = one->end.load();
         if (at < one->begin || at >= end) continue;
-        // Another thread may have replaced it since: then the access succeeds when repeated.
+        // Another thread may have replaced it since: then the repeated access succeeds.
         if (one->lost.load(std::memory_order_acquire) || replace(*one, end)) {
             errno = error;
             return;
         }
     }
-    // Not ours. The access is repeated, and meets what was there before.
+    // Not a guarded mapping. The repeated access meets the previous handler.
     sigaction(SIGBUS, &previous, nullptr);
     if (info->si_code <= 0) raise(SIGBUS);
     errno = error;

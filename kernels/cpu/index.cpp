@@ -1,4 +1,4 @@
-// The index's slower half: filling, erasing, overflow.
+// The slower half of the index: inserting, erasing, overflow buckets.
 #include "index.h"
 
 #include <random>
@@ -41,7 +41,7 @@ void Index::put(std::size_t at, std::uint8_t tag, Id id) {
 }
 
 void Index::erase(std::uint64_t hash, Id id) {
-    // The chain's last entry fills the hole, so that entries stay packed.
+    // The last entry of the chain fills the gap, so that entries stay packed.
     Bucket* found = nullptr;
     unsigned hole = 0;
     Bucket* before = nullptr;

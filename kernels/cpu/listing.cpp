@@ -1,4 +1,5 @@
-// What there is, record by record and some at a time: for people, who wait longer than engines.
+// Lists the blocks in a store, a range of records per call: for operators, who can wait longer than
+// engines.
 #include <algorithm>
 #include <unordered_map>
 
@@ -8,7 +9,7 @@ namespace kvtier {
 
 std::pair<Id, std::vector<Tally>> Store::tally(Id first, Id look) const {
     std::vector<Tally> found;
-    std::unordered_map<std::uint32_t, std::size_t> which;  // of those is a space's
+    std::unordered_map<std::uint32_t, std::size_t> which;  // the index of a space's tally
     const Id end = first + std::min(look, records_.limit() - std::min(first, records_.limit()));
     for (Id id = first; id < end; ++id) {
         if (!records_.known(id) || records_[id].is() == State::absent) continue;

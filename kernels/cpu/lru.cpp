@@ -1,9 +1,50 @@
-// The LRU policy. Batches are walked from their ends: the head of a chain is the most recent.
-#include "lru.h"
+// Least recently used, as one linked list of ids: 8 bytes per block. Batches are traversed from
+// their end: the head of a chain is the most recent.
 
 #include <algorithm>
 
+#include "chunks.h"
+#include "policies.h"
+
 namespace kvtier {
+
+namespace {
+
+class Lru final : public Policy {
+ public:
+    Lru();
+    void added(std::span<const Id> ids, std::span<const Name> names,
+               std::span<const Id> parents) override;
+    void wanted(std::span<const Id> ids, std::span<const Name>) override { refreshed(ids); }
+    void refreshed(std::span<const Id> ids) override;
+    void held(std::span<const Id> ids) override;
+    void freed(std::span<const Id> ids) override;
+    void left(std::span<const Id> ids) override { gone(ids); }
+    void gone(std::span<const Id> ids) override;
+    void demoted(std::span<const Id> ids) override;
+    void hinted(std::span<const Id>, double) override {}
+    std::vector<Id> victims(std::size_t n) const override;
+    std::size_t size() const override { return size_; }
+    std::size_t memory_bytes() const override { return links_.memory_bytes(); }
+
+ private:
+    struct Link {
+        std::uint32_t prev,
+            next;  // towards the cold end, towards the hot end; 0 if not in the list
+    };
+    // Item 1 is both ends of the list; block `id` is item id + 2. `aside` is the `next` of a held
+    // block.
+    static constexpr std::uint32_t ends = 1, first = 2, aside = 0xFFFFFFFF;
+
+    bool knows(std::uint64_t at) const { return links_.reaches(at) && links_[at].next != 0; }
+    bool lists(std::uint64_t at) const { return knows(at) && links_[at].next != aside; }
+    void insert(std::uint64_t at, std::uint32_t prev, std::uint32_t next);
+    void erase(std::uint64_t at);
+    void prefetch(std::span<const Id> ids, std::size_t i) const;
+
+    Chunks<Link> links_;
+    std::size_t size_ = 0;
+};
 
 Lru::Lru() {
     links_.reach(ends);
@@ -71,7 +112,7 @@ void Lru::held(std::span<const Id> ids) {
     }
 }
 
-// Until now somebody read them: they are recent.
+// Freed blocks were in use until now: they are recent.
 void Lru::freed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
         std::uint64_t at = std::uint64_t{ids[i]} + first;
@@ -106,5 +147,9 @@ std::vector<Id> Lru::victims(std::size_t n) const {
         ids.push_back(static_cast<Id>(at - first));
     return ids;
 }
+
+}  // namespace
+
+std::unique_ptr<Policy> make_lru() { return std::make_unique<Lru>(); }
 
 }  // namespace kvtier

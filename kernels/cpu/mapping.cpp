@@ -1,4 +1,4 @@
-// Mappings, memoryviews of slots, and the check that generations still stand.
+// Mappings, memoryviews of slots, and the check that generations have not changed.
 #include "mapping.h"
 
 #include <fcntl.h>
@@ -35,8 +35,9 @@ constexpr uint64_t kPopulateStep = uint64_t{64} << 20;
 
 PyTypeObject* mapping_type = nullptr;
 
-// What the next memoryview of a mapping shows. A view's exporter is the mapping itself, so a view
-// costs one call and keeps the mapping alive; Python has no way to hand the range over.
+// The range that the next memoryview of a mapping exposes. The exporter of a view is the mapping
+// itself, so a view costs one call and keeps the mapping alive. Python offers no way to pass the
+// range.
 struct Window {
     uint8_t* data;
     Py_ssize_t size;
@@ -74,8 +75,8 @@ nb::list views(nb::handle mappings, nb::handle packed, uint64_t bytes, bool writ
     return list;
 }
 
-// Whether anyone but this view uses its memory. Slices of it and NumPy arrays over it hold the
-// buffer that it came from, not the view itself: `release` alone would let them go on unseen.
+// True if another object uses the memory of this view. Slices of it and NumPy arrays over it hold
+// the underlying buffer, not the view: `release` alone would not invalidate them.
 bool shared(PyObject* object) {
     const auto* view = reinterpret_cast<PyMemoryViewObject*>(object);
     const bool released = (view->flags & _Py_MEMORYVIEW_RELEASED) != 0;
@@ -88,7 +89,7 @@ size_t release_views(nb::list list) {
     const nb::object items = nb::steal(PySequence_Tuple(list.ptr()));
     if (!items.is_valid()) nb::raise_python_error();
     for (nb::handle view : nb::borrow<nb::tuple>(items)) {
-        if (!PyMemoryView_Check(view.ptr())) throw nb::type_error("views: not all are memoryviews");
+        if (!PyMemoryView_Check(view.ptr())) throw nb::type_error("views: must all be memoryviews");
         if (shared(view.ptr())) {
             left++;
         } else {
@@ -102,14 +103,14 @@ size_t release_views(nb::list list) {
 
 size_t fresh(nb::handle tables, nb::handle packed) {
     Slots slots(tables, packed);
-    // Bytes that the caller read before this call must have been read before the generations are.
+    // The caller's earlier reads of the bytes must happen before the generations are read.
     std::atomic_thread_fence(std::memory_order_acquire);
     for (size_t i = 0; i < slots.count(); i++) {
         const Slot slot = slots.at(i);
         const Mapping* table = slots.mapping(i, slot.extent);
         const uint64_t entry = slot.offset / kPage;
         if (entry >= table->size() / sizeof(uint64_t)) {
-            throw nb::index_error((slot_name(i) + ": no generation at its offset").c_str());
+            throw nb::index_error((slot_name(i) + ": its offset has no generation").c_str());
         }
         const auto* generations = reinterpret_cast<const uint64_t*>(table->data());
         if (__atomic_load_n(generations + entry, __ATOMIC_ACQUIRE) != slot.generation) return i;
@@ -121,11 +122,11 @@ size_t fresh(nb::handle tables, nb::handle packed) {
 
 Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(writable) {
     if (size == 0 || size > static_cast<uint64_t>(PY_SSIZE_T_MAX)) {
-        throw nb::value_error("a mapping's size is between 1 and 2^63-1 bytes");
+        throw nb::value_error("size: must be 1 to 2^63-1 bytes");
     }
     struct stat status;
     if (fstat(fd, &status) != 0) raise_errno(errno);
-    // Touching a mapping behind its file's end would kill the process.
+    // An access beyond the end of the file would kill the process.
     if (static_cast<uint64_t>(status.st_size) < size) {
         throw nb::value_error(("the file has " + std::to_string(status.st_size) +
                                " bytes, fewer than the " + std::to_string(size) + " to map")
@@ -139,7 +140,7 @@ Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(
 
 Mapping::~Mapping() {
     if (guard_ != nullptr) unguard(guard_);
-    // A tenth of a second for each GiB that was touched.
+    // Takes a tenth of a second per GiB.
     const Unlocked unlocked;
     munmap(data_, size_);
 }
@@ -163,12 +164,12 @@ bool Mapping::populate() const {
 
 Slots::Slots(nb::handle mappings, nb::handle slots) {
     if (!PyList_Check(mappings.ptr()) && !PyTuple_Check(mappings.ptr())) {
-        throw nb::type_error("mappings: not a list of Mapping or None");
+        throw nb::type_error("mappings: must be a list of Mapping or None");
     }
     list_ = nb::borrow(mappings);
     packed_.take(slots, Access::kRead, Shape::kContiguous, "slots");
     if (packed_.size() % sizeof(Slot) != 0) {
-        throw nb::value_error("slots: packed slots are 24 bytes each");
+        throw nb::value_error("slots: packed slots have 24 bytes each");
     }
     count_ = packed_.size() / sizeof(Slot);
     known_.resize(static_cast<size_t>(PySequence_Fast_GET_SIZE(mappings.ptr())));
@@ -199,7 +200,7 @@ Mapping* Slots::mapping(size_t i, uint32_t extent) {
                 (slot_name(i) + ": extent " + std::to_string(extent) + " is not mapped").c_str());
         }
         if (Py_TYPE(item) != mapping_type) {
-            throw nb::type_error("mappings: not a list of Mapping or None");
+            throw nb::type_error("mappings: must be a list of Mapping or None");
         }
         known = nb::inst_ptr<Mapping>(nb::handle(item));
     }

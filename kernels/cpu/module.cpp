@@ -1,4 +1,4 @@
-// The module: every other file here registers its own part.
+// The module: each other file registers its own part.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
@@ -18,7 +18,7 @@ void bind_replay(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "kvtier's native parts: copies, names, mappings, disks and the catalog's store.";
-    // A process that ends, or is ended, with a client open is no leak worth a warning on its
+    // A process that ends with an open client, even after a signal, is no leak: no warnings on
     // stderr.
     nb::set_leak_warnings(false);
     bind_cpu(m);

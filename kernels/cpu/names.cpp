@@ -1,4 +1,4 @@
-// The names of blocks: chains of keyed BLAKE3 over tokens, or over an engine's own hashes.
+// The keys of blocks: chains of keyed BLAKE3 hashes over tokens, or over hashes of an engine.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -13,8 +13,8 @@ namespace kvtier {
 namespace {
 
 constexpr size_t kKey = 32;
-// A tag between parent and content keeps the two kinds of content apart: 0 before tokens, and the
-// hash's own length before an engine's hash.
+// A tag between parent and content separates the two kinds of content: 0 for tokens, and for an
+// engine's hash its length.
 constexpr uint8_t kTokensTag = 0;
 constexpr size_t kHashLeast = 16, kHashMost = 64;
 
@@ -26,7 +26,7 @@ struct Fixed {
                 (std::string(what) + ": 32 bytes, not " + std::to_string(held.size())).c_str());
         }
     }
-    Held held;
+    HeldMemory held;
 };
 
 // The message of a link, +-----------+-----+---------+--------+
@@ -35,7 +35,7 @@ struct Fixed {
 // hashed with the secret into the next link's parent.
 class Chain {
  public:
-    Chain(const Fixed& secret, const Fixed& parent, const Held& extras, size_t content_most)
+    Chain(const Fixed& secret, const Fixed& parent, const HeldMemory& extras, size_t content_most)
         : compress_(blake3::chosen_compress()),
           message_(kKey + 1 + content_most + extras.size()),
           extras_(extras) {
@@ -58,15 +58,15 @@ class Chain {
  private:
     blake3::Compress compress_;
     std::vector<uint8_t> message_;
-    const Held& extras_;
+    const HeldMemory& extras_;
     uint32_t secret_[8];
 };
 
 nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, long block_tokens,
                      nb::handle extras) {
-    if (block_tokens < 1) throw nb::value_error("block_tokens: at least one");
+    if (block_tokens < 1) throw nb::value_error("block_tokens: must be at least 1");
     const Fixed secret_bytes(secret, "secret"), parent_bytes(parent, "parent");
-    Held extra_bytes;
+    HeldMemory extra_bytes;
     extra_bytes.take(extras, Access::kRead, Shape::kContiguous, "extras");
     const std::vector<uint32_t> numbers = read_u32(tokens, "tokens", false);
     const auto each = static_cast<size_t>(block_tokens);
@@ -85,7 +85,7 @@ nb::bytes chain_keys(nb::handle secret, nb::handle parent, nb::handle tokens, lo
 nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes,
                        nb::handle extras) {
     const Fixed secret_bytes(secret, "secret"), parent_bytes(parent, "parent");
-    Held extra_bytes;
+    HeldMemory extra_bytes;
     extra_bytes.take(extras, Access::kRead, Shape::kContiguous, "extras");
     const nb::object items = nb::steal(PySequence_Tuple(hashes.ptr()));
     if (!items.is_valid()) nb::raise_python_error();
@@ -95,7 +95,7 @@ nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes
     for (size_t i = 0; i < count; i++) {
         PyObject* item = PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
         if (!PyBytes_Check(item)) {
-            throw nb::type_error(("hash " + std::to_string(i) + ": not bytes").c_str());
+            throw nb::type_error(("hash " + std::to_string(i) + ": must be bytes").c_str());
         }
         const auto size = static_cast<size_t>(PyBytes_GET_SIZE(item));
         if (size < kHashLeast || size > kHashMost) {
@@ -110,7 +110,7 @@ nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes
 }
 
 nb::bytes digest_of(nb::handle data, nb::object key) {
-    Held held;
+    HeldMemory held;
     held.take(data, Access::kRead, Shape::kContiguous, "data");
     uint32_t words[8];
     uint32_t flag = 0;

@@ -1,4 +1,4 @@
-// Notes of what became of blocks, and their binding.
+// Notes about the fate of blocks, and their binding.
 #include "notes.h"
 
 #include <nanobind/nanobind.h>
@@ -30,7 +30,7 @@ void Notes::note(const char* keys, std::size_t count, std::uint8_t code, std::ui
                 place = &note;
                 break;
             }
-            // The first that is free, else the oldest.
+            // A free place, otherwise the oldest.
             if (place->code != 0 && (note.code == 0 || note.at < place->at)) place = &note;
         }
         const bool known = place->code != 0 && place->name == name;
@@ -57,17 +57,17 @@ void bind_notes(nanobind::module_& m) {
     const auto checked = [](const nb::bytes& keys) {
         if (keys.size() % kKeyBytes)
             throw nb::value_error(
-                (std::to_string(keys.size()) + " bytes of keys: 32 each").c_str());
+                (std::to_string(keys.size()) + " bytes of keys: must be 32 each").c_str());
         return keys.size() / kKeyBytes;
     };
-    nb::class_<Notes>(m, "Notes", "What was last noted of blocks, in memory of a fixed size.")
+    nb::class_<Notes>(m, "Notes", "The last note about blocks, in memory of fixed size.")
         .def(nb::init<std::size_t>(), nb::arg("nbytes"))
         .def(
             "note",
             [checked](Notes& notes, nb::bytes keys, std::uint8_t code, std::uint32_t now,
                       nb::bytes before, std::uint8_t also) {
                 const std::size_t count = checked(keys);
-                if (code == 0) throw nb::value_error("code 0 is no note");
+                if (code == 0) throw nb::value_error("code: must be 1 to 255");
                 const auto* first = reinterpret_cast<const std::uint8_t*>(before.c_str());
                 notes.note(keys.c_str(), count, code, now, {first, before.size()}, also);
             },
@@ -86,7 +86,7 @@ void bind_notes(nanobind::module_& m) {
         .def(
             "of",
             [checked](const Notes& notes, nb::bytes key) {
-                if (checked(key) != 1) throw nb::value_error("one key");
+                if (checked(key) != 1) throw nb::value_error("key: must be one key");
                 const auto [code, at] = notes.of(key.c_str());
                 return nb::make_tuple(code, at);
             },

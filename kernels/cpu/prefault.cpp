@@ -1,4 +1,4 @@
-// Memory for files, asked for in a thread of its own: a gibibyte takes the kernel about a second.
+// Allocates the memory of files in a separate thread: the kernel needs about a second per GiB.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -29,10 +29,10 @@ namespace kvtier {
 namespace {
 
 constexpr uint64_t kStep = uint64_t{64} << 20;
-// Making huge pages of fragmented memory can take the kernel arbitrarily long: a step beyond this,
-// four seconds for a gibibyte, is the last one that tries.
+// Making huge pages of fragmented memory can take the kernel arbitrarily long. A step that takes
+// longer than this (four seconds per GiB) is the last one that tries.
 constexpr std::chrono::milliseconds kHugePatience{250};
-// The thread's own niceness: nobody waits for the whole arena, and the engines need the cores.
+// The niceness of the thread: the whole arena is not urgent, and the engines need the cores.
 constexpr int kNiceness = 10;
 
 #ifndef MADV_COLLAPSE  // Linux 6.1
@@ -48,12 +48,12 @@ int duplicate(int fd) {
     return copy;
 }
 
-// Allocates files one by one, in steps, and tells an eventfd after each. Runs no Python.
+// Allocates files one by one, in steps, and signals an eventfd after each step. Runs no Python.
 class Prefaulter {
  public:
     Prefaulter(int notify_fd, bool huge)
         : tries_huge_(huge), notify_fd_(duplicate(notify_fd)), owner_(getpid()) {
-        // Signals are the main thread's business.
+        // Blocks all signals: the main thread handles them.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -79,12 +79,12 @@ class Prefaulter {
     }
 
     size_t add(int fd, int64_t size, bool lock_in_memory) {
-        if (size < 1) throw nb::value_error("size: at least one byte");
+        if (size < 1) throw nb::value_error("size: must be at least 1 byte");
         const int copy = duplicate(fd);
         const std::lock_guard lock(mutex_);
         if (stopping_) {
             close(copy);
-            throw nb::value_error("stopped: takes no more files");
+            throw nb::value_error("stopped: cannot queue files");
         }
         files_.push_back({copy, static_cast<uint64_t>(size), 0, 0, lock_in_memory, nullptr});
         work_.notify_one();
@@ -105,7 +105,7 @@ class Prefaulter {
     }
 
     void stop() {
-        // A forked child has this object but not its thread, and the lock as it was.
+        // A forked child has this object but not its thread, and the lock may be held.
         if (getpid() != owner_) {
             if (thread_.joinable()) thread_.detach();
             return;
@@ -126,10 +126,10 @@ class Prefaulter {
         uint64_t size, done;
         int error;
         bool lock;
-        void* locked;  // the mapping that holds the lock; pages stay for as long as it is there
+        void* locked;  // the mapping that contains the lock; its pages stay while it exists
     };
 
-    // The whole file, mapped for as long as this lives.
+    // Maps a whole file during its lifetime.
     class Map {
      public:
         explicit Map(const File& file) : size_(file.size) {
@@ -152,9 +152,10 @@ class Prefaulter {
         const uint64_t size_;
     };
 
-    // Asks for huge pages behind a range that has its memory, and returns how many bytes have them
-    // now. They make a client's mapping cheap (a 512th of the page table) and spare copies the
-    // misses of scattered small pages: 2 to 12% here. Where the kernel refuses, small pages do.
+    // Requests huge pages for a range that has its memory, and returns how many bytes have them
+    // now. They make a client's mapping cheap (a 512th of the page table) and copies 2 to 12%
+    // faster, because they avoid the misses of scattered small pages. If the kernel refuses, the
+    // small pages stay.
     uint64_t make_huge(const Map& map, uint64_t from, uint64_t step) {
         if (map.data() == nullptr) return 0;
         uint8_t* at = map.data() + from;
@@ -169,7 +170,7 @@ class Prefaulter {
                 if (madvise(at + done, kHugePage, MADV_COLLAPSE) == 0) {
                     huge += kHugePage;
                 } else if (errno != EAGAIN) {
-                    tries_huge_ = false;  // not this kernel, or not this machine
+                    tries_huge_ = false;  // this kernel or this machine does not support it
                     break;
                 }
             }
@@ -179,7 +180,7 @@ class Prefaulter {
     }
 
     void run() {
-        // On Linux it is the calling thread's alone. Where it is refused, all goes on as it was.
+        // On Linux this affects only the calling thread. Continues if it is refused.
         setpriority(PRIO_PROCESS, 0, kNiceness);
         std::unique_lock lock(mutex_);
         for (size_t next = 0; !stopping_;) {
@@ -205,7 +206,7 @@ class Prefaulter {
             lock.lock();
             huge_bytes_ += huge;
             if (error == EINTR) continue;
-            File& file = files_[next];  // afresh: the list may have moved
+            File& file = files_[next];  // read again: the list may have moved
             if (error == 0) file.done += step;
             file.error = error;
             file.locked = locked;
@@ -214,7 +215,7 @@ class Prefaulter {
             file.fd = -1;
             next++;
             const uint64_t one = 1;
-            // Nothing to be done about a failure: the reader has progress() to look at.
+            // Ignores a failure: the reader can call progress().
             [[maybe_unused]] const ssize_t written = write(notify_fd_, &one, sizeof(one));
         }
     }
@@ -223,11 +224,11 @@ class Prefaulter {
     std::condition_variable work_;
     std::vector<File> files_;
     std::atomic<bool> stopping_ = false;
-    bool tries_huge_;  // the thread's own after the start
+    bool tries_huge_;  // used only by the thread after the start
     uint64_t huge_bytes_ = 0;
     const int notify_fd_;
     const pid_t owner_;
-    std::thread thread_;  // last: it uses all of the above
+    std::thread thread_;  // last: it uses all members above
 };
 
 }  // namespace

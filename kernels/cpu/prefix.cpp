@@ -3,19 +3,21 @@
 
 #include <algorithm>
 
+#include "policies.h"
+
 namespace kvtier {
 
-// What leads to a fork is shared too.
-void Prefix::continued(Id id) {
-    if (!(about(id).own & continued_bit)) {
-        about(id).own |= continued_bit;
+// The path to a fork is shared too.
+void Prefix::on_continued(Id id) {
+    if (!(state_of(id).own & continued_bit)) {
+        state_of(id).own |= continued_bit;
         return;
     }
-    for (; id != none && knows(id) && !(about(id).own & shared_bit); id = parent_of(id))
-        about(id).own |= shared_bit;
+    for (; id != none && is_known(id) && !(state_of(id).own & shared_bit); id = parent_of(id))
+        state_of(id).own |= shared_bit;
 }
 
-// By age, which for those that matter more counts less.
+// Orders by age; the age of more important blocks counts less.
 std::uint64_t Prefix::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
     constexpr std::uint64_t shared = 8, oldest = 0x7FFFFFFF;
     const std::uint64_t weight = eighths(kind / 2) * (kind % 2 ? shared : 1);
@@ -25,10 +27,13 @@ std::uint64_t Prefix::rank_of(unsigned kind, std::uint64_t age, unsigned place) 
 void Attention::hinted(std::span<const Id> ids, double importance) {
     const std::uint32_t level = importance < 1.0 / 3 ? 1 : importance < 2.0 / 3 ? 0 : 2;
     for (Id id : ids) {
-        if (!knows(id)) continue;
-        about(id).own = (about(id).own & (continued_bit | shared_bit)) | level << level_shift;
-        if (about(id).listed && !about(id).demoted) relist(id);
+        if (!is_known(id)) continue;
+        state_of(id).own = (state_of(id).own & (continued_bit | shared_bit)) | level << level_shift;
+        if (state_of(id).listed && !state_of(id).demoted) relist(id);
     }
 }
+
+std::unique_ptr<Policy> make_prefix() { return std::make_unique<Prefix>(); }
+std::unique_ptr<Policy> make_attention() { return std::make_unique<Attention>(); }
 
 }  // namespace kvtier

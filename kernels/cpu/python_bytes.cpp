@@ -1,4 +1,4 @@
-// Buffers, DLPack tensors and lists of integers, brought to plain memory.
+// Access to buffers, DLPack tensors and lists of integers as plain memory.
 #include "python_bytes.h"
 
 #include <cstring>
@@ -8,14 +8,14 @@
 namespace kvtier {
 namespace {
 
-// Turns the Python error that is set into a ValueError that names the object.
+// Converts the current Python error into a ValueError that names the object.
 [[noreturn]] void refuse(const std::string& name) {
     nb::python_error error;
     std::string reason = nb::str(error.value()).c_str();
     throw nb::value_error((name + ": " + reason).c_str());
 }
 
-// A tensor or a buffer is dense when its axes, in some order, leave no byte out.
+// A tensor or a buffer is dense if its axes, in some order, skip no byte.
 bool covers(size_t elements, size_t axes, const auto& extent, const auto& stride) {
     size_t span = 1;
     for (size_t i = 0; i < axes; i++) {
@@ -57,8 +57,7 @@ void widen(const uint8_t* data, size_t count, size_t width, bool is_signed,
 
 [[noreturn]] void not_integers(const char* what) {
     throw nb::type_error(
-        (std::string(what) + ": not a list of integers, nor a buffer of 32- or 64-bit ones")
-            .c_str());
+        (std::string(what) + ": must be a list or a buffer of 32-bit or 64-bit integers").c_str());
 }
 
 uint32_t read_one(PyObject* item, const char* what, size_t i) {
@@ -70,7 +69,7 @@ uint32_t read_one(PyObject* item, const char* what, size_t i) {
             if (value >= 0) return static_cast<uint32_t>(value);
         }
 #else
-        // One digit of 30 bits or none: nearly every token there is.
+        // At most one digit of 30 bits: nearly every token.
         const Py_ssize_t digits = Py_SIZE(item);
         if (digits == 1) return reinterpret_cast<PyLongObject*>(item)->ob_digit[0];
         if (digits == 0) return 0;
@@ -93,11 +92,12 @@ uint32_t read_one(PyObject* item, const char* what, size_t i) {
 
 }  // namespace
 
-Held::~Held() {
+HeldMemory::~HeldMemory() {
     if (held_) PyBuffer_Release(&buffer_);
 }
 
-void Held::take(nb::handle object, Access access, Shape shape, const char* what, size_t index) {
+void HeldMemory::take(nb::handle object, Access access, Shape shape, const char* what,
+                      size_t index) {
     const auto name = [&] { return std::string(what) + " " + std::to_string(index); };
     PyObject* const from = object.ptr();
     if (!PyObject_CheckBuffer(from)) return take_tensor(object, access, shape, name());
@@ -115,19 +115,20 @@ void Held::take(nb::handle object, Access access, Shape shape, const char* what,
     if (shape == Shape::kDense && buffer_.strides != nullptr && buffer_.itemsize > 0) {
         const auto item = static_cast<size_t>(buffer_.itemsize);
         const auto stride = [&](size_t i) {
-            // A stride that is no multiple of the item leaves holes.
+            // A stride that is not a multiple of the item size leaves gaps.
             const Py_ssize_t s = buffer_.strides[i];
             return s % buffer_.itemsize == 0 ? s / buffer_.itemsize : 0;
         };
         if (!covers(
                 size_ / item, static_cast<size_t>(buffer_.ndim),
                 [&](size_t i) { return buffer_.shape[i]; }, stride)) {
-            throw nb::value_error((name() + ": its elements do not fill its memory").c_str());
+            throw nb::value_error((name() + ": its memory has gaps").c_str());
         }
     }
 }
 
-void Held::take_tensor(nb::handle object, Access access, Shape shape, const std::string& name) {
+void HeldMemory::take_tensor(nb::handle object, Access access, Shape shape,
+                             const std::string& name) {
     if (!nb::hasattr(object, "__dlpack__")) {
         throw nb::type_error((name + ": offers neither the buffer protocol nor DLPack").c_str());
     }
@@ -138,7 +139,7 @@ void Held::take_tensor(nb::handle object, Access access, Shape shape, const std:
         tensor_ = nb::ndarray<>(frozen);
     } else {
         throw nb::value_error(
-            (name + ": no tensor that may be " + (access == Access::kWrite ? "written" : "read"))
+            (name + ": the tensor cannot be " + (access == Access::kWrite ? "written" : "read"))
                 .c_str());
     }
     const int device = tensor_.device_type();
@@ -170,7 +171,7 @@ std::vector<uint32_t> read_u32(nb::handle object, const char* what, bool packed_
         const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(from));
         numbers.resize(count);
         for (size_t i = 0; i < count; i++) {
-            // Read afresh each time: an item's __index__ may run Python, and that may shrink the
+            // Checked in each iteration: an item's __index__ may run Python code that shrinks the
             // list.
             if (static_cast<size_t>(PySequence_Fast_GET_SIZE(from)) != count) not_integers(what);
             numbers[i] =
@@ -193,7 +194,7 @@ std::vector<uint32_t> read_u32(nb::handle object, const char* what, bool packed_
         if (packed_bytes && PyBytes_CheckExact(from)) {
             if (bytes % 4 != 0) {
                 throw nb::value_error(
-                    (std::string(what) + ": packed integers are 4 bytes each").c_str());
+                    (std::string(what) + ": packed integers have 4 bytes each").c_str());
             }
             widen(data, bytes / 4, 4, false, numbers, what);
             return numbers;

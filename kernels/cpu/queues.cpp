@@ -1,4 +1,4 @@
-// Blocks in queues. Batches are walked from their ends: the head of a chain is the most recent.
+// Blocks in queues. Batches are traversed from their end: the head of a chain is the most recent.
 #include "queues.h"
 
 #include <algorithm>
@@ -16,14 +16,14 @@ Ghosts::Ghosts() {
     buckets_.reach(0);
 }
 
-// Of as many buckets as there are; a name's first bit is no choice.
+// The number of buckets is any integer; the first bit of a name is always 1 and not used.
 std::uint32_t& Ghosts::bucket_of(std::uint32_t name) {
     const std::size_t hash = name >> 1, all = std::bit_ceil(split_);
     const std::size_t at = hash & (all - 1);
     return buckets_[at < split_ ? at : at - all / 2];
 }
 
-// The next bucket that is due is divided in two.
+// Splits the bucket that is next in order.
 void Ghosts::grow() {
     const std::size_t from = split_ - std::bit_floor(split_);
     buckets_.reach(split_);
@@ -86,7 +86,7 @@ void Ghosts::trim(std::size_t most) {
 }
 
 std::size_t Ghosts::memory_bytes() const {
-    // Of the first chunks only what was written is there.
+    // Counts only the written part of the first chunks.
     auto of = [](const auto& items, std::size_t written) {
         const std::size_t bytes = items.memory_bytes();
         return bytes - std::min(bytes, chunk_bytes) + std::min(written, chunk_bytes);
@@ -134,7 +134,7 @@ void Queues::fold() {
     }
 }
 
-// To the hot end, unless its place in the same queue says when it came.
+// Moves to the hot end, except within the same queue if the queue is ordered by arrival.
 void Queues::move(Id id, Queue to) {
     Block& one = blocks_[id];
     if (queue_of(one) == to && !one.demoted && !by_recency()) return;
@@ -149,14 +149,14 @@ void Queues::added(std::span<const Id> ids, std::span<const Name> names, std::sp
     for (std::size_t i = ids.size(); i-- > 0;) {
         blocks_.reach(ids[i]);
         Block& one = blocks_[ids[i]];
-        if (one.here) {
-            move(ids[i], used(one));
+        if (one.present) {
+            move(ids[i], queue_for_used(one));
             continue;
         }
         one = Block{};
-        one.here = 1;
+        one.present = 1;
         one.name = short_name(names[i]);
-        settle(one, met(one));
+        settle(one, queue_for_new(one));
         push(ids[i], true);
         ++size_;
         ++in_memory_;
@@ -165,17 +165,17 @@ void Queues::added(std::span<const Id> ids, std::span<const Name> names, std::sp
 
 void Queues::wanted(std::span<const Id> ids, std::span<const Name>) {
     for (std::size_t i = ids.size(); i-- > 0;)
-        if (here(ids[i])) move(ids[i], used(blocks_[ids[i]]));
+        if (present(ids[i])) move(ids[i], queue_for_used(blocks_[ids[i]]));
 }
 
 void Queues::refreshed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;)
-        if (here(ids[i])) move(ids[i], queue_of(blocks_[ids[i]]));
+        if (present(ids[i])) move(ids[i], queue_of(blocks_[ids[i]]));
 }
 
 void Queues::held(std::span<const Id> ids) {
     for (Id id : ids) {
-        if (!here(id) || blocks_[id].held) continue;
+        if (!present(id) || blocks_[id].held) continue;
         take(id);
         blocks_[id].held = 1;
         --size_;
@@ -184,7 +184,7 @@ void Queues::held(std::span<const Id> ids) {
 
 void Queues::freed(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
-        if (!here(ids[i]) || !blocks_[ids[i]].held) continue;
+        if (!present(ids[i]) || !blocks_[ids[i]].held) continue;
         blocks_[ids[i]].held = 0;
         push(ids[i], true);
         ++size_;
@@ -193,22 +193,22 @@ void Queues::freed(std::span<const Id> ids) {
 
 void Queues::leave(std::span<const Id> ids) {
     for (Id id : ids) {
-        if (!here(id)) continue;
+        if (!present(id)) continue;
         Block& one = blocks_[id];
-        leaving(id);
+        on_leaving(id);
         if (!one.held) {
             take(id);
             --size_;
         }
-        one.here = 0;
+        one.present = 0;
         --in_memory_;
-        left_it(one);
+        on_left(one);
     }
 }
 
 void Queues::demoted(std::span<const Id> ids) {
     for (std::size_t i = ids.size(); i-- > 0;) {
-        if (!here(ids[i]) || blocks_[ids[i]].held) continue;
+        if (!present(ids[i]) || blocks_[ids[i]].held) continue;
         take(ids[i]);
         blocks_[ids[i]].demoted = 1;
         push(ids[i], false);

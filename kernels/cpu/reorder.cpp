@@ -1,4 +1,4 @@
-// Elements of pages in another order: as codecs that look at channels want them, and back.
+// Puts the elements of pages into the order that channel codecs need, and back.
 #include "codec/reorder.h"
 
 #include <cstring>
@@ -14,16 +14,16 @@ using Together = Order::Together;
 
 #define KVTIER_LOOP inline __attribute__((always_inline))
 
-constexpr size_t kLane = 16;  // bytes; what each level's registers are made of
+constexpr size_t kLane = 16;  // bytes; the unit of the registers of each level
 
-// Some of a page: from these heads and tokens on, up to those; and how many elements of the page
-// lie before what is there of it.
+// A piece of a page: from these heads and tokens to those; and how many elements of the page
+// precede it.
 struct Piece {
     size_t head, heads, token, tokens;
     size_t before = 0;
 };
 
-// One part of a page, and where the page has it.
+// One part of a page, and its positions in the page.
 struct Part {
     size_t heads, tokens, dims;
     const uint32_t *head_at, *token_at, *dim_at;
@@ -51,7 +51,7 @@ void move_elements(const Part& part, size_t head, size_t dim, const uint8_t* fro
 
 template <size_t kBytes>
 KVTIER_LOOP void copy_run(uint8_t* to, const uint8_t* from, size_t nbytes) {
-    constexpr size_t kFew = 512;  // a call costs more than they do
+    constexpr size_t kFew = 512;  // below this a call costs more than the copy
     if (nbytes > kFew || nbytes % kBytes != 0) {
         std::memcpy(to, from, nbytes);
         return;
@@ -75,8 +75,8 @@ KVTIER_LOOP void move_runs(const Part& part, const uint8_t* from, uint8_t* to) {
 
 // --- matrices turned round -----------------------------------------------------------------------
 
-// The compiler's vectors: what it makes of them is each level's own. Handed on by reference, since
-// not every level has registers for them.
+// Vectors of the compiler's extension: each level compiles them differently. Passed by reference,
+// because not every level has registers for them.
 template <typename Unit, size_t kBytes>
 struct Vector {
     typedef Unit Of __attribute__((vector_size(kBytes)));
@@ -84,7 +84,7 @@ struct Vector {
 template <size_t kBytes>
 using Bytes = typename Vector<uint8_t, kBytes>::Of;
 
-// Units of two vectors, by their places in the one and, after them, in the other.
+// Selects units of two vectors by position; positions of the second follow those of the first.
 template <size_t... kAt, typename Out, typename In>
 KVTIER_LOOP void shuffle(Out& out, const In& a, const In& b) {
 #if __has_builtin(__builtin_shufflevector)
@@ -99,7 +99,7 @@ KVTIER_LOOP void shuffle(Out& out, const In& a, const In& b) {
 #endif
 }
 
-// The lower or upper halves of each lane of two registers, units of the one and the other in turn.
+// Interleaves the lower or upper halves of each lane of two registers, unit by unit.
 template <typename Unit, size_t kBytes, bool kUpper, size_t... kAt>
 KVTIER_LOOP void zip(Bytes<kBytes>& out, const Bytes<kBytes>& a, const Bytes<kBytes>& b,
                      std::index_sequence<kAt...>) {
@@ -120,7 +120,7 @@ KVTIER_LOOP void side_by_side(Bytes<kBytes>& out, const Bytes<kBytes / 2>& a,
     out = reinterpret_cast<Bytes<kBytes>>(whole);
 }
 
-// So many bytes: of each lane those of another row.
+// Loads kBytes bytes: each lane from another row.
 template <size_t kBytes, typename Rows>
 KVTIER_LOOP void load_lanes(Bytes<kBytes>& out, const uint8_t* from, const Rows& rows, size_t row,
                             size_t apart) {
@@ -135,7 +135,7 @@ KVTIER_LOOP void load_lanes(Bytes<kBytes>& out, const uint8_t* from, const Rows&
     }
 }
 
-// Where rows or columns of a matrix lie, in bytes.
+// The positions of rows or columns of a matrix, in bytes.
 struct Listed {
     const uint32_t* at;
     size_t step, width;
@@ -146,9 +146,9 @@ struct Alike {
     KVTIER_LOOP size_t operator()(size_t i) const { return i * step; }
 };
 
-// As many rows as fit into a register, and of each a lane: as many columns. Each time that halves
-// of registers are zipped, the bits that say where a unit lies (register, place in its lane) go
-// round by one, until those of registers and places have changed sides.
+// Transposes as many rows as fit into a register, and one lane of each: as many columns. Each
+// interleaving of register halves rotates the bits of a unit's position (register, place in its
+// lane) by one, until the bits of registers and places are exchanged.
 template <typename Unit, size_t kBytes, typename Rows, typename Columns>
 KVTIER_LOOP void turn_tile(const uint8_t* from, const Rows& rows, uint8_t* to,
                            const Columns& columns) {
@@ -169,10 +169,10 @@ KVTIER_LOOP void turn_tile(const uint8_t* from, const Rows& rows, uint8_t* to,
     for (size_t i = 0; i < kAcross; i++) std::memcpy(to + columns(i), &registers[i], kBytes);
 }
 
-// A head's tokens and dims, of which one or a few that follow one another are a unit.
+// The tokens and dims of a head; a unit is one of them, or several consecutive ones.
 template <typename Unit, size_t kBytes, size_t kWidth, bool kBack>
 KVTIER_LOOP void turn_head(const Part& part, size_t head, const uint8_t* from, uint8_t* to) {
-    constexpr size_t kDims = sizeof(Unit) / kWidth;  // of a unit
+    constexpr size_t kDims = sizeof(Unit) / kWidth;  // per unit
     constexpr size_t kAcross = kLane / sizeof(Unit), kRows = kBytes / sizeof(Unit);
     constexpr size_t kTokens = kBack ? kRows : kAcross, kUnits = kBack ? kAcross : kRows;
     const size_t fit = part.dims / (kUnits * kDims) * kUnits * kDims;
@@ -207,8 +207,7 @@ KVTIER_LOOP bool turned(const Part& part, const uint8_t* from, uint8_t* to) {
     return true;
 }
 
-// Two tokens, a unit of the one and of the other in turn, and apart again: as many as fit into a
-// register.
+// Interleaves two tokens unit by unit, or separates them: as many as fit into a register.
 template <size_t kBytes, size_t kWidth, bool kBack, typename Unit, size_t... kAt>
 KVTIER_LOOP void move_pairs(const Part& part, const uint8_t* from, uint8_t* to,
                             std::index_sequence<kAt...>) {
@@ -277,7 +276,7 @@ KVTIER_LOOP bool moved(const Part& part, const uint8_t* from, uint8_t* to) {
     }
 }
 
-// From a page and to a page, or from a page of parts to where a piece of it begins.
+// Copies from a page and to a page, or from a page of parts to the start of a piece of it.
 template <size_t kBytes, size_t kWidth, bool kBack>
 KVTIER_LOOP void move_piece(const Order& by, const Piece& piece, const uint8_t* from, uint8_t* to) {
     const size_t heads = by.heads.size() / by.parts, tokens = by.tokens.size() / by.parts;
@@ -303,7 +302,7 @@ KVTIER_LOOP void move_piece(const Order& by, const Piece& piece, const uint8_t* 
     }
 }
 
-// For each width of elements, there and back.
+// The kernels for each width of elements, in both directions.
 struct LevelKernels {
     void (*pieces[2][2])(const Order& by, const Piece& piece, const uint8_t* from, uint8_t* to);
 };
@@ -331,10 +330,9 @@ const LevelKernels& level() {
 #endif
 }
 
-// --- what lies together --------------------------------------------------------------------------
+// --- contiguous elements -------------------------------------------------------------------------
 
-// The largest power of 2 that divides these into groups, each of which lies so far from one to the
-// next.
+// The largest power of 2 that divides these positions into groups with a constant step inside.
 size_t in_groups(const uint32_t* at, size_t count, size_t step) {
     constexpr size_t kMost = 32;
     for (size_t group = kMost; group > 1; group /= 2) {
@@ -368,8 +366,8 @@ Order::Way way_of(const Part& part) {
     return {};
 }
 
-// Whether these divide a page into equal pieces, so many of them each. None lies before its piece
-// begins, so the last ones fill the last, and all others theirs.
+// True if these positions divide a page into equal pieces with `each` positions per piece, in
+// order. No position is before its piece begins, so the last ones fill the last piece, and so on.
 bool divide(const std::vector<uint32_t>& at, size_t parts, size_t each, size_t page) {
     const size_t count = at.size() / parts;
     if (count % each != 0) return false;
@@ -415,16 +413,17 @@ class Powers {
     uint64_t of_[8][kMost];
 };
 
-// The sum of a number's powers by all places of a part.
+// The sum of a number's powers over all positions of a part.
 uint64_t places_of(const Part& part, const Powers& powers) {
     const uint64_t heads = powers.sum(part.head_at, part.heads);
     const uint64_t tokens = powers.sum(part.token_at, part.tokens);
     return Powers::times(Powers::times(heads, tokens), powers.sum(part.dim_at, part.dims));
 }
 
-// Whether that of all parts is that of a page of so many elements, one in each place. Others whose
-// sum is the same are one in 2^27, and no layout has those; to look at each place took seconds
-// where a page is large, and a daemon that has others to serve is told of it by who comes.
+// True if the sum for all parts equals that of a page with one element in each position. The
+// probability of an equal sum for another layout is one in 2^27, and no real layout has one.
+// Checking each position took seconds for a large page, and a client can send such a layout to a
+// daemon that serves others.
 bool is_page(uint64_t places, size_t size, const Powers& powers) {
     return Powers::times(places, Powers::kBase - 1) ==
            (powers(size) + Powers::kPrime - 1) % Powers::kPrime;
@@ -444,7 +443,7 @@ bool Order::prepare() {
     for (const auto* some : {&heads, &tokens, &dims}) {
         if (parts == 0 || some->empty() || some->size() % parts != 0) return false;
     }
-    constexpr size_t kTokens = 32;  // of a piece
+    constexpr size_t kTokens = 32;  // per piece
     const size_t of_heads = heads.size() / parts, of_tokens = tokens.size() / parts;
     const size_t of_dims = dims.size() / parts;
     static const Powers powers;

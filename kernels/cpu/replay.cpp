@@ -1,4 +1,4 @@
-// Replays of traces, and their binding.
+// Replays of traces, and their bindings.
 #include "replay.h"
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ namespace kvtier {
 
 namespace {
 
-// As good a name as a hash of a key, from one that may be a small number (splitmix64).
+// Mixes a name that may be a small number, so that it looks like a hash (splitmix64).
 std::uint64_t mixed(std::uint64_t x) {
     x += 0x9E3779B97F4A7C15;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
@@ -32,18 +32,18 @@ Trace::Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t
              std::span<const double> seconds)
     : seconds_(seconds.begin(), seconds.end()) {
     if (lengths.size() != seconds.size())
-        throw std::invalid_argument("a length and a time for each request");
+        throw std::invalid_argument("need a length and a time per request");
     if (names.size() >= max_records || lengths.size() >= never)
-        throw std::length_error("a trace of too many blocks");
+        throw std::length_error("the trace has too many blocks");
     starts_.reserve(lengths.size() + 1);
     starts_.push_back(0);
     for (std::uint32_t length : lengths) starts_.push_back(starts_.back() + length);
     if (starts_.back() != names.size())
-        throw std::invalid_argument("the lengths are not those of the names");
+        throw std::invalid_argument("the lengths do not match the names");
     // Open addressing over mixed names, at most half full.
     std::size_t places = std::bit_ceil(2 * names.size() + 2), mask = places - 1;
     std::vector<std::uint32_t> table(places, never);
-    std::vector<std::uint32_t> last;  // by node, the last request that had it
+    std::vector<std::uint32_t> last;  // by node: the last request that contained it
     nodes_.reserve(names.size());
     for (std::size_t request = 0; request < lengths.size(); ++request)
         for (std::size_t i = starts_[request]; i < starts_[request + 1]; ++i) {
@@ -65,7 +65,7 @@ Trace::Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t
 
 Replay::Replay(const Trace& trace, Policy& policy, std::size_t blocks)
     : trace_(trace), policy_(policy), blocks_(blocks), id_of_(trace.unique(), none) {
-    if (policy.size()) throw std::invalid_argument("a replay begins with an empty policy");
+    if (policy.size()) throw std::invalid_argument("a replay needs an empty policy");
 }
 
 std::vector<std::uint32_t> Replay::run(std::size_t n) {
@@ -104,7 +104,7 @@ std::uint32_t Replay::play(std::size_t request) {
     if (!present_.empty()) policy_.wanted(present_, known_);
     if (fresh_.empty()) return hits;
     policy_.added(fresh_, names_, parents_);
-    // What is above what was just saved is as recent as that.
+    // Blocks before the new ones in the chain become as recent as these.
     if (!present_.empty()) policy_.refreshed(ids_);
     held_ += fresh_.size();
     if (held_ > blocks_) evict(held_ - blocks_);
@@ -113,10 +113,10 @@ std::uint32_t Replay::play(std::size_t request) {
 
 void Replay::evict(std::size_t n) {
     std::vector<Id> victims = policy_.victims(n);
-    if (victims.size() != n) throw std::logic_error("a policy named too few victims");
+    if (victims.size() != n) throw std::logic_error("the policy returned too few victims");
     for (Id id : victims) {
         if (id >= node_of_.size() || id_of_[node_of_[id]] != id)
-            throw std::logic_error("a policy named a victim that is not there");
+            throw std::logic_error("the policy returned a victim that is not in the cache");
         id_of_[node_of_[id]] = none;
         free_.push_back(id);
     }
@@ -160,7 +160,7 @@ std::uint32_t Optimum::play(std::size_t request) {
     while (held_ > blocks_) {
         auto [use, node] = order_.top();
         order_.pop();
-        if (!here_[node] || use_[node] != use) continue;  // it was wanted since
+        if (!here_[node] || use_[node] != use) continue;  // used since
         here_[node] = false;
         --held_;
     }
@@ -174,13 +174,13 @@ void bind_replay(nanobind::module_& m) {
     using namespace nb::literals;
     using namespace kvtier;
 
-    // Items of a bytes object may lie anywhere: copied, so that they are aligned.
+    // Copies the items, because those of a bytes object may be unaligned.
     auto items = []<class T>(const nb::bytes& bytes, T) {
         std::vector<T> found(count_in(bytes, sizeof(T), "not a whole number of items"));
         if (!found.empty()) std::memcpy(found.data(), bytes.data(), bytes.size());
         return found;
     };
-    nb::class_<Trace>(m, "Trace", "Requests with their blocks numbered by first sight.")
+    nb::class_<Trace>(m, "Trace", "Requests, with blocks numbered in the order of their first use.")
         .def(
             "__init__",
             [items](Trace* self, nb::bytes names, nb::bytes lengths, nb::bytes seconds) {
@@ -207,11 +207,11 @@ void bind_replay(nanobind::module_& m) {
         }
         return ids_out(hits);
     };
-    nb::class_<Replay>(m, "Replay", "One tier under a policy, request after request.")
+    nb::class_<Replay>(m, "Replay", "One tier under a policy.")
         .def(nb::init<const Trace&, Policy&, std::size_t>(), "trace"_a, "policy"_a, "blocks"_a,
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
         .def("run", [run](Replay& replay, std::size_t n) { return run(replay, n); }, "requests"_a);
-    nb::class_<Optimum>(m, "Optimum", "One tier that knows the future.")
+    nb::class_<Optimum>(m, "Optimum", "One tier with knowledge of the future.")
         .def(nb::init<const Trace&, std::size_t>(), "trace"_a, "blocks"_a, nb::keep_alive<1, 2>())
         .def("run", [run](Optimum& best, std::size_t n) { return run(best, n); }, "requests"_a);
 }

@@ -1,4 +1,4 @@
-// How a slab changes its pitch while old blocks live on in it; and the checks of all of this.
+// Changes the pitch of a slab while old blocks remain in it; and checks all of these structures.
 #include <algorithm>
 
 #include "slabs.h"
@@ -7,7 +7,7 @@ namespace kvtier {
 namespace {
 
 constexpr std::uint64_t max_slots = 65535;  // a record has 16 bits for its slot
-constexpr int donors_asked = 8;             // slabs of a class that `loosen` looks at
+constexpr int donors_asked = 8;             // slabs of a class that `reshape_vacant` examines
 
 void hold(bool condition, const char* what) {
     if (!condition) throw std::logic_error(what);
@@ -29,7 +29,7 @@ bool Slabs::each_under(const Slab& slab, std::uint32_t slot, Visit visit) const 
     return true;
 }
 
-// Old blocks went from these bytes: the slots over them that nothing overlaps any more are free.
+// Old blocks left these bytes: frees the slots over them that no old block overlaps any longer.
 void Slabs::uncover(std::uint32_t number, std::uint64_t first, std::uint64_t end) {
     Slab& slab = *slabs_[number];
     std::uint64_t pitch = classes_[slab.size_class].pitch, base = slab.start * page_bytes;
@@ -41,7 +41,7 @@ void Slabs::uncover(std::uint32_t number, std::uint64_t first, std::uint64_t end
 bool Slabs::clearable(std::uint32_t size_class, std::vector<Id>& blocks) {
     for (std::uint32_t number : classes_[size_class].reshaped) {
         Slab& slab = *slabs_[number];
-        if (slab.stuck == round_) continue;
+        if (slab.stuck_round == round_) continue;
         for (std::uint32_t tried = 0; tried < slab.slots(); ++tried) {
             std::uint32_t slot = slab.cursor;
             slab.cursor = slot + 1 == slab.slots() ? 0 : slot + 1;
@@ -54,7 +54,7 @@ bool Slabs::clearable(std::uint32_t size_class, std::vector<Id>& blocks) {
             });
             if (clear) return true;
         }
-        slab.stuck = round_;
+        slab.stuck_round = round_;
     }
     return false;
 }
@@ -84,7 +84,7 @@ bool Slabs::absorb_runs(Region& region, const Extent& extent) const {
     return grew;
 }
 
-// Takes in the slabs of other classes beside the region, until it holds a whole slab of the class.
+// Adds adjacent slabs of other classes to the region, until it holds a whole slot of the class.
 void Slabs::widen(Region& region, std::uint32_t in, std::uint32_t size_class) const {
     const Extent& extent = extents_[in];
     while (region.end - region.start < classes_[size_class].slab_pages) {
@@ -109,7 +109,7 @@ std::uint64_t Slabs::slots_in(const Region& region, std::uint64_t pitch) const {
     return std::min(max_slots, (region.end - region.start) * page_bytes / pitch);
 }
 
-// Calls visit(block, slot) for every live block in the region and every slot of the new layout that
+// Calls visit(block, slot) for each live block in the region and each slot of the new layout that
 // it overlaps.
 template <class Visit>
 void Slabs::each_overlap(const Region& region, std::uint64_t pitch, std::uint64_t slots,
@@ -139,7 +139,7 @@ std::vector<std::uint32_t> Slabs::cover(const Region& region, std::uint64_t pitc
     return covered;
 }
 
-// Whether the new layout has a slot with nothing under it but what can be evicted.
+// True if the new layout has a slot that only evictable blocks overlap.
 bool Slabs::leaves_a_slot(const Region& region, std::uint64_t pitch, std::uint64_t slots) const {
     std::vector<bool> held(slots, false);
     each_overlap(region, pitch, slots, [&](Id id, std::uint64_t slot) {
@@ -198,9 +198,9 @@ void Slabs::lay(const Region& region, std::uint32_t in, std::uint32_t size_class
     classes_[size_class].reshaped.push_back(laid);
 }
 
-// A layout all of whose slots lie over held blocks would bring nothing, and hide what is vacant.
+// A layout whose slots all overlap held blocks would gain nothing, and would hide vacant slots.
 Laid Slabs::reshape(std::uint32_t number, std::uint32_t size_class) {
-    if (slabs_[number]->barren == round_) return Laid::held;
+    if (slabs_[number]->exhausted_round == round_) return Laid::held;
     std::uint32_t in = slabs_[number]->extent;
     std::uint64_t pitch = classes_[size_class].pitch;
     Region region = region_of(number);
@@ -208,15 +208,15 @@ Laid Slabs::reshape(std::uint32_t number, std::uint32_t size_class) {
     std::uint64_t slots = slots_in(region, pitch);
     if (slots == 0) return Laid::too_short;
     if (!leaves_a_slot(region, pitch, slots)) {
-        for (std::uint32_t slab : region.slabs) slabs_[slab]->barren = round_;
+        for (std::uint32_t slab : region.slabs) slabs_[slab]->exhausted_round = round_;
         return Laid::held;
     }
     lay(region, in, size_class, cover(region, pitch, slots));
     return Laid::yes;
 }
 
-// Lays the class over this slab where that frees a slot at once.
-bool Slabs::give_vacant(std::uint32_t number, std::uint32_t size_class) {
+// Lays the class over this slab if that frees a slot at once.
+bool Slabs::release_vacant(std::uint32_t number, std::uint32_t size_class) {
     std::uint64_t pitch = classes_[size_class].pitch;
     Region region = region_of(number);
     std::vector<std::uint32_t> covered = cover(region, pitch, slots_in(region, pitch));
@@ -225,9 +225,9 @@ bool Slabs::give_vacant(std::uint32_t number, std::uint32_t size_class) {
     return true;
 }
 
-// Slots that stand vacant in slabs of other classes cost no block: they pay first. Where a slab has
-// only held blocks, no victim will ever lead to what is vacant around them.
-void Slabs::loosen(std::uint32_t size_class, std::uint64_t n, bool thorough) {
+// Vacant slots in slabs of other classes are used first, because that evicts no block. In a slab
+// with held blocks only, no victim would ever lead to the vacant slots.
+void Slabs::reshape_vacant(std::uint32_t size_class, std::uint64_t n, bool thorough) {
     for (std::uint32_t other = 0; other < classes_.size(); ++other) {
         if (other == size_class) continue;
         std::uint32_t number = classes_[other].available;
@@ -236,31 +236,31 @@ void Slabs::loosen(std::uint32_t size_class, std::uint64_t n, bool thorough) {
             const Slab& slab = *slabs_[number];
             std::uint32_t next = slab.next;
             bool may = slab.free * 2 >= slab.slots() || !any_evictable(slab);
-            if (!may || !give_vacant(number, size_class)) ++asked;
+            if (!may || !release_vacant(number, size_class)) ++asked;
             number = next;
         }
         std::vector<std::uint32_t> reshaped = classes_[other].reshaped;
         for (std::uint32_t slab : reshaped) {
             if (room(size_class) >= n) return;
-            if (!any_evictable(*slabs_[slab])) give_vacant(slab, size_class);
+            if (!any_evictable(*slabs_[slab])) release_vacant(slab, size_class);
         }
     }
 }
 
-// Finds a slot that can be had, in address order: the blocks in its way, or none where laying the
-// class over a slab freed one at once. False where held blocks leave none at all.
-bool Slabs::seek(std::uint32_t size_class, std::vector<Id>& blocks) {
+// Finds a slot that can be freed, in address order, and returns the blocks that overlap it; none if
+// laying the class over a slab freed one at once. Returns false if held blocks allow no slot.
+bool Slabs::find_clearable(std::uint32_t size_class, std::vector<Id>& blocks) {
     blocks.clear();
     if (clearable(size_class, blocks)) return true;
     for (const Extent& extent : extents_) {
         for (auto [start, number] : extent.slabs) {
             Slab& slab = *slabs_[number];
-            if (slab.barren == round_) continue;
+            if (slab.exhausted_round == round_) continue;
             blocks.clear();
             if (slab.size_class != size_class) {
                 std::uint64_t before = room(size_class);
                 if (reshape(number, size_class) != Laid::yes) continue;
-                // The lists of slabs are others now, so this ends here either way.
+                // The lists of slabs have changed, so the search ends here in both cases.
                 if (clearable(size_class, blocks)) return true;
                 blocks.clear();
                 return room(size_class) > before;
@@ -270,13 +270,13 @@ bool Slabs::seek(std::uint32_t size_class, std::vector<Id>& blocks) {
                 blocks.assign(1, id);
                 return true;
             }
-            slab.barren = round_;
+            slab.exhausted_round = round_;
         }
     }
     return false;
 }
 
-// Holds every structure here against the others; for tests.
+// Checks that all structures agree; for tests.
 void Slabs::check() const {
     std::uint64_t live_bytes = 0, run_count = 0;
     std::vector<std::uint64_t> free(classes_.size(), 0), carve(classes_.size(), 0);
@@ -304,17 +304,19 @@ void Slabs::check() const {
                          records_[id].slot == slot,
                      "a slot and its record disagree");
             }
-            hold(used == slab.used, "a slab miscounts its blocks");
+            hold(used == slab.used, "a slab's count of blocks is wrong");
         };
         for (auto [start, number] : extent.slabs) {
             const Slab& slab = *slabs_[number];
-            hold(slab.start == start && slab.extent == in && slab.over == none, "a slab is lost");
+            hold(slab.start == start && slab.extent == in && slab.over == none,
+                 "a slab is not listed");
             hold(line.emplace(start, std::pair{slab.pages, false}).second, "slab and run collide");
             hold(slab.used || !slab.under.empty(), "an empty slab is kept");
-            hold(slab.under.empty() == slab.covered.empty(), "a reshaping has no end");
+            hold(slab.under.empty() == slab.covered.empty(),
+                 "a slab without old blocks is still reshaping");
             note(slab);
             for (std::uint32_t old : slab.under) {
-                hold(slabs_[old]->over == number && slabs_[old]->used, "an old slab is lost");
+                hold(slabs_[old]->over == number && slabs_[old]->used, "an old slab is not listed");
                 note(*slabs_[old]);
             }
             std::uint32_t listed = 0;
@@ -323,27 +325,27 @@ void Slabs::check() const {
                 Id next = slab.table[slot] & ~mark;
                 slot = next == list_end ? none : next;
             }
-            hold(listed == slab.free, "a slab miscounts its free slots");
+            hold(listed == slab.free, "a slab's count of free slots is wrong");
             std::uint32_t closed_slots = 0;
             for (std::uint32_t slot = 0; slot < slab.slots() && !slab.covered.empty(); ++slot) {
                 std::uint32_t count = 0;
                 each_under(slab, slot, [&](std::uint32_t, std::uint32_t) { return ++count > 0; });
-                hold(count == slab.covered[slot], "a slot miscounts the old blocks under it");
+                hold(count == slab.covered[slot], "a slot's count of old blocks is wrong");
                 hold(!count || slab.table[slot] == closed, "a covered slot is open");
                 closed_slots += count > 0;
             }
-            hold(slab.used + slab.free + closed_slots == slab.slots(), "a slot is lost");
+            hold(slab.used + slab.free + closed_slots == slab.slots(), "a slot is not listed");
             free[slab.size_class] += slab.free;
         }
         std::uint64_t at = 0;
         bool was_run = false;
         for (auto [start, span] : line) {
-            hold(start == at, "pages are lost or given twice");
+            hold(start == at, "pages are missing or listed twice");
             hold(!(was_run && span.second), "two free runs were not joined");
             at = start + span.first;
             was_run = span.second;
         }
-        hold(at == extent.pages, "pages are lost at the end");
+        hold(at == extent.pages, "pages are missing at the end");
         std::uint64_t end = 0;
         for (auto [first, last] : blocks) {
             hold(first >= end, "two live slots overlap");
@@ -351,11 +353,11 @@ void Slabs::check() const {
         }
     }
     hold(run_count == sizes_.size(), "a run is listed twice");
-    hold(live_bytes == live_bytes_, "live bytes are miscounted");
+    hold(live_bytes == live_bytes_, "the count of live bytes is wrong");
     for (std::uint32_t c = 0; c < classes_.size(); ++c)
         hold(free[c] == classes_[c].free &&
                  (carve[c] == classes_[c].carvable || !classes_[c].lives()),
-             "room is miscounted");
+             "the count of free slots is wrong");
 }
 
 }  // namespace kvtier

@@ -1,4 +1,5 @@
-// Free runs and slabs: carving, giving and taking slots, generations. Reshaping is in reshape.cpp.
+// Free runs and slabs: carves slabs, gives and takes slots, changes generations. Reshaping is in
+// reshape.cpp.
 #include "slabs.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@ std::uint64_t pages_for(std::uint64_t bytes) { return (bytes + page_bytes - 1) /
 
 }  // namespace
 
-// Whole pages: one generation each, and a disk reads and writes nothing less.
+// Whole pages: a page has one generation, and disks read and write whole pages.
 std::uint64_t Slabs::pitch_for(std::uint64_t block_bytes) {
     return round_up(block_bytes, page_bytes);
 }
@@ -36,7 +37,7 @@ std::uint32_t Slabs::join_class(std::uint64_t block_bytes) {
     Class made{};
     made.users = 1;
     made.pitch = pitch;
-    // About 16 slots, within 4 to 64 MiB, and one at least.
+    // About 16 slots, within 4 to 64 MiB, and at least one.
     std::uint64_t bytes = std::clamp(few_slots * pitch, small_slab_bytes, large_slab_bytes);
     made.slab_slots = std::max<std::uint64_t>(1, bytes / pitch);
     made.slab_pages = pages_for(made.slab_slots * pitch);
@@ -59,7 +60,7 @@ std::uint32_t Slabs::add_extent(std::uint64_t bytes, std::uint64_t* generations)
 
 // ---- free runs ----
 
-// As many slots as `carve` gets out of a run, slab by slab.
+// The number of slots that `carve` gets out of a run, slab by slab.
 std::uint64_t Slabs::carvable(const Class& size_class, std::uint64_t pages) const {
     return pages / size_class.slab_pages * size_class.slab_slots +
            pages % size_class.slab_pages * page_bytes / size_class.pitch;
@@ -130,7 +131,8 @@ void Slabs::drop_slab(std::uint32_t number) {
     spare_.push_back(number);
 }
 
-// A slab with free slots is found by its class; the one that got a free slot last comes first.
+// Adds the slab to the slabs of its class with free slots; the one that got a free slot last comes
+// first.
 void Slabs::link(std::uint32_t number) {
     Slab& slab = *slabs_[number];
     Class& size_class = classes_[slab.size_class];
@@ -187,7 +189,7 @@ void Slabs::dissolve(std::uint32_t number) {
     drop_slab(number);
 }
 
-// Ends a reshaping whose last old block went, and gives an empty slab back.
+// Ends a reshaping whose last old block left, and removes an empty slab.
 void Slabs::settle(std::uint32_t number) {
     Slab& slab = *slabs_[number];
     if (!slab.under.empty()) return;
@@ -219,7 +221,7 @@ bool Slabs::take(std::uint32_t size_class, Id id, std::uint32_t& number, std::ui
     return true;
 }
 
-void Slabs::give(std::uint32_t number, std::uint16_t slot) {
+void Slabs::release(std::uint32_t number, std::uint16_t slot) {
     Slab& slab = *slabs_[number];
     std::uint64_t pitch = classes_[slab.size_class].pitch, first = first_byte(slab, slot);
     std::atomic_ref<std::uint64_t>(extents_[slab.extent].generations[first / page_bytes])

@@ -1,5 +1,4 @@
-// The store's calls: looking up, planning, and the events of a block's life. Those of the disk are
-// in cold.cpp.
+// The store's calls: queries, plans, and the events of blocks. Those of the disk are in cold.cpp.
 #include "store.h"
 
 #include <algorithm>
@@ -16,13 +15,13 @@ void need(bool condition, const char* what) {
 }
 
 constexpr std::uint64_t max_places = 1U << 21;  // a record has 21 bits for its place
-constexpr std::size_t max_sizes = 1024;         // each costs a little whenever a free run changes
+constexpr std::size_t max_sizes = 1024;         // each costs a little when a free run changes
 constexpr std::array<char, 7> answer{0, 2, 1, 3, 2, 1, 1};    // to a probe, by state
 constexpr std::array<char, 7> detailed{0, 2, 1, 3, 2, 5, 6};  // to `states`
 
-// Whether no id is named twice. The blocks of a chain were mostly made one after another, so that
-// most batches only go up, or only down.
-bool apart(Ids ids) {
+// True if no id occurs twice. The blocks of a chain were mostly created in sequence, so most
+// batches only ascend or only descend.
+bool all_distinct(Ids ids) {
     auto up = std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>());
     if (up == ids.end()) return true;
     if (std::adjacent_find(ids.begin(), ids.end(), std::less_equal<>()) == ids.end()) return true;
@@ -31,9 +30,9 @@ bool apart(Ids ids) {
     return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
-// Leaves of each id the first alone.
-void once(IdList& ids) {
-    if (apart(ids)) return;
+// Keeps only the first occurrence of each id.
+void remove_duplicates(IdList& ids) {
+    if (all_distinct(ids)) return;
     std::unordered_set<Id> seen;
     std::erase_if(ids, [&](Id id) { return !seen.insert(id).second; });
 }
@@ -60,7 +59,7 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     if (slabs_.living_classes() > max_sizes) {
         for (std::uint32_t joined : classes) slabs_.leave_class(joined);
         spare_places_[order_of(space.places)].push_back(at);
-        throw std::invalid_argument("too many sizes of blocks");
+        throw std::invalid_argument("too many block sizes");
     }
     auto number = static_cast<std::uint32_t>(spaces_.size());
     if (spare_spaces_.empty()) {
@@ -83,7 +82,7 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     return number;
 }
 
-// A run of places, rounded up to a power of two so that spaces that come and go share runs.
+// Allocates a run of places, rounded up to a power of two so that later spaces can reuse runs.
 std::uint32_t Store::make_places(std::uint32_t n) {
     std::vector<std::uint32_t>& spare = spare_places_[order_of(n)];
     if (!spare.empty()) {
@@ -132,18 +131,18 @@ SlotAddress Store::slot(Id id) const {
     return slabs_.address(record.slab, record.slot);
 }
 
-// ---- what is here ----
+// ---- queries ----
 
-// Calls visit(i, node or none) for each key until it returns false.
+// Calls visit(i, node) for each key until it returns false.
 //
-// Index lines are asked for two steps ahead, records one. But the blocks of a chain were mostly
-// made one after another, so their records are mostly neighbours: after a few that were, the next
-// neighbour is tried first, and the index rests until a neighbour is not the one wanted.
+// Prefetches lines of the index two steps ahead, and records one step ahead. The blocks of a chain
+// were mostly created in sequence, so their records are mostly adjacent: after a few adjacent ones,
+// tries the next record first, and skips the index until that fails.
 template <class Visit>
 void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
     constexpr std::size_t step = 24, ring = 64, few = 8;
     std::array<std::uint64_t, ring> hashes;
-    auto ask = [&](std::size_t i) {
+    auto prefetch_step = [&](std::size_t i) {
         if (i >= keys.n) return;
         hashes[i % ring] = index_.hash(space, keys[i]);
         index_.prefetch(hashes[i % ring]);
@@ -152,7 +151,7 @@ void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
         if (i < keys.n) index_.prefetch_records(hashes[i % ring]);
     };
     auto start = [&](std::size_t i) {
-        for (std::size_t j = i; j < i + 2 * step; ++j) ask(j);
+        for (std::size_t j = i; j < i + 2 * step; ++j) prefetch_step(j);
         for (std::size_t j = i; j < i + step; ++j) guess(j);
     };
     Id last = none, stride = 1;
@@ -171,7 +170,7 @@ void Store::each_node(std::uint32_t space, Keys keys, Visit visit) const {
             }
         }
         if (node == none) {
-            ask(i + 2 * step);
+            prefetch_step(i + 2 * step);
             guess(i + step);
             node = find(space, keys[i], hashes[i % ring]);
             if (node != none && last != none && (node == last + 1 || node == last - 1)) {
@@ -197,7 +196,7 @@ Id Store::ready_at(Id node, std::uint32_t place) const {
     return id != none && records_[id].is() == State::ready ? id : none;
 }
 
-// One walk: a record is looked at once, however many groups and shards there are.
+// One walk: reads each record once, for any number of groups and shards.
 Match Store::match(std::uint32_t in, Keys keys) {
     const Space& found = space(in);
     Match best;
@@ -218,9 +217,9 @@ Match Store::match(std::uint32_t in, Keys keys) {
         if (best.ready) best.parts.push_back(std::move(all));
         return best;
     }
-    IdList ids;  // a row of places for each key
+    IdList ids;  // a row of places per key
     std::vector<std::uint32_t> ready(found.groups.size()), here(found.groups.size());
-    // READY blocks in a row, up to this one; and those that are here or on disk.
+    // The number of consecutive READY blocks up to this one; and of those in memory or on disk.
     std::vector<std::size_t> ready_run(found.groups.size(), 0), run(found.groups.size(), 0);
     bool gap = false;  // in the READY blocks of a full group
     each_node(in, keys, [&](std::size_t i, Id node) {
@@ -271,7 +270,7 @@ Match Store::match(std::uint32_t in, Keys keys) {
 
 std::vector<Missing> Store::cold(std::uint32_t in, Keys keys, std::size_t prefix) const {
     const Space& found = space(in);
-    need(prefix <= keys.n, "a prefix longer than its keys");
+    need(prefix <= keys.n, "the prefix is longer than the keys");
     std::vector<Missing> missing(found.places);
     for (std::uint32_t p = 0; p < found.places; ++p) {
         const Place& place = places_[found.first_place[0] + p];
@@ -289,15 +288,15 @@ std::vector<Missing> Store::cold(std::uint32_t in, Keys keys, std::size_t prefix
         return true;
     });
     for (Missing& part : missing) {
-        once(part.cold);
-        once(part.promoting);
+        remove_duplicates(part.cold);
+        remove_duplicates(part.promoting);
     }
     std::erase_if(missing,
                   [](const Missing& part) { return part.cold.empty() && part.promoting.empty(); });
     return missing;
 }
 
-// What every place has of these keys, and nothing twice.
+// The blocks of all places for these keys, each once.
 IdList Store::resident(std::uint32_t in, Keys keys) const {
     space(in);
     IdList nodes, ids;
@@ -305,7 +304,7 @@ IdList Store::resident(std::uint32_t in, Keys keys) const {
         if (node != none) nodes.push_back(node);
         return true;
     });
-    once(nodes);
+    remove_duplicates(nodes);
     for (Id node : nodes)
         for (Id id = node; id != none; id = records_[id].more)
             if (restorable(records_[id].is())) ids.push_back(id);
@@ -320,7 +319,7 @@ void Store::states(std::uint32_t in, Key key, char* answers) const {
             answers[records_[id].place - found.first_place[0]] = detailed[records_[id].state];
 }
 
-// Whether no key is given twice. By hash, as new keys have no order.
+// True if no key occurs twice. Compares hashes, because new keys have no order.
 bool Store::distinct(std::uint32_t space, Keys keys) const {
     std::size_t mask = std::bit_ceil(2 * keys.n + 1) - 1;
     std::vector<std::uint32_t> seen(mask + 1, none);
@@ -377,13 +376,13 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
     begin();
     auto evict_one = [&](Id id) {
         left.gone.push_back(id);
-        if (noting_) {
+        if (recording_evicted_) {
             const Place& from = place_of(id);
             evicted_.push_back({from.space, from.group, from.shard, key_of(id)});
         }
         if (records_[id].framed) {
             records_[id].become(after(Event::evict_framed));
-            stay_on_disk(id, State::ready);
+            free_slot(id, State::ready);
             left.cold.push_back(id);
         } else {
             records_[id].become(after(Event::evict));
@@ -391,10 +390,10 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
         }
     };
     slabs_.new_round();
-    slabs_.loosen(wanted, n, false);
-    // First those whose slot can be used as it is, or whose class pays by reshaping. A victim in an
-    // old slab of the wanted class waits: its bytes are on their way to another class. Where held
-    // blocks keep the bytes of a victim from being used, another block pays in its place, or none.
+    slabs_.reshape_vacant(wanted, n, false);
+    // Uses first the victims whose slot can be used directly, or whose class can be reshaped. Skips
+    // a victim in an old slab of the wanted class: its bytes already belong to another class. If
+    // held blocks prevent the use of a victim's bytes, another block may be evicted instead.
     bool more = true;
     for (bool patient : {true, false}) {
         for (std::size_t i = 0; more && i < victims.size() && slabs_.room(wanted) < n; ++i) {
@@ -416,9 +415,9 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
                 clear = slabs_.clearable(wanted, in_the_way);
             }
             if (!clear && !patient) {
-                more = clear = slabs_.seek(wanted, in_the_way);
-                // Among slabs of the wanted class it brings nothing yet, but whoever asks again
-                // gets further, and the coldest goes first.
+                more = clear = slabs_.find_clearable(wanted, in_the_way);
+                // In a slab of the wanted class this gains nothing yet, but a repeated call gets
+                // further, and the coldest block is evicted first.
                 if (more && laid == Laid::too_short && slabs_.room(wanted) < n)
                     in_the_way.assign(1, victim);
             }
@@ -426,13 +425,13 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
                 for (Id id : in_the_way) evict_one(id);
         }
     }
-    if (!victims.empty()) slabs_.loosen(wanted, n, true);
+    if (!victims.empty()) slabs_.reshape_vacant(wanted, n, true);
     keep_orphans(left.orphans);
     return left;
 }
 
 void Store::note_evicted(bool on) {
-    noting_ = on;
+    recording_evicted_ = on;
     evicted_.clear();
 }
 
@@ -441,7 +440,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
     std::uint32_t space = places_[place].space, size_class = places_[place].size_class;
     IdList ids;
     begin();
-    Id last = none;  // the node of the key before, once known
+    Id last = none;  // the node of the previous key, once known
     auto is_root = [&](std::size_t i) { return i == 0 && !parent; };
     auto parent_node = [&](std::size_t i, bool make) {
         if (last != none) return last;
@@ -456,7 +455,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         if (statuses[i]) {
             if (node != none && records_[node].loose) {
                 Id above = parent_node(i, false);
-                if (above != none || is_root(i)) hang(node, above);
+                if (above != none || is_root(i)) set_parent(node, above);
             }
             last = node;
             return true;
@@ -471,26 +470,26 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         std::uint64_t hash = index_.hash(space, key);
         node = find(space, key, hash);
         if (node == none) node = make_node(space, key, hash);
-        hang(node, above);
+        set_parent(node, above);
         Id id = attach(node, place, Event::reserve);
         slabs_.take(size_class, id, records_[id].slab, records_[id].slot);
-        if (above != none) tidy(above);
+        if (above != none) drop_idle(above);
         ids.push_back(id);
         last = node;
         return true;
     });
     if (twice) {
         abort(ids);
-        throw std::invalid_argument("a key to reserve is there already, or is given twice");
+        throw std::invalid_argument("a key to reserve exists already, or is given twice");
     }
     return ids;
 }
 
 // ---- events ----
 
-// Moves the whole batch to the event's next state, or none of it. What a read from the disk fills
-// is gone with the end of that read, not with that of a process.
-void Store::claim(Ids ids, Event event) {
+// Moves the whole batch to the event's next state, or none of it. A block that is being read from
+// disk leaves at the end of the read, not at the end of a process.
+void Store::transition(Ids ids, Event event) {
     State from = before(event), to = after(event);
     change(ids, [=](const Record& record) {
         bool may = record.is() == from && !(event == Event::gone && record.filling);
@@ -505,7 +504,7 @@ void Store::tally(Id id, State from, State to) {
     if (to != State::absent) ++counts_.blocks[b], counts_.bytes[b] += bytes;
 }
 
-// Gives the node a new block of this place: in its own record where that is vacant.
+// Gives the node a new block of this place: in its own record if that is vacant.
 Id Store::attach(Id node, std::uint32_t place, Event event) {
     if (records_[node].ghost()) --counts_.ghosts;
     Id id = node;
@@ -523,7 +522,7 @@ Id Store::attach(Id node, std::uint32_t place, Event event) {
     return id;
 }
 
-// The record of an ABSENT block goes, with its node where that is now idle.
+// Removes the record of an ABSENT block, and its node if that is unused.
 void Store::detach(Id id) {
     Record& record = records_[id];
     Id node = records_.node_of(id);
@@ -537,23 +536,23 @@ void Store::detach(Id id) {
     }
     if (!records_[node].ghost()) return;
     ++counts_.ghosts;
-    tidy(node);
+    drop_idle(node);
 }
 
-// A block, already ABSENT, gives back its slot and record.
+// A block that is already ABSENT returns its slot and record.
 void Store::leave(Id id, State from, IdList* orphans) {
     Record& record = records_[id];
     tally(id, from, State::absent);
     if (restorable(from) && places_[record.place].full) cut_below(records_.node_of(id), orphans);
-    if (record.slab != on_disk) slabs_.give(record.slab, record.slot);
+    if (record.slab != on_disk) slabs_.release(record.slab, record.slot);
     detach(id);
 }
 
-// A block, already COLD, gives back its slot alone.
-void Store::stay_on_disk(Id id, State from) {
+// A block that is already COLD returns only its slot.
+void Store::free_slot(Id id, State from) {
     Record& record = records_[id];
     tally(id, from, State::cold);
-    slabs_.give(record.slab, record.slot);
+    slabs_.release(record.slab, record.slot);
     record.slab = on_disk;
     record.filling = record.lossy = 0;
 }
@@ -565,7 +564,7 @@ void Store::arrived(Id id) {
 }
 
 void Store::commit(Ids ids, const char* checksums) {
-    claim(ids, Event::commit);
+    transition(ids, Event::commit);
     for (std::size_t i = 0; i < ids.size(); ++i) {
         Record& record = records_[ids[i]];
         record.summed = checksums != nullptr;
@@ -578,17 +577,17 @@ void Store::commit(Ids ids, const char* checksums) {
 }
 
 void Store::abort(Ids ids) {
-    claim(ids, Event::abort);
+    transition(ids, Event::abort);
     for (Id id : ids) leave(id, State::writing, nullptr);
 }
 
 void Store::quarantine(Ids ids) {
-    claim(ids, Event::quarantine);
+    transition(ids, Event::quarantine);
     for (Id id : ids) tally(id, State::writing, State::quarantined);
 }
 
 void Store::gone(Ids ids) {
-    claim(ids, Event::gone);
+    transition(ids, Event::gone);
     for (Id id : ids) leave(id, State::quarantined, nullptr);
 }
 
@@ -600,14 +599,14 @@ IdList Store::evict(Ids ids) {
     IdList orphans;
     for (Id id : ids)
         if (records_[id].is() == State::cold)
-            stay_on_disk(id, State::ready);
+            free_slot(id, State::ready);
         else
             leave(id, State::ready, &orphans);
     keep_orphans(orphans);
     return orphans;
 }
 
-// What is read from the disk or by a lease's holder keeps its slot until that ends.
+// A block that is read from disk or by a lease holder keeps its slot until that ends.
 Left Store::forget(Ids ids) {
     std::vector<State> was = change(ids, [](const Record& record) {
         switch (record.is()) {
@@ -640,7 +639,7 @@ Left Store::forget(Ids ids) {
 }
 
 void Store::lease(Ids ids) {
-    need(apart(ids), "an id is given twice");
+    need(all_distinct(ids), "an id is given twice");
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
         Id id = ids[i];
@@ -687,7 +686,7 @@ std::size_t Store::memory_bytes() const {
     for (const auto& [segment, ids] : segments_) listed += map_node + ids.capacity() * sizeof(Id);
     return records_.memory_bytes() + index_.memory_bytes() + slabs_.memory_bytes() +
            places_.capacity() * sizeof(Place) + spaces_.capacity() * sizeof(Space) + listed +
-           touched_.capacity() * sizeof(Id);
+           newly_used_.capacity() * sizeof(Id);
 }
 
 }  // namespace kvtier

@@ -1,8 +1,7 @@
-// The prefix tree: nodes, ghosts, and which blocks can still be reached from their root.
+// The prefix tree: nodes, ghosts, and which blocks a match can reach from their root.
 //
-// A node is *cut* when a node above it lacks a block of a full group: no match gets past that gap.
-// The children of a node therefore all have the same flag, and a walk stops where it finds it set
-// already.
+// A node is *cut* if a node above it lacks a block of a full group: no match gets past that gap.
+// All children of a node have the same flag, and a walk stops where the flag is already set.
 #include <algorithm>
 #include <stdexcept>
 
@@ -22,20 +21,21 @@ Id Store::make_node(std::uint32_t space, const Key& key, std::uint64_t hash) {
     return node;
 }
 
-// At the start of each call that may drop nodes.
+// Runs at the start of each call that may remove nodes.
 void Store::begin() {
     walked_ = climbed_ = 0;
-    while (!late_.empty() && climbed_ < walk_limit) {
-        Id node = late_.back();
-        late_.pop_back();
-        if (records_.known(node) && !records_[node].further) tidy(node);
+    while (!pending_ghosts_.empty() && climbed_ < walk_limit) {
+        Id node = pending_ghosts_.back();
+        pending_ghosts_.pop_back();
+        if (records_.known(node) && !records_[node].further) drop_idle(node);
     }
 }
 
-// Frees a ghost that nobody hangs on, and then its parent if that is now one. With too many ghosts
-// one with a single child goes too, and the child is loose. Those with several children are fewer
-// than blocks, so all ghosts are bounded, and so is what one call climbs.
-void Store::tidy(Id node) {
+// Removes a ghost without children, and then its parent if that became one. Above the limit of
+// ghosts it also removes ghosts with one child, and that child is loose. There are fewer ghosts
+// with several children than blocks, so the number of ghosts, and of nodes that a call climbs, is
+// bounded.
+void Store::drop_idle(Id node) {
     for (;;) {
         Record& record = records_[node];
         if (!record.ghost()) return;
@@ -61,16 +61,16 @@ void Store::tidy(Id node) {
         if (parent == none) return;
         node = parent;
         if (++climbed_ > walk_limit) {
-            late_.push_back(node);
+            pending_ghosts_.push_back(node);
             return;
         }
     }
 }
 
-// Hangs a parentless ghost, or a loose node, under its parent; `none` makes it a root. A client may
-// lie about parents: a link that would close a circle is left out, as is one whose proof would take
-// too long.
-void Store::hang(Id node, Id parent) {
+// Links a parentless ghost, or a loose node, below its parent; `none` makes it a root. A client may
+// give wrong parents: a link that would create a cycle is not made, and neither is one whose check
+// would take too long.
+void Store::set_parent(Id node, Id parent) {
     Record& record = records_[node];
     if (record.parent != none || !(record.ghost() || record.loose)) return;
     bool cut = false;
@@ -86,14 +86,14 @@ void Store::hang(Id node, Id parent) {
         over.first_child = node;
         cut = over.cut || !complete(parent);
     }
-    // What hangs below a ghost is cut already, and a loose node was cut before.
+    // Nodes below a ghost are cut already, and a loose node was cut before.
     bool joined = record.cut && !cut;
     record.loose = 0;
     record.cut = cut;
     if (joined && record.first_child != none && complete(node)) join_below(node);
 }
 
-// Whether every shard of every full group is READY here, or on disk, or on its way.
+// True if each shard of each full group is READY, on disk, or being read.
 bool Store::complete(Id node) const {
     const Space& space = spaces_[places_[records_[node].place].space];
     std::uint32_t ready = 0;
@@ -102,8 +102,8 @@ bool Store::complete(Id node) const {
     return ready == space.full_places;
 }
 
-// A block of a full group left this node: everything below is cut, and its evictable blocks, which
-// no match can reach any more, are added to `orphans`.
+// A block of a full group left this node: cuts all nodes below it, and adds their evictable blocks,
+// which no match can reach, to `orphans`.
 void Store::cut_below(Id node, IdList* orphans) {
     stack_.assign(1, node);
     while (!stack_.empty()) {
@@ -126,7 +126,7 @@ void Store::cut_below(Id node, IdList* orphans) {
     }
 }
 
-// This node is complete and not cut: so are those below it, down to the next gap.
+// This node is complete and not cut: clears the flag of the nodes below it, down to the next gap.
 void Store::join_below(Id node) {
     stack_.assign(1, node);
     while (!stack_.empty()) {
@@ -159,7 +159,7 @@ void Store::check_node(Id node, Counts& seen) const {
     hold(find(space, record.key) == node, "a node is not in the index");
     ++seen.nodes;
     seen.ghosts += record.ghost();
-    hold(!record.ghost() || record.first_child != none || std::ranges::count(late_, node),
+    hold(!record.ghost() || record.first_child != none || std::ranges::count(pending_ghosts_, node),
          "a ghost without children is kept");
     hold(!record.loose || record.parent == none, "a loose node has a parent");
     bool found = record.parent == none;
@@ -181,27 +181,27 @@ void Store::check_node(Id node, Counts& seen) const {
     for (Id fast = node; fast != none && records_[fast].parent != none;) {
         fast = records_[records_[fast].parent].parent;
         slow = records_[slow].parent;
-        hold(fast != slow || fast == none, "parents go round in a circle");
+        hold(fast != slow || fast == none, "parents form a cycle");
     }
     for (Id id = node; id != none; id = records_[id].more) {
         const Record& block = records_[id];
-        hold(id == node || (block.further && block.parent == node), "a residency is lost");
+        hold(id == node || (block.further && block.parent == node), "a residency is not listed");
         if (block.is() == State::absent) {
             hold(id == node && block.slab == none, "an absent block is kept");
             continue;
         }
-        hold(residency(node, block.place) == id, "two blocks are of one place");
+        hold(residency(node, block.place) == id, "two blocks have the same place");
         hold(places_[block.place].space == space, "a block is in another space than its key");
         hold(!block.leases || block.is() == State::ready || block.is() == State::doomed,
-             "a block is leased that can't be");
+             "a leased block is in the wrong state");
         hold(block.is() != State::doomed || block.leases, "a doomed block outlived its leases");
         hold((block.is() == State::cold) == (block.slab == on_disk), "a block on disk has a slot");
         hold(block.framed || block.is() != State::cold, "a block on disk has no frame");
-        hold(!block.framed || restorable(block.is()), "a block has a frame that can't have one");
+        hold(!block.framed || restorable(block.is()), "a block with a frame is in the wrong state");
         hold(block.framed || !block.used, "a block without a frame counts as used");
         hold(block.is() == State::promoting ? block.filling
                                             : !block.filling || block.is() == State::quarantined,
-             "a read fills the wrong block");
+             "a block that is being read is in the wrong state");
         ++seen.blocks[block.state];
         seen.bytes[block.state] += places_[block.place].block_bytes;
     }

@@ -1,13 +1,17 @@
-// What a block is worth: the hits to be expected for each second of its space, at the best horizon.
+// The worth of a block: its expected hits per second of its space, at the best horizon.
 //
-// Of watched blocks it is counted at which age they were wanted again. That gives each kind the
-// chance of it at every age, and with few to go by those of its relatives count more. The floating
-// point is done in the order of the twin (kvtier/policy/value.py), which has the same results.
+// For watched blocks, counts at which age they were used again. This gives each kind the
+// probability of a use at every age; with few observations, those of related kinds count more.
+// Floating-point operations have the order of the model (tests/models/policies/value.py), so that
+// the results are equal.
 #include "value.h"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <memory>
+
+#include "policies.h"
 
 namespace kvtier {
 namespace {
@@ -15,11 +19,11 @@ namespace {
 constexpr std::size_t seen_slots = 1U << 16, seen_most = seen_slots / 4 * 3;
 constexpr std::size_t counters = 3U << 18, sketch_window = counters / 4;
 constexpr unsigned rows = 4;
-constexpr unsigned again = 16;  // one of this many requests tells the sketch what it knows
+constexpr unsigned again = 16;  // one of this many requests writes its counts to the sketch again
 constexpr std::uint32_t watch_quarters = 3600 * 4, quarters_mask = (1U << 24) - 1;
 
-// Levels of how often a block was wanted: exact up to 40, then in steps of a twentieth, up to some
-// 2,000. So many times more it takes to the next one.
+// Levels of use counts: exact up to 40, then in steps of a twentieth, up to about 2,000; the steps
+// to the next level are that much rarer.
 constexpr unsigned last_level = 127;
 const auto times_more = [] {
     std::array<std::uint16_t, last_level> widths{};
@@ -31,7 +35,7 @@ const auto times_more = [] {
     return widths;
 }();
 
-// Steps of those that were not wanted seldom: two levels in one from 24 on.
+// Steps for blocks that are used often: two levels in one from 24 on.
 unsigned step_of(unsigned level) { return level < 24 ? level - 4 : 20 + (level - 24) / 2; }
 
 unsigned new_kind_of(std::size_t n) {
@@ -54,7 +58,7 @@ const std::array<std::uint32_t, all_ages>& ends_of_ages() {  // in quarters
 unsigned age_kind(std::uint64_t quarters) {
     if (quarters <= 4) return 0;
     const auto below =
-        static_cast<unsigned>(std::bit_width(quarters - 1) - 3) * 2;  // 2^ of it is passed
+        static_cast<unsigned>(std::bit_width(quarters - 1) - 3) * 2;  // it is more than 2^ of this
     if (below + 1 >= all_ages) return all_ages - 1;
     return quarters <= ends_of_ages()[below + 1] ? below + 1 : std::min(below + 2, all_ages - 1);
 }
@@ -66,8 +70,8 @@ Value::Value(const Constants& constants)
       constants_(constants),
       seen_(seen_slots),
       sketch_(counters),
-      duel_(
-          [this](unsigned order, const Duel::Entry& entry) {
+      selector_(
+          [this](unsigned order, const PolicySelector::Entry& entry) {
               return worth(order, entry.kind, quarters() - entry.at);
           },
           constants) {
@@ -88,9 +92,9 @@ std::uint32_t Value::worth(unsigned order, unsigned kind, std::uint64_t age) con
     return family * parts + (family < seldom ? 0 : kind % parts);
 }
 
-// The oldest first where all else is equal.
+// Among equals the oldest is evicted first.
 std::uint64_t Value::rank_of(unsigned kind, std::uint64_t age, unsigned place) const {
-    return 1 + ((worth(duel_.best(), kind, age) * epochs + place) * 256 + kind);
+    return 1 + ((worth(selector_.best(), kind, age) * epochs + place) * 256 + kind);
 }
 
 // ---- blocks ----
@@ -107,20 +111,97 @@ std::uint8_t Value::counted_kind_of(std::uint32_t own) {
     return static_cast<std::uint8_t>((family * 2 + (own & last_bit ? 1 : 0)) * parts + part);
 }
 
-void Value::become(Id id, Name name, unsigned level, unsigned came_with, bool last) {
+// Watches the blocks of a batch in order. Keeps in registers the sums that the next block is most
+// likely to change: each addition depends on the previous one, and memory doubles the latency.
+class Value::Watch {
+ public:
+    explicit Watch(Value& value)
+        : value_(value), now_(static_cast<std::uint32_t>(value.quarters()) & quarters_mask) {}
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+    ~Watch() { write(); }
+
+    [[gnu::always_inline]] void operator()(std::uint32_t name, unsigned kind) {
+        if (name > value_.sample_) return;
+        if (value_.watched_ >= seen_most) {
+            write();
+            value_.thin();
+            if (name > value_.sample_) return;
+        }
+        ++value_.news_;
+        const bool goes_on = kind == value_.run_kind_ && value_.requests_ == value_.run_request_;
+        value_.run_ = goes_on ? value_.run_ + 1 : 1;
+        value_.run_kind_ = kind;
+        value_.run_request_ = value_.requests_;
+        if (kind != kind_) take(kind);
+        blocks_ += 1;
+        squares_ += 2 * value_.run_ - 1;  // the growth of the square of this run
+        Seen& seen = value_.seen_[value_.find(name)];
+        if (seen.name != 0) {
+            hit(seen);
+        } else {
+            ++value_.watched_;
+        }
+        seen = {name, now_, kind & 255};
+    }
+
+ private:
+    [[gnu::always_inline]] void hit(const Seen& seen) {
+        const std::uint32_t waited = (now_ - seen.at) & quarters_mask;
+        if (waited != waited_) {
+            waited_ = waited;
+            age_ = age_kind(waited);
+        }
+        double* cell = &value_.hits_[seen.kind][age_];
+        if (cell != cell_) {
+            if (cell_ != nullptr) *cell_ = hits_;
+            cell_ = cell;
+            hits_ = *cell;
+        }
+        hits_ += 1;
+    }
+    void take(unsigned kind) {
+        write_kind();
+        kind_ = kind;
+        blocks_ = value_.blocks_[kind];
+        squares_ = value_.squares_[kind];
+    }
+    void write_kind() {
+        if (kind_ == kinds) return;
+        value_.blocks_[kind_] = blocks_;
+        value_.squares_[kind_] = squares_;
+        kind_ = kinds;
+    }
+    void write() {
+        write_kind();
+        if (cell_ != nullptr) *cell_ = hits_;
+        cell_ = nullptr;
+    }
+
+    Value& value_;
+    const std::uint32_t now_;
+    unsigned kind_ = kinds;  // the kind of these sums; `kinds` for none
+    double blocks_ = 0, squares_ = 0;
+    double* cell_ = nullptr;  // the cell of this value
+    double hits_ = 0;
+    std::uint32_t waited_ = 0;
+    unsigned age_ = age_kind(0);
+};
+
+[[gnu::always_inline]] inline void Value::set_kind(Watch& watch, Id id, std::uint32_t called,
+                                                   unsigned level, unsigned came_with, bool last) {
     const unsigned wanted =
         level < seldom ? level * parts + came_with : seldom * parts + level - seldom;
     const unsigned own = wanted | (last ? last_bit : 0);
-    const std::uint32_t called = short_name(name);
-    about(id).own = own;
+    state_of(id).own = own;
     if (last) lasts_[requests_ % lasts_.size()] = {id, called};
     const unsigned kind = kind_of(own);
     watch(called, kind);
-    duel_.used(called, static_cast<std::uint32_t>(quarters()), kind, in_memory(), last);
+    selector_.used(called, static_cast<std::uint32_t>(quarters()), kind, in_memory(), last);
 }
 
-// One that is forgotten was wanted as often as the sketch remembers.
-void Value::met(Id id, Name name, bool again, std::size_t batch, bool last) {
+// A forgotten block has the count that the sketch remembers.
+void Value::on_added(Id id, Name name, bool again, std::size_t batch, bool last) {
     if (again) {
         used(id, name, last);
         return;
@@ -129,29 +210,56 @@ void Value::met(Id id, Name name, bool again, std::size_t batch, bool last) {
     const unsigned before = known(name);
     const unsigned level = before == 0 ? 0 : more(before - 1);
     know(name, level);
-    become(id, name, level, new_kind_of(batch), last);
+    Watch watch(*this);
+    set_kind(watch, id, short_name(name), level, new_kind_of(batch), last);
 }
 
-void Value::used(Id id, Name name, bool last) {
+[[gnu::always_inline]] inline void Value::use(Watch& watch, Id id, Name name, std::uint32_t called,
+                                              bool last) {
     if (last) next_request();
-    const unsigned wanted = about(id).own & wanted_bits;
+    const unsigned wanted = state_of(id).own & wanted_bits;
     const bool few = wanted < seldom * parts;
     const unsigned level = few ? wanted / parts : wanted - seldom * parts + seldom;
     const unsigned now = more(level);
-    // The sketch is asked for blocks that are gone. One that stays at its level is told again now
-    // and then: counters are halved meanwhile.
-    if (now != level || tells_again_) know(name, now);
-    become(id, name, now, few ? wanted % parts : 0, last);
+    // The sketch answers for evicted blocks. A block that stays at its level is written to it
+    // periodically, because counters are halved in between.
+    if (now != level || rewrites_count_) know(name, now);
+    set_kind(watch, id, called, now, few ? wanted % parts : 0, last);
+}
+
+void Value::used(Id id, Name name, bool last) {
+    Watch watch(*this);
+    use(watch, id, name, short_name(name), last);
+}
+
+void Value::on_batch_used(std::span<const Id> ids, std::span<const Name> names) {
+    // Prefetches the entries of a name a few blocks ahead.
+    constexpr std::size_t ahead = 16;
+    std::array<std::uint32_t, ahead> called;
+    auto ask = [&](std::size_t i) {
+        const std::uint32_t name = short_name(names[i]);
+        called[i % ahead] = name;
+        if (name <= sample_) __builtin_prefetch(&seen_[home(name)], 1);
+        selector_.prefetch(name);
+    };
+    for (std::size_t i = ids.size(); i > 0 && i + ahead > ids.size(); --i) ask(i - 1);
+    Watch watch(*this);
+    for (std::size_t i = ids.size(); i-- > 0;) {
+        const std::uint32_t name = called[i % ahead];
+        if (i >= ahead) ask(i - ahead);
+        if (in_memory(ids[i])) use(watch, ids[i], names[i], name, i + 1 == ids.size());
+    }
 }
 
 void Value::next_request() {
     ++requests_;
     chance_ = mix(requests_);
-    tells_again_ = (chance_ >> 32) % again == 0;
+    rewrites_count_ = (chance_ >> 32) % again == 0;
     drawn_level_ = last_level + 1;
 }
 
-// Where a level is several times, it is left by chance, which is the same for all of a request.
+// A level that stands for several uses rises randomly, with the same random number for a whole
+// request.
 unsigned Value::more(unsigned level) {
     if (level != drawn_level_) {
         drawn_level_ = level;
@@ -161,18 +269,18 @@ unsigned Value::more(unsigned level) {
     return level + rises_;
 }
 
-// It was not the last of its request: the rest is only there now.
-void Value::continued(Id id) {
-    if (!(about(id).own & last_bit)) return;
-    about(id).own &= ~last_bit;
+// It was not the last of its request: the rest has only arrived now.
+void Value::on_continued(Id id) {
+    if (!(state_of(id).own & last_bit)) return;
+    state_of(id).own &= ~last_bit;
     for (std::size_t back = 0; back < std::min(requests_, lasts_.size()); ++back) {
         const auto& [last, called] = lasts_[(requests_ - back) % lasts_.size()];
         if (last != id) continue;
-        const unsigned kind = kind_of(about(id).own);
+        const unsigned kind = kind_of(state_of(id).own);
         Seen& seen = seen_[find(called)];
         if (seen.name != 0) seen.kind = kind & 255;
-        duel_.corrected(called, kind);
-        duel_.joined(called);
+        selector_.corrected(called, kind);
+        selector_.follows(called);
         return;
     }
 }
@@ -184,30 +292,12 @@ std::uint32_t Value::waited(const Seen& seen) const {
 }
 
 std::size_t Value::find(std::uint32_t name) const {
-    std::size_t at = name * 0x9E3779B1U >> 16;
+    std::size_t at = home(name);
     while (seen_[at].name != 0 && seen_[at].name != name) at = (at + 1) % seen_slots;
     return at;
 }
 
-void Value::watch(std::uint32_t name, unsigned kind) {
-    if (name > sample_) return;
-    if (watched_ >= seen_most) thin();
-    if (name > sample_) return;
-    ++news_;
-    run_ = kind == run_kind_ && requests_ == run_request_ ? run_ + 1 : 1;
-    run_kind_ = kind;
-    run_request_ = requests_;
-    blocks_[kind] += 1;
-    squares_[kind] += 2 * run_ - 1;  // of this run: what its square grows by
-    Seen& seen = seen_[find(name)];
-    if (seen.name != 0)
-        hits_[seen.kind][age_kind(waited(seen))] += 1;
-    else
-        ++watched_;
-    seen = {name, static_cast<std::uint32_t>(quarters()) & quarters_mask, kind & 255};
-}
-
-// Those go that were watched for long enough; where they are few, every other name.
+// Drops what was watched long enough; if that is little, drops every other name.
 void Value::thin() {
     std::vector<Seen> kept;
     for (const Seen& seen : seen_) {
@@ -219,7 +309,7 @@ void Value::thin() {
     }
     if (kept.size() > seen_most / 4 * 3) {
         sample_ /= 2;
-        scale(0.5);  // what others did is not to outweigh what these are waited for
+        scale(0.5);  // the counts come from twice as many names
         std::erase_if(kept, [&](const Seen& seen) { return seen.name > sample_; });
     }
     std::ranges::fill(seen_, Seen{});
@@ -240,8 +330,8 @@ void Value::refit() {
     Table ends = ends_;
     for (const Seen& seen : seen_)
         if (seen.name != 0) ends[seen.kind][age_kind(waited(seen))] += 1;
-    // Few observations say how much likelier than its relatives a kind is, and many at which age.
-    // Blocks of a run hit together: they are one observation.
+    // With few observations, a factor on the values of related kinds; many observations determine
+    // the value per age. The blocks of a run hit together: they count as one observation.
     auto chances = [](const Row& hit, const Row& end, const Row& relatives, double few,
                       double run) {
         Row found{}, seen{};
@@ -271,7 +361,7 @@ void Value::refit() {
             family_end[kind / parts][j] += ends[kind][j];
         }
     const Row all = chances(hit, end, Row{}, 1e-6, 1);
-    // How long the run of a block is, on average, that is of one of so many kinds.
+    // The average length of the runs of these kinds, weighted by blocks.
     auto run_of = [&](unsigned first, unsigned many) {
         double blocks = 0, squares = 0;
         for (unsigned kind = first; kind < first + many; ++kind) {
@@ -286,7 +376,8 @@ void Value::refit() {
     Table worth{};
     std::vector<double> order;
     std::array<Row, both> near{};
-    // Who was wanted more often leans on those before, and is so much likelier.
+    // The prior of a family is derived from an earlier family, scaled up: more uses make another
+    // one likelier.
     for (unsigned family = 0; family < both; ++family) {
         Row relatives = family < 2 ? all : near[family - 2];
         if (family >= 2)
@@ -295,8 +386,8 @@ void Value::refit() {
         near[family] = chances(family_hit[family], family_end[family], relatives, constants_.few,
                                run_of(family * parts, parts));
     }
-    // Kinds of a family of which nothing was seen are worth the same: only the first one is
-    // weighed.
+    // The kinds of a family without observations have the same worth: only the first one is
+    // computed.
     std::array<unsigned, kinds> same_as{};
     std::array<unsigned, both> unseen;
     unseen.fill(kinds);
@@ -336,16 +427,16 @@ void Value::refit() {
             ranks_[kind][j] = static_cast<std::uint16_t>(
                 std::ranges::lower_bound(order, worth[kind][j]) - order.begin());
     }
-    // What the first ones did, when all were new, is soon true no more.
+    // The first observations, when all blocks were new, become outdated quickly.
     const std::uint64_t memory = std::min(constants_.memory, news_);
     scale(std::max(0.0, 1 - static_cast<double>(news_ - fitted_) / static_cast<double>(memory)));
     fitted_ = news_;
 }
 
-// ---- how often those were wanted that are gone ----
+// ---- use counts of evicted blocks ----
 
-// The least of four counters, which are one more than the level: 0 is unknown. All are halved when
-// many were new.
+// The least of four counters, which contain the level plus one: 0 is unknown. All are halved when
+// many names were new.
 unsigned Value::known(Name name) const {
     unsigned least = last_level + 1;
     std::uint64_t hash = name;
@@ -372,7 +463,9 @@ void Value::know(Name name, unsigned level) {
 
 std::size_t Value::memory_bytes() const {
     return Ages::memory_bytes() + sizeof(*this) + seen_.size() * sizeof(Seen) + sketch_.size() +
-           duel_.memory_bytes();
+           selector_.memory_bytes();
 }
+
+std::unique_ptr<Policy> make_value() { return std::make_unique<Value>(); }
 
 }  // namespace kvtier

@@ -1,4 +1,5 @@
-// XXH3-128: the short recipes, the portable stripes, and the way from accumulators to a digest.
+// XXH3-128: the algorithms for short inputs, the portable stripes, and the final digest of the
+// accumulators.
 #include "xxh3.h"
 
 #include <algorithm>
@@ -34,7 +35,7 @@ constexpr uint64_t kP64Third = 0x165667B19E3779F9ull, kP64Fourth = 0x85EBCA77C2B
 constexpr uint64_t kP64Fifth = 0x27D4EB2F165667C5ull;
 constexpr uint64_t kMixFirst = 0x165667919E3779F9ull, kMixSecond = 0x9FB21C651E98DF25ull;
 
-constexpr size_t kSecretLeast = 136;  // the shortest secret that the recipe allows
+constexpr size_t kSecretLeast = 136;  // the shortest secret that the algorithm allows
 
 constexpr Accumulators kStart = {
     {kP32Third, kP64First, kP64Second, kP64Third, kP64Fourth, kP32Second, kP64Fifth, kP32First}};
@@ -184,7 +185,7 @@ uint64_t merge(const Accumulators& acc, const uint8_t* secret, uint64_t start) {
     return avalanche(sum);
 }
 
-// The last 64 bytes go in once more, with their own part of the secret.
+// Consumes the last 64 bytes again, with their own part of the secret.
 Wide close(Accumulators acc, const uint8_t* last, uint64_t total, const uint8_t* secret) {
     take_stripe(acc, last, secret + kSecretBytes - kStripe - 7);
     return {merge(acc, secret + 11, total * kP64First),
@@ -207,7 +208,7 @@ size_t take_and_copy_scalar(Accumulators& acc, uint8_t* dst, const uint8_t* src,
                             size_t stripes, size_t position, const uint8_t* secret,
                             const uint8_t*) {
     for (size_t k = 0; k < stripes;) {
-        // A run at a time: it is in the first cache when the copy reads it again.
+        // One run at a time: it is in the L1 cache when the copy reads it again.
         const size_t n = std::min(stripes - k, kStripesPerRun);
         position = take_scalar(acc, src + kStripe * k, n, position, secret);
         std::memcpy(dst + lead + kStripe * k, src + lead + kStripe * k, kStripe * n);
@@ -257,7 +258,7 @@ DigestedCopy::DigestedCopy(uint64_t total, bool streaming)
       streaming_(streaming) {}
 
 void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count, const uint8_t* next) {
-    // Below this a piece's head and tail would cost more than streaming its middle saves.
+    // Below this, the head and tail of a piece cost more than streaming its middle saves.
     constexpr size_t kFewest = 8;
     const size_t lead = (0 - reinterpret_cast<uintptr_t>(dst)) & (kLine - 1);
     if (dst == nullptr || !streaming_ || count < kFewest) {
@@ -271,7 +272,7 @@ void DigestedCopy::stripes(uint8_t* dst, const uint8_t* src, size_t count, const
         position_ = kernels_.take_and_stream(acc_, dst + at, src + at, 0, last, position_,
                                              kXxh3Secret, next);
     } else {
-        // The last stripe has no whole line of its own: its first part ends one, its rest is a
+        // The last stripe has no whole line of its own: its first part completes one, its rest is a
         // tail.
         std::memcpy(dst, src, lead);
         position_ = kernels_.take_and_stream(acc_, dst, src, lead, count - 1, position_,
@@ -291,7 +292,7 @@ void DigestedCopy::add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t
         return;
     }
     take(dst, src, n, next);
-    // Only now: read first, the end of a piece would be a miss that everything waits for.
+    // Read last: reading the end of a piece first would be a cache miss that everything waits for.
     if (n >= kStripe) {
         std::memcpy(last_, src + n - kStripe, kStripe);
     } else {
@@ -321,7 +322,7 @@ void DigestedCopy::take(uint8_t* dst, const uint8_t* src, size_t n, const uint8_
         src += kStripe * count, n -= kStripe * count;
     }
     if (n != 0) {
-        // What is left is less than a stripe, or the whole last stripe, which is taken from last_.
+        // The rest is less than a stripe, or the whole last stripe, which is consumed from last_.
         std::memcpy(carry_, src, n);
         if (dst != nullptr) std::memcpy(dst, src, n);
         carried_ = n % kStripe;

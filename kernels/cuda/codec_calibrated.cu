@@ -1,7 +1,7 @@
-// ecsq and cachegen on a device: what docs/formats.md draws, to the bit. A unit is a stream of a
-// part. Decoding goes in two passes: numbers are put where their values belong, then values take
-// their places, since a rotated pair may lie in two streams. Scratch of the encoder: cachegen's
-// anchors, a byte and another two for each, then a StreamWriter's room for each stream.
+// ecsq and cachegen on a device, bit for bit as in docs/formats.md. A unit is a stream of a part.
+// Decoding has two passes: the first writes numbers to the positions of their values, the second
+// converts them to values, because a rotated pair may be in two streams. The encoder's scratch: the
+// anchors of cachegen, three bytes each, then the memory of a StreamWriter for each stream.
 
 #include "codec/calibrated.h"
 #include "lanes.h"
@@ -10,16 +10,16 @@
 
 namespace kvtier::cuda::calibrated {
 
-// What a profile says of a part.
-struct Known {
-    uint64_t means, exponents, anchors, turns;  // of channels; of pairs
+// The content of a profile about a part.
+struct ProfilePart {
+    uint64_t means, exponents, anchors, turns;  // addresses of arrays, per channel; turns per pair
     uint64_t cosines, sines;
     uint32_t heads, dim, exact, group, level, symbols;
-    uint32_t pairs, interleaved;  // pairs that are rotated
-    uint32_t anchored, reserved;  // told from anchors (cachegen), or from means
+    uint32_t pairs, interleaved;  // the number of rotated pairs
+    uint32_t anchored, reserved;  // relative to anchors (cachegen) or to means
     uint8_t frequencies[codec::kSymbolsMost];
 };
-static_assert(sizeof(Known) == 120);
+static_assert(sizeof(ProfilePart) == 120);
 
 namespace {
 
@@ -32,15 +32,15 @@ constexpr uint32_t kOfStream = static_cast<uint32_t>(kStreamSymbols);
 constexpr uint32_t kWarp = static_cast<uint32_t>(kLanes);
 using Writer = StreamWriter<uint16_t>;
 
-// A part's sizes, if it is made up of its channels.
+// The sizes of a part, if it consists of its channels.
 struct Plan {
     bool is = false;
     uint32_t coded, channels, width;
     uint32_t tokens = 0, groups = 0, symbols = 0, streams = 0, anchors = 0, exact = 0;
     uint64_t token_bytes = 0, head_bytes = 0;
-    uint64_t size = 0;  // of all but words and escapes
+    uint64_t size = 0;  // of everything except words and escapes
 
-    KVTIER_DEVICE Plan(const Part& part, const Known& known, uint32_t width_)
+    KVTIER_DEVICE Plan(const Part& part, const ProfilePart& known, uint32_t width_)
         : coded(known.dim - known.exact), channels(known.heads * coded), width(width_) {
         const uint32_t raw_bytes = static_cast<uint32_t>(part.raw_bytes);
         const uint32_t token = known.heads * known.dim * width;
@@ -62,11 +62,11 @@ struct Plan {
         if (first >= symbols) return 0;
         return symbols - first < kOfStream ? symbols - first : kOfStream;
     }
-    // Where a channel's value of a token lies.
+    // The position of the value of a token's channel.
     KVTIER_DEVICE uint64_t place(uint32_t token, uint32_t channel) const {
         return token * token_bytes + channel / coded * head_bytes + channel % coded * width;
     }
-    // The token that a symbol is of, anchors left out.
+    // The token of a symbol, not counting anchors.
     KVTIER_DEVICE uint32_t token_of(uint32_t symbol, uint32_t group) const {
         const uint32_t token = symbol / channels;
         return groups == 0 ? token : token / (group - 1) * group + 1 + token % (group - 1);
@@ -81,7 +81,7 @@ template <Element kIs>
 KVTIER_DEVICE void put_value(uint8_t* to, float value) {
     store(to, codec::held_in<kIs>(value));
 }
-// A number in the place of its value.
+// A number stored in the place of its value.
 template <Element kIs>
 KVTIER_DEVICE void put_number(uint8_t* to, int32_t number) {
     store(to, static_cast<typename Value<kIs>::Bits>(number));
@@ -91,15 +91,15 @@ KVTIER_DEVICE int16_t number(const uint8_t* from) {
     return static_cast<int16_t>(load<typename Value<kIs>::Bits>(from));
 }
 
-// The dims of a head that are turned together.
+// The two dims of a head that are rotated together.
 struct Turn {
     uint32_t low, high;
 };
-KVTIER_DEVICE Turn turn(const Known& known, uint32_t pair) {
+KVTIER_DEVICE Turn turn(const ProfilePart& known, uint32_t pair) {
     if (known.interleaved) return {2 * pair, 2 * pair + 1};
     return {pair, known.pairs + pair};
 }
-KVTIER_DEVICE codec::Angle angle(const Known& known, uint64_t position, uint32_t pair) {
+KVTIER_DEVICE codec::Angle angle(const ProfilePart& known, uint64_t position, uint32_t pair) {
     return codec::angle_of(position * at<const uint64_t>(known.turns)[pair],
                            at<const float>(known.cosines), at<const float>(known.sines));
 }
@@ -110,13 +110,14 @@ KVTIER_DEVICE float step(uint64_t exponents, uint32_t channel) {
 KVTIER_DEVICE float inverse(uint64_t exponents, uint32_t channel) {
     return codec::inverse_at(at<const uint8_t>(exponents)[channel]);
 }
-KVTIER_DEVICE float mean(const Known& known, uint32_t channel) {
+KVTIER_DEVICE float mean(const ProfilePart& known, uint32_t channel) {
     return known.anchored ? 0.0F : at<const float>(known.means)[channel];
 }
 
 // --- decoding ------------------------------------------------------------------------------------
 
-// The numbers of anchors, each in the place of its value. False if the escaped are not so many.
+// Decodes the numbers of anchors into the places of their values. Returns false if the number of
+// escapes is wrong.
 template <Element kIs>
 KVTIER_DEVICE bool take_anchors(const Plan& plan, uint32_t group, const uint8_t* from,
                                 uint32_t escaped, uint8_t* out) {
@@ -146,7 +147,7 @@ KVTIER_DEVICE bool take_anchors(const Plan& plan, uint32_t group, const uint8_t*
 }
 
 template <Element kIs>
-KVTIER_DEVICE bool numbers(const Part& part, const Known& known, uint32_t unit,
+KVTIER_DEVICE bool numbers(const Part& part, const ProfilePart& known, uint32_t unit,
                            DecodeSlots& slots) {
     const Plan plan(part, known, kBytes<kIs>);
     const uint8_t* const from = at<const uint8_t>(part.text);
@@ -159,7 +160,7 @@ KVTIER_DEVICE bool numbers(const Part& part, const Known& known, uint32_t unit,
     const uint64_t escaped = plan.groups != 0 ? get32(from + codec::kLastAt) : 0;
     if (escaped > left / 2) return false;
     left -= 2 * escaped;
-    Lies lies;
+    StreamPosition lies;
     if (!find_stream(from + kCalibratedHeader, plan.streams, unit, 2, left, lies)) return false;
     const uint8_t* const anchors = from + kCalibratedHeader + plan.streams * kStreamEntry;
     uint8_t* const out = at<uint8_t>(part.raw);
@@ -205,10 +206,10 @@ KVTIER_DEVICE bool numbers(const Part& part, const Known& known, uint32_t unit,
     return reader.ends() && used == lies.escapes;
 }
 
-// The second pass. A lane has a pair that is turned, or a dim that is not, of a run of tokens: an
-// anchor's, or so many.
+// The second pass. A lane processes a rotated pair, or another dim, for a run of tokens: those of
+// one anchor, or a fixed number.
 template <Element kIs>
-KVTIER_DEVICE void values(const Part& part, const Known& known, uint32_t unit) {
+KVTIER_DEVICE void values(const Part& part, const ProfilePart& known, uint32_t unit) {
     constexpr uint32_t kRun = 16;
     const Plan plan(part, known, kBytes<kIs>);
     uint8_t* const raw = at<uint8_t>(part.raw);
@@ -263,9 +264,9 @@ KVTIER_DEVICE void values(const Part& part, const Known& known, uint32_t unit) {
     }
 }
 
-// Copies this unit's share of what is kept of each head: into the text, or back.
-KVTIER_DEVICE void copy_exact(const Part& part, const Plan& plan, const Known& known, uint32_t unit,
-                              uint8_t* text, bool back) {
+// Copies this unit's share of the exact channels of each head: into the encoded part, or back.
+KVTIER_DEVICE void copy_exact(const Part& part, const Plan& plan, const ProfilePart& known,
+                              uint32_t unit, uint8_t* text, bool back) {
     const uint32_t kept = known.exact * plan.width;
     const Share share(plan.exact, unit, part.units, 128);
     uint8_t* const raw = at<uint8_t>(part.raw);
@@ -295,23 +296,24 @@ KVTIER_DEVICE uint8_t* room_of(const Part& part, const Plan& plan, uint32_t unit
     return at<uint8_t>(part.scratch) + anchors_room(plan) + unit * Writer::kRoom;
 }
 
-// A number, and whether it can be told.
-struct Told {
+// A number, and whether it can be encoded.
+struct EncodedNumber {
     int16_t number;
     bool near;
 };
 
 template <Element kIs>
-KVTIER_DEVICE Told told_anchor(const Part& part, const Plan& plan, const Known& known,
-                               uint32_t token, uint32_t channel) {
+KVTIER_DEVICE EncodedNumber told_anchor(const Part& part, const Plan& plan,
+                                        const ProfilePart& known, uint32_t token,
+                                        uint32_t channel) {
     const float found = value<kIs>(at<const uint8_t>(part.raw) + plan.place(token, channel));
     const float steps = codec::steps_away(found, 0.0F, inverse(known.anchors, channel));
     return {codec::nearest_of(steps), codec::near_enough(steps) && codec::is_number<kIs>(found)};
 }
 
 template <Element kIs>
-KVTIER_DEVICE Told told(const Part& part, const Plan& plan, const Known& known, uint32_t token,
-                        uint32_t channel) {
+KVTIER_DEVICE EncodedNumber told(const Part& part, const Plan& plan, const ProfilePart& known,
+                                 uint32_t token, uint32_t channel) {
     const uint8_t* const here = at<const uint8_t>(part.raw) + plan.place(token, channel);
     const uint32_t dim = channel % plan.coded;
     float found = value<kIs>(here), expected = mean(known, channel);
@@ -335,9 +337,9 @@ KVTIER_DEVICE Told told(const Part& part, const Plan& plan, const Known& known, 
     return {codec::nearest_of(steps), near && codec::near_enough(steps)};
 }
 
-// The anchors as they are written; returns how many are escaped, and says if one can't be told.
+// Encodes the anchors; returns the number of escapes, and sets a flag if one cannot be encoded.
 template <Element kIs>
-KVTIER_DEVICE uint32_t put_anchors(const Part& part, const Plan& plan, const Known& known,
+KVTIER_DEVICE uint32_t put_anchors(const Part& part, const Plan& plan, const ProfilePart& known,
                                    bool& near) {
     uint8_t* const to = at<uint8_t>(part.scratch);
     uint32_t escaped = 0;
@@ -347,8 +349,8 @@ KVTIER_DEVICE uint32_t put_anchors(const Part& part, const Plan& plan, const Kno
             const uint32_t i = first + lane;
             found[lane] = 0;
             if (i >= plan.anchors) return false;
-            const Told one = told_anchor<kIs>(part, plan, known, i / plan.channels * known.group,
-                                              i % plan.channels);
+            const EncodedNumber one = told_anchor<kIs>(
+                part, plan, known, i / plan.channels * known.group, i % plan.channels);
             found[lane] = one.number;
             return !one.near;
         });
@@ -370,7 +372,7 @@ KVTIER_DEVICE uint32_t put_anchors(const Part& part, const Plan& plan, const Kno
 }
 
 template <Element kIs>
-KVTIER_DEVICE bool measure(const Part& part, const Known& known, uint32_t unit,
+KVTIER_DEVICE bool measure(const Part& part, const ProfilePart& known, uint32_t unit,
                            EncodeSymbols& symbols, Measure& measured) {
     const Plan plan(part, known, kBytes<kIs>);
     if (!plan.is || plan.size >= part.raw_bytes) return false;
@@ -391,7 +393,7 @@ KVTIER_DEVICE bool measure(const Part& part, const Known& known, uint32_t unit,
             escape[lane] = 0;
             if (row * kWarp + lane >= count) return false;
             const uint32_t i = unit * kOfStream + row * kWarp + lane;
-            const Told one =
+            const EncodedNumber one =
                 told<kIs>(part, plan, known, plan.token_of(i, known.group), i % plan.channels);
             const uint32_t found = static_cast<uint16_t>(one.number + reach);
             symbol[lane] = found < last ? found : last;
@@ -407,7 +409,7 @@ KVTIER_DEVICE bool measure(const Part& part, const Known& known, uint32_t unit,
 }
 
 template <Element kIs>
-KVTIER_DEVICE void place(const Part& part, const Known& known, uint32_t unit,
+KVTIER_DEVICE void place(const Part& part, const ProfilePart& known, uint32_t unit,
                          const Measure* measures, const Result& result, uint8_t* out) {
     const Plan plan(part, known, kBytes<kIs>);
     const uint64_t front =
@@ -444,7 +446,7 @@ KVTIER_KERNEL(kvtier_calibrated_numbers) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result&) {
         if (part.kept) return take_kept(part, unit);
         return part.known != 0 && of_floats(part, [&](auto is) {
-                   return numbers<KVTIER_IS>(part, *at<const Known>(part.known), unit, slots);
+                   return numbers<KVTIER_IS>(part, *at<const ProfilePart>(part.known), unit, slots);
                });
     });
 }
@@ -453,7 +455,7 @@ KVTIER_KERNEL(kvtier_calibrated_values) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
         if (part.kept || is_bad(result)) return true;
         return of_floats(part, [&](auto is) {
-            const Known& known = *at<const Known>(part.known);
+            const ProfilePart& known = *at<const ProfilePart>(part.known);
             const Plan plan(part, known, kBytes<KVTIER_IS>);
             values<KVTIER_IS>(part, known, unit);
             copy_exact(part, plan, known, unit,
@@ -469,8 +471,8 @@ KVTIER_KERNEL(kvtier_calibrated_measure) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result&) {
         if (part.kept) return true;
         return part.known != 0 && of_floats(part, [&](auto is) {
-                   return measure<KVTIER_IS>(part, *at<const Known>(part.known), unit, symbols,
-                                             measures[part.unit + unit]);
+                   return measure<KVTIER_IS>(part, *at<const ProfilePart>(part.known), unit,
+                                             symbols, measures[part.unit + unit]);
                });
     });
 }
@@ -479,8 +481,8 @@ KVTIER_KERNEL(kvtier_calibrated_place) {
     of_units(parts, owners, units, results, [&](const Part& part, uint32_t unit, Result& result) {
         uint8_t* const out = place_of(part, unit, result);
         return out == nullptr || of_floats(part, [&](auto is) {
-                   place<KVTIER_IS>(part, *at<const Known>(part.known), unit, measures + part.unit,
-                                    result, out);
+                   place<KVTIER_IS>(part, *at<const ProfilePart>(part.known), unit,
+                                    measures + part.unit, result, out);
                    return true;
                });
     });

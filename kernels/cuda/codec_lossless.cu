@@ -1,6 +1,6 @@
-// fix4 and r32 on a device: what docs/formats.md draws, to the bit. A unit is 512 rows of a part:
-// of r32 a stream. Scratch of r32's encoder: 64 bytes a part, then a StreamWriter's room for each
-// stream; of fix4's: the 64 bytes.
+// fix4 and r32 on a device, bit for bit as in docs/formats.md. A unit is 512 rows of a part; for
+// r32 this is a stream. The scratch of r32's encoder: 64 bytes per part, then the memory of a
+// StreamWriter for each stream; of fix4's: the 64 bytes.
 
 #include "codec/lossless.h"
 #include "lanes.h"
@@ -50,7 +50,7 @@ struct Shape {
     KVTIER_DEVICE uint64_t r32_bytes() const {
         return kR32Header + streams * (kStreamEntry + kStatesBytes) + uint64_t{rows} * kRest + odd;
     }
-    // Rows that are a unit's.
+    // The first row of a unit.
     KVTIER_DEVICE uint32_t first(uint32_t unit) const { return unit * kOfUnit; }
     KVTIER_DEVICE uint32_t count(uint32_t unit) const {
         if (first(unit) >= rows) return 0;
@@ -61,7 +61,7 @@ struct Shape {
     static constexpr uint32_t kWidth = static_cast<uint32_t>(kBytes<kIs>);
 };
 
-// An element, or what the last row is filled up with.
+// An element, or the padding of the last row.
 template <Element kIs>
 KVTIER_DEVICE typename Shape<kIs>::Bits element_at(const Part& part, const Shape<kIs>& shape,
                                                    uint32_t i, uint32_t top) {
@@ -69,8 +69,9 @@ KVTIER_DEVICE typename Shape<kIs>::Bits element_at(const Part& part, const Shape
     return load<typename Shape<kIs>::Bits>(at<const uint8_t>(part.raw) + i * kBytes<kIs>);
 }
 
-// The rests of some rows. A lane has elements whose bits share bytes with no other's: two of a row,
-// or, where there are planes of one bit, eight that follow one another, of four rows at a time.
+// Writes the rests of some rows. A lane processes elements that share no byte with those of other
+// lanes: two per row, or, if there are planes of one bit, eight consecutive ones, four rows at a
+// time.
 template <Element kIs>
 KVTIER_DEVICE void put_rests(const Part& part, const Shape<kIs>& shape, uint32_t first,
                              uint32_t rows, uint32_t top, uint8_t* out) {
@@ -160,9 +161,9 @@ KVTIER_DEVICE bool fix4_decode(const Part& part, uint32_t unit, const Measure* m
     return true;
 }
 
-// --- what encoders count -------------------------------------------------------------------------
+// --- counts of exponents -------------------------------------------------------------------------
 
-// The exponents of some of the whole rows; there is at least one.
+// Counts the exponents of a sample of the whole rows; there is at least one.
 template <Element kIs>
 KVTIER_DEVICE void count(const Part& part, const Shape<kIs>& shape, size_t least, size_t one_in,
                          uint32_t* counts) {
@@ -180,7 +181,7 @@ KVTIER_DEVICE void count(const Part& part, const Shape<kIs>& shape, size_t least
     }
 }
 
-// False if the part has to be kept as it is, whatever is in it.
+// Returns false if the part must be stored raw, whatever its content is.
 template <Element kIs>
 KVTIER_DEVICE bool fix4_counts(const Part& part, uint32_t* counts) {
     const Shape<kIs> shape(part.raw_bytes);
@@ -269,8 +270,8 @@ KVTIER_DEVICE void fix4_place(const Part& part, uint32_t unit, const Measure* me
 
 // --- r32 -----------------------------------------------------------------------------------------
 
-// Whether the frequencies are such that the encoder writes: every slot has its symbol.
-KVTIER_DEVICE bool sound(const uint8_t* from) {
+// True if an encoder could have written these frequencies: each slot has a symbol.
+KVTIER_DEVICE bool valid_frequencies(const uint8_t* from) {
     const uint32_t symbols = from[kSymbolsAt];
     if (symbols < codec::kSymbolsLeast || symbols > kSymbolsMost) return false;
     const uint8_t* const frequencies = from + kFrequenciesAt;
@@ -285,10 +286,10 @@ KVTIER_DEVICE bool r32_decode(const Part& part, uint32_t unit, DecodeSlots& slot
     const uint64_t fixed = shape.r32_bytes();
     const uint8_t* const from = at<const uint8_t>(part.text);
     if (part.text_bytes < fixed || from[kElementAt] != static_cast<uint8_t>(kIs) ||
-        get32(from + kCountAt) != shape.streams || !sound(from)) {
+        get32(from + kCountAt) != shape.streams || !valid_frequencies(from)) {
         return false;
     }
-    Lies lies;
+    StreamPosition lies;
     const uint64_t left = part.text_bytes - fixed;
     if (!find_stream(from + kR32Header, shape.streams, unit, 1, left, lies)) return false;
     uint8_t* const out = at<uint8_t>(part.raw);
@@ -339,9 +340,9 @@ template <Element kIs>
 KVTIER_DEVICE bool r32_measure(const Part& part, uint32_t unit, EncodeSymbols& symbols,
                                Measure& measure) {
     const Shape<kIs> shape(part.raw_bytes);
-    const uint8_t* const said = at<const uint8_t>(part.scratch);
-    const uint32_t top = said[0], last = said[1] - 1u;
-    symbols.fill(said + 2);
+    const uint8_t* const header = at<const uint8_t>(part.scratch);
+    const uint32_t top = header[0], last = header[1] - 1u;
+    symbols.fill(header + 2);
     Writer writer(symbols, room_of(part, unit));
     for (uint32_t half = 2 * shape.count(unit); half-- > 0;) {
         Each<uint32_t> code;
@@ -363,11 +364,11 @@ template <Element kIs>
 KVTIER_DEVICE void r32_place(const Part& part, uint32_t unit, const Measure* measures,
                              const Result& result, uint8_t* out) {
     const Shape<kIs> shape(part.raw_bytes);
-    const uint8_t* const said = at<const uint8_t>(part.scratch);
+    const uint8_t* const header = at<const uint8_t>(part.scratch);
     const uint32_t first = shape.first(unit);
     uint8_t* const rests = out + kR32Header + shape.streams * kStreamEntry;
     uint8_t* const streams = rests + shape.rows * Shape<kIs>::kRest;
-    put_rests<kIs>(part, shape, first, shape.count(unit), said[0],
+    put_rests<kIs>(part, shape, first, shape.count(unit), header[0],
                    rests + first * Shape<kIs>::kRest);
     Writer::place(room_of(part, unit), measures[unit],
                   streams + unit * kStatesBytes + bytes_before(measures, unit, 1));
@@ -380,11 +381,11 @@ KVTIER_DEVICE void r32_place(const Part& part, uint32_t unit, const Measure* mea
     copy(out + result.bytes - shape.odd, at<const uint8_t>(part.raw) + part.raw_bytes - shape.odd,
          shape.odd);
     each([&](uint32_t lane) {
-        out[kFrequenciesAt + lane] = said[2 + lane];
+        out[kFrequenciesAt + lane] = header[2 + lane];
         if (lane != 0) return;
         put32(out, 0);
         out[kElementAt] = static_cast<uint8_t>(kIs);
-        out[kTopAt] = said[0], out[kSymbolsAt] = said[1];
+        out[kTopAt] = header[0], out[kSymbolsAt] = header[1];
         put32(out + kCountAt, shape.streams);
     });
 }
@@ -419,7 +420,7 @@ KVTIER_KERNEL(kvtier_r32_decode) {
     });
 }
 
-// What an encoder has to know of a part before its units begin.
+// Computes what the encoder needs of a part before its units begin.
 KVTIER_KERNEL(kvtier_fix4_begin) {
     __shared__ uint32_t of_warps[kWarps][256];
     uint32_t* const counts = of_warps[warp() % kWarps];

@@ -1,5 +1,5 @@
-// q8, q4, q2 and fp8 on a device: what docs/formats.md draws, to the bit. A unit is 4,096 elements
-// of a part. Scratch of the encoder: the lines of steps, as they are written.
+// q8, q4, q2 and fp8 on a device, bit for bit as in docs/formats.md. A unit is 4,096 elements of a
+// part. The encoder's scratch: the lines of steps, as they are written.
 
 #include "codec/quantized.h"
 #include "lanes.h"
@@ -18,11 +18,11 @@ constexpr uint32_t kGroupMost = static_cast<uint32_t>(codec::kGroupChannels);
 constexpr uint32_t kSpan = static_cast<uint32_t>(codec::kGroupTokens);
 constexpr uint32_t kWarp = static_cast<uint32_t>(kLanes);
 
-// A part's sizes, if it is made up as the grid says. Parts are smaller than 2^31 bytes.
+// The sizes of a part, if it has the layout of the grid. Parts are smaller than 2^31 bytes.
 struct Plan {
-    uint64_t size = 0;  // zero if it can't be
+    uint64_t size = 0;  // zero if the part cannot be encoded
     uint32_t elements = 0, lines = 0, params = 0;
-    uint32_t spans = 0, line = 0, group = 0, groups = 0;  // lines of a matrix, steps of a line
+    uint32_t spans = 0, line = 0, group = 0, groups = 0;  // lines per matrix, steps per line
     uint32_t matrix_rows, channels, head, bits;
     bool floating, by_token;
 
@@ -42,7 +42,7 @@ struct Plan {
         const uint32_t matrix = matrix_rows * channels * width;
         if (raw_bytes % matrix != 0) return;
         elements = raw_bytes / width;
-        groups = (head + kGroupMost - 1) / kGroupMost;  // of a head
+        groups = (head + kGroupMost - 1) / kGroupMost;  // per head
         group = (head + groups - 1) / groups;
         spans = (matrix_rows + kSpan - 1) / kSpan;
         line = by_token ? channels / head * groups : channels;
@@ -52,7 +52,7 @@ struct Plan {
             kQuantizedHeader + params + (uint64_t{elements} + kUnit - 1) / kUnit * kUnit * bits / 8;
     }
 
-    // Whose steps an element has.
+    // The steps that an element uses.
     struct Owner {
         uint32_t line, step;
     };
@@ -91,7 +91,7 @@ struct Plan {
     }
 };
 
-// Of a unit of 64 codes, code i.
+// Code i of a unit of 64 codes.
 KVTIER_DEVICE uint32_t code_at(uint32_t bits, const uint8_t* codes, uint32_t i) {
     const uint32_t packed = static_cast<uint32_t>(kUnit) * bits / 8;
     return codes[i % packed] >> (i / packed * bits) & ((1u << bits) - 1);
@@ -135,8 +135,8 @@ KVTIER_DEVICE float unordered(typename Value<kIs>::Order order) {
     return Value<kIs>::widened(static_cast<typename Value<kIs>::Bits>(codec::turned(order)));
 }
 
-// Least and largest of what each lane asks for: all of a group's channels (every lane has the
-// same), or all of a channel's tokens.
+// The minimum and maximum of the elements of each lane: all channels of a group (the same in every
+// lane), or all tokens of a channel.
 struct Range {
     float least, most;
 };
@@ -177,7 +177,8 @@ KVTIER_DEVICE void channel_ranges(const uint8_t* in, const Plan& plan, uint32_t 
     });
 }
 
-// Writes the steps of this unit's share of all groups into the scratch. False if a group has none.
+// Writes the steps of this unit's share of all groups to the scratch. Returns false if a group has
+// no valid steps.
 KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
     const bool wide = part.element == static_cast<uint32_t>(Element::kFp32);
     const uint32_t largest = part.element == static_cast<uint32_t>(Element::kFp16)
@@ -188,7 +189,7 @@ KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
     if (plan.size == 0 || plan.size >= part.raw_bytes) return false;
     const uint8_t* const in = at<const uint8_t>(part.raw);
     uint8_t* const params = at<uint8_t>(part.scratch);
-    // A line's steps are made by as many warps: one each, or 32.
+    // The steps of a line are computed by one warp, or by 32 warps.
     const uint32_t tile = plan.by_token ? 1 : kWarp;
     const uint32_t tiles = (plan.line + tile - 1) / tile;
     for (uint32_t item = unit; item < plan.lines * tiles; item += part.units) {

@@ -1,13 +1,12 @@
-// Blocks of an engine's paged cache to slots and back, as opaque bytes: all of them in one launch.
-// Slots lie in the host's memory, mapped for the device. Compiled when an engine starts (no headers
-// there), and for the host by the tests: threads here know nothing of each other.
+// Copies blocks of an engine's paged cache to slots and back, as opaque bytes: all of them in one
+// launch. Slots are in the host's memory, mapped for the device. Compiled when an engine starts
+// (without headers), and for the host by the tests. The threads do not communicate.
 
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// A run of bytes of every block: `start` bytes into its slot, and at base + id * stride on the
-// device.
+// A run of bytes of each block: at `start` in its slot, and at base + id * stride on the device.
 struct Piece {
     u64 base;
     u64 stride;
@@ -21,7 +20,7 @@ __device__ void move_words(u64 to, u64 from, u64 bytes) {
     const Word* const in = reinterpret_cast<const Word*>(from);
     const u64 words = bytes / sizeof(Word), step = blockDim.x;
     u64 at = threadIdx.x;
-    // Four on their way at a time: what is slow is the way to the host.
+    // Four words in flight at a time, because the path to the host is slow.
     for (; at + 3 * step < words; at += 4 * step) {
         const Word a = in[at], b = in[at + step], c = in[at + 2 * step], d = in[at + 3 * step];
         out[at] = a;
@@ -45,8 +44,8 @@ __device__ void move_bytes(u64 to, u64 from, u64 bytes) {
     }
 }
 
-// Block i lies in page ids[i] and in the slot at slots[i]. Any grid will do: a thread block takes a
-// piece, and then the one a grid further on.
+// Block i is page ids[i] and the slot at slots[i]. Works with every grid size: a thread block
+// copies a piece, and then the one a grid size further on.
 extern "C" __global__ void __launch_bounds__(256)
     kvtier_copy_blocks(const Piece* pieces, u32 piece_count, const u64* slots, const u32* ids,
                        u32 block_count, u32 inwards) {

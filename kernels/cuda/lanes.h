@@ -1,7 +1,7 @@
-// Warps as the codecs' kernels see them: what each lane does, and then what all of them know. On a
-// device a lane is a thread; elsewhere, for the tests, the 32 of them are done one after the other.
-// What a lane has done with memory, all others see in the next step. Nothing but this knows of
-// threads.
+// Warps, as the codecs' kernels use them: an operation of each lane, then an operation over all
+// lanes. On a device a lane is a thread; on the host, for the tests, a loop runs the 32 lanes.
+// Memory that a lane writes is visible to all lanes in the next step. All use of threads is in this
+// file.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ using codec::kLanes;
 #define KVTIER_DEVICE __device__ __forceinline__
 inline constexpr uint32_t kAll = 0xFFFFFFFFu;
 
-// A number that each lane has of its own.
+// A number per lane.
 template <typename T>
 struct Each {
     T own;
@@ -30,21 +30,21 @@ KVTIER_DEVICE void each(Act act) {
     __syncwarp();
 }
 
-// A bit for each lane.
-template <typename Says>
-KVTIER_DEVICE uint32_t ballot(Says says) {
-    return __ballot_sync(kAll, says(threadIdx.x % static_cast<uint32_t>(kLanes)));
+// A bit per lane.
+template <typename Function>
+KVTIER_DEVICE uint32_t ballot(Function function) {
+    return __ballot_sync(kAll, function(threadIdx.x % static_cast<uint32_t>(kLanes)));
 }
 
-// What the lane `from` (modulo 32) has.
+// The value of lane `from` (modulo 32).
 template <typename T>
 KVTIER_DEVICE Each<T> shuffled(Each<T>& numbers, Each<uint32_t>& from) {
     return {__shfl_sync(kAll, numbers.own, static_cast<int>(from.own))};
 }
 
-template <typename T, typename Says, typename Join>
-KVTIER_DEVICE T joined(Says says, Join join) {
-    T found = says(threadIdx.x % static_cast<uint32_t>(kLanes));
+template <typename T, typename Function, typename Join>
+KVTIER_DEVICE T joined(Function function, Join join) {
+    T found = function(threadIdx.x % static_cast<uint32_t>(kLanes));
     for (int apart = static_cast<int>(kLanes) / 2; apart != 0; apart /= 2) {
         found = join(found, __shfl_xor_sync(kAll, found, apart));
     }
@@ -68,11 +68,11 @@ inline void each(Act act) {
     for (uint32_t lane = 0; lane < kLanes; lane++) act(lane);
 }
 
-template <typename Says>
-inline uint32_t ballot(Says says) {
+template <typename Function>
+inline uint32_t ballot(Function function) {
     uint32_t found = 0;
     for (uint32_t lane = 0; lane < kLanes; lane++) {
-        found |= static_cast<uint32_t>(static_cast<bool>(says(lane))) << lane;
+        found |= static_cast<uint32_t>(static_cast<bool>(function(lane))) << lane;
     }
     return found;
 }
@@ -84,10 +84,11 @@ inline Each<T> shuffled(Each<T>& numbers, Each<uint32_t>& from) {
     return found;
 }
 
-template <typename T, typename Says, typename Join>
-inline T joined(Says says, Join join) {
-    T found = says(0);
-    for (uint32_t lane = 1; lane < kLanes; lane++) found = join(found, static_cast<T>(says(lane)));
+template <typename T, typename Function, typename Join>
+inline T joined(Function function, Join join) {
+    T found = function(0);
+    for (uint32_t lane = 1; lane < kLanes; lane++)
+        found = join(found, static_cast<T>(function(lane)));
     return found;
 }
 
@@ -95,17 +96,17 @@ inline void count_at(uint32_t* counter) { ++*counter; }
 inline uint32_t bits_in(uint32_t mask) { return static_cast<uint32_t>(__builtin_popcount(mask)); }
 #endif
 
-template <typename Says>
-KVTIER_DEVICE uint64_t sum(Says says) {
-    return joined<uint64_t>(says, [](uint64_t a, uint64_t b) { return a + b; });
+template <typename Function>
+KVTIER_DEVICE uint64_t sum(Function function) {
+    return joined<uint64_t>(function, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
-// How many lanes before this one have their bit set.
+// The number of lanes before this one whose bit is set.
 KVTIER_DEVICE uint32_t before(uint32_t mask, uint32_t lane) {
     return bits_in(mask & ((1u << lane) - 1));
 }
 
-// Which of all warps this is, and how many there are.
+// The number of this warp, and the number of all warps.
 KVTIER_DEVICE uint32_t warp() {
     return (blockIdx.x * blockDim.x + threadIdx.x) / static_cast<uint32_t>(kLanes);
 }

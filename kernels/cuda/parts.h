@@ -1,7 +1,6 @@
-// Parts of blocks on a device, and what the codecs' kernels share. Kernels are told of parts that
-// are cut into units, each a warp's work. Encoding goes in two passes: the first finds out how many
-// bytes each unit takes and whether a part can be encoded at all, the second writes everything to
-// where it then belongs.
+// Parts of blocks on a device, and the common code of the codecs' kernels. The host divides parts
+// into units; a warp processes a unit. Encoding has two passes: the first finds the encoded size of
+// each unit and whether a part can be encoded, the second writes everything to its final position.
 #pragma once
 
 #include <cstddef>
@@ -15,31 +14,31 @@ namespace kvtier::cuda {
 using codec::Element;
 using codec::kBytes;
 
-// Addresses are the device's. A part's bytes lie at a multiple of its element's size and are less
-// than 2^31, its encoded bytes anywhere.
+// Addresses are device addresses. A part's bytes are aligned to the size of its element and fewer
+// than 2^31; its encoded bytes are unaligned.
 struct Part {
     uint64_t raw, raw_bytes;
-    uint64_t text, text_bytes;  // encoded: of this part; to be encoded: of its whole payload
-    uint64_t scratch;           // of an eighth's alignment; what for, and how much, each codec says
-    uint64_t known;             // what a profile says of it, or 0
+    uint64_t text, text_bytes;  // decoding: of this part; encoding: of its whole payload
+    uint64_t scratch;           // aligned to 8 bytes; each codec defines its use and size
+    uint64_t known;             // the part's content of a profile, or 0
     uint32_t element;
-    uint32_t kept;          // its bytes are kept as they are
-    uint32_t unit, units;   // its first, and how many
-    uint32_t first, parts;  // to be encoded: where its payload begins in the list, and how many
-    uint32_t bits;          // of codes, of 8, 4 or 2; kFloating beside them
+    uint32_t kept;          // stored raw
+    uint32_t unit, units;   // the first unit, and the number of units
+    uint32_t first, parts;  // encoding: the index of the payload's first part, and their number
+    uint32_t bits;          // of codes: 8, 4 or 2; with kFloating
     uint32_t rows, channels, head, by_token;  // a grid
     uint32_t heads_first, position;
     uint32_t reserved;
 };
 
-// What a unit's bytes will be, all in bytes but words and escapes.
+// The encoded size of a unit: in bytes, but words and escapes are counts.
 struct Measure {
     uint32_t words, escapes;
     uint64_t bytes;
 };
 
 struct Result {
-    uint64_t bytes, offset;  // encoded: how many, and where in the payload
+    uint64_t bytes, offset;  // encoding: the size, and the position in the payload
     uint32_t kept, bad;
 };
 
@@ -50,7 +49,7 @@ KVTIER_DEVICE T* at(uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// At an address that is a multiple of its size.
+// The address is a multiple of the value's size.
 template <typename T>
 KVTIER_DEVICE T load(const uint8_t* from) {
     T value;
@@ -62,7 +61,7 @@ KVTIER_DEVICE void store(uint8_t* to, T value) {
     std::memcpy(__builtin_assume_aligned(to, sizeof value), &value, sizeof value);
 }
 
-// At any address, the lowest byte first.
+// At any address, lowest byte first.
 KVTIER_DEVICE uint32_t get16(const uint8_t* from) {
     return static_cast<uint32_t>(from[0]) | static_cast<uint32_t>(from[1]) << 8;
 }
@@ -82,7 +81,7 @@ KVTIER_DEVICE void copy(uint8_t* to, const uint8_t* from, uint64_t nbytes) {
     }
 }
 
-// Of `count` things those that belong to this unit of so many: [first, end), in whole pieces.
+// The range [first, end) of `count` items that belongs to one unit, in whole pieces.
 struct Share {
     uint64_t first, end;
     KVTIER_DEVICE Share(uint64_t count, uint32_t unit, uint32_t units, uint64_t piece) {
@@ -104,7 +103,7 @@ struct Of {
 };
 #define KVTIER_IS decltype(is)::kElement
 
-// Calls `act` with the part's type; false if it is none of those.
+// Calls `act` with the part's type; returns false for other types.
 template <typename Act>
 KVTIER_DEVICE bool of_floats(const Part& part, Act act) {
     switch (static_cast<Element>(part.element)) {
@@ -136,14 +135,14 @@ KVTIER_DEVICE void fail(Result& result) {
     });
 }
 
-// Whether the part is known to be damaged: the same for all lanes. Another warp may say so between
-// the looks of two lanes, and lanes that part ways never meet again in a shuffle.
+// True if the part is known to be damaged: the same for all lanes. Another warp may set the flag
+// between the reads of two lanes, and lanes that diverge never meet again in a shuffle.
 KVTIER_DEVICE bool is_bad(const Result& result) {
     return ballot([&](uint32_t) { return result.bad != 0; }) != 0;
 }
 
-// Does `act(part, unit of the part, result)` for each unit that is this warp's. What it returns
-// says whether the part is sound.
+// Calls `act(part, unit of the part, result)` for each unit of this warp. It returns whether the
+// part is valid.
 template <typename Act>
 KVTIER_DEVICE void of_units(const Part* parts, const uint32_t* owners, uint32_t units,
                             Result* results, Act act) {
@@ -154,7 +153,7 @@ KVTIER_DEVICE void of_units(const Part* parts, const uint32_t* owners, uint32_t 
     }
 }
 
-// One unit of a part that is kept as it is: false if it is not as long as it must be.
+// Copies one unit of a raw part; returns false if the part has a wrong length.
 KVTIER_DEVICE bool take_kept(const Part& part, uint32_t unit) {
     if (part.text_bytes != part.raw_bytes) return false;
     copy_share(at<uint8_t>(part.raw), at<const uint8_t>(part.text), part.raw_bytes, unit,
@@ -162,7 +161,7 @@ KVTIER_DEVICE bool take_kept(const Part& part, uint32_t unit) {
     return true;
 }
 
-// Where a part's encoded bytes belong; none if they are its own, which are written then.
+// The position of a part's encoded bytes; null if the part is stored raw, and then this copies it.
 KVTIER_DEVICE uint8_t* place_of(const Part& part, uint32_t unit, const Result& result) {
     uint8_t* const out = at<uint8_t>(part.text) + result.offset;
     if (!result.kept) return out;
@@ -170,15 +169,15 @@ KVTIER_DEVICE uint8_t* place_of(const Part& part, uint32_t unit, const Result& r
     return nullptr;
 }
 
-inline constexpr uint32_t kWarps = 4;  // of a thread block
+inline constexpr uint32_t kWarps = 4;  // per thread block
 
 #define KVTIER_KERNEL(NAME)                                                                \
     extern "C" __global__ void __launch_bounds__(128, 8)                                   \
         NAME(const Part* parts, const uint32_t* owners, uint32_t units, Measure* measures, \
              Result* results)
 
-// Between the passes, a payload each: how large its parts are, and where they begin. One that would
-// not get smaller is kept as it is.
+// Runs between the passes, once per payload: computes the sizes of its parts and their positions. A
+// part that would not shrink is stored raw.
 KVTIER_KERNEL(kvtier_settle) {
     for (uint32_t i = warp(); i < units; i += warps()) {
         const uint32_t first = owners[i], end = first + parts[first].parts;

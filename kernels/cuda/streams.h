@@ -1,5 +1,4 @@
-// Streams of 32 lanes, a warp each: the states stay in registers, and so do the words that come
-// next.
+// Streams of 32 lanes, one warp per stream: the states and the next words stay in registers.
 #pragma once
 
 #include "codec/lossless.h"
@@ -14,11 +13,11 @@ using codec::kStatesBytes;
 using codec::kStreamEntry;
 using codec::kSymbolsMost;
 
-// What a slot says: its symbol, frequency << 8, slot - start << 16. In shared memory.
+// The entry of a slot: symbol, frequency << 8, slot - start << 16. In shared memory.
 struct DecodeSlots {
     uint32_t of[kScale];
 
-    // From frequencies that sum to 256.
+    // From frequencies with the sum 256.
     KVTIER_DEVICE void fill(const uint8_t* frequencies) {
         each([&](uint32_t lane) {
             uint32_t start = 0;
@@ -48,15 +47,16 @@ struct EncodeSymbols {
     }
 };
 
-// Where a stream lies among those of its part.
-struct Lies {
-    uint64_t before;  // bytes of the words and escapes of those before it
+// The position of a stream in its part.
+struct StreamPosition {
+    uint64_t before;  // the words and escapes of earlier streams, in bytes
     uint32_t words, escapes;
 };
 
-// From the part's entries; `left` is what all words and escapes take. False if they don't.
+// From the part's entries; `left` is the size of all words and escapes. Returns false if that is
+// wrong.
 KVTIER_DEVICE bool find_stream(const uint8_t* entries, uint64_t streams, uint32_t number,
-                               uint64_t escape_bytes, uint64_t left, Lies& lies) {
+                               uint64_t escape_bytes, uint64_t left, StreamPosition& lies) {
     uint64_t all = 0;
     lies = {0, 0, 0};
     for (uint64_t first = 0; first < streams; first += kLanes) {
@@ -79,7 +79,7 @@ KVTIER_DEVICE bool find_stream(const uint8_t* entries, uint64_t streams, uint32_
     return true;
 }
 
-// A stream on its way out. Lanes take the words in their order from 64 that lie ready, two in each
+// A stream that is being decoded. Lanes take the words in order from a window of 64, two in each
 // lane.
 class StreamReader {
  public:
@@ -92,7 +92,7 @@ class StreamReader {
         });
     }
 
-    // Whether the states are such as an encoder leaves.
+    // True if an encoder could have left these states.
     KVTIER_DEVICE bool begins() {
         return ballot([&](uint32_t lane) {
                    return state_[lane] < kStateLeast || state_[lane] >= kStateEnd;
@@ -103,7 +103,7 @@ class StreamReader {
         each([&](uint32_t lane) {
             const uint32_t slot = slots_.of[state_[lane] & (kScale - 1)];
             symbols[lane] = slot & 255;
-            state_[lane] = codec::given_out(state_[lane], slot >> 8 & 255, slot >> 16);
+            state_[lane] = codec::state_after_decode(state_[lane], slot >> 8 & 255, slot >> 16);
         });
         const uint32_t low = ballot([&](uint32_t lane) { return state_[lane] < kStateLeast; });
         Each<uint32_t> place;
@@ -123,14 +123,14 @@ class StreamReader {
         });
     }
 
-    // One that is sound ends with its last word, in the state that the encoder began with.
+    // A valid stream ends with its last word, in the encoder's initial state.
     KVTIER_DEVICE bool ends() {
         return first_ + taken_ == words_ &&
                ballot([&](uint32_t lane) { return state_[lane] != kStateLeast; }) == 0;
     }
 
  private:
-    // Behind the last one there are zeros: whoever takes one of those does not end with the last.
+    // Zeros follow the last word: a stream that uses one of them does not end with its last word.
     KVTIER_DEVICE uint32_t word(uint32_t i) const {
         return i < words_ ? get16(from_ + 2 * uint64_t{i}) : 0;
     }
@@ -141,7 +141,8 @@ class StreamReader {
     Each<uint32_t> state_, low_, high_;
 };
 
-// A stream on its way in, backwards: its words and escapes grow down from the ends of their rooms.
+// A stream that is being encoded, from its end to its start: its words and escapes grow down from
+// the ends of their buffers.
 template <typename Escape>
 class StreamWriter {
  public:
@@ -154,11 +155,11 @@ class StreamWriter {
         each([&](uint32_t lane) { state_[lane] = kStateLeast; });
     }
 
-    // The row before; of lanes whose bit is set in `escaped` the escapes are kept.
+    // Encodes the row before; stores the escapes of lanes whose bit is set in `escaped`.
     KVTIER_DEVICE void row(Each<uint32_t>& codes, uint32_t escaped, Each<Escape>& escapes) {
         escapes_ += bits_in(escaped);
         const uint32_t full = ballot([&](uint32_t lane) {
-            return codec::too_full(state_[lane], symbols_.frequency[codes[lane]]);
+            return codec::needs_word(state_[lane], symbols_.frequency[codes[lane]]);
         });
         words_ += bits_in(full);
         each([&](uint32_t lane) {
@@ -167,7 +168,7 @@ class StreamWriter {
                 store(word(before(full, lane)), static_cast<uint16_t>(state_[lane]));
                 state_[lane] >>= 16;
             }
-            state_[lane] = codec::taken_in(state_[lane], symbols_[codes[lane]]);
+            state_[lane] = codec::state_after_encode(state_[lane], symbols_[codes[lane]]);
         });
     }
 
@@ -179,7 +180,7 @@ class StreamWriter {
         });
     }
 
-    // Puts the states, words and escapes of a stream that was finished where they belong.
+    // Writes the states, words and escapes of a finished stream to their final position.
     KVTIER_DEVICE static void place(const uint8_t* room, const Measure& measure, uint8_t* to) {
         copy(to, room + (kRoom - kStatesBytes), kStatesBytes);
         copy(to + kStatesBytes, room + kEscapesAt - 2 * uint64_t{measure.words},
@@ -203,7 +204,7 @@ class StreamWriter {
     Each<uint32_t> state_;
 };
 
-// What the streams before this one of a part take.
+// The size of the streams before this one in a part.
 KVTIER_DEVICE uint64_t bytes_before(const Measure* measures, uint32_t number,
                                     uint64_t escape_bytes) {
     uint64_t found = 0;

@@ -1,4 +1,4 @@
-// Chains that are listed by kind and by age: what was wanted at about the same time goes together.
+// Chains in lists by kind and age: blocks that were requested at about the same time share a list.
 #pragma once
 #include <array>
 #include <vector>
@@ -15,28 +15,28 @@ class Ages : public Chains {
     static constexpr unsigned epochs = 128;
 
     explicit Ages(unsigned kinds);
-    // Of what is the policy's own of a block.
+    // The kind of a block, given the policy's own bits of that block.
     virtual unsigned kind_of(std::uint32_t own) const = 0;
-    // Lower for what goes sooner, never 0. Ages are quarters of a second; places count from 0, the
-    // oldest, and are less than `epochs`.
+    // Lists with lower ranks are evicted first; a rank is never 0. Ages are quarters of a second.
+    // `place` counts from 0, the oldest epoch, and is less than `epochs`.
     virtual std::uint64_t rank_of(unsigned kind, std::uint64_t age, unsigned place) const = 0;
     std::uint64_t quarters() const { return quarters_; }
 
  private:
-    // What was wanted at about the same time, in a list for each kind.
+    // A period of time, with one list of blocks for each kind.
     struct Epoch {
-        std::uint64_t start, quarters;  // from this tick on, and when that was
+        std::uint64_t start, quarters;  // the first tick of the period, and the time then
         unsigned slot;
     };
 
-    void began(std::size_t blocks) override;
+    void on_batch(std::size_t blocks) override;
     List list_of(Id id) const override;
     std::uint64_t rank(List list) const override;
-    void open();
+    void open_epoch();
 
     unsigned kinds_;
     std::uint64_t quarters_ = 0;
-    std::size_t told_ = 0;       // blocks, in this tick
+    std::size_t reported_ = 0;   // blocks reported in this tick
     std::vector<Epoch> epochs_;  // oldest first
     std::vector<unsigned> spare_slots_;
     std::array<std::uint8_t, epochs> place_{};  // of each slot in epochs_

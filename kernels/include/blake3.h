@@ -40,7 +40,7 @@ constexpr Schedule make_schedule() {
 
 inline constexpr Schedule kSchedule = make_schedule();
 
-// Replaces the chaining value by the first half of the compression function's output.
+// the implementation chosen for "blake3"
 using Compress = void (*)(uint32_t cv[8], const uint8_t block[kBlock], uint32_t block_bytes,
                           uint64_t counter, uint32_t flags);
 

@@ -9,7 +9,7 @@
 
 namespace kvtier {
 
-// The items in `bytes`, which must be a whole number of them; valid while the object lives.
+// The number of items in `bytes`; throws unless they are whole. Valid while the object exists.
 inline std::size_t count_in(const nanobind::bytes& bytes, std::size_t item_bytes,
                             const char* what) {
     if (bytes.size() % item_bytes) throw std::invalid_argument(what);
@@ -17,7 +17,7 @@ inline std::size_t count_in(const nanobind::bytes& bytes, std::size_t item_bytes
 }
 
 inline std::span<const std::uint32_t> ids_in(const nanobind::bytes& bytes) {
-    std::size_t n = count_in(bytes, 4, "ids are 4 bytes each");
+    std::size_t n = count_in(bytes, 4, "ids have 4 bytes each");
     return {static_cast<const std::uint32_t*>(bytes.data()), n};
 }
 

@@ -1,5 +1,6 @@
-// What policies share that never name a block before those that follow it: what hangs on what, and
-// lists of those that nothing hangs on. 12 bytes a block, and 16 more for each in a list.
+// The common part of the policies that never evict a block before those that follow it: the chains
+// of blocks, and lists of the blocks that no other block follows. 12 bytes per block, and 16 more
+// per block in a list.
 #pragma once
 #include <cstring>
 
@@ -26,44 +27,46 @@ class Chains : public Policy {
 
  protected:
     using List = std::uint32_t;
-    static constexpr List last_to_first = 0;  // of those that were demoted
+    static constexpr List demoted_list = 0;  // list of demoted blocks
     static constexpr std::uint32_t nowhere = 0, here = 1, read = 2, away = 3;
     static constexpr unsigned stamp_bits = 19;  // ticks
 
-    // What is known of a block.
-    struct About {
+    // The state of a block.
+    struct BlockState {
         std::uint32_t where : 2;   // `read` while it is held
-        std::uint32_t listed : 1;  // nothing hangs on it, and it may go
+        std::uint32_t listed : 1;  // evictable, and no block in memory follows it
         std::uint32_t demoted : 1;
-        std::uint32_t stamp : stamp_bits;  // when it was wanted last
-        std::uint32_t own : 9;             // the policy's
+        std::uint32_t stamp : stamp_bits;  // the tick of its last use
+        std::uint32_t own : 9;             // bits of the policy
     };
-    static_assert(sizeof(About) == 4);
+    static_assert(sizeof(BlockState) == 4);
 
     explicit Chains(List lists);
 
-    // What a policy makes of it: a block comes, for the first time or `again`; is used; something
-    // new hangs on it; goes. `last` of its batch.
-    virtual void began(std::size_t) {}  // so many blocks of a request are told of now
-    virtual void met(Id id, Name name, bool again, std::size_t batch, bool last) = 0;
+    // Implemented by a policy: a block was added, for the first time or `again`; was used; got a
+    // follower. `last` of its batch.
+    virtual void on_batch(std::size_t) {}  // a report about this many blocks of a request begins
+    virtual void on_added(Id id, Name name, bool again, std::size_t batch, bool last) = 0;
     virtual void used(Id id, Name name, bool last) = 0;
-    virtual void continued(Id) {}
-    // The list that it belongs to; and a number that is higher for lists that go later.
+    // A request used the blocks that are in memory: calls `used` for each, the last one first.
+    virtual void on_batch_used(std::span<const Id> ids, std::span<const Name> names);
+    virtual void on_continued(Id) {}
+    // The list of a block; and its rank: lists with higher ranks are evicted later.
     virtual List list_of(Id id) const = 0;
     virtual std::uint64_t rank(List list) const = 0;
 
-    // Ticks since it was wanted last.
-    std::uint64_t age(Id id) const { return (ticks_ - abouts_[id].stamp) & stamp_mask; }
-    bool knows(Id id) const { return abouts_.reaches(id) && abouts_[id].where != nowhere; }
+    // Ticks since its last use.
+    std::uint64_t age(Id id) const { return (ticks_ - states_[id].stamp) & stamp_mask; }
+    bool is_known(Id id) const { return states_.reaches(id) && states_[id].where != nowhere; }
     bool in_memory(Id id) const {
-        return abouts_.reaches(id) && (abouts_[id].where == here || abouts_[id].where == read);
+        return states_.reaches(id) && (states_[id].where == here || states_[id].where == read);
     }
-    About& about(Id id) { return abouts_[id]; }
-    const About& about(Id id) const { return abouts_[id]; }
+    BlockState& state_of(Id id) { return states_[id]; }
+    const BlockState& state_of(Id id) const { return states_[id]; }
     bool empty(List list) const { return links_[list].next == list; }
-    void splice(List from, List to);  // to the cold end of the other
-    void relist(Id id);               // to the hot end of its list, if it may go
-    std::uint64_t ticks_ = 0;         // by which blocks are stamped
+    void splice(List from, List to);  // to the cold end of `to`
+    void relist(Id id);               // to the hot end of its list, if it may be evicted
+    std::uint64_t ticks_ = 0;         // the time stamps of blocks
     Id parent_of(Id id) const { return nodes_[id].parent; }
     std::size_t in_memory() const { return in_memory_; }
 
@@ -74,7 +77,7 @@ class Chains : public Policy {
 
     struct Node {
         Id parent;
-        std::uint32_t below;  // how many in memory hang on it; of a listed one its link
+        std::uint32_t below;  // number of followers in memory; for a listed block its link
     };
     struct Link {
         std::uint32_t prev, next;
@@ -84,15 +87,15 @@ class Chains : public Policy {
     void unlist(Id id);
     void insert(Id id, List list, bool hot);
     void list(Id id, bool hot);
-    void let_go_of(Id parent);
+    void remove_follower(Id parent);
     void leave(std::span<const Id> ids, std::uint32_t to);
-    bool may_go(Id id) const { return abouts_[id].where == here; }
+    bool is_evictable(Id id) const { return states_[id].where == here; }
 
     List lists_;
     Chunks<Node> nodes_;
-    Chunks<About> abouts_;
-    Chunks<Link> links_;                          // the first ones are the lists' ends
-    mutable std::vector<std::uint64_t> perhaps_;  // a bit for each list that may not be empty
+    Chunks<BlockState> states_;
+    Chunks<Link> links_;                           // the first ones are the ends of the lists
+    mutable std::vector<std::uint64_t> nonempty_;  // a bit per list, 0 if the list is empty
     std::uint32_t spare_ = 0, made_ = 0;
     Id limit_ = 0;
     std::size_t size_ = 0, in_memory_ = 0, listed_ = 0;

@@ -14,7 +14,7 @@ namespace kvtier {
 inline constexpr std::size_t chunk_bytes = std::size_t{2} << 20;  // a huge page
 
 inline void* map_chunk(bool huge) {
-    // Twice the size, then the ends cut off: a huge page needs its alignment.
+    // Maps twice the size and unmaps both ends: a huge page must be aligned.
     void* raw =
         mmap(nullptr, 2 * chunk_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (raw == MAP_FAILED) throw std::bad_alloc();
@@ -49,7 +49,8 @@ class Chunks {
         return (i >> shift) < chunks_.size() && chunks_[i >> shift] != nullptr;
     }
 
-    // Makes item i exist, all zeroes. The first chunk is of small pages: a small store stays small.
+    // Makes item i exist, all zeroes. The first chunk has small pages, so a small store stays
+    // small.
     void reach(std::size_t i) {
         std::size_t at = i >> shift;
         if (at >= chunks_.size()) chunks_.resize(at + 1, nullptr);

@@ -28,14 +28,14 @@ const char* level_name(Level level);
 // The best level that the processor, the operating system and KVTIER_CPU allow.
 Level machine_level();
 
-// A kind of kernel with its implementations; `force` picks one for tests.
+// A kind of kernel and its implementations; tests use `choose` to select one.
 class Choice {
  public:
     Choice(const char* kind, std::vector<Level> levels);
 
     Level level() const { return static_cast<Level>(chosen_.load(std::memory_order_relaxed)); }
     const char* kind() const { return kind_; }
-    // Those that run on this machine, the one taken by itself first.
+    // The levels that run on this machine; the default comes first.
     const std::vector<Level>& levels() const { return levels_; }
     void choose(Level level) { chosen_.store(static_cast<int>(level), std::memory_order_relaxed); }
 
@@ -45,9 +45,9 @@ class Choice {
     std::atomic<int> chosen_;
 };
 
-Choice& copy_choice();    // copies, with and without the checksum
+Choice& copy_choice();    // copies, with and without checksum
 Choice& xxh3_choice();    // the checksum alone
 Choice& codec_choice();   // encoding and decoding
-Choice& blake3_choice();  // names; the quickest here, by a trial
+Choice& blake3_choice();  // keys; the fastest on this machine, measured at the start
 
 }  // namespace kvtier

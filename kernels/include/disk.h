@@ -1,5 +1,5 @@
-// Blocks between files and the arena, moved by native threads: what is queued, what the kernel has,
-// and what is over.
+// Blocks between files and the arena, moved by native threads: queued operations, operations in the
+// kernel, and completions.
 #pragma once
 
 #include <sys/types.h>
@@ -31,11 +31,12 @@ namespace kvtier {
 using Clock = std::chrono::steady_clock;
 using Digest = std::array<uint8_t, kDigestBytes>;
 
-// +-------+-----+-------+--------+--------+--------+----------+--------+----------------------------+
-// | token | fd  | flags | file   | nbytes | extent | deadline | memory | read: digest, 16 bytes |
-// |       |     |       | offset |        |        | ms       | offset | write: header's at, nbytes
-// | | u64   | i32 | u32   | u64    | u64    | u32    | u32      | u64    | u64, u64 |
-// +-------+-----+-------+--------+--------+--------+----------+--------+----------------------------+
+// An operation as Python packs it:
+// +-------+-----+-------+--------+--------+--------+----------+--------+---------------------+
+// | token | fd  | flags | file   | nbytes | extent | deadline | memory | read: digest, 16 B  |
+// |       |     |       | offset |        |        | ms       | offset | write: header's     |
+// | u64   | i32 | u32   | u64    | u64    | u32    | u32      | u64    | at, nbytes: u64 u64 |
+// +-------+-----+-------+--------+--------+--------+----------+--------+---------------------+
 struct PackedOperation {
     uint64_t token;
     int32_t fd;
@@ -43,7 +44,7 @@ struct PackedOperation {
     uint64_t file_offset;
     uint64_t nbytes;
     uint32_t extent;
-    uint32_t deadline_ms;  // from now; 0 is none
+    uint32_t deadline_ms;  // from now; 0 means no deadline
     uint64_t memory_offset;
     union {
         uint8_t digest[kDigestBytes];
@@ -54,31 +55,32 @@ struct PackedOperation {
 };
 static_assert(sizeof(PackedOperation) == 64);
 
-// An encoded frame to be read: the operation's bytes are the block's, its file offset the header's,
-// its digest the payload's.
+// A read of an encoded frame. The operation's bytes are those of the block, its file offset is that
+// of the header, and its digest is that of the payload.
 struct PackedFrame {
     PackedOperation operation;
     uint64_t payload_bytes;
     uint32_t header_bytes;
     uint16_t element;
-    uint16_t lossy;  // which of the recipes it may be of, from 1; 0 is none
+    uint16_t lossy;  // the number of the recipe that the frame may have, from 1; 0 means none
 };
 static_assert(sizeof(PackedFrame) == 80);
 
 inline constexpr uint32_t kUrgent = 1;  // reads only
-inline constexpr uint32_t kDigest = 2;  // a read must match its digest, a write returns it
-inline constexpr uint32_t kSeal = 4;    // the header is a frame's, and its digests are missing
+inline constexpr uint32_t kDigest = 2;  // the read must match its digest; a write returns it
+// the header belongs to a frame, and its digests are not filled in yet
+inline constexpr uint32_t kSeal = 4;
 
 inline constexpr uint64_t whole_pages(uint64_t nbytes) {
     return (nbytes + kPage - 1) / kPage * kPage;
 }
 
-// Whole pages of one's own, for direct I/O; zeroed.
+// Page-aligned private memory for direct I/O; zeroed.
 class Pages {
  public:
     Pages() = default;
     explicit Pages(uint64_t nbytes);
-    // The same with anything in it; without data where there is no memory.
+    // The same with undefined content; data() is null if there is no memory.
     static Pages unset(uint64_t nbytes);
     uint8_t* data() const { return data_.get(); }
     uint64_t size() const { return size_; }
@@ -91,16 +93,16 @@ class Pages {
     uint64_t size_ = 0;
 };
 
-// Pages that were used before, as new ones cost a fault each; so many bytes at most. For any
-// thread.
-class PagesAgain {
+// A pool of used pages, because new pages cost a fault each. Keeps at most `most` bytes.
+// Thread-safe.
+class PagePool {
  public:
-    explicit PagesAgain(uint64_t most) : most_(most) {}
+    explicit PagePool(uint64_t most) : most_(most) {}
     Pages take(uint64_t nbytes);
     void give(Pages pages);
 
  private:
-    Pages out_of(size_t at);  // with the mutex held
+    Pages remove_at(size_t at);  // the mutex is held
 
     const uint64_t most_;
     std::mutex mutex_;
@@ -110,7 +112,7 @@ class PagesAgain {
 
 enum class Kind : uint8_t { kRead, kReadBytes, kWrite, kSync };
 
-// One operation, from its submission until it is over.
+// One operation, from its submission to its completion.
 struct Operation {
     uint64_t token = 0;
     int fd = -1;
@@ -118,83 +120,85 @@ struct Operation {
     bool urgent = false;
     bool with_digest = false;
     bool seal = false;
-    bool encoded = false;  // a read of a frame, to be decoded into its slot
-    bool staged = false;   // what it reads takes memory of ours until it was decoded
+    bool encoded = false;  // a read of a frame that is decoded into its slot
+    bool staged = false;   // its buffer counts as staging memory until it was decoded
     codec::Element element = codec::Element{};
-    std::shared_ptr<const codec::Recipe> lossy;  // of which it may be, if of any
+    std::shared_ptr<const codec::Recipe> lossy;  // the recipe that the frame may have, or null
     uint32_t extent = 0;
-    uint64_t file_offset = 0;    // as the kernel sees it: a multiple of a page
-    uint64_t total = 0;          // bytes for the kernel, whole pages
-    uint64_t needed = 0;         // of a read, those that there must be
-    uint64_t nbytes = 0;         // of the payload
-    uint64_t skip = 0;           // bytes before those wanted, in kReadBytes
-    uint64_t header_bytes = 0;   // whole pages before the payload
+    uint64_t file_offset = 0;    // as the kernel sees it: a multiple of the page size
+    uint64_t total = 0;          // bytes for the kernel, in whole pages
+    uint64_t needed = 0;         // for a read: the bytes that must exist in the file
+    uint64_t nbytes = 0;         // bytes of the payload
+    uint64_t skip = 0;           // bytes before the requested ones, in kReadBytes
+    uint64_t header_bytes = 0;   // bytes before the payload, in whole pages
     uint64_t frame_header = 0;   // bytes of an encoded frame before its payload
-    uint64_t block_bytes = 0;    // that it decodes to
-    uint8_t* block = nullptr;    // its slot
+    uint64_t block_bytes = 0;    // bytes that the frame decodes to
+    uint8_t* block = nullptr;    // the slot of the block
     uint8_t* payload = nullptr;  // in an extent, or in `own`
-    Pages own;                   // a write's header, what kReadBytes reads, or an encoded frame
+    Pages own;  // the header of a write, the result of kReadBytes, or an encoded frame
     Digest digest{};
     Clock::time_point deadline = Clock::time_point::max();
 
-    uint64_t sequence = 0;  // in the order of submission
-    uint64_t waiting = 0;   // writes that a sync still waits for
+    uint64_t sequence = 0;  // the order of submission
+    uint64_t waiting = 0;   // writes that this sync still waits for
     int failed = 0;         // the errno of one of those
 
-    // The worker's alone while the operation is in the kernel.
+    // Only the worker uses these while the operation is in the kernel.
     uint64_t moved = 0;
     int retries = 0;
     int error = 0;
     iovec parts[2];
-    int calls = 0;                      // under way, of a write in two or a read in pieces
-    int64_t header_said = 0, said = 0;  // what those of a write returned
-    // A read in pieces has two of them under way: what was asked for of them, which of the two
-    // begins at `moved`, and what each returned.
+    int calls = 0;  // calls in progress, for a write in two calls or a read in pieces
+    int64_t header_result = 0, call_result = 0;  // results of the calls of a write
+    // A read in pieces has two calls in progress: the length of each, which of the two begins at
+    // `moved`, and the result of each.
     struct Piece {
         uint64_t nbytes = 0;
-        int64_t said = 0;
-        bool is_over = false;
+        int64_t call_result = 0;
+        bool has_ended = false;
     };
     bool in_pieces = false;
-    uint64_t piece = 0;  // bytes of each
-    uint64_t asked = 0;
+    uint64_t piece = 0;  // bytes of one piece
+    uint64_t requested = 0;
     size_t front = 0;
     std::array<Piece, 2> pieces;
 
-    std::list<Operation>::iterator self;  // in the list that has it
+    std::list<Operation>::iterator self;  // the list that contains it
 
-    // Of an encoded frame, with the queue's mutex: how much has come, whether all has, and whether
-    // what has come waits for a decoder, or is with one.
-    uint64_t come = 0;
-    bool is_read = false, waits = false, decoding = false;
-    // The decoder's alone while it is with one.
+    // For an encoded frame, protected by the queue's mutex: how many bytes have arrived, whether
+    // all of them have, whether they wait for a decoder, and whether a decoder works on them.
+    uint64_t arrived = 0;
+    bool is_read = false, waits_for_decoder = false, decoding = false;
+    // Only the decoder uses these while it works on the frame.
     std::unique_ptr<FrameDecoder> decoder;
     int64_t decoding_ns = 0;
-    size_t codec = 0;  // that the frame says
+    size_t codec = 0;  // the codec that the frame names
     int damaged = 0;   // an errno
 
-    // Of a block, as those say what the disk gives.
+    // True for reads of blocks: these measure the speed of the disk.
     bool measured() const { return kind == Kind::kRead || (kind == Kind::kReadBytes && staged); }
     bool reads() const { return kind == Kind::kRead || kind == Kind::kReadBytes; }
 
-    // Where the next call begins: what was moved of a part of a page is moved again.
+    // Where the next call begins: a page that was moved in part is moved again.
     uint64_t from() const { return moved / kPage * kPage; }
-    // Before the first call: seals the frame, or finds room for an encoded one. False, with an
-    // error, where that can't be done.
-    bool begin(PagesAgain& again);
-    // What is left to move, in parts of at most `most` bytes together.
+    // Prepares the first call: seals the frame, or allocates memory for an encoded one. Sets an
+    // error and returns false if that fails.
+    bool begin(PagePool& pool);
+    // The remaining bytes, in parts of at most `most` bytes together.
     int rest(uint64_t most);
-    // What two calls, for the header and for all of the payload, come to as one.
-    int64_t both() const;
-    // Takes in what a call returned, a negative errno or bytes, and says whether that was the last.
+    // The results of two calls, for the header and for the whole payload, combined into one.
+    int64_t combined_result() const;
+    // Records the result of a call, a negative errno or a number of bytes. Returns true if that was
+    // the last call.
     bool advance(int64_t result);
-    // Checks or makes the digest.
+    // Checks or computes the digest.
     void finish();
-    // The next of a read's pieces, if it is to be asked for: which of the two.
+    // The next piece to read, as an index into `pieces`, if a read is due.
     std::optional<size_t> next_piece();
-    // Takes in what one returned, and says whether the read is over.
+    // Records the result of a piece. Returns true if the read has ended.
     bool advance_piece(size_t which, int64_t result);
-    // Decodes an encoded frame as far as so many bytes of it go, and says whether that was the end.
+    // Decodes an encoded frame as far as its first `until` bytes allow. Returns true if that was
+    // the end.
     bool decode(uint64_t until);
 };
 
@@ -206,15 +210,15 @@ struct Completion {
     Digest digest;
     Pages own;
     uint64_t skip, nbytes;
-    uint64_t staged;  // bytes that count until `unstage`
+    uint64_t staged;  // counts as staging memory until `unstage`
 };
 
-// What all threads share. Workers take operations from here and bring them back; whoever submits or
-// asks holds Python's lock, which no worker ever needs.
+// The state that all threads share. Workers take operations from here and return them. A thread
+// that submits or queries holds the GIL; workers never need it.
 class DiskQueue {
  public:
-    // Owns the descriptor; `staged_most` is of memory for encoded frames, beside one that is
-    // larger.
+    // Owns the descriptor. `staged_most` limits the memory for encoded frames; one frame may exceed
+    // it.
     DiskQueue(int notify_fd, size_t depth, size_t decoders, uint64_t staged_most);
     DiskQueue(const DiskQueue&) = delete;
     DiskQueue& operator=(const DiskQueue&) = delete;
@@ -223,22 +227,23 @@ class DiskQueue {
     struct Extent {
         uint8_t* data;
         uint64_t size;
-        bool fixed;  // to be registered with the kernel
+        bool fixed;  // the kernel shall register it
     };
     uint32_t add_extent(Extent extent);
-    // Those from `first` on.
+    // The extents from number `first` on.
     std::vector<Extent> extents_from(size_t first);
 
-    // Queues all, or none once stopped: then false.
+    // Queues all operations. After `stop` it queues none and returns false.
     bool submit(std::list<Operation>&& batch);
     std::vector<Completion> done();
-    // Memory of a completion that was staged, to be used again.
+    // Takes back the staging memory of a completion for reuse.
     void unstage(Pages pages, uint64_t nbytes);
-    // Forgets that a write to this descriptor failed. False while something of it is under way.
+    // Clears the record of a failed write to this descriptor. Returns false while an operation on
+    // it is in progress.
     bool forget(int fd);
 
-    // What was read of blocks while the kernel had several at a time, and in how much time; what
-    // was decoded, by codec and element, in how much time of all threads together.
+    // Bytes of blocks that were read while the kernel had several reads at a time, and the time for
+    // them; and what was decoded, by codec and element, with the sum of the times of all threads.
     struct Decoded {
         uint64_t block_bytes = 0;
         int64_t nanoseconds = 0;
@@ -250,29 +255,29 @@ class DiskQueue {
         std::array<std::array<Decoded, codec::kElements>, kCodecs> decoded;
     };
     Moved moved();
-    PagesAgain& again() { return again_; }
+    PagePool& page_pool() { return page_pool_; }
 
     struct Lengths {
         size_t urgent, reads, writes, in_kernel, overdue;
     };
     Lengths lengths();
 
-    // Ends what is queued; waits until no thread has anything in the kernel, and returns how many
-    // operations are still there.
+    // Completes queued operations with an error, waits until no thread has operations in the
+    // kernel, and returns how many are still there.
     size_t stop(double timeout_s);
 
-    // For ring workers: moves up to `most` operations into the kernel's part. What is submitted
-    // from now on writes to `wake_fd`. False where the worker is to end.
+    // For ring workers: moves up to `most` operations to `into`. Later submissions write to
+    // `wake_fd`. Returns false if the worker must end.
     bool take(std::vector<Operation*>& into, size_t most, bool has_some, int wake_fd);
-    // For pool workers: waits for one. Null where the worker is to end.
+    // For pool workers: waits for one operation. Returns null if the worker must end.
     Operation* wait_for_one();
-    // Of a read in pieces: there is more for a decoder.
-    void came(Operation& operation);
+    // More bytes of a read in pieces have arrived for a decoder.
+    void more_arrived(Operation& operation);
     void complete(const std::vector<Operation*>& over);
 
-    // Ends what is past its deadline in the queue; a thread's whole life.
+    // Fails queued operations whose deadline has passed; the main function of a thread.
     void run_clock();
-    // Decodes what was read of encoded frames; a thread's whole life.
+    // Decodes encoded frames that were read; the main function of a thread.
     void run_decoder();
     void thread_begins();
     void thread_ends();
@@ -281,23 +286,23 @@ class DiskQueue {
  private:
     using Operations = std::list<Operation>;
     struct File {
-        size_t writes = 0;              // not over yet
-        std::vector<Operation*> syncs;  // not over yet, in their order
-        int failed = 0;                 // an errno for the next sync
+        size_t writes = 0;              // writes that have not completed
+        std::vector<Operation*> syncs;  // syncs that have not completed, in order
+        int failed = 0;                 // the errno that the next sync reports
     };
 
-    // All with the mutex held.
+    // The mutex is held in all of these.
     Operations* next();
     Operations* earlier(Operations& reads, Operations& staged);
     Operation* begin();
-    Operation* to_decode();
+    Operation* next_to_decode();
     void decoded(Operation& operation, uint64_t until, bool over);
     void end(Operations& list, Operations::iterator at, int error);
     void forget_sync(File& file, Operation& sync, bool reported);
     void end_overdue(Operations& list, Clock::time_point now);
     void wake(size_t count);
     void notify(bool was_empty);
-    void reads_go_on(Clock::time_point now);
+    void add_read_time(Clock::time_point now);
     void read_begins();
     void read_ends(const Operation& operation);
 
@@ -306,21 +311,22 @@ class DiskQueue {
     std::mutex mutex_;
     std::condition_variable pool_, clock_, ended_, decoder_;
     Operations urgent_, reads_, writes_, syncs_,
-        waiting_;                        // waiting_: syncs whose writes are not over
-    Operations urgent_staged_, staged_;  // reads that take memory of ours
+        waiting_;                        // waiting_: syncs whose writes have not completed
+    Operations urgent_staged_, staged_;  // reads that need staging memory
     Operations in_kernel_;
-    Operations read_, decoding_;     // encoded frames that are in memory
-    std::vector<Operation*> begun_;  // and those that are partly, in the kernel's part still
+    Operations read_, decoding_;  // encoded frames that are completely in memory
+    // frames that are partly in memory; their reads are still in the kernel
+    std::vector<Operation*> partly_read_;
     const size_t decoders_;
-    PagesAgain again_;
+    PagePool page_pool_;
     const uint64_t staged_most_;
     Moved moved_;
     size_t reads_in_kernel_ = 0;
-    uint64_t staged_bytes_ = 0;  // from the kernel until they are decoded
+    uint64_t staged_bytes_ = 0;  // from the start of the read until the frame is decoded
     struct Window {
         Clock::time_point since{}, last{};
         uint64_t bytes = 0;
-        int64_t each_ns = 0;  // of all reads, added up
+        int64_t each_ns = 0;  // the sum over all reads
     };
     Window window_;
     size_t writes_in_kernel_ = 0;
@@ -329,14 +335,14 @@ class DiskQueue {
     uint64_t sequence_ = 0;
     std::vector<Completion> done_;
     std::vector<Extent> extents_;
-    std::vector<int> asleep_;  // ring workers' descriptors
+    std::vector<int> sleeping_workers_;  // descriptors of ring workers that wait
     size_t pool_waiting_ = 0;
     size_t alive_ = 0;
     bool stopping_ = false;
     Clock::time_point alarm_ = Clock::time_point::max();
 };
 
-// A thread with a ring of its own.
+// A worker thread with its own ring.
 class RingWorker {
  public:
     RingWorker(std::shared_ptr<DiskQueue> queue, size_t depth);
@@ -349,8 +355,8 @@ class RingWorker {
     uint64_t registered_bytes() const { return registered_.load(std::memory_order_relaxed); }
 
  private:
-    // One piece of the extents at a time, as it keeps everything else waiting. False where all is
-    // done.
+    // Registers one piece of the extents, because registering delays everything else. Returns false
+    // if no piece is left.
     bool register_one();
     int buffer_of(const Operation& operation, const uint8_t* from, uint64_t nbytes) const;
     void prepare(Operation& operation);
@@ -363,19 +369,19 @@ class RingWorker {
     const size_t depth_;
     Ring ring_;
     const int wake_fd_;
-    uint64_t wakes_ = 0;  // the kernel writes it
-    size_t under_way_ = 0;
+    uint64_t wakes_ = 0;  // written by the kernel
+    size_t in_progress_ = 0;
     struct Registered {
         const uint8_t* data;
         uint64_t size;
-        std::vector<int> buffers;  // of each piece, -1 where the kernel refused it
+        std::vector<int> buffers;  // one per piece, -1 if the kernel refused it
     };
     std::vector<Registered> extents_;
     uint16_t buffers_ = 0;
     std::atomic<uint64_t> registered_ = 0;
 };
 
-// A thread that does one operation at a time.
+// Runs one operation at a time; the main function of a thread.
 void run_pool_worker(DiskQueue& queue);
 
 }  // namespace kvtier

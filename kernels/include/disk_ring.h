@@ -1,5 +1,6 @@
-// One io_uring by the kernel's own interface, for one thread. The numbers are copied from the
-// kernel's header, as they never change: C libraries in use are older than what a kernel offers.
+// One io_uring for one thread, through the kernel's own interface. The constants are copied from
+// the kernel's header, where they never change: installed C libraries are often older than the
+// kernel.
 #pragma once
 
 #include <sys/uio.h>
@@ -19,7 +20,7 @@ enum class RingOp : uint8_t {
     kWrite = 23,
 };
 
-// What a thread asks the kernel for.
+// A request to the kernel.
 struct RingEntry {
     uint8_t opcode;
     uint8_t flags;
@@ -41,14 +42,16 @@ inline constexpr uint32_t kFdatasync = 1;  // call_flags of kFsync
 
 class Ring {
  public:
-    // Buffers that can be registered, each of at most kBufferMost bytes.
+    // Limits of the buffers that can be registered: their number; each has at most kBufferMost
+    // bytes.
     static constexpr uint32_t kBuffers = 8192;
 
-    // For so many operations: one may take two, and there is one more, for who waits for others.
+    // The entries needed for `depth` operations: an operation may take two, and one more is for the
+    // read that wakes the worker.
     static uint32_t entries_for(size_t depth) { return static_cast<uint32_t>(2 * depth + 1); }
 
-    // Room for `entries` at a time. Where the kernel refuses, `error` is the errno and `why` says
-    // what was refused.
+    // Creates a ring of `entries`. If the kernel refuses, `error` is the errno and `why` names what
+    // it refused.
     explicit Ring(uint32_t entries);
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
@@ -57,20 +60,21 @@ class Ring {
     int error() const { return error_; }
     const std::string& why() const { return why_; }
 
-    // The rest is for one thread, and `begin` is its first call.
+    // All functions below are for one thread; it calls `begin` first.
     void begin();
 
-    // Registers a range as buffer `index`; the errno, or 0.
+    // Registers a range as buffer `index`; returns the errno, or 0.
     int register_buffer(uint16_t index, const void* data, uint64_t size);
 
-    // An entry to be filled in; it goes to the kernel with the next `enter`. There is one, as the
-    // caller has no more than the ring's entries under way.
+    // Returns an entry to fill in; the next `enter` submits it. One is always free, because the
+    // caller never has more operations in progress than the ring has entries.
     RingEntry& add();
 
-    // Hands over what was added and waits for one completion if `wait`. An errno, or 0.
+    // Submits the added entries, and waits for one completion if `wait`. Returns an errno, or 0.
     int enter(bool wait);
 
-    // Calls take(user_data, result) for each completion there is, and says how many there were.
+    // Calls take(user_data, result) for each completion that is available, and returns their
+    // number.
     template <typename Take>
     size_t completions(const Take& take) {
         uint32_t head = *cq_head_;

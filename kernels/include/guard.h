@@ -1,4 +1,4 @@
-// Shared mappings whose pages another process may take away.
+// Protects shared mappings against another process that truncates their file.
 #pragma once
 
 #include <atomic>
@@ -6,18 +6,18 @@
 
 namespace kvtier {
 
-// A mapping that stays readable and writable when its file has no page behind an address: the
-// handler of SIGBUS then puts zeroed private memory in place of the whole mapping, and says so in
-// `lost`. No thread that touches it may block SIGBUS.
+// A mapping that stays readable and writable if its file loses pages. The SIGBUS handler then
+// replaces the whole mapping with zeroed private memory, and sets `lost`. A thread that uses the
+// mapping must not block SIGBUS.
 struct Guard {
     const uintptr_t begin;
-    std::atomic<uintptr_t> end;  // 0 once it guards nothing
+    std::atomic<uintptr_t> end;  // 0 after unguard
     std::atomic<bool> lost{false};
     Guard* const next;
 };
 
-// Guards a range until `unguard`. Guards are never freed nor used again: a handler in another
-// thread may look at them at any time.
+// Guards a range until `unguard`. Guards are never freed or reused: a handler in another thread may
+// read them at any time.
 Guard* guard(void* at, uint64_t size);
 void unguard(Guard* guard);
 

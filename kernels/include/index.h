@@ -21,7 +21,7 @@ class Index {
                fold(key.words[2] ^ seeds_[2], key.words[3] ^ seeds_[3]);
     }
 
-    // The node under this hash that `same` accepts, or none.
+    // Returns the node with this hash that `same` accepts, or `none`.
     template <class Same>
     Id find(std::uint64_t hash, Same same) const {
         for (const Bucket* bucket = &buckets_[home(hash)];; bucket = &overflow_[bucket->next - 1]) {
@@ -33,7 +33,8 @@ class Index {
         }
     }
 
-    // For software pipelining: ask for the bucket; later, for what it names under this hash.
+    // For software pipelining: prefetches the bucket, and later the records that it names under
+    // this hash.
     void prefetch(std::uint64_t hash) const { __builtin_prefetch(&buckets_[home(hash)]); }
     void prefetch_records(std::uint64_t hash) const {
         const Bucket& bucket = buckets_[home(hash)];
@@ -42,7 +43,7 @@ class Index {
             __builtin_prefetch(&records_[bucket.ids[std::countr_zero(hits)]]);
     }
 
-    // `hash_of(id)` gives the hash of a node already in the index, for the bucket that splits.
+    // `hash_of(id)` returns the hash of a node in the index; the split of a bucket needs it.
     template <class HashOf>
     void insert(std::uint64_t hash, Id id, HashOf hash_of) {
         put(home(hash), tag(hash), id);
@@ -55,7 +56,7 @@ class Index {
 
  private:
     static constexpr unsigned entries = 12;
-    static constexpr unsigned fill = 9;  // entries a bucket, on average, before one splits
+    static constexpr unsigned fill = 9;  // average number of entries per bucket at which one splits
 
     struct alignas(64) Bucket {
         std::uint8_t tags[entries];
@@ -82,7 +83,7 @@ class Index {
     std::uint32_t make_overflow();
     void drop_overflow(std::uint32_t next);
 
-    // Moves the entries of bucket `split_` whose next hash bit is set into a new last bucket.
+    // Moves those entries of bucket `split_` whose next hash bit is set into a new last bucket.
     template <class HashOf>
     void split(HashOf hash_of) {
         std::size_t from = split_, to = buckets();
@@ -114,7 +115,8 @@ class Index {
     std::size_t size_ = 0;
     unsigned level_ = 4;
     std::size_t split_ = 0;
-    std::array<std::uint64_t, 4> seeds_;  // a client that picks keys can't pick their buckets
+    // random, so a client that selects keys cannot select their buckets
+    std::array<std::uint64_t, 4> seeds_;
 };
 
 }  // namespace kvtier

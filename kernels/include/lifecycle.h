@@ -1,4 +1,5 @@
-// A block's states as a table; kvtier/lifecycle.py holds the same one and a test compares them.
+// The states of a block as a table. models/lifecycle.py contains the same table, and a test
+// compares them.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -70,12 +71,12 @@ inline constexpr std::array transitions{
     Transition{State::promoting, Event::forget_promoting, State::quarantined},
 };
 
-// In memory, on disk or on its way: what a prefix can be restored from.
+// True if a prefix can be restored from it: in memory, on disk, or being read.
 constexpr bool restorable(State state) {
     return state == State::ready || state == State::cold || state == State::promoting;
 }
 
-// The one state that an event may start from.
+// The only state in which an event is allowed.
 constexpr State before(Event event) {
     for (const Transition& t : transitions)
         if (t.event == event) return t.from;

@@ -1,4 +1,4 @@
-// Mapping a file where huge pages can be mapped whole.
+// Maps a file so that the kernel can map whole huge pages.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,8 +10,9 @@ namespace kvtier {
 
 inline constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
-// Maps a file's first `size` bytes, shared, at a multiple of the huge page's size: elsewhere the
-// kernel has to map even a huge page in small pieces. MAP_FAILED and errno where it can't be done.
+// Maps the first `size` bytes of a file, shared, at a multiple of the huge page size: at other
+// addresses the kernel must map a huge page in small pieces. Returns MAP_FAILED and sets errno on
+// failure.
 inline void* map_file(int fd, uint64_t size, int protection) {
     if (size < kHugePage) return mmap(nullptr, size, protection, MAP_SHARED, fd, 0);
     const uint64_t room = size + kHugePage;
@@ -26,7 +27,7 @@ inline void* map_file(int fd, uint64_t size, int protection) {
         munmap(reserved, room);
         return MAP_FAILED;
     }
-    // The kernel maps whole pages: what lies beyond the last one is given back.
+    // The kernel maps whole pages. Unmaps the rest of the reservation.
     const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t end = at + (size + page - 1) / page * page;
     if (at != from) munmap(reserved, at - from);

@@ -1,4 +1,4 @@
-// Shared mappings and the slots that lie in them.
+// Shared mappings, and the slots in them.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace kvtier {
 
-// The whole of a file, shared; unmapped when its last reference goes, views included.
+// A shared mapping of a whole file. It is unmapped with its last reference; a view counts as one.
 class Mapping {
  public:
     Mapping(int fd, uint64_t size, bool writable);
@@ -38,10 +38,7 @@ class Mapping {
     Guard* guard_ = nullptr;
 };
 
-// +--------+--------+----------------+----------------+
-// | extent | 0      | offset         | generation     |
-// | u32    | u32    | u64            | u64            |
-// +--------+--------+----------------+----------------+
+// A packed list of slots, and the mappings that they point into.
 struct Slot {
     uint32_t extent;
     uint32_t reserved;
@@ -50,23 +47,23 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 24);
 
-// A packed list of slots beside the mappings that they point into.
+// A packed list of slots, and the mappings that they point into.
 class Slots {
  public:
     Slots(nb::handle mappings, nb::handle slots);
 
     size_t count() const { return count_; }
     Slot at(size_t i) const;
-    // The mapping of an extent. Throws IndexError where there is none.
+    // The mapping of an extent. Throws IndexError if it does not exist.
     nb::handle object(size_t i, uint32_t extent);
     Mapping* mapping(size_t i, uint32_t extent);
-    // The memory of slot i, checked. Throws IndexError outside its extent, ValueError where it may
-    // not be written.
+    // The memory of slot i. Throws IndexError outside its extent, ValueError if it must be
+    // writable and is not.
     uint8_t* place(size_t i, uint64_t bytes, bool writable);
 
  private:
     nb::object list_;
-    Held packed_;
+    HeldMemory packed_;
     size_t count_;
     std::vector<Mapping*> known_;  // looked up on first use
 };

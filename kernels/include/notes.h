@@ -1,4 +1,4 @@
-// What was last noted of blocks that may be gone: by 64 bits of their names, in memory of a fixed
+// The last note about blocks that may no longer exist, by 64 bits of their keys, in memory of fixed
 // size.
 #pragma once
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace kvtier {
 
-// Sets of four: who comes to a full one takes the place of what was noted there first. A set is one
-// cache line, so a note costs one miss.
+// Sets of four notes. In a full set, a new note replaces the oldest. A set is one cache line, so a
+// note costs one cache miss.
 class Notes {
  public:
     explicit Notes(std::size_t nbytes);
 
-    // Notes `code` of each name; of those with one of the codes in `before` noted last, `code |
-    // also`.
+    // Stores `code` for each key. If the last note of a key has one of the codes in `before`, keeps
+    // that code and adds the bits `also` to it.
     void note(const char* keys, std::size_t count, std::uint8_t code, std::uint32_t now,
               std::span<const std::uint8_t> before, std::uint8_t also);
-    // What was noted last: code and time; code 0 for nothing.
+    // The last note of a key, as code and time; code 0 means that there is no note.
     std::pair<std::uint8_t, std::uint32_t> of(const char* key) const;
     std::size_t size() const { return size_; }
     std::size_t memory_bytes() const { return sets_.capacity() * sizeof(Set); }

@@ -1,10 +1,10 @@
-// The size of a page.
+// The page size.
 #pragma once
 
 #include <cstdint>
 
 namespace kvtier {
 
-inline constexpr uint64_t kPage = 4096;  // granularity of slots and of the generation tables
+inline constexpr uint64_t kPage = 4096;  // granularity of slots and of generation tables
 
 }  // namespace kvtier

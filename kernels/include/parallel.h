@@ -1,4 +1,5 @@
-// Short-lived threads for one call's work: no pool, so nothing survives a fork half alive.
+// Short-lived threads for the work of one call. There is no pool, so a fork copies no half-working
+// state.
 #pragma once
 
 #include <sys/resource.h>
@@ -14,15 +15,15 @@
 
 namespace kvtier {
 
-// Lets the others go first from now on: this thread takes what they leave of the cores. On Linux a
-// thread has a nice value of its own, and that is its id's. It can't be taken back.
-inline void step_back(int nice) {
+// Gives this thread a lower priority, permanently. On Linux each thread has its own nice value,
+// addressed by the thread's id.
+inline void lower_priority(int nice) {
     setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), nice);
 }
 
-// Calls work(i) for every i below n, on up to `threads` threads, this one among them, and done() at
-// the end of each thread. Neither may throw. Where `nice` is not 0 the threads are of that
-// priority, and this one only waits for them.
+// Calls work(i) for each i below n on up to `threads` threads, including this one, and done() at
+// the end of each thread. Neither may throw. If `nice` is not 0, the work runs on other threads
+// with that nice value, and this thread only waits for them.
 template <typename Work, typename Done>
 void in_parallel(size_t n, size_t threads, int nice, const Work& work, const Done& done) {
     std::atomic<size_t> next{0};
@@ -30,8 +31,8 @@ void in_parallel(size_t n, size_t threads, int nice, const Work& work, const Don
         for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
         done();
     };
-    const auto step_back_and_run = [&] {
-        if (nice != 0) step_back(nice);
+    const auto lower_priority_and_run = [&] {
+        if (nice != 0) lower_priority(nice);
         run();
     };
     std::vector<std::thread> others;
@@ -39,9 +40,9 @@ void in_parallel(size_t n, size_t threads, int nice, const Work& work, const Don
     others.reserve(wanted);
     for (size_t t = nice != 0 ? 0 : 1; t < wanted; t++) {
         try {
-            others.emplace_back(step_back_and_run);
+            others.emplace_back(lower_priority_and_run);
         } catch (const std::system_error&) {
-            break;  // no more threads to be had: those there are do it all
+            break;  // no more threads available: the existing ones do the work
         }
     }
     if (nice == 0 || others.empty()) run();

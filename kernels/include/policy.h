@@ -1,7 +1,8 @@
-// What says which blocks go first. The catalog tells it of blocks by their ids, the simulator too.
+// The interface of an eviction policy. The catalog, or the simulator, reports events of blocks by
+// their ids.
 //
-// A policy knows a block from the time it is READY until it is nowhere. Batches are a chain's, head
-// first; a policy makes the head outlive the tail. Ids that it doesn't know are passed over.
+// A policy knows a block from the time it is READY until it is in no tier. A batch is a part of a
+// chain, head first; a policy evicts the tail before the head. Unknown ids are ignored.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -12,16 +13,16 @@
 
 namespace kvtier {
 
-using Name = std::uint64_t;  // of a block, wherever it is: the same after it was gone
+using Name = std::uint64_t;  // identifies a block in all tiers; the same if it is saved again later
 
-// splitmix64's: clients choose names.
+// splitmix64, because clients choose names.
 inline std::uint64_t mix(std::uint64_t name) {
     name = (name ^ name >> 30) * 0xBF58476D1CE4E5B9;
     name = (name ^ name >> 27) * 0x94D049BB133111EB;
     return name ^ name >> 31;
 }
 
-// Never 0. Among a million, one of some 2,000 has another's.
+// Never 0. Among a million names, about one in 2,000 shares its short name with another.
 inline std::uint32_t short_name(Name name) {
     return static_cast<std::uint32_t>(mix(name) >> 32) | 1;
 }
@@ -30,35 +31,36 @@ class Policy {
  public:
     virtual ~Policy() = default;
 
-    // Seconds of a clock that never goes back; none of the calls below looks at another.
+    // Sets the time in seconds, from a clock that never goes back. No other call reads a clock.
     virtual void now(double seconds) { now_ = seconds > now_ ? seconds : now_; }
 
-    // READY from now on: new, or back from the disk. `parents` are the blocks before them, or none.
+    // The blocks became READY: they are new, or were read from disk. `parents` are the blocks
+    // before them in their chains, or none.
     virtual void added(std::span<const Id> ids, std::span<const Name> names,
                        std::span<const Id> parents) = 0;
-    // By a request, told once of each; and by the same request again.
+    // A request used the blocks, reported once per request; the same request used them again.
     virtual void wanted(std::span<const Id> ids, std::span<const Name> names) = 0;
     virtual void refreshed(std::span<const Id> ids) = 0;
     virtual void held(std::span<const Id> ids) = 0;  // no victims until they are freed
     virtual void freed(std::span<const Id> ids) = 0;
-    virtual void left(std::span<const Id> ids) = 0;  // on disk alone, and known yet
+    virtual void left(std::span<const Id> ids) = 0;  // only on disk from now on, and still known
     virtual void gone(std::span<const Id> ids) = 0;
-    virtual void demoted(std::span<const Id> ids) = 0;  // first to go, in this order
+    virtual void demoted(std::span<const Id> ids) = 0;  // the next victims, in this order
     virtual void hinted(std::span<const Id> ids, double importance) = 0;
 
-    // Those that should go first, coldest first. Called again, it says the same.
+    // The next victims, coldest first. Repeated calls return the same blocks.
     virtual std::vector<Id> victims(std::size_t n) const = 0;
-    virtual std::size_t size() const = 0;  // how many may be named
+    virtual std::size_t size() const = 0;  // how many blocks may be victims
     virtual std::size_t memory_bytes() const = 0;
 
  protected:
     double now_ = 0;
 };
 
-// The last ids are no block's.
+// Throws for ids above the highest possible one.
 inline void check_ids(std::span<const Id> ids) {
     for (Id id : ids)
-        if (id >= max_records) throw std::out_of_range("policy: no block has such an id");
+        if (id >= max_records) throw std::out_of_range("policy: no block can have this id");
 }
 
 }  // namespace kvtier

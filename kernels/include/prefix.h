@@ -1,5 +1,5 @@
-// Least recently used, by chains: tails first, and what several chains share stays for longer; and
-// the same with what an engine says of how much attention blocks get.
+// Least recently used by chains: tails are evicted first, and blocks that several chains share stay
+// longer. The attention policy adds the hints of an engine about the attention that blocks receive.
 #pragma once
 #include "ages.h"
 
@@ -14,14 +14,15 @@ class Prefix : public Ages {
     // How much longer than others a block of this level stays, in eighths.
     virtual std::uint64_t eighths(unsigned) const { return 8; }
 
-    // Own bits of a block: something hung on it; two things did, or on one below it; level.
+    // A block's own bits: a block follows it; two or more blocks follow it or one of its
+    // descendants; its level.
     static constexpr std::uint32_t continued_bit = 1, shared_bit = 2;
     static constexpr unsigned level_shift = 2;
 
  private:
-    void met(Id, Name, bool, std::size_t, bool) override {}
+    void on_added(Id, Name, bool, std::size_t, bool) override {}
     void used(Id, Name, bool) override {}
-    void continued(Id id) override;
+    void on_continued(Id id) override;
     unsigned kind_of(std::uint32_t own) const override {
         return (own >> level_shift) * 2 + (own & shared_bit ? 1 : 0);
     }

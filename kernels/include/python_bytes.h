@@ -1,4 +1,4 @@
-// The memory behind Python objects, held while it is used.
+// Access to the memory of Python objects, which is held while it is used.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,18 +14,19 @@ namespace kvtier {
 namespace nb = nanobind;
 
 enum class Access { kRead, kWrite, kWriteIfAllowed };
-enum class Shape { kContiguous, kDense };  // dense: any order of the axes, without holes
+enum class Shape { kContiguous, kDense };  // dense: the axes in any order, without gaps
 
-// An object's memory, by the buffer protocol or by DLPack; released with the GIL held.
-class Held {
+// The memory of an object, through the buffer protocol or DLPack. Must be released with the GIL
+// held.
+class HeldMemory {
  public:
-    Held() = default;
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
-    ~Held();
+    HeldMemory() = default;
+    HeldMemory(const HeldMemory&) = delete;
+    HeldMemory& operator=(const HeldMemory&) = delete;
+    ~HeldMemory();
 
-    // Throws TypeError where the object offers no memory, ValueError where it isn't as wanted.
-    // `what` names it in the message.
+    // Throws TypeError if the object has no accessible memory, ValueError if the memory does not
+    // have the requested form. `what` names the object in the message.
     void take(nb::handle object, Access access, Shape shape, const char* what, size_t index = 0);
 
     uint8_t* data() const { return data_; }
@@ -43,12 +44,12 @@ class Held {
     bool writable_ = false;
 };
 
-// A list of integers, a buffer or a DLPack tensor of 32- or 64-bit integers, as unsigned 32-bit
-// ones. `bytes` objects count as packed integers only with packed_bytes. Throws ValueError outside
-// 0..2^32-1.
+// Reads a list of integers, a buffer, or a DLPack tensor of 32-bit or 64-bit integers, as unsigned
+// 32-bit integers. Accepts `bytes` as packed integers only with packed_bytes. Throws ValueError for
+// values outside 0..2^32-1.
 std::vector<uint32_t> read_u32(nb::handle object, const char* what, bool packed_bytes);
 
-// A new bytes object whose content the caller writes before anyone else sees it.
+// A new bytes object. The caller fills it before it passes it on.
 struct NewBytes {
     explicit NewBytes(size_t size);
     uint8_t* data() { return reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(object.ptr())); }

@@ -1,4 +1,4 @@
-// What the classic policies share: blocks in queues, and the names of those that left.
+// The common part of the classic policies: blocks in queues, and the names of evicted blocks.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -8,24 +8,25 @@
 
 namespace kvtier {
 
-// Short names in the order in which they came, each once, with a note; 17 bytes each, 21 with
-// notes.
+// Unique short names in the order of their insertion, each with a note. A name takes 17 bytes, 21
+// with notes.
 //
-// No call does work for all of them: the table grows by a bucket at a time (W. Litwin, "Linear
-// hashing: a new tool for file and table addressing", VLDB 1980).
+// No call works on all names: the table grows by one bucket at a time (W. Litwin, "Linear hashing:
+// a new tool for file and table addressing", VLDB 1980).
 class Ghosts {
  public:
     Ghosts();
     void add(std::uint32_t name, std::uint32_t note = 0);
-    std::optional<std::uint32_t> take(std::uint32_t name);  // its note, and it is there no more
-    void trim(std::size_t most);                            // the oldest go
+    std::optional<std::uint32_t> take(std::uint32_t name);  // removes the name and returns its note
+    void trim(std::size_t most);                            // removes the oldest
     std::size_t size() const { return size_; }
     std::size_t memory_bytes() const;
 
  private:
     struct Node {
-        std::uint32_t name, after;   // the short name, the next of its bucket or of those unused
-        std::uint32_t older, newer;  // node 0 is the end of both
+        // the short name; the next node of the bucket or of the free list
+        std::uint32_t name, after;
+        std::uint32_t older, newer;  // node 0 is both ends of this list
     };
 
     std::uint32_t& bucket_of(std::uint32_t name);
@@ -34,11 +35,11 @@ class Ghosts {
 
     Chunks<Node> nodes_;
     Chunks<std::uint32_t> buckets_, notes_;
-    std::size_t size_ = 0, split_ = 1;  // as many buckets
+    std::size_t size_ = 0, split_ = 1;  // the number of buckets
     std::uint32_t spare_ = 0, made_ = 1;
 };
 
-// Blocks in queues, by recency or by arrival; 16 bytes a block.
+// Blocks in queues, ordered by recency or by arrival; 16 bytes per block.
 class Queues : public Policy {
  public:
     void added(std::span<const Id> ids, std::span<const Name> names,
@@ -62,29 +63,31 @@ class Queues : public Policy {
 
     struct Block {
         Id prev, next;       // towards the cold end, towards the hot end
-        std::uint32_t name;  // the short one
-        std::uint32_t here : 1, held : 1, demoted : 1, times : 2;
+        std::uint32_t name;  // the short name
+        std::uint32_t present : 1, held : 1, demoted : 1, times : 2;
         std::uint32_t queue : 8;
-        std::uint32_t folds : 19;  // the queue is as of so many
+        std::uint32_t folds : 19;  // the number of folds at which `queue` was set
     };
     static_assert(sizeof(Block) == 16);
 
     explicit Queues(Queue queues);
-    // Where a block goes that came, that was used.
-    virtual Queue met(Block& block) = 0;
-    virtual Queue used(Block& block) = 0;
+    // The queue for a new block, and for a block that was used.
+    virtual Queue queue_for_new(Block& block) = 0;
+    virtual Queue queue_for_used(Block& block) = 0;
     virtual bool by_recency() const { return true; }
-    virtual void leaving(Id) {}  // it is in its queue yet, if it may go
-    virtual void left_it(const Block&) {}
+    virtual void on_leaving(Id) {}  // before it leaves its queue, if it may be evicted
+    virtual void on_left(const Block&) {}
 
-    bool here(Id id) const { return id < max_records && blocks_.reaches(id) && blocks_[id].here; }
+    bool present(Id id) const {
+        return id < max_records && blocks_.reaches(id) && blocks_[id].present;
+    }
     Block& block(Id id) { return blocks_[id]; }
     const Block& block(Id id) const { return blocks_[id]; }
-    // Ends of queues have ids of their own.
+    // The ends of queues have their own ids.
     Id coldest(Queue queue) const { return ends_[queue].next; }
     Id next(Id id) const { return at(id).next; }
     static bool is_end(Id id) { return id >= ends_from; }
-    // Each queue from 2 on to the hot end of that of half its number, in this order.
+    // Appends each queue q >= 2 to the hot end of queue q / 2, in this order.
     void fold();
     Queue queue_of(const Block& one) const {
         const std::uint32_t folds = (folds_ - one.folds) & folds_mask;

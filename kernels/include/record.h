@@ -4,9 +4,9 @@
 //    | key                           |parent |first  |next   |prev   |more   |slab   |slot |place |
 //    |                               |       |child  |sibling|sibling|       |       |lease|flags |
 //
-// One cache line, so a match touches one line of the index and one record a key. Checksums lie in
-// an array of their own, since only saves and demotions read them; so do frames, of which a store
-// without a disk has none.
+// A record is one cache line, so a match reads one line of the index and one record per key.
+// Checksums and frames are in separate arrays: only saves and demotions read checksums, and a store
+// without a disk has no frames.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -23,7 +23,7 @@ namespace kvtier {
 using Id = std::uint32_t;
 inline constexpr Id none = 0xFFFFFFFF;
 inline constexpr std::uint32_t on_disk = 0xFFFFFFFE;  // the slab of a COLD block
-inline constexpr Id max_records = 0x7FFFFFF0;         // a slot's table keeps one bit for itself
+inline constexpr Id max_records = 0x7FFFFFF0;         // the table of a slab uses one bit for itself
 inline constexpr std::uint16_t max_leases = 65534;
 inline constexpr std::size_t key_bytes = 32;
 inline constexpr std::size_t checksum_bytes = 16;
@@ -35,13 +35,16 @@ struct Key {
         std::memcpy(key.words.data(), bytes, key_bytes);
         return key;
     }
-    bool operator==(const Key&) const = default;
+    // Written out, because the compiler's default calls memcmp.
+    bool operator==(const Key& other) const {
+        return ((words[0] ^ other.words[0]) | (words[1] ^ other.words[1]) |
+                (words[2] ^ other.words[2]) | (words[3] ^ other.words[3])) == 0;
+    }
 };
 
 struct alignas(64) Record {
     Key key;
-    Id parent;  // of a node: its parent; of a further residency: its node; of an unused record:
-                // next
+    Id parent;  // of a node: its parent; of a further residency: its node; if unused: the next
     Id first_child;
     Id next_sibling;
     Id prev_sibling;  // of a further residency: the residency before it
@@ -54,43 +57,43 @@ struct alignas(64) Record {
     std::uint32_t further : 1;  // a further residency, not the node of its key
     std::uint32_t cut : 1;      // a node below one that lacks a block of a full group
     std::uint32_t summed : 1;   // has a checksum
-    std::uint32_t loose : 1;    // a node whose parent went, to be linked again when that is saved
+    std::uint32_t loose : 1;    // a node whose parent is gone, linked again when that is saved
     std::uint32_t framed : 1;   // has a frame on disk
-    std::uint32_t used : 1;     // wanted again since its frame was written
+    std::uint32_t used : 1;     // used again since its frame was written
     std::uint32_t filling : 1;  // a read from the disk fills its slot
-    std::uint32_t lossy : 1;    // what its slot has was decoded from less than was saved
+    std::uint32_t lossy : 1;    // the bytes in its slot were decoded with loss
 
     State is() const { return static_cast<State>(state); }
     void become(State next) { state = static_cast<std::uint32_t>(next); }
     bool evictable() const { return is() == State::ready && leases == 0; }
-    // By its slot, not its state: a block of a batch that leaves is ABSENT before its slot is given
-    // back.
+    // Checks the slot, not the state: a block of a batch becomes ABSENT before its slot is
+    // returned.
     bool ghost() const { return slab == none && more == none; }
 };
 static_assert(sizeof(Record) == 64);
 
-// Of the block's bytes; of a block with a frame, of the frame's payload, which for raw ones is the
-// same.
+// The checksum of the block's bytes; for a block with a frame, that of the frame's payload, which
+// is the same for a raw frame.
 struct Checksum {
     std::array<char, checksum_bytes> bytes;
 };
 
-// Where a block lies on disk and how it is encoded. The segment is a number that its owner chose.
-// Flags are those of a footer's row: `lossy_frame` says that less lies there than was saved.
+// The position of a block on disk, and its encoding. The owner of a segment chooses its number.
+// Flags are those of a footer's row: `lossy_frame` marks a frame that was encoded with loss.
 struct Frame {
     std::uint32_t segment, page, payload_bytes;
     std::uint8_t codec, header_pages, flags;
-    std::uint8_t rounds;  // the store's own: in how many of its segments' rounds it was wanted
+    std::uint8_t rounds;  // used by the store only: in how many rounds of its segments it was used
 
-    // What it takes on disk: header and payload are whole pages.
+    // The size on disk: header and payload are whole pages.
     std::uint64_t bytes() const {
         constexpr std::uint64_t page = 4096;
         return (header_pages + (payload_bytes + page - 1) / page) * page;
     }
 };
 inline constexpr std::uint8_t lossy_frame = 2;
-inline constexpr std::uint8_t proven = 3;  // rounds are counted no further
-inline constexpr std::uint8_t spared = 4;  // and in the last one it was not
+inline constexpr std::uint8_t proven = 3;  // the maximum count of rounds
+inline constexpr std::uint8_t spared = 4;  // it was not used in the last one
 static_assert(sizeof(Frame) == 16);
 
 class Records {
@@ -111,8 +114,8 @@ class Records {
         items_[id].framed = 1;
         items_[id].used = 0;
     }
-    // The round of its segment is over: whether it deserves another. It does if it was wanted in
-    // this one, and once more if it was in three rounds.
+    // Ends the round of the block's segment; returns true if the block is to be copied: it was used
+    // in this round, or, once more, it was used in three rounds.
     bool judge(Id id) {
         std::uint8_t& rounds = frames_[id].rounds;
         if (items_[id].used) {
@@ -124,11 +127,11 @@ class Records {
         rounds |= spared;
         return true;
     }
-    // Whether its checksum is one of the block's own bytes.
+    // True if the checksum is that of the block's own bytes.
     bool summed(Id id) const {
         return items_[id].summed && !(items_[id].framed && frames_[id].codec);
     }
-    // Its frame is nothing any more, and what is known of the payload alone isn't either.
+    // Removes the frame, and a checksum that covers only its payload.
     void drop_frame(Id id) {
         items_[id].summed = summed(id);
         forget_frame(id);
@@ -136,7 +139,7 @@ class Records {
     std::uint64_t framed_blocks() const { return framed_blocks_; }
     std::uint64_t framed_bytes() const { return framed_bytes_; }  // on disk
 
-    // Every id that was ever given out is below this.
+    // All ids that were ever used are below this.
     Id limit() const { return limit_; }
     bool known(Id id) const { return id < limit_ && items_[id].is() != State::unused; }
     Id node_of(Id id) const { return items_[id].further ? items_[id].parent : id; }

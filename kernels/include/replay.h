@@ -1,8 +1,7 @@
-// Requests that share prefixes, and what a cache of so many blocks would have had of them.
+// Replays requests that share prefixes, and counts the hits of a cache of a given size.
 //
-// A block counts as a hit if every block before it in its request does. After a request all its
-// blocks were wanted; then the cache is cut back to its size, and new blocks may be among those
-// that go.
+// A block counts as a hit if all blocks before it in its request do. After a request all of its
+// blocks count as used; then the cache evicts down to its size, and may evict new blocks.
 #pragma once
 #include <cstdint>
 #include <queue>
@@ -14,7 +13,7 @@
 
 namespace kvtier {
 
-// A trace with its blocks numbered by first sight.
+// A trace whose blocks are numbered in the order of their first use.
 class Trace {
  public:
     Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t> lengths,
@@ -23,7 +22,8 @@ class Trace {
     std::size_t requests() const { return seconds_.size(); }
     std::size_t accesses() const { return nodes_.size(); }
     std::size_t unique() const { return names_.size(); }
-    std::int64_t repeats() const { return repeats_; }  // the first request that has a block twice
+    // the first request that contains a block twice
+    std::int64_t repeats() const { return repeats_; }
     double seconds(std::size_t request) const { return seconds_[request]; }
     Name name(std::uint32_t node) const { return names_[node]; }
     std::span<const std::uint32_t> nodes() const { return nodes_; }
@@ -40,11 +40,11 @@ class Trace {
     std::int64_t repeats_ = -1;
 };
 
-// One tier under a policy, from an empty one on.
+// One tier under a policy; it starts empty.
 class Replay {
  public:
     Replay(const Trace& trace, Policy& policy, std::size_t blocks);
-    // Plays the next n requests, or those that are left: for each, how many of its blocks hit.
+    // Replays the next n requests, or the remaining ones. Returns the number of hits of each.
     std::vector<std::uint32_t> run(std::size_t n);
 
  private:
@@ -58,13 +58,13 @@ class Replay {
     std::vector<std::uint32_t> node_of_;  // by id
     std::vector<Id> free_;
     std::vector<Id> ids_, present_, fresh_, parents_;  // of one request
-    std::vector<Name> known_, names_;                  // of those present, of the fresh ones
+    std::vector<Name> known_, names_;                  // of its present blocks, of its new blocks
 };
 
-// The most that any choice could have had, knowing the future: L. A. Belady, "A study of
-// replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966. What is
-// wanted last goes first, and of a chain its end; a block is never wanted before the one that it
-// follows, so what stays is always whole chains.
+// The highest possible number of hits, computed from the future: L. A. Belady, "A study of
+// replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966. Evicts
+// the block whose next use is last, and in a chain its end. A block is never used without the block
+// before it, so complete chains remain.
 class Optimum {
  public:
     Optimum(const Trace& trace, std::size_t blocks);
@@ -72,7 +72,7 @@ class Optimum {
 
  private:
     struct Use {
-        std::uint32_t request, depth;  // when it is wanted again, how many blocks are before it
+        std::uint32_t request, depth;  // the next request that uses it, and its depth
         auto operator<=>(const Use&) const = default;
     };
 
@@ -80,8 +80,8 @@ class Optimum {
 
     const Trace& trace_;
     std::size_t blocks_, next_ = 0, held_ = 0;
-    std::vector<std::uint32_t> again_;  // for each access the request that wants its block next
-    std::vector<Use> use_;              // by node, of those that are held
+    std::vector<std::uint32_t> again_;  // for each access, the request that uses its block next
+    std::vector<Use> use_;              // by node, of the blocks in the cache
     std::vector<bool> here_;
     std::priority_queue<std::pair<Use, std::uint32_t>> order_;
 };

@@ -1,11 +1,12 @@
-// Where blocks lie: extents are carved into slabs of equal slots, and slabs change their pitch in
-// place.
+// Memory of blocks: extents are divided into slabs of equal slots, and a slab can change its pitch
+// in place.
 //
-// A slab belongs to a size class (a pitch). When another class must pay for a slot, a slab of it is
-// *reshaped*: a new slab of the wanted pitch is laid over the same bytes (and the free runs and
-// foreign slabs beside them), while the old blocks live on underneath and are served. A new slot is
-// free once no old block overlaps it; `clearable` names the old blocks in the way of the next one,
-// in address order, so that the seam between old and new stays narrower than one slot.
+// A slab belongs to a size class (a pitch). To give a slot to another class, a slab of that class
+// is *reshaped*: a new slab of the wanted pitch is laid over the same bytes (and over adjacent free
+// runs and slabs of other classes), while the old blocks stay in place and are still served. A new
+// slot is free when no old block overlaps it. `clearable` returns the old blocks that overlap the
+// next slot, in address order, so that the border between old and new slots stays narrower than one
+// slot.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -32,16 +33,17 @@ struct Slab {
     std::uint32_t size_class;
     std::uint32_t extent;
     std::uint64_t start, pages;
-    std::vector<Id> table;               // a slot's block, or how it is vacant (see below)
-    std::vector<std::uint32_t> covered;  // old blocks that overlap a slot; empty without old blocks
-    std::vector<std::uint32_t> under;    // old slabs under this one, by address
-    std::uint32_t over = none;           // the slab laid over this one
+    std::vector<Id> table;  // the block of each slot, or how the slot is vacant (see below)
+    // how many old blocks overlap each slot; empty without old blocks
+    std::vector<std::uint32_t> covered;
+    std::vector<std::uint32_t> under;  // the old slabs under this one, by address
+    std::uint32_t over = none;         // the slab laid over this one
     std::uint32_t used = 0, free = 0;
     Id free_head = none;
-    std::uint32_t cursor = 0;                // where the search for the next clearable slot goes on
-    std::uint64_t stuck = 0;                 // the round in which no slot could be cleared
-    std::uint64_t barren = 0;                // the round in which it had nothing to give
-    std::uint32_t next = none, prev = none;  // among the slabs of the class with free slots
+    std::uint32_t cursor = 0;           // where the search for the next clearable slot continues
+    std::uint64_t stuck_round = 0;      // the round in which no slot could be cleared
+    std::uint64_t exhausted_round = 0;  // the round in which it had no slot to give
+    std::uint32_t next = none, prev = none;  // list of the slabs of this class with free slots
 
     std::uint32_t slots() const { return static_cast<std::uint32_t>(table.size()); }
 };
@@ -53,7 +55,8 @@ class Slabs {
     explicit Slabs(const Records& records) : records_(records) {}
 
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations);
-    // The class of blocks of this size: it lasts until all who joined it left and no slab is of it.
+    // The size class for blocks of this size. It exists until all its users have left and it has no
+    // slab.
     std::uint32_t join_class(std::uint64_t block_bytes);
     void leave_class(std::uint32_t size_class) { --classes_[size_class].users; }
     std::size_t living_classes() const {
@@ -66,10 +69,10 @@ class Slabs {
     std::uint64_t room(std::uint32_t size_class) const {
         return classes_[size_class].free + classes_[size_class].carvable;
     }
-    // Gives the block a slot, without evicting; false when there is none.
+    // Gives the block a slot without evicting; returns false if no slot is free.
     bool take(std::uint32_t size_class, Id id, std::uint32_t& slab, std::uint16_t& slot);
-    // Frees a slot and moves its generation on, so that readers of the old block notice.
-    void give(std::uint32_t slab, std::uint16_t slot);
+    // Frees a slot and increments its generation, so that readers of the old block detect it.
+    void release(std::uint32_t slab, std::uint16_t slot);
     SlotAddress address(std::uint32_t slab, std::uint16_t slot) const;
 
     std::uint32_t top(std::uint32_t slab) const {
@@ -77,15 +80,16 @@ class Slabs {
     }
     std::uint32_t class_of(std::uint32_t slab) const { return slabs_[slab]->size_class; }
 
-    // A plan's steps. `clearable` names the evictable blocks in the way of the next slot of a
-    // reshaped slab; `reshape` lays the class over this slab, where held blocks (those that can't
-    // be evicted) leave it a slot; `loosen` reshapes slabs that are half vacant, or that no victim
-    // lies in, until there is room for n; `seek` names the blocks of any slot that can be had.
+    // The steps of a plan. `clearable` returns the evictable blocks that overlap the next slot of a
+    // reshaped slab. `reshape` lays a slab of the class over this slab, if held blocks (which
+    // cannot be evicted) leave it a slot. `reshape_vacant` reshapes slabs that are half vacant or
+    // contain no victim, until there is room for n. `find_clearable` returns the blocks of any slot
+    // that can be freed.
     void new_round() { ++round_; }
     bool clearable(std::uint32_t size_class, std::vector<Id>& blocks);
     Laid reshape(std::uint32_t slab, std::uint32_t size_class);
-    void loosen(std::uint32_t size_class, std::uint64_t n, bool thorough);
-    bool seek(std::uint32_t size_class, std::vector<Id>& blocks);
+    void reshape_vacant(std::uint32_t size_class, std::uint64_t n, bool thorough);
+    bool find_clearable(std::uint32_t size_class, std::vector<Id>& blocks);
 
     std::uint64_t capacity_bytes() const { return capacity_pages_ * page_bytes; }
     std::uint64_t free_bytes() const { return capacity_bytes() - live_bytes_; }
@@ -93,8 +97,8 @@ class Slabs {
     void check() const;
 
  private:
-    // Vacant slots: free ones are a linked list (mark | next), the others lie over an old block or,
-    // in an old slab, are never used again.
+    // Vacant slots: free ones form a linked list (mark | next). Closed ones overlap an old block
+    // or, in an old slab, are never used again.
     static constexpr Id mark = 0x80000000, list_end = 0x7FFFFFFF, closed = 0xFFFFFFFE;
     static bool live(Id entry) { return !(entry & mark); }
 
@@ -106,10 +110,10 @@ class Slabs {
     };
     struct Class {
         std::uint64_t pitch;
-        std::uint64_t slab_slots, slab_pages;  // of a slab where there is space for it
+        std::uint64_t slab_slots, slab_pages;  // the preferred size of a slab
         std::uint32_t users = 0, slabs = 0;
         std::uint64_t free = 0;               // slots in slabs
-        std::uint64_t carvable = 0;           // slots that the free runs would give
+        std::uint64_t carvable = 0;           // slots that the free runs would yield
         std::uint32_t available = none;       // slabs with free slots
         std::vector<std::uint32_t> reshaped;  // slabs with old blocks under them, oldest first
         bool lives() const { return users || slabs; }
@@ -150,10 +154,11 @@ class Slabs {
     bool leaves_a_slot(const Region& region, std::uint64_t pitch, std::uint64_t slots) const;
     Id evictable_in(const Slab& slab) const;
     bool any_evictable(const Slab& slab) const;
-    bool give_vacant(std::uint32_t slab, std::uint32_t size_class);
+    bool release_vacant(std::uint32_t slab, std::uint32_t size_class);
     void lay(const Region& region, std::uint32_t extent, std::uint32_t size_class,
              std::vector<std::uint32_t> covered);
-    // Calls visit(old slab, slot) for every live old block that overlaps the slot; stops on false.
+    // Calls visit(old slab, slot) for each live old block that overlaps the slot; stops when it
+    // returns false.
     template <class Visit>
     bool each_under(const Slab& slab, std::uint32_t slot, Visit visit) const;
 
@@ -161,7 +166,7 @@ class Slabs {
     std::vector<Extent> extents_;
     std::vector<Class> classes_;
     std::vector<std::unique_ptr<Slab>> slabs_;
-    std::vector<std::uint32_t> spare_;  // numbers of dropped slabs
+    std::vector<std::uint32_t> spare_;  // numbers of removed slabs
     std::set<std::tuple<std::uint64_t, std::uint32_t, std::uint64_t>> sizes_;  // runs by length
     std::uint64_t capacity_pages_ = 0, live_bytes_ = 0, round_ = 0;
 };

@@ -1,7 +1,7 @@
-// The catalog's store of one tenant: which blocks there are, in which state, in which slots.
+// The store of one tenant: which blocks exist, in which state, and in which slots.
 //
-// It decides nothing by itself: no clock, no I/O, no threads, no policy. Calls take batches. A bad
-// argument throws and keeps nothing of the batch.
+// It makes no decisions: it has no clock, I/O, threads or policy. Calls take batches. A bad
+// argument throws, and then the call changes nothing.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -39,11 +39,11 @@ struct Space {
     std::vector<GroupSpec> groups;
     std::vector<std::uint32_t> first_place;  // of each group
     std::uint32_t places = 0, full_places = 0, nodes = 0;
-    bool plain = false;  // one full group of one shard: a match looks at one record a key
+    bool plain = false;  // one full group of one shard: a match reads one record per key
 };
 
-// The blocks of one group and shard that a prefix is restored from, `first` being their place in
-// it.
+// The blocks of one group and shard that restore a prefix; `first` is the position of the first
+// one.
 struct Part {
     std::uint32_t group, shard;
     std::size_t first;
@@ -52,36 +52,37 @@ struct Part {
 
 struct Match {
     std::size_t ready = 0, restorable = 0;
-    std::vector<Part> parts;  // what the READY prefix is restored from
+    std::vector<Part> parts;  // the READY prefix is restored from these
 };
 
-// What became of a footer's rows: `made` have a frame now and had none, `died` are frames of blocks
-// that have another one, or other bytes in memory.
+// The result of a footer's rows. `made`: blocks that had no frame and have one now; `died`: frames
+// of blocks that have another frame, or other bytes in memory.
 struct Restored {
     std::size_t made = 0, unfit = 0;
     std::vector<Frame> died;
 };
 
-// Of one group and shard, what a prefix needs and memory lacks.
+// The blocks of one group and shard that a prefix needs and that are not in memory.
 struct Missing {
     std::uint32_t group, shard;
     std::vector<Id> cold, promoting;
 };
 
-// What a block was called when it left its slot.
+// The identity of a block that was evicted.
 struct Name {
     std::uint32_t space, group, shard;
     Key key;
 };
 
-// What there is of a space in a run of records: a block may be in memory and on disk.
+// The blocks of a space in a range of records. A block can be both in memory and on disk.
 struct Tally {
     std::uint32_t space, memory, disk, other;
     std::uint64_t memory_bytes, disk_bytes;
 };
 static_assert(sizeof(Tally) == 32);
 
-// What left, the blocks that no match can reach any more since then, and what else there is to say.
+// The blocks that left, the blocks that no match can reach since then, the blocks that stay only on
+// disk, and the frames that died.
 struct Left {
     std::vector<Id> gone, orphans, cold;
     std::vector<Frame> died;
@@ -104,17 +105,16 @@ using IdList = std::vector<Id>;
 
 class Store {
  public:
-    // Of the ghosts beyond `ghosts`, those stay that several others hang on.
+    // Above `ghosts` ghosts, only those with several children are kept.
     explicit Store(std::size_t ghosts) : index_(records_), slabs_(records_), ghost_limit_(ghosts) {}
 
     std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations) {
         return slabs_.add_extent(bytes, generations);
     }
     std::uint32_t add_space(std::vector<GroupSpec> groups);
-    bool drop_space(std::uint32_t space);  // false where it holds something
+    bool drop_space(std::uint32_t space);  // false if it contains blocks
 
-    // What is here.
-    // What it finds of blocks with a frame counts as used.
+    // Queries. Blocks with a frame that a match finds count as used.
     Match match(std::uint32_t space, Keys keys);
     std::vector<Missing> cold(std::uint32_t space, Keys keys, std::size_t prefix) const;
     IdList resident(std::uint32_t space, Keys keys) const;
@@ -126,11 +126,12 @@ class Store {
     // Plans.
     std::uint64_t room(std::uint32_t space, std::uint32_t group) const;
     Left make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n, Ids victims);
-    // From now on, remember what make_room takes the slots of: an id that has left says it no more.
+    // Starts or stops recording the identities of the blocks that make_room evicts, because their
+    // ids become invalid.
     void note_evicted(bool on);
     std::vector<Name> take_evicted() { return std::exchange(evicted_, {}); }
-    // A key that is there already is found only when its turn comes: the slots taken before it are
-    // given back, and their generations have moved on.
+    // Finds a key that exists only at its turn; then the slots taken before it are given back, with
+    // new generations.
     IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses);
 
     // Events; each takes the whole batch or throws.
@@ -143,24 +144,23 @@ class Store {
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 
-    // The disk (cold.cpp). Those whose frame came too late, or after another, are returned.
+    // The disk (cold.cpp). Returns the ids whose frame came too late, or second.
     IdList framed(Ids ids, const char* frames, const char* digests);
     IdList moved(Ids ids, const char* before, const char* frames);
-    std::size_t promote(Ids ids);  // how many, the leading ones
+    std::size_t promote(Ids ids);  // how many: always the first ones
     std::pair<IdList, IdList> promoted(Ids ids);
     Left unpromoted(Ids ids);
     Left spoilt(Ids ids);
     Left damaged(Ids ids, const char* frames);
     IdList in_segment(std::uint32_t segment) const;
     IdList still(Ids ids, std::uint32_t segment) const;
-    // Whether a block deserves another round, as that of its segment is over.
-    bool deserves(Id id);
-    // The frames of blocks that are used since the last call, of so many at most that were.
+    // Decides whether a block is copied when its segment is reused.
+    bool earns_second_chance(Id id);
+    // The frames of blocks that were used since the last call, of at most `limit` blocks.
     std::vector<Frame> take_used(std::size_t limit);
     Left drop_segment(std::uint32_t segment);
-    // Rows as a segment's footer has them; how many blocks are on disk now that were not, and how
-    // many fit no block here.
-    // Frames at the pages in `used`, which ascend, were wanted since they were written.
+    // Takes the rows of a segment's footer. The frames at the pages in `used`, in ascending order,
+    // were used since they were written.
     Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment,
                      std::span<const std::uint32_t> used);
     IdList dirty(Ids ids) const;
@@ -169,26 +169,26 @@ class Store {
     std::pair<IdList, bool> coldest(Ids ids, std::uint64_t within, std::uint64_t limit) const;
     const Frame& frame(Id id) const;
 
-    // Of the records [first, first + look): what each space has, and the blocks of one space, as
-    // many as `limit`. Both say where to go on; 0 at the end.
+    // For the records [first, first + look): a tally per space, and the blocks of one space, at
+    // most `limit`. Both also return where to continue; 0 at the end.
     std::pair<Id, std::vector<Tally>> tally(Id first, Id look) const;
     std::pair<Id, IdList> listed(std::uint32_t space, Id first, Id look, std::size_t limit) const;
 
-    // About single blocks.
+    // Single blocks.
     const Record& block(Id id) const;
     const Place& place_of(Id id) const { return places_[block(id).place]; }
     Id parent_of(Id id) const { return records_[records_.node_of(id)].parent; }
-    // The same wherever the block is, and after it was gone.
+    // Identifies the block in all tiers; the same if it is saved again.
     std::uint64_t name_of(Id id) const {
         return name_of(key_of(id).words[0],
                        block(id).place - spaces_[place_of(id).space].first_place[0]);
     }
-    // By the first word of its key, and its place among those of its space.
+    // From the first word of its key, and its place among those of its space.
     static std::uint64_t name_of(std::uint64_t word, std::uint64_t at) {
         return word + at * 0x9E3779B97F4A7C15;
     }
-    // The block of the same group and shard before it in its chain, or none.
-    Id ahead_of(Id id) const {
+    // The block of the same group and shard before it in its chain, or `none`.
+    Id previous_in_chain(Id id) const {
         const std::uint32_t place = block(id).place;
         Id above = parent_of(id);
         return above == none ? none : residency(above, place);
@@ -214,7 +214,8 @@ class Store {
     void check() const;
 
  private:
-    static constexpr std::size_t walk_limit = 65536;  // nodes that one call may cut, join or climb
+    // limit of the nodes that one call may cut, join or climb
+    static constexpr std::size_t walk_limit = 65536;
 
     // The index.
     std::uint64_t hash_of(Id node) const {
@@ -240,7 +241,7 @@ class Store {
     void use(Id id) {
         if (!records_[id].framed || records_[id].used) return;
         records_[id].used = 1;
-        touched_.push_back(id);
+        newly_used_.push_back(id);
     }
     static unsigned order_of(std::uint32_t places) { return std::bit_width(places - 1); }
     std::uint32_t make_places(std::uint32_t n);
@@ -253,17 +254,16 @@ class Store {
     // The tree (tree.cpp).
     Id make_node(std::uint32_t space, const Key& key, std::uint64_t hash);
     void begin();
-    void tidy(Id node);
-    void hang(Id node, Id parent);
+    void drop_idle(Id node);
+    void set_parent(Id node, Id parent);
     bool complete(Id node) const;
     void cut_below(Id node, IdList* orphans);
     void join_below(Id node);
     void keep_orphans(IdList& ids) const;
     void check_node(Id node, Counts& seen) const;
 
-    // Events.
-    // Moves each to the state that `next` says for it, or none where that is `unused` for one of
-    // them; what they were.
+    // Events. `change` moves each block to the state that `next` returns for it, or none if that is
+    // `unused` for one of them. Returns the previous states.
     template <class Next>
     std::vector<State> change(Ids ids, Next next) {
         std::vector<State> was;
@@ -274,7 +274,7 @@ class Store {
             if (to == State::unused) {
                 while (i-- > 0) records_[ids[i]].become(was[i]);
                 throw std::invalid_argument(
-                    "a block is not in the state for this, or no block has this id");
+                    "a block is in the wrong state, or no block has this id");
             }
             was.push_back(records_[ids[i]].is());
             records_[ids[i]].become(to);
@@ -282,11 +282,11 @@ class Store {
         begin();
         return was;
     }
-    void claim(Ids ids, Event event);
+    void transition(Ids ids, Event event);
     void tally(Id id, State from, State to);
     void arrived(Id id);
     void leave(Id id, State from, IdList* orphans);
-    void stay_on_disk(Id id, State from);
+    void free_slot(Id id, State from);
     Id attach(Id node, std::uint32_t place, Event event);
     void detach(Id id);
     std::vector<State> end_reads(Ids ids, State to, State without_frame);
@@ -299,21 +299,22 @@ class Store {
     Records records_;
     Index index_;
     Slabs slabs_;
-    std::vector<Space> spaces_;  // without groups where none has this number
+    std::vector<Space> spaces_;  // no groups: the number is unused
     std::vector<Place> places_;
     std::vector<std::uint32_t> spare_spaces_;
     std::array<std::vector<std::uint32_t>, 25> spare_places_;  // runs of 2^n of them
-    // The blocks of each segment, in the order in which their frames came; some have left since.
+    // The blocks of each segment, in the order in which they got their frames; some have left
+    // since.
     std::unordered_map<std::uint32_t, IdList> segments_;
     Counts counts_;
-    IdList stack_;  // of the tree's walks, kept for its memory
-    bool noting_ = false;
+    IdList stack_;  // the stack of tree walks, kept for its memory
+    bool recording_evicted_ = false;
     std::vector<Name> evicted_;
-    IdList late_;     // ghosts that the next call looks at
-    IdList touched_;  // blocks that are used since `take_used` looked
+    IdList pending_ghosts_;  // ghosts that the next call checks
+    IdList newly_used_;      // blocks used since the last `take_used`
     std::size_t ghost_limit_;
     std::size_t walked_ = 0, climbed_ = 0;
-    bool cut_short_ = false;  // a walk met its limit: some `cut` flags may be old
+    bool cut_short_ = false;  // a walk reached its limit: some `cut` flags may be out of date
 };
 
 }  // namespace kvtier

@@ -1,4 +1,4 @@
-// Python's lock, let go for as long as this lives.
+// Releases the GIL during its lifetime.
 #pragma once
 
 #include <Python.h>
@@ -7,9 +7,9 @@
 
 namespace kvtier {
 
-// As nanobind's gil_scoped_release, but for the end of the process: a thread that asks for the lock
-// once the interpreter is going down is unwound by pthread_exit, which ends the whole process where
-// it meets a noexcept frame. Here it sleeps instead; the end of the process is its end.
+// Like nanobind's gil_scoped_release, except at the end of the process: a thread that requests the
+// GIL during finalization is unwound by pthread_exit, which would end the whole process at a
+// noexcept frame. Here it sleeps until the process ends.
 class Unlocked {
  public:
     Unlocked() : state_(PyEval_SaveThread()) {}

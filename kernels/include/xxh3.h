@@ -1,5 +1,5 @@
-// XXH3 with 128 bits (the published algorithm of xxHash 0.8), split so that a copy can carry it
-// along.
+// XXH3 with 128 bits (the published algorithm of xxHash 0.8), divided into steps that a copy can
+// include.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,12 @@
 
 namespace kvtier {
 
-inline constexpr size_t kStripe = 64;         // bytes taken in at a time
+inline constexpr size_t kStripe = 64;         // bytes per step
 inline constexpr size_t kStripesPerRun = 16;  // stripes between two scrambles
 inline constexpr size_t kSecretBytes = 192;
 inline constexpr size_t kDigestBytes = 16;
-inline constexpr size_t kShortMost = 240;  // up to here another, unstriped recipe applies
+// up to this size another algorithm without stripes applies
+inline constexpr size_t kShortMost = 240;
 
 inline constexpr uint64_t kPrime32First = 0x9E3779B1u;
 
@@ -22,35 +23,36 @@ struct alignas(64) Accumulators {
     uint64_t lane[8];
 };
 
-// What an implementation offers. `position` is the number of stripes since the last scramble, and
-// the new one is returned. Lines are 64 bytes; a streaming store never leaves a line half written.
+// The functions of an implementation. `position` is the number of stripes since the last scramble;
+// the new one is returned. Lines have 64 bytes; a streaming store never leaves a line half written.
 struct StripeKernels {
-    // Takes `stripes` stripes of `src` in.
+    // Consumes `stripes` stripes of `src`.
     size_t (*take)(Accumulators& acc, const uint8_t* src, size_t stripes, size_t position,
                    const uint8_t* secret);
-    // The same, and streams `stripes` lines out: src[lead..] to dst[lead..], where dst + lead is
-    // line-aligned. Reads lead bytes past the last stripe. Where `ahead` is not
-    // null and lead is 0, asks for a line there, and further on, with every stripe.
+    // The same, and streams `stripes` lines: src[lead..] to dst[lead..], where dst + lead is
+    // line-aligned. Reads lead bytes after the last stripe. If `ahead` is not null and lead is 0,
+    // prefetches the line there, which advances with each stripe.
     size_t (*take_and_stream)(Accumulators& acc, uint8_t* dst, const uint8_t* src, size_t lead,
                               size_t stripes, size_t position, const uint8_t* secret,
                               const uint8_t* ahead);
 };
 
-const StripeKernels& stripe_kernels_for_copy();  // as chosen for "copy"
-const StripeKernels& stripe_kernels_for_hash();  // as chosen for "xxh3"
+const StripeKernels& stripe_kernels_for_copy();  // the implementation chosen for "copy"
+const StripeKernels& stripe_kernels_for_hash();  // the implementation chosen for "xxh3"
 
 // Writes the digest of `size` bytes in canonical (big-endian) order.
 void xxh3_128(const uint8_t* data, size_t size, uint64_t seed, uint8_t* digest);
 
-// A digest of bytes that come in pieces, while they are being copied. The total is known beforehand
-// because XXH3 treats the last stripe differently.
+// A digest of bytes that arrive in pieces while they are copied. The total must be known in
+// advance, because XXH3 treats the last stripe differently.
 class DigestedCopy {
  public:
-    // With `streaming`, whole lines of the targets are written past the caches; the caller fences.
+    // With `streaming`, whole lines of the targets bypass the caches, and the caller issues the
+    // fence.
     DigestedCopy(uint64_t total, bool streaming);
 
-    // Copies the next n bytes from src to dst, unless that is null, and takes them in. `next` as
-    // for stream_copy.
+    // Digests the next n bytes, and copies them from src to dst unless dst is null. `next` as for
+    // stream_copy.
     void add(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
     // Writes the digest; exactly `total` bytes must have been added.
     void finish(uint8_t* digest) const;
@@ -62,13 +64,13 @@ class DigestedCopy {
     Accumulators acc_;
     const StripeKernels& kernels_;
     uint64_t total_;
-    uint64_t left_;  // stripes still to be taken in; the very last one is not among them
+    uint64_t left_;  // stripes still to consume, without the very last one
     size_t position_ = 0;
     size_t carried_ = 0;  // bytes in carry_: a stripe that began in an earlier piece
-    size_t kept_ = 0;     // bytes in small_, for totals that are not striped
+    size_t kept_ = 0;     // bytes in small_, for totals without stripes
     bool streaming_;
     uint8_t carry_[kStripe];
-    uint8_t last_[kStripe];  // the last 64 bytes seen
+    uint8_t last_[kStripe];  // the last 64 bytes
     uint8_t small_[kShortMost];
 };
 

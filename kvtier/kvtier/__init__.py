@@ -1,4 +1,4 @@
-"""kvtier: a KV cache for inference engines, kept on the cheapest memory that beats recomputing it."""
+"""kvtier: a KV cache for inference engines, in memory and on disk."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

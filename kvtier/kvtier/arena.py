@@ -1,4 +1,4 @@
-"""A client's mapping of its tenant's extents, and of the tables that say which bytes still stand."""
+"""A client's mappings of its tenant's extents and of their generation tables."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Arena:
             threading.Thread(
                 target=_populate, args=(self._unpopulated,), name="kvtier-populate", daemon=True
             ).start()
-            # An arena that nobody closed ends its thread when nobody has it any more.
+            # If `close` is never called, the thread ends when the arena is garbage-collected.
             weakref.finalize(self, self._unpopulated.put, None).atexit = False
 
     def add(self, index: int, nbytes: int, extent_fd: int, table_fd: int) -> None:
-        """Map an extent and its table. Takes the descriptors and closes them, whatever happens."""
+        """Map an extent and its table. Always closes the descriptors, also after an error."""
         try:
             if not 0 <= index < LIMIT_EXTENTS:
                 raise ProtocolError(f"extent {index}: at most {LIMIT_EXTENTS} are possible")
@@ -55,7 +55,7 @@ class Arena:
         return sum(extent.size for extent in self.extents if extent is not None)
 
     def close(self) -> None:
-        """Let the mappings go. Memory that a view still shows stays mapped until that view is gone."""
+        """Drop the mappings. Memory that a view refers to stays mapped until that view is deleted."""
         self.extents = []
         self.tables = []
         if self._unpopulated is not None:
@@ -69,4 +69,4 @@ class Arena:
 def _populate(unpopulated: queue.SimpleQueue[Mapping | None]) -> None:
     while (mapping := unpopulated.get()) is not None:
         mapping.populate()
-        del mapping  # waiting for the next one must not keep this one mapped
+        del mapping  # or it would stay mapped while this thread waits for the next one

@@ -1,4 +1,4 @@
-"""Arguments of the public calls, checked at the client's edge: a wrong one raises InvalidArgument."""
+"""Checks of the arguments of public calls: an invalid one raises InvalidArgument."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ WRONG = (TypeError, ValueError, OverflowError, BufferError, AttributeError)
 
 
 class Checking:
-    """`with Checking("keys"):` makes what a wrong argument causes in here an InvalidArgument that names it.
+    """`with Checking("keys"):` converts errors of an invalid argument into an InvalidArgument that names it.
 
-    For conversions of arguments alone: in any other code these errors are bugs of ours.
+    Only for conversions of arguments: elsewhere these errors are bugs in kvtier.
     """
 
     __slots__ = ("_what",)
@@ -35,16 +35,16 @@ class Checking:
 
 
 def seconds(name: str, value: object, least: float = 0.0) -> float:
-    """This many seconds, from `least` to what the system's clocks take."""
+    """Return the value as seconds. Raises InvalidArgument unless it is from `least` to LONGEST_S."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgument(f"{name}: {value!r} is not a number of seconds")
-    if not least <= value <= LONGEST_S:  # nor is a NaN
+    if not least <= value <= LONGEST_S:  # also false for a NaN
         raise InvalidArgument(f"{name}: {value!r} s is not within {least:g} to {LONGEST_S:g} s")
     return float(value)
 
 
 def whole(name: str, value: object, least: int, most: int) -> int:
-    """This integer, within its limits."""
+    """Return the value. Raises InvalidArgument unless it is an integer within the limits."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgument(f"{name}: {value!r} is not an integer")
     if not least <= value <= most:

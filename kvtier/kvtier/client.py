@@ -1,8 +1,8 @@
-"""The blocking client: connect to a daemon, open a space. What plugins and scripts use.
+"""The blocking client: connect to a daemon and open a space.
 
-Threads may share a client: requests take turns, copies do not. After a fork the child must connect again: its
-inherited client, and every save or lease of it, raises Unavailable. A client whose daemon hung, died or
-restarted raises Unavailable from then on: make a new one.
+Threads may share a client: it sends one request at a time, and copies in parallel. After a fork the child
+must connect again: the inherited client, its saves and its leases raise Unavailable. If the daemon hangs,
+dies or restarts, the client raises Unavailable from then on: create a new one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ __all__ = [
 
 
 class Client:
-    """A connection to the daemon and a mapping of this tenant's arena."""
+    """A connection to the daemon, and a mapping of the tenant's arena.
+
+    Use it as a context manager, or call `close`. `tenant` is the name of the tenant, `daemon_version` the
+    version of the daemon.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -70,12 +74,13 @@ class Client:
         engine: str = "",
         clock: Clock = time.monotonic,
     ) -> Client:
-        """Connect to the daemon at `socket`: if None $KVTIER_SOCKET, then that of a daemon of this
+        """Connect to the daemon at `socket`. None means $KVTIER_SOCKET, then the socket of a daemon of this
         user, then /run/kvtier/kvtier.sock.
 
-        `engine` is a name that several processes of one engine share: the daemon counts them as one.
-        `timeout_s` bounds every request. `read_only` maps the arena for reading only and can't save.
-        Raises Unavailable if there is no daemon, Refused if it won't have this client.
+        `timeout_s` is the time limit of every request. `read_only` maps the arena read-only; such a client
+        cannot save. `populate` maps the pages of the arena in advance. `name` is what `kvtier status` shows.
+        Processes of one engine pass the same `engine`, and the daemon counts them as one.
+        Raises Unavailable if no daemon answers, and Refused if the daemon refuses this client.
         """
         with Checking("socket"):
             path = os.fsdecode(socket or default_socket())
@@ -92,86 +97,97 @@ class Client:
             raise
 
     def open(self, spec: KvSpec) -> Space:
-        """The space of this description: made on first sight, shared by all who describe it alike."""
+        """Return the space of this description. The first call creates it; clients of a tenant with equal
+        descriptions share it."""
         if not isinstance(spec, KvSpec):
-            raise InvalidArgument(f"spec: a KvSpec is wanted, not {type(spec).__name__}")
+            raise InvalidArgument(f"spec: expected a KvSpec, got {type(spec).__name__}")
         opened = self.link.ask(wire.Open(self.link.new_id(), spec.checked()), wire.Opened)
         return Space(self.link, spec, opened)
 
     def stats(self) -> dict[str, Any]:
-        """What `kvtier status --json` prints."""
-        report = self.link.ask(wire.Stats(self.link.new_id()), wire.Report)
-        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+        """Return what `kvtier status --json` prints."""
+        return _report(self.link, wire.Stats(self.link.new_id()))
 
     def explain(self, lookup: int = 0, keys: bytes = b"") -> dict[str, Any]:
-        """What `kvtier explain --json` prints: of a lookup, of keys, or the last lookups."""
-        asked = wire.Explain(self.link.new_id(), lookup, keys)
-        report = self.link.ask(asked, wire.Report)
-        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+        """Return what `kvtier explain --json` prints: for the lookup with this number, for these keys
+        (packed), or for the last lookups."""
+        return _report(self.link, wire.Explain(self.link.new_id(), lookup, keys))
 
     def record(self, limit_bytes: int = 0, stop: bool = False) -> dict[str, Any]:
-        """Have the daemon record what is looked up, up to so many bytes, or stop; neither: how is it? What
-        `kvtier record --json` prints."""
-        report = self.link.ask(wire.Record(self.link.new_id(), limit_bytes, stop), wire.Report)
-        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+        """Start to record lookups into a file of at most `limit_bytes`, or `stop` the recording. With
+        neither, change nothing. Returns the state of the recording, as `kvtier record --json` prints it.
+
+        Only root and the daemon's user may call this.
+        """
+        return _report(self.link, wire.Record(self.link.new_id(), limit_bytes, stop))
 
     def settings(self, order: str = "show") -> dict[str, Any]:
-        """For who runs the daemon. "show": what it runs with; "diff": what its configuration says otherwise;
-        "reload": put that into force; "log": the last lines of its log. What `kvtier config` and
-        `kvtier reload` print."""
-        report = self.link.ask(wire.Settings(self.link.new_id(), order), wire.Report)
-        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+        """Read or reload the configuration. "show" returns the values in force, "diff" the differences
+        between them and the files, "reload" applies the files, "log" returns the last lines of the log.
+
+        Only root and the daemon's user may call this.
+        """
+        return _report(self.link, wire.Settings(self.link.new_id(), order))
 
     def tier(self, tier: str, order: str = "status") -> dict[str, Any]:
-        """For who runs the daemon: "drain" a tier ("warm", "cold"), switch it "off" or "on". Answered at
-        once with its "status", which says how far that is."""
-        report = self.link.ask(wire.Tier(self.link.new_id(), tier, order), wire.Report)
-        return {name: msgspec.msgpack.decode(value) for name, value in report.stats.items()}
+        """Drain a tier ("warm" or "cold"), switch it "off" or "on", or return its "status". Returns the
+        status at once; call again with "status" to follow the progress.
+
+        Only root and the daemon's user may call this.
+        """
+        return _report(self.link, wire.Tier(self.link.new_id(), tier, order))
 
     def ping(self) -> None:
-        """Ask for nothing and wait for the answer."""
+        """Send an empty request and wait for the answer."""
         self.link.ask(wire.Ping(self.link.new_id()), wire.Done)
 
     def wait_ready(self, timeout_s: float = 60.0) -> int:
-        """Wait until the daemon has all the memory that it makes at its start; how many bytes of it this
-        tenant has. That is less than configured where the machine has less.
+        """Wait until the daemon has allocated all of its memory. Returns the bytes of this tenant, which are
+        fewer than configured if the machine has less memory.
 
-        Waits for the daemon's answers. Raises NotReady after `timeout_s`, and Unavailable if the daemon
-        goes; after NotReady the client stays usable.
+        Raises NotReady after `timeout_s`, after which the client can still be used. Raises Unavailable if
+        the daemon ends.
         """
         clock = self.link.connection.clock
         until = clock() + seconds("timeout_s", timeout_s)
         while self.link.wait_for_growth(until):
             if clock() >= until:
                 have = format_bytes(self.link.arena.nbytes)
-                text = f"memory is not complete after {timeout_s:g} s: {have} of this tenant so far"
+                text = (
+                    f"memory is not complete after {timeout_s:g} s: this tenant has {have} so far"
+                )
                 raise NotReady(f"{text}; wait longer, or see `kvtier status`")
         return self.link.arena.nbytes
 
     def adopt(self, token: bytes, shards: Sequence[int] = (0,)) -> Lease:
-        """Join a lease that another process of this tenant holds, by its token. Refused once the lease has
-        ended. It ends when all who joined it have released it, and never later than its deadline."""
+        """Join the lease with this token, which another process of the tenant holds, and return the slots of
+        `shards`. The lease ends when all holders have released it, or at its deadline.
+
+        Raises Refused if the lease has ended.
+        """
         mappings = self.link.mappings
         with Checking("shards"):
             request = wire.Adopt(self.link.new_id(), token, list(shards))
         return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
 
     def reader(self) -> Reader:
-        """What reads slots that another client of this tenant was told of."""
+        """Return a reader for slots that another client of this tenant received in a lease."""
         return Reader(self.link.mappings, self.link.welcome.daemon)
 
     def fileno(self) -> int:
-        """Readable when `poll` may have something to say: an answer, or that the daemon has gone."""
+        """Return a file descriptor that becomes readable when `poll` has an answer, or when the daemon has
+        ended. For `select` and event loops."""
         return self.link.connection.fileno()
 
     @property
     def awaits(self) -> bool:
-        """Something that was begun is still to be answered, or to be sent: `poll` sees to it."""
+        """Whether a request of a `begin_` method is not answered or not sent yet. `poll` sends and
+        receives."""
         return self.link.awaits
 
     def poll(self) -> dict[int, Answer]:
-        """Answers that have come to what was begun (`begin_lease` and its like), by ticket. Never waits, not
-        for the daemon and not for another thread of this client: then there is nothing yet."""
+        """Return the answers that have arrived for requests of `begin_` methods, by ticket. Never waits,
+        neither for the daemon nor for another thread of this client; returns {} instead."""
         mappings = self.link.mappings
         return {
             ticket: self._answer(ticket, mappings, asked, reply)
@@ -202,10 +218,9 @@ class Client:
         return Match(0, 0, 0.0, refused)
 
     def close(self) -> None:
-        """Let everything go. Views of slots are invalid from now on.
+        """Release all leases and close the connection. Views of slots become invalid.
 
-        A save that another thread is in the middle of fails; only when it has ended is the daemon told that
-        its slots are free.
+        A save that is running in another thread fails. Its slots are given back after it has ended.
         """
         self.link.close()
 
@@ -216,12 +231,17 @@ class Client:
         self.close()
 
 
+def _report(link: Link, request: wire.Message) -> dict[str, Any]:
+    stats = link.ask(request, wire.Report).stats
+    return {name: msgspec.msgpack.decode(value) for name, value in stats.items()}
+
+
 def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
     if "\0" in path:
         raise InvalidArgument(f"socket: {path!r} has a zero byte")
     if (nbytes := len(os.fsencode(path))) > wire.LIMIT_SOCKET_PATH:
         most = wire.LIMIT_SOCKET_PATH
-        text = f"{path} has {nbytes} bytes, and a socket's path at most {most}: name a shorter one"
+        text = f"{path} has {nbytes} bytes, a socket's path has at most {most}: use a shorter one"
         raise Unavailable(text)
     sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     deadline = clock() + timeout_s
@@ -232,7 +252,7 @@ def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
                 sock.connect(path)
                 return sock
             except BlockingIOError:
-                # The daemon lives, but more are waiting to be let in than its backlog holds.
+                # The daemon runs, but its backlog of connections is full.
                 if clock() >= deadline:
                     raise
                 time.sleep(CONNECT_PAUSE_S)
@@ -249,17 +269,17 @@ def _connected(path: str, timeout_s: float, clock: Clock) -> sockets.socket:
 
 
 def default_socket() -> str:
-    """Where a daemon is looked for when nobody says where."""
+    """Return the path that `Client.connect` uses without a `socket`."""
     if named := os.environ.get("KVTIER_SOCKET"):
         return named
-    from tempfile import gettempdir  # and what it brings: for those who ask for the usual place
+    from tempfile import gettempdir  # imported here because it imports a lot
 
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     temporary = f"{gettempdir()}/kvtier-{os.geteuid()}"
     folder = f"{runtime}/kvtier" if runtime.startswith("/") else temporary
     own = f"{folder}/kvtier.sock"
     try:
-        # Anybody may make a folder of that name among the temporary ones.
+        # Any user can create a folder of that name in the directory of temporary files.
         ours = os.lstat(folder).st_uid == os.geteuid() and os.access(own, os.F_OK)
     except OSError:
         ours = False

@@ -1,10 +1,12 @@
-"""One connection to the daemon: frames out, replies and descriptors in. Blocking, with a deadline on each."""
+"""One connection to the daemon: sends frames, receives replies and descriptors. Every blocking call has a
+deadline."""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -16,24 +18,36 @@ from kvtier.errors import InvalidArgument, KvtierError, ProtocolError, Refused, 
 RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
 LIMIT_BACKLOG_BYTES = 1 << 20
+LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 31 bits
+ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
+# Plain integers: operators of the socket module's flags take a microsecond each.
+CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+TRUNCATED = int(socket.MSG_CTRUNC)
+UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed)  # may arrive without a request
 Clock = Callable[[], float]
 
 
 class Connection:
-    """Sends requests and takes replies in any order. Not locked: its owner is.
+    """Sends requests and receives replies in any order. Contains no lock: its owner holds one, and calls
+    `check_process` before each use.
 
-    After an error of the connection itself (`Unavailable`, `ProtocolError`) it is `broken` for good.
+    After an error of the connection itself (`Unavailable`, `ProtocolError`) it stays `broken`.
     """
 
     def __init__(self, sock: socket.socket, clock: Clock, timeout_s: float) -> None:
         self._sock = sock
+        # Non-blocking: a timeout of the socket itself costs two more system calls per request.
+        sock.setblocking(False)
+        self._readable = _poll_of(sock, select.POLLIN)
+        self._writable = _poll_of(sock, select.POLLOUT)
         self.clock = clock
         self.timeout_s = timeout_s
-        self._waits_s: float | None = None  # as the socket was told last
         self._pid = os.getpid()
         self._framer = wire.Framer()
+        self._frame = bytearray(wire.LENGTH.size)  # the request that is being sent
         self._backlog = bytearray()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._buffers = [self._buffer]
         self._fds: deque[int] = deque()
         self._replies: dict[int, wire.Reply] = {}
         self._expected: set[int] = set()
@@ -42,7 +56,7 @@ class Connection:
         self.extents: deque[tuple[int, int, int, int]] = deque()
 
     def fileno(self) -> int:
-        """To wait on, with select or epoll, for something to `poll`."""
+        """Return the descriptor that becomes readable when `poll` has something to receive."""
         return self._sock.fileno()
 
     def new_id(self) -> int:
@@ -51,36 +65,59 @@ class Connection:
         return request_id
 
     def send(self, message: wire.Message) -> int:
-        """Write one request; its id is what `wait` and `poll` know the answer by. Raises InvalidArgument
-        for one that no daemon would understand."""
+        """Send one request and return its id, by which `wait` and `poll` identify the answer. Raises
+        InvalidArgument for a request that is not valid on the wire."""
         self._check_usable()
-        frame = checked_frame(message)
+        frame = checked_frame(message, self._frame)
         try:
-            self._wait_at_most(self.timeout_s)
-            self._flush()
-            self._sock.sendall(frame)
+            if self._backlog:
+                self._backlog += frame
+                self._send_all(self._backlog)
+                self._backlog.clear()
+            elif (sent := self._send(frame)) < len(frame):
+                self._send_all(frame, sent)
         except TimeoutError as error:
-            raise self.give_up(f"the daemon took no request for {self.timeout_s} s") from error
+            raise self.give_up(
+                f"the daemon did not read a request within {self.timeout_s} s"
+            ) from error
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
-            self.give_up("a request was interrupted half-way")
+            self.give_up("sending a request was interrupted")
             raise
-        if message.id:
-            self._expected.add(message.id)
-        return message.id
+        request_id = message.id
+        if request_id:
+            self._expected.add(request_id)
+        return request_id
 
-    def begin(self, request_id: int, frame: bytes) -> None:
-        """Write one request, as `checked_frame` made it, without waiting: what the socket does not take now
-        goes with the next call.
-        A daemon that takes nothing for too long breaks the connection."""
+    def _send(self, data: bytearray | memoryview) -> int:
+        """Send what the socket accepts now. Returns how many bytes that is."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+
+    def _send_all(self, data: bytearray, sent: int = 0) -> None:
+        """Send the data after its first `sent` bytes. Raises TimeoutError at the deadline."""
+        deadline = self.clock() + self.timeout_s
+        with memoryview(data) as whole:
+            while sent < len(whole):
+                left_s = deadline - self.clock()
+                if left_s <= 0 or not self._writable.poll(min(left_s, LONGEST_WAIT_S) * 1000):
+                    raise TimeoutError
+                with whole[sent:] as rest:
+                    sent += self._send(rest)
+
+    def begin(self, request_id: int, frame: bytearray) -> None:
+        """Send one frame of `checked_frame` without waiting. What the socket does not accept now is sent by
+        later calls. If the backlog exceeds its limit, the connection is broken."""
         self._check_usable()
-        # One frame may wait whatever its size: the limit is for a daemon that takes none.
+        # One frame of any size may wait: the limit detects a daemon that does not read.
         if len(self._backlog) > LIMIT_BACKLOG_BYTES:
             self.push()
             if len(self._backlog) > LIMIT_BACKLOG_BYTES:
                 raise self.give_up(
-                    f"the daemon left {len(self._backlog)} bytes of requests waiting"
+                    f"the daemon does not read: {len(self._backlog)} bytes of requests are waiting"
                 )
         self._backlog += frame
         if request_id:
@@ -89,55 +126,45 @@ class Connection:
 
     @property
     def backlog_bytes(self) -> int:
-        """What `begin` left."""
+        """Bytes that `begin` has not sent yet."""
         return len(self._backlog)
 
     def push(self) -> None:
-        """Send what `begin` left, as far as the socket takes it now."""
+        """Send as much of the backlog as the socket accepts now."""
         try:
-            if self._backlog:
-                self._wait_at_most(0)
-                self._flush()
+            while self._backlog:
+                sent = self._sock.send(self._backlog)
+                del self._backlog[:sent]
         except BlockingIOError:
             pass
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
-            self.give_up("a request was interrupted half-way")
+            self.give_up("sending a request was interrupted")
             raise
 
-    def _wait_at_most(self, seconds: float) -> None:
-        # Telling it is a call into the kernel, which an engine's every step would make.
-        if seconds != self._waits_s:
-            self._sock.settimeout(seconds)
-            self._waits_s = seconds
-
-    def _flush(self) -> None:
-        while self._backlog:
-            sent = self._sock.send(self._backlog)
-            del self._backlog[:sent]
-
     def _lost(self, error: OSError) -> Unavailable:
-        # The daemon may have said why before it hung up.
-        with contextlib.suppress(Unavailable, ProtocolError, BlockingIOError):
-            while True:
-                self._receive(0)
-        return self.give_up(self.broken or f"the connection is gone: {error}")
+        # The daemon may have sent the reason before it disconnected.
+        with contextlib.suppress(Unavailable, ProtocolError):
+            while self._receive():
+                pass
+        return self.give_up(self.broken or f"connection lost: {error}")
 
     def wait(self, request_id: int) -> wire.Reply:
-        """The reply to this request. Raises Refused if the daemon says no."""
-        deadline = self.clock() + self.timeout_s
+        """Wait for the reply to this request and return it. Raises Refused if the daemon refuses it."""
+        left_s = self.timeout_s
+        deadline = self.clock() + left_s
         try:
             while request_id not in self._replies:
-                left = deadline - self.clock()
-                if left <= 0:
-                    raise self.give_up(f"no answer for {self.timeout_s} s")
-                self._receive(left)
+                if left_s <= 0 or not self._readable.poll(min(left_s, LONGEST_WAIT_S) * 1000):
+                    raise self.give_up(f"the daemon did not answer within {self.timeout_s} s")
+                self._receive()
+                left_s = deadline - self.clock()
         except (KvtierError, OSError):
             raise
         except BaseException:
-            # Nobody will ever ask for this answer: what it grants ends with the connection.
-            self.give_up("a request was interrupted")
+            # No caller will take this answer. Closing the connection ends what the answer grants.
+            self.give_up("waiting for an answer was interrupted")
             raise
         reply = self._replies.pop(request_id)
         if isinstance(reply, wire.Failed):
@@ -145,61 +172,68 @@ class Connection:
         return reply
 
     def poll(self) -> dict[int, wire.Reply]:
-        """Every reply that has come and that nobody waits for. Never blocks."""
+        """Return the replies that have arrived and that `wait` has not taken. Never blocks."""
         self._check_usable()
         self.push()
         try:
-            while True:
-                self._receive(0)
-        except BlockingIOError:
-            pass
+            while self._receive():
+                pass
         except (KvtierError, OSError):
             raise
         except BaseException:
-            # Part of an answer may be lost with it.
-            self.give_up("a look for answers was interrupted")
+            # Part of an answer may be lost.
+            self.give_up("polling for answers was interrupted")
             raise
         replies, self._replies = self._replies, {}
         return replies
 
-    def _receive(self, timeout_s: float) -> None:
+    def _receive(self) -> bool:
+        """Receive and decode what has arrived. Returns whether anything had arrived."""
         self._check_usable()
         try:
-            self._wait_at_most(timeout_s)
             count, control, flags, _ = self._sock.recvmsg_into(
-                [self._buffer], socket.CMSG_SPACE(LIMIT_FDS * 4), socket.MSG_CMSG_CLOEXEC
+                self._buffers, ANCILLARY_BYTES, CLOSE_ON_EXEC
             )
         except BlockingIOError:
-            raise
-        except TimeoutError as error:
-            raise self.give_up(f"no answer for {self.timeout_s} s") from error
+            return False
         except OSError as error:
-            raise self.give_up(f"the connection is gone: {error}") from error
+            raise self.give_up(f"connection lost: {error}") from error
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(data) - len(data) % struct.calcsize("i")
                 self._fds.extend(array.array("i", data[:whole]))
-        if flags & socket.MSG_CTRUNC:
-            raise self.give_up("descriptors were lost: the limit of open files is too low")
+        if flags & TRUNCATED:
+            raise self.give_up("file descriptors were lost: raise the limit of open files")
         if count == 0:
-            raise self.give_up("the daemon hung up")
+            raise self.give_up("the daemon closed the connection")
+        framer = self._framer
         try:
-            for body in self._framer.feed(self._buffer[:count]):
+            body: bytes | memoryview | None = framer.push_and_take(self._buffer[:count])
+            while body is not None:
                 self._take(wire.decode_reply(body))
+                body = framer.take()
         except ProtocolError as error:
             self.give_up(str(error))
             raise
+        return True
 
     def _take(self, reply: wire.Reply) -> None:
+        if isinstance(reply, UNSOLICITED):
+            self._take_unsolicited(reply)
+        elif reply.id in self._expected:
+            self._expected.discard(reply.id)
+            self._replies[reply.id] = reply
+
+    def _take_unsolicited(self, reply: wire.ExtentAdded | wire.GoingDown | wire.Failed) -> None:
         if isinstance(reply, wire.ExtentAdded):
             if len(self._fds) < 2:
-                raise ProtocolError(f"extent {reply.index} came without its descriptors")
+                raise ProtocolError(f"extent {reply.index} arrived without its file descriptors")
             self.extents.append(
                 (reply.index, reply.bytes, self._fds.popleft(), self._fds.popleft())
             )
         elif isinstance(reply, wire.GoingDown):
-            self.give_up(f"the daemon is going down: {reply.reason}")
-        elif isinstance(reply, wire.Failed) and reply.fatal:
+            self.give_up(f"the daemon is stopping: {reply.reason}")
+        elif reply.fatal:
             self.give_up(reply.text)
             self._replies[reply.id] = reply
         elif reply.id in self._expected:
@@ -208,37 +242,35 @@ class Connection:
 
     @property
     def inherited(self) -> bool:
-        """This is a forked child, and the connection its parent's."""
+        """Whether this process is a forked child, and the connection belongs to its parent."""
         return self._pid != os.getpid()
 
     def check_process(self) -> None:
-        """Raise Unavailable in a forked child. Needs no lock: a thread of the parent may have held it."""
-        if self.inherited:
+        """Raise Unavailable in a forked child. Takes no lock: a thread of the parent may have held it."""
+        if self._pid != os.getpid():
             raise Unavailable("connected before a fork: connect again in the child")
 
     def _check_usable(self) -> None:
-        self.check_process()
         if self.broken:
             raise Unavailable(self.broken)
 
     def give_up(self, why: str) -> Unavailable:
-        """The connection is of no more use, and this is why; the error to raise."""
+        """Mark the connection as broken for this reason, and return the error to raise."""
         self.broken = self.broken or why
         with contextlib.suppress(OSError):
-            # The daemon need not wait for a close to know that this session is over.
+            # The daemon ends the session now, not when the socket is closed.
             self._sock.shutdown(socket.SHUT_RDWR)
         return Unavailable(why)
 
     def close(self, farewell: bool) -> bool:
-        """Hang up. `farewell` promises the daemon that nothing here touches a slot any more; True if that
-        was sent, or is not this process's to send."""
+        """Close the connection. `farewell` sends Bye, a promise that no thread of this client accesses a slot
+        from now on. Returns True if it was sent, or if this is a forked child, which must not send it."""
         said = False
-        # After half a frame a goodbye would be taken for its rest.
+        # After part of a frame, the daemon would read a Bye as the rest of that frame.
         if farewell and not self.broken and not self.inherited and not self._backlog:
             with contextlib.suppress(OSError):
-                self._wait_at_most(0)
-                self._sock.sendall(wire.encode(wire.Bye(0)))
-                said = True
+                bye = wire.encode(wire.Bye(0))
+                said = self._sock.send(bye) == len(bye)
         self.broken = self.broken or "closed"
         for fd in self._fds:
             os.close(fd)
@@ -251,11 +283,21 @@ class Connection:
         return said or self.inherited
 
 
-def checked_frame(message: wire.Message) -> bytes:
-    """The frame of a request; InvalidArgument if a field has a type or a size that the wire does not take."""
+def checked_frame(message: wire.Message, frame: bytearray | None = None) -> bytearray:
+    """Return the frame of a request, in this buffer or a new one. Raises InvalidArgument if a field has a
+    type or a size that is not valid on the wire."""
+    frame = bytearray(wire.LENGTH.size) if frame is None else frame
     try:
-        frame = wire.encode(message)
-        wire.decode_request(memoryview(frame)[wire.LENGTH.size :])
+        wire.encode_into(message, frame)
+        if not wire.is_plain(message):
+            with memoryview(frame) as whole, whole[wire.LENGTH.size :] as body:
+                wire.decode_request(body)
     except (ProtocolError, OverflowError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{type(message).__name__}: {error}") from error
     return frame
+
+
+def _poll_of(sock: socket.socket, event: int) -> select.poll:
+    poll = select.poll()
+    poll.register(sock, event)
+    return poll

@@ -1,42 +1,42 @@
-"""One tree of exceptions for everything the world can do wrong; our own bugs are assertions.
+"""The exceptions of kvtier. They report conditions outside the program; bugs in kvtier are assertions.
 
     KvtierError
     ├── ConfigError       the configuration, or the machine under it, does not allow a start
-    ├── Unavailable       no daemon answers, or it answers too late
-    ├── ProtocolError     the peer broke the wire's rules
-    ├── Refused           the daemon understood and said no, with a code
+    ├── Unavailable       no daemon answers in time
+    ├── ProtocolError     the peer sent an invalid message
+    ├── Refused           the daemon refused the request, with a code
     ├── NotReady          the daemon's memory is not complete within the deadline; also a TimeoutError
-    ├── InvalidArgument   a call with an argument that cannot be right; also a ValueError and a TypeError
-    ├── ViewsInUse        something still shows slots that were given back; also a BufferError
-    ├── StaleLease        the lease has ended; the bytes may be somebody else's by now
-    ├── FrameError        stored bytes are not what they claim to be
-    ├── ProfileError      a calibration profile that is damaged, or that is of something else
-    ├── TierError         a place that holds blocks can't be used, or failed
-    └── SpecError         a description of the KV layout that contradicts itself
+    ├── InvalidArgument   an argument of the wrong type or range; also a ValueError and a TypeError
+    ├── ViewsInUse        an object still refers to released slots; also a BufferError
+    ├── StaleLease        the lease has ended; the slots may contain other blocks
+    ├── FrameError        a stored block is damaged
+    ├── ProfileError      a calibration profile is damaged, or belongs to another model
+    ├── TierError         a tier cannot be used, or failed
+    └── SpecError         an incomplete or contradictory description of a cache
 
-A message is one line that says what, where and what to do. Three are
-outcomes rather than errors and are named so: an engine meets them every day and goes on.
+A message is one line: what failed, where, and what to do.
 """
 
 
 class KvtierError(Exception):
-    """Root of the tree: `except KvtierError` is what an engine's edge turns into a miss."""
+    """The base class of all exceptions of kvtier. An engine treats it as a cache miss."""
 
 
 class ConfigError(KvtierError):
-    """The configuration or the machine forbids a start; the message names key and remedy."""
+    """The configuration or the machine does not allow a start. The message contains the key and the
+    remedy."""
 
 
 class Unavailable(KvtierError):  # noqa: N818
-    """No daemon answered in time; the caller goes on without a cache."""
+    """No daemon answered in time. Close the client; continue without a cache or connect again."""
 
 
 class ProtocolError(KvtierError):
-    """The peer sent what the wire does not allow; the connection is of no more use."""
+    """The peer sent an invalid message. The connection cannot be used again."""
 
 
 class Refused(KvtierError):  # noqa: N818
-    """The daemon said no: `code` is for programs and counters, `message` for people."""
+    """The daemon refused a request. `code` is for programs, `message` for people."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(code, message)  # both, so that a copy through `__reduce__` is whole
@@ -48,32 +48,33 @@ class Refused(KvtierError):  # noqa: N818
 
 
 class NotReady(KvtierError, TimeoutError):  # noqa: N818
-    """Memory is not complete within the deadline. The client stays usable: wait again, or go on without."""
+    """The daemon's memory is not complete at the deadline. The client can still be used: wait again, or
+    continue with the memory that exists."""
 
 
 class InvalidArgument(KvtierError, ValueError, TypeError):  # noqa: N818
-    """An argument of the wrong type, length or range. Nothing was sent to the daemon."""
+    """An argument has the wrong type, length or range. Nothing was sent to the daemon."""
 
 
 class ViewsInUse(KvtierError, BufferError):  # noqa: N818
-    """Something still shows slots whose lease has ended: copy their bytes before the `with` block ends."""
+    """An object still refers to slots whose lease has ended. Copy the bytes before the `with` block ends."""
 
 
 class StaleLease(KvtierError):  # noqa: N818
-    """The lease has ended; what was read under it must not be used."""
+    """The lease has ended. Do not use the data that was read under it."""
 
 
 class FrameError(KvtierError):
-    """What was stored is damaged, or is something else: a miss, counted by reason."""
+    """A stored block is damaged, or is another block. It counts as a miss."""
 
 
 class ProfileError(KvtierError):
-    """A calibration profile is not what it claims to be; without it, what needs it is a miss."""
+    """A calibration profile is damaged or belongs to another model. Blocks that need it are misses."""
 
 
 class TierError(KvtierError):
-    """A tier can't be opened, or a read or write of it failed; the message says where and why."""
+    """A tier cannot be opened, or a read or write failed. The message contains the place and the reason."""
 
 
 class SpecError(KvtierError):
-    """A description of the KV layout that is incomplete or contradicts itself."""
+    """The description of a cache is incomplete or contradictory."""

@@ -1,4 +1,4 @@
-"""Names of blocks: a chain of keyed hashes, one key for each whole block of a prefix."""
+"""Names of blocks: a chain of keyed hashes, one key per whole block of a prefix."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SPACE_DOMAIN = b"kvtier.space-key.1\0"
 
 
 class Keys(Sequence[Key]):
-    """The keys of consecutive blocks, packed, with the key of the block before them.
+    """The keys of consecutive blocks, and the key of the block before them.
 
-    A slice keeps its place in the chain: `keys[10:]` knows that its parent is `keys[9]`, so the tail
-    of a prefix can be saved alone.
+    A slice keeps its place in the chain: the parent of `keys[10:]` is `keys[9]`, so the end of a prefix
+    can be saved alone. `packed` contains the keys as bytes; `parent` is the previous key, or empty.
     """
 
     __slots__ = ("packed", "parent")
@@ -33,7 +33,7 @@ class Keys(Sequence[Key]):
     def __init__(self, packed: bytes, parent: bytes = b"") -> None:
         if not (isinstance(packed, bytes) and isinstance(parent, bytes)):
             raise InvalidArgument(
-                f"keys are bytes: got {type(packed).__name__}, {type(parent).__name__}"
+                f"keys must be bytes: got {type(packed).__name__}, {type(parent).__name__}"
             )
         if len(packed) % KEY_BYTES or len(parent) not in (0, KEY_BYTES):
             text = f"keys are {KEY_BYTES} bytes each: got {len(packed)}, {len(parent)}"
@@ -43,14 +43,14 @@ class Keys(Sequence[Key]):
 
     @classmethod
     def of(cls, keys: Keys | Sequence[bytes]) -> Keys:
-        """The same keys, packed: what every call of a space accepts."""
+        """Return these keys as Keys. Raises InvalidArgument unless each is 32 bytes."""
         if isinstance(keys, Keys):
             return keys
         if not isinstance(keys, Iterable) or not all(
             isinstance(key, bytes) and len(key) == KEY_BYTES for key in keys
         ):
             raise InvalidArgument(
-                f"keys of {KEY_BYTES} bytes each are wanted: they come from space.keys(token_ids)"
+                f"expected keys of {KEY_BYTES} bytes each: make them with space.keys(token_ids)"
             )
         return cls(b"".join(keys))
 
@@ -66,7 +66,7 @@ class Keys(Sequence[Key]):
             packed = self.packed
             start, stop, step = index.indices(len(packed) // KEY_BYTES)
             if step != 1:
-                raise InvalidArgument("keys form a chain: only slices of step 1 make sense")
+                raise InvalidArgument("keys form a chain: only slices of step 1 are possible")
             first = start * KEY_BYTES
             parent = packed[first - KEY_BYTES : first] if start else self.parent
             return Keys(packed[first : stop * KEY_BYTES], parent)
@@ -90,19 +90,19 @@ class Keys(Sequence[Key]):
 
 
 def space_secret(tenant_secret: bytes, space: bytes) -> bytes:
-    """The hashing key of one space: whoever holds it can name that space's blocks, no others."""
+    """Return the hashing key of a space. With it, a client can name the blocks of that space only."""
     return blake3(SPACE_DOMAIN + space, key=tenant_secret)
 
 
 def chain_root(secret: bytes, salt: bytes) -> bytes:
-    """Where a chain starts: another salt, another chain, and none of its keys in common."""
+    """Return the start of a chain. Chains with different salts have no key in common."""
     return blake3(SALT_DOMAIN + salt, key=secret)
 
 
 def token_keys(
     secret: bytes, token_ids: TokenIds, block_tokens: int, salt: bytes = b"", extras: bytes = b""
 ) -> Keys:
-    """One key per whole block of the tokens (a list, or a buffer of 32- or 64-bit integers)."""
+    """Return one key per whole block of the tokens: a list, or a buffer of 32- or 64-bit integers."""
     with Checking("keys of tokens"):
         root = chain_root(secret, salt)
         return Keys(chain_keys(secret, root, token_ids, block_tokens, extras))
@@ -115,9 +115,10 @@ def hash_keys(
     extras: bytes = b"",
     after: Keys | None = None,
 ) -> Keys:
-    """One key per block hash of an engine, in place of tokens; `after` those keys, or as a new chain."""
+    """Return one key per block hash of an engine, in place of tokens: after the keys `after`, or as a new
+    chain."""
     if not (after is None or isinstance(after, Keys)):
-        raise InvalidArgument(f"after: Keys are wanted, not {type(after).__name__}")
+        raise InvalidArgument(f"after: expected Keys, got {type(after).__name__}")
     parent = after[-1] if after else b""
     with Checking("keys of hashes"):
         root = parent or chain_root(secret, salt)

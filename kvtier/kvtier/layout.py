@@ -1,4 +1,4 @@
-"""What a block of KV cache is: its parts, its size, and the identity of the space that it belongs to."""
+"""The description of a KV cache: its groups, the size of its blocks, and the identity of its space."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPE_BYTES = {
 KINDS = ("full", "window", "state")
 LIMIT_GROUPS = 64
 LIMIT_SHARDS = 255
-LIMIT_PLACES = 1024  # groups times shards: each is looked at for every key
+LIMIT_PLACES = 1024  # groups times shards: a lookup checks each of them for every key
 LIMIT_BLOCK_BYTES = 1 << 30
 LIMIT_BLOCK_TOKENS = 1 << 20
 LIMIT_NUMBER = 1 << 31
@@ -31,16 +31,18 @@ GROUP_NUMBERS = (
     "layers", "kv_heads", "head_dim", "parts", "window_tokens", "state_bytes", "opaque_bytes",
 )  # fmt: skip
 IDENTITY_VERSION = b"kvtier.space.1\0"
+PAGE_MARK = "page:"  # prefix of the last word of a layout, which describes an engine's pages
 
 Kind = Literal["full", "window", "state"]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Layers that are cached alike, as one shard holds them.
+    """Layers that are cached in the same way, as one shard holds them.
 
-    `full`: every block of a prefix is needed. `window`: only those of the trailing `window_tokens`.
-    `state`: only the last one (Mamba and kin), `state_bytes` a layer whatever the block's tokens.
-    `opaque_bytes` overrides the arithmetic where an engine pads its pages.
+    `kind` says which blocks of a prefix are needed: `full` needs all of them, `window` those of the last
+    `window_tokens`, `state` only the last one (Mamba and similar layers). A state has `state_bytes` per
+    layer, independent of the tokens of a block. `parts` is 2 for K and V. `opaque_bytes` replaces the
+    computed size of a block, for engines that pad their pages. `shards` is the number of shards.
     """
 
     kind: Kind = "full"
@@ -54,10 +56,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shards: int = 1
 
     def token_bytes(self, dtype: str) -> int:
+        """Return the bytes of one token of one shard."""
         return self.layers * self.parts * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def block_bytes(self, dtype: str, block_tokens: int) -> int:
-        """Bytes of one block of one shard."""
+        """Return the bytes of one block of one shard."""
         if self.opaque_bytes:
             return self.opaque_bytes
         if self.kind == "state":
@@ -65,21 +68,23 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.token_bytes(dtype) * block_tokens
 
     def needed_blocks(self, block_tokens: int, prefix_blocks: int) -> range:
-        """Which blocks of a prefix this group must have for the prefix to be restored."""
+        """Return which blocks of a prefix this group needs to restore the prefix."""
         if self.kind == "full":
             return range(prefix_blocks)
         trailing = 1 if self.kind == "state" else self.window_blocks(block_tokens)
         return range(max(0, prefix_blocks - trailing), prefix_blocks)
 
     def window_blocks(self, block_tokens: int) -> int:
+        """Return the number of blocks that the window covers."""
         return -(-self.window_tokens // block_tokens)
 
 
 class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The full description of a cache: two caches share blocks only if every field is equal.
+    """The complete description of a cache. Two caches share blocks only if all fields are equal.
 
-    `weights` names the weights by content (a revision, or a digest of the files' headers and sizes);
-    without it two fine-tunes of one model would read each other's cache, so an empty one is refused.
+    `weights` identifies the content of the weights: a revision, or a digest of the headers and sizes of the
+    files. It must not be empty: otherwise two fine-tunes of one model would read each other's cache.
+    Create it with `dense`, `mla` or `groups`.
     """
 
     model: str
@@ -113,19 +118,18 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         window_tokens: int = 0,
         **more: Any,
     ) -> KvSpec:
-        """MHA, GQA or MQA: K and V in every layer. `layers` and `kv_heads` are the whole model's;
-        with parallelism each rank keeps its share, and ranks that would hold the same heads share
-        one shard."""
+        """Describe MHA, GQA or MQA: K and V in every layer. `layers` and `kv_heads` are those of the whole
+        model. With parallelism each rank keeps its share; ranks that hold the same heads share one shard."""
         _positive(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         _positive(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
         head_shards = min(tensor_parallel, kv_heads)
         if kv_heads % head_shards or tensor_parallel % head_shards:
             raise SpecError(
-                f"kv_heads={kv_heads} can't be divided over tensor_parallel={tensor_parallel}"
+                f"kv_heads={kv_heads} cannot be divided over tensor_parallel={tensor_parallel}"
             )
         if layers % pipeline_parallel:
             raise SpecError(
-                f"layers={layers} can't be divided over pipeline_parallel={pipeline_parallel}"
+                f"layers={layers} cannot be divided over pipeline_parallel={pipeline_parallel}"
             )
         group = Group(
             kind="window" if window_tokens else "full",
@@ -160,8 +164,8 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tensor_parallel: int = 1,
         **more: Any,
     ) -> KvSpec:
-        """Multi-head latent attention: one latent part in place of K and V, the same on every
-        tensor-parallel rank, so all of them share one shard."""
+        """Describe multi-head latent attention: one latent in place of K and V. It is the same on every
+        tensor-parallel rank, so all ranks share one shard."""
         _positive(layers=layers, latent_dim=latent_dim)
         _integers(rope_dim=rope_dim)
         group = Group(layers=layers, kv_heads=1, head_dim=latent_dim + rope_dim, parts=1)
@@ -187,7 +191,8 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         weights: str,
         **more: Any,
     ) -> KvSpec:
-        """Several groups: sliding windows beside full attention, recurrent states beside either."""
+        """Describe a cache of several groups, such as full attention with sliding windows or recurrent
+        states."""
         return cls(
             model=model,
             weights=weights,
@@ -204,26 +209,29 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def places(self) -> int:
-        """How many residencies each block has: groups times shards."""
+        """The number of parts of each block: the sum of the shards of all groups."""
         return sum(group.shards for group in self.cache_groups)
 
     def group_block_bytes(self, group: int) -> int:
+        """Return the bytes of one block of one shard of this group."""
         return self.cache_groups[group].block_bytes(self.dtype, self.block_tokens)
 
     def checked(self) -> KvSpec:
-        """Itself, if it makes sense; raises SpecError naming the field otherwise."""
+        """Return self if it is valid. Raises SpecError, which names the field, otherwise."""
         try:
             msgspec.json.decode(msgspec.json.encode(self), type=type(self))
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            raise SpecError(f"a field of another type: {error}") from error
+            raise SpecError(f"a field has the wrong type: {error}") from error
         for name in ("model", "weights"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise SpecError(f"{name} is text, not {value!r}")
+                raise SpecError(f"{name} must be text, got {value!r}")
             if not value.strip():
-                raise SpecError(f"{name} is empty: a cache without it would be shared wrongly")
+                raise SpecError(f"{name} is empty: caches of different models could be mixed")
         if self.dtype not in DTYPE_BYTES:
-            raise SpecError(f"dtype {self.dtype!r} is unknown: one of {', '.join(DTYPE_BYTES)}")
+            raise SpecError(
+                f"dtype {self.dtype!r} is unknown: expected one of {', '.join(DTYPE_BYTES)}"
+            )
         _positive(
             block_tokens=self.block_tokens,
             tensor_parallel=self.tensor_parallel,
@@ -255,13 +263,13 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         size = group.block_bytes(self.dtype, self.block_tokens)
         if not 1 <= size <= LIMIT_BLOCK_BYTES:
             raise SpecError(
-                f"cache_groups[{index}]: a block of {size} bytes; 1 to {LIMIT_BLOCK_BYTES} are possible"
+                f"cache_groups[{index}]: a block has {size} bytes, expected 1 to "
+                f"{LIMIT_BLOCK_BYTES}"
             )
 
 
 def space_id(spec: KvSpec, tenant: str, loss: str = "") -> bytes:
-    """The identity of everything that shares keys: 32 bytes over every field, the tenant, and what its
-    blocks may lose."""
+    """Return the identity of a space: 32 bytes over all fields, the tenant, and the loss of its codec."""
     # JSON of named fields in declared order: no two descriptions have the same text.
     named = {"tenant": tenant, "spec": spec}
     description = msgspec.json.encode({**named, "loss": loss} if loss else named)

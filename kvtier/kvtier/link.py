@@ -1,6 +1,6 @@
-"""What the threads of one client share: the connection, whose turn it is, and the mapped arena.
+"""The state that the threads of one client share: the connection, its lock, and the mapped arena.
 
-Its locks are never taken in a forked child: the thread that held one may not be there to let go.
+The locks are never taken in a forked child: the thread that held one may not exist there.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from kvtier.errors import ProtocolError, Unavailable
 from kvtier_kernels import Mapping
 
 LIMIT_DEFERRED = 4096
-GROWTH_TURN_MS = 100  # how long one request for growth keeps the connection from other threads
+GROWTH_TURN_MS = 100  # how long one Grow request occupies the connection
 GROWTH_PAUSE_S = 0.001
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 Mappings: TypeAlias = "Sequence[Mapping | None]"
 
-# By socket: tokens of closed clients that could not tell their daemon that they touch nothing any more. The
-# next client of this process does, so that slots which a lost connection had for writing are free again.
-_unsaid: dict[str, list[bytes]] = {}
-_unsaid_lock = threading.Lock()
+# By socket: tokens of closed clients that write to no slot, but could not send Bye. The next client of this
+# process declares them in its Hello, and the daemon then reuses the slots that those clients had for writing.
+_ended_tokens: dict[str, list[bytes]] = {}
+_ended_lock = threading.Lock()
 
 
-def _forget_the_parents() -> None:
-    """In a forked child: what the parent's clients touch is the parent's to say."""
-    global _unsaid_lock
-    _unsaid_lock = threading.Lock()
-    _unsaid.clear()
+def _drop_parent_tokens() -> None:
+    """In a forked child: only the parent knows whether its clients still write."""
+    global _ended_lock
+    _ended_lock = threading.Lock()
+    _ended_tokens.clear()
 
 
-os.register_at_fork(after_in_child=_forget_the_parents)
+os.register_at_fork(after_in_child=_drop_parent_tokens)
 
 
 class Link:
-    """Requests take turns on the connection; replies that came with extents have them mapped first."""
+    """Serializes the requests of all threads on the connection. Maps new extents before it returns the reply
+    that they arrived with."""
 
     def __init__(
         self,
@@ -56,54 +57,59 @@ class Link:
         self.connection = connection
         self.arena = arena
         self.lock = threading.RLock()
-        self._told: dict[int, type[wire.Message]] = {}
+        self._pending: dict[int, type[wire.Message]] = {}
         self._path = path
         self._writing = 0
-        self._deferred: deque[tuple[int, bytes]] = deque()
+        self._deferred: deque[tuple[int, bytearray]] = deque()
         self._closed = False
-        with _unsaid_lock:
-            ended = _unsaid.get(path, [])[: wire.LIMIT_ENDED]
+        with _ended_lock:
+            ended = _ended_tokens.get(path, [])[: wire.LIMIT_ENDED]
         hello = wire.Hello(connection.new_id(), wire.SCHEMA, name, read_only, ended, engine)
         self.welcome = self.ask(hello, wire.Welcome)
-        with _unsaid_lock:
-            _unsaid[path] = [token for token in _unsaid.get(path, []) if token not in ended]
+        with _ended_lock:
+            _ended_tokens[path] = [one for one in _ended_tokens.get(path, []) if one not in ended]
 
     @property
     def mappings(self) -> tuple[Mappings, Mappings]:
-        """The extents and their tables, in lists that grow with every answer. Whoever asks for slots takes
-        them before: after a close they are not to be had, and the answer may be older than it."""
+        """The extents and their tables, in lists that answers extend. Read this property before a request for
+        slots: another thread may close the client before the answer is used."""
         return self.arena.extents, self.arena.tables
 
     def new_id(self) -> int:
         return self.connection.new_id()
 
     def ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
-        """Send, and wait for the answer. Raises Refused if the daemon says no."""
+        """Send a request and wait for its answer. Raises Refused if the daemon refuses it."""
         self.connection.check_process()
         try:
             with self.lock:
-                self._send_deferred()
-                sent = self.connection.send(request)
+                if self._deferred:
+                    self._send_deferred()
+                connection = self.connection
+                sent = connection.send(request)
                 try:
-                    reply = self.connection.wait(sent)
+                    reply = connection.wait(sent)
                 finally:
-                    self._map_extents()
+                    if connection.extents:
+                        self._map_extents()
         finally:
-            # What other threads began meanwhile goes even if this one was refused; a connection that
-            # broke tells them at their next call.
+            # Send what other threads deferred meanwhile, also if this request was refused. After a broken
+            # connection their next call raises Unavailable.
             if self._deferred and not self.connection.broken:
                 self._flush()
         if not isinstance(reply, expected):
-            raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
+            raise ProtocolError(
+                f"the daemon answered {type(request).__name__} with {type(reply).__name__}"
+            )
         return reply
 
     def wait_for_growth(self, until: float) -> bool:
-        """Wait until the daemon's memory has grown, or is complete, or it is `until` by the connection's
-        clock; whether it still grows. Other threads have the connection in between."""
+        """Wait until the daemon's memory has grown or is complete, at most until `until` by the connection's
+        clock. Returns whether it still grows. Other threads can use the connection in between."""
         extents = len(self.arena.extents)
         while True:
             left_s = max(0.0, until - self.connection.clock())
-            # An answer must be able to come within the deadline of a request.
+            # The answer must arrive within the deadline of a request.
             turn_ms = int(min(left_s * 1000, GROWTH_TURN_MS, self.connection.timeout_s * 500))
             asked = wire.Grow(self.new_id(), extents, turn_ms)
             grown = self.ask(asked, wire.Grown)
@@ -112,22 +118,24 @@ class Link:
             time.sleep(GROWTH_PAUSE_S)
 
     def tell(self, request: wire.Message) -> int:
-        """Send without waiting: not for the daemon, and not for another thread's request in flight, after
-        which it goes then."""
+        """Send a request without waiting, and return its id. While another thread uses the connection, the
+        request is deferred and that thread sends it."""
         self.connection.check_process()
-        # Before it is deferred: another thread, which may send it, is not to be told of its faults.
+        # Validate now: the thread that sends a deferred frame must not get this request's error.
         frame = checked_frame(request)
         if len(self._deferred) >= LIMIT_DEFERRED:
-            raise Unavailable(f"{len(self._deferred)} requests wait for another thread's answer")
+            raise Unavailable(
+                f"{len(self._deferred)} requests already wait for another thread's answer"
+            )
         if request.id:
-            self._told[request.id] = type(request)
+            self._pending[request.id] = type(request)
         self._deferred.append((request.id, frame))
         self._flush()
         return request.id
 
     def replies(self) -> dict[int, tuple[type[wire.Message], wire.Reply]]:
-        """What has come and nobody waits for, and what it answers. Never waits, not for the daemon and not
-        for another thread: then there is nothing yet."""
+        """Return the answers that have arrived for requests of `tell`, each with the type of its request.
+        Never waits; returns {} while another thread uses the connection."""
         self.connection.check_process()
         if not self.lock.acquire(blocking=False):
             return {}
@@ -136,7 +144,7 @@ class Link:
             try:
                 replies = self.connection.poll()
                 return {
-                    ticket: (self._told.pop(ticket), reply) for ticket, reply in replies.items()
+                    ticket: (self._pending.pop(ticket), reply) for ticket, reply in replies.items()
                 }
             finally:
                 self._map_extents()
@@ -147,26 +155,27 @@ class Link:
 
     @property
     def awaits(self) -> bool:
-        """Something that `tell` sent is still to be answered, or waits to be sent."""
-        return bool(self._told or self._deferred or self.connection.backlog_bytes)
+        """Whether a request of `tell` is not answered or not sent yet."""
+        return bool(self._pending or self._deferred or self.connection.backlog_bytes)
 
     def begin_writing(self) -> None:
-        """Until `end_writing` somebody here may touch slots of the arena."""
+        """Count a save that may write to slots until `end_writing`."""
         self.connection.check_process()
         with self.lock:
             self._writing += 1
 
     def end_writing(self) -> None:
-        """Nothing touches the slots of one save any more. In a forked child that is not ours to say."""
+        """End one `begin_writing`. Does nothing in a forked child, because the parent may still write."""
         if self.connection.inherited:
             return
         with self.lock:
             self._writing -= 1
             if self._closed and not self._writing:
-                self._leave_unsaid()
+                self._keep_token()
 
     def close(self) -> None:
-        """Hang up. While a save is running the daemon is not told that its slots are free."""
+        """Close the connection and the arena. While a save is running, no Bye is sent: its slots stay
+        quarantined until the save has ended and this process connects again."""
         if self.connection.inherited:
             self.connection.close(farewell=False)
             return
@@ -176,16 +185,17 @@ class Link:
             self._closed = True
             said = self.connection.close(farewell=not self._writing)
             if not said and not self._writing:
-                self._leave_unsaid()
+                self._keep_token()
             self.arena.close()
 
-    def _leave_unsaid(self) -> None:
-        with _unsaid_lock:
-            _unsaid.setdefault(self._path, []).append(self.welcome.token)
+    def _keep_token(self) -> None:
+        """Let the next client of this process declare this session's slots as unused."""
+        with _ended_lock:
+            _ended_tokens.setdefault(self._path, []).append(self.welcome.token)
 
     def _flush(self) -> None:
-        """Send what is deferred, unless another thread has the connection: it will. It looks once more
-        after letting go, so nothing is left behind."""
+        """Send deferred requests, unless another thread holds the lock. That thread calls this after it
+        releases the lock, so no request is left behind."""
         while self._deferred and self.lock.acquire(blocking=False):
             try:
                 self._send_deferred()
@@ -202,8 +212,8 @@ class Link:
             try:
                 self.arena.add(*extents.popleft())
             except Exception as error:
-                # Slots in it would be asked for and not found: this client is of no use.
-                raise self.connection.give_up(f"an extent can't be mapped: {error}") from error
+                # The daemon would grant slots in it that this client cannot access.
+                raise self.connection.give_up(f"cannot map an extent: {error}") from error
             except BaseException:
-                self.connection.give_up("an extent's mapping was interrupted")
+                self.connection.give_up("mapping an extent was interrupted")
                 raise

@@ -1,10 +1,10 @@
-"""Leases, and loads under them: views of slots that stay what they are, or are known not to have."""
+"""Leases, and loads under a lease: views of slots, with a check whether a slot was reused."""
 
 from __future__ import annotations
 
 import contextlib
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier import wire
 from kvtier.arguments import Checking
@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
     from kvtier.key import Keys
     from kvtier.link import Link, Mappings
-    from kvtier.space import Space
 
 
 class Lease:
-    """Blocks that stay where they are until `release` or the deadline. `token` lets others join."""
+    """A lease on the ready blocks of a prefix, until `release` or the deadline.
+
+    `ready` is the number of blocks of the prefix that can be read, `coming` the number that are being
+    read from disk, `eta_ms` the expected time until they are ready. `parts` contains the slots, `token`
+    lets another process join with `Client.adopt`, and `refused` is the reason if the daemon refused the
+    request.
+    """
 
     __slots__ = (
         "_extents", "_id", "_link", "_tables", "coming", "eta_ms", "parts", "ready", "refused", "token",
@@ -34,7 +39,7 @@ class Lease:
         refused: str = "",
     ) -> None:
         self._link = link
-        # Of its own: the mappings outlive a client that is closed under a lease.
+        # Own references: the mappings must outlive a client that is closed under a lease.
         self._extents, self._tables = mappings
         self._id = loaded.lease
         self.refused = refused
@@ -45,38 +50,39 @@ class Lease:
         self.parts: list[wire.Part] = loaded.parts
 
     def part(self, group: int, shard: int) -> wire.Part:
-        """The slots of one group and shard; InvalidArgument if they were not asked for."""
+        """Return the slots of one group and shard. Raises InvalidArgument if they were not requested."""
         for part in self.parts:
             if part.group == group and part.shard == shard:
                 return part
-        raise InvalidArgument(f"the lease tells nothing of group {group}, shard {shard}")
+        raise InvalidArgument(f"the lease does not include group {group}, shard {shard}")
 
     @property
     def extents(self) -> int:
-        """How many extents whoever reads these slots must have mapped."""
+        """How many extents a process must have mapped to read these slots."""
         slots = (slot for part in self.parts for slot in wire.SLOT.iter_unpack(part.slots))
         return 1 + max((extent for extent, *_ in slots), default=-1)
 
     def views(self, part: wire.Part, nbytes: int) -> list[memoryview]:
-        """Read-only views of a part's slots."""
+        """Return read-only views of the slots of a part. `nbytes` is the size of a block. Call `fresh`
+        after reading."""
         with Checking("views of a part"):
             return views(self._extents, part.slots, nbytes, False)
 
     def copy_out(self, part: wire.Part, targets: Buffers, threads: int) -> int:
-        """Copy a part's slots; how many leading ones still were what they were after it."""
+        """Copy the slots of a part. Returns how many leading blocks were not reused during the copy."""
         with Checking("copying a part"):
             copy_out(self._extents, part.slots, targets, threads)
         return self.fresh(part)
 
     def fresh(self, part: wire.Part) -> int:
-        """How many leading blocks of a part still are what they were. Ask after reading them."""
+        """Return how many leading blocks of a part have not been reused. Call it after reading them."""
         with Checking("a part"):
             return fresh(self._tables, part.slots)
 
     def release(self, tokens: int = 0, nbytes: int = 0, cold_tokens: int = 0) -> None:
-        """Let go, and tell the daemon's figures what was used: the tokens that were in memory, those that
-        were on disk, and the bytes. Does not wait for the daemon; a second call does nothing. A daemon
-        that is gone has forgotten the lease already; the next request will say so."""
+        """End this holder's use of the lease, and report what was used: tokens from memory, tokens from
+        disk, and bytes. Does not wait for the daemon, and raises nothing if the daemon has ended. A
+        second call does nothing."""
         if self._id:
             lease, self._id = self._id, 0
             with contextlib.suppress(Unavailable):
@@ -84,8 +90,11 @@ class Lease:
 
 
 class Reader:
-    """Reads slots by what the holder of their lease tells: needs no lease of its own, and asks the daemon
-    nothing. Outlives its client; `daemon_run` says of which run of the daemon the slots must be."""
+    """Reads slots that the holder of a lease passes on. It needs no lease and sends no requests.
+
+    It can be used after its client is closed. `daemon_run` identifies the run of the daemon; slots of another
+    run must not be read.
+    """
 
     __slots__ = ("_extents", "_tables", "daemon_run")
 
@@ -95,16 +104,20 @@ class Reader:
 
     @property
     def extents(self) -> int:
-        """How many are mapped. What the daemon adds comes with the next answer to the client."""
+        """How many extents are mapped. New extents are mapped with the next answer to the client."""
         return len(self._extents)
 
     @property
     def mappings(self) -> Mappings:
-        """The extents, in a list that grows: for copies that are made elsewhere."""
+        """The mapped extents, in a list that grows. For copies by other code."""
         return self._extents
 
+    def let_go(self) -> None:
+        """Keep nothing mapped: only how much there was can be asked from now on. Its client is closed."""
+        self._extents, self._tables = [None] * len(self._extents), []
+
     def fresh(self, slots: bytes) -> int:
-        """How many leading slots still are what they were. Ask after reading them."""
+        """Return how many leading slots have not been reused. Call it after reading them."""
         return fresh(self._tables, slots)
 
     def scatter(
@@ -116,9 +129,9 @@ class Reader:
         nice: int = 0,
         parts: int = 1,
     ) -> int:
-        """Copy slots into an engine's paged blocks; how many leading ones still were what they were
-        after it. Each slot goes to so many `parts` of these, one after the other; 0 leaves its part alone
-        where there are several. With `nice`, others that want the cores go first."""
+        """Copy slots into an engine's paged blocks. Returns how many leading slots were not reused during the
+        copy. Each slot is divided into `parts` consecutive pages; with several parts, block id 0 skips its
+        page. `nice` is the priority of the copying threads."""
         ids, within = self.placed(slots, block_ids, pieces.block_bytes, parts)
         scatter(pieces, ids, self._extents, within, threads, nice=nice)
         return fresh(self._tables, slots)
@@ -126,11 +139,12 @@ class Reader:
     def placed(
         self, slots: bytes, block_ids: Sequence[int], nbytes: int, parts: int
     ) -> tuple[Sequence[int], bytes]:
-        """The paged blocks, of so many bytes each, that slots go to, and where in the slots each begins."""
+        """Return the paged blocks, of `nbytes` each, that the slots are copied to, and the place of each
+        page in its slot."""
         if len(block_ids) * wire.SLOT_BYTES != parts * len(slots):
             count = len(slots) // wire.SLOT_BYTES
             raise InvalidArgument(
-                f"{len(block_ids)} paged blocks for {count} slots of {parts} parts"
+                f"{len(block_ids)} paged blocks do not match {count} slots of {parts} parts"
             )
         if parts == 1:
             return block_ids, slots
@@ -140,21 +154,39 @@ class Reader:
 
 
 class Blocks(list["memoryview | None"]):
-    """The ready prefix: a read-only view a block, valid until the `with` block ends; None for the blocks
-    before `first`, which this group can do without."""
+    """The ready prefix of a load: one read-only view per block, valid until the `with` block ends.
+
+    Blocks before `first` are None: this group does not need them. `coming` is the number of blocks after the
+    prefix that are being read from disk, `eta_ms` the expected time until they are ready.
+    """
 
     first: int = 0
     coming: int = 0
     eta_ms: float = 0.0
 
 
+class Loadable(Protocol):
+    """A space, as a load sees it."""
+
+    def lease(
+        self, keys: Keys | Sequence[bytes], deadline_ms: int = ..., shards: Sequence[int] = ...
+    ) -> Lease: ...
+    def group_block_bytes(self, group: int) -> int: ...
+    def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]: ...
+
+
 class Loading:
-    """A load as a context; see Space.load."""
+    """A load as a context manager; see Space.load."""
 
     __slots__ = ("_args", "_blocks", "_lease", "_part", "_space", "_views")
 
     def __init__(
-        self, space: Space, keys: Keys | Sequence[bytes], deadline_ms: int, group: int, shard: int
+        self,
+        space: Loadable,
+        keys: Keys | Sequence[bytes],
+        deadline_ms: int,
+        group: int,
+        shard: int,
     ) -> None:
         self._space = space
         self._args = (keys, deadline_ms, group, shard)
@@ -192,7 +224,10 @@ class Loading:
             *self._space.used(*self._args[2:], self._lease.ready if used else 0, used)
         )
         if stale and kind is None:
-            raise StaleLease("the lease ran out while its blocks were read: use nothing of them")
+            raise StaleLease("the lease expired while its blocks were read: discard what was read")
         if kept and kind is None:
-            text = "are still shown by something made from their views (an array, a slice): copy instead"
-            raise ViewsInUse(f"{kept} blocks {text}; they may be another's at any time")
+            text = (
+                "are still referenced by an object made from their views (an array, a "
+                "slice): copy instead"
+            )
+            raise ViewsInUse(f"{kept} blocks {text}; their memory may be reused at any time")

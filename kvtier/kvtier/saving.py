@@ -1,4 +1,4 @@
-"""Saves: slots to write into, committed when they are written, given back when not."""
+"""Saves: slots to write into. Written slots are committed, the others are given back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier import wire
 from kvtier.arguments import Checking
@@ -15,21 +15,39 @@ from kvtier.key import KEY_BYTES, Key, Keys
 from kvtier_kernels import Buffers, Pieces, copy_in, gather, release_views, views
 
 if TYPE_CHECKING:
-    from kvtier.link import Mappings
-    from kvtier.space import Space
+    from kvtier.link import Link, Mappings
 
 MARK_BYTES = 16
-PIECE_BYTES = 16 << 20  # of a copy that others may wait for
+PIECE_BYTES = 16 << 20  # of a copy in turns: how much is copied per turn
+
+
+class Savable(Protocol):
+    """A space, as a save sees it."""
+
+    link: Link
+    index: int
+
+    def group_block_bytes(self, group: int) -> int: ...
 
 
 class Saving(Mapping[Key, memoryview]):
-    """A save as a context: key -> writable slot, in order; see Space.reserve."""
+    """A save as a context manager, and a mapping from key to writable slot, in order; see Space.reserve.
+
+    `slots` contains the packed slots, `outcomes` one byte per key. `checksums` are sent with the next commit.
+    """
 
     def __init__(
-        self, space: Space, keys: Keys, group: int, shard: int, wait_s: float = 0.0
+        self,
+        space: Savable,
+        keys: Keys,
+        group: int,
+        shard: int,
+        wait_s: float = 0.0,
+        ttl_ms: int = 0,
     ) -> None:
         self._space = space
         self._wait_s = wait_s
+        self._ttl_ms = ttl_ms
         self._keys = keys
         self._group = group
         self._shard = shard
@@ -44,17 +62,17 @@ class Saving(Mapping[Key, memoryview]):
 
     @property
     def mappings(self) -> Mappings:
-        """The extents that the slots lie in: for copies that are made elsewhere."""
+        """The extents that contain the slots. For copies by other code."""
         return self._extents
 
     @property
     def granted(self) -> list[int]:
-        """Which of the keys, by place, have a slot."""
+        """The positions of the keys that have a slot."""
         return [at for at, outcome in enumerate(self.outcomes) if outcome == wire.GRANTED]
 
     @property
     def refused(self) -> dict[Key, str]:
-        """Why each of the other keys has none: present, in_progress, leaving, no_room, growing."""
+        """Why each of the other keys has no slot: present, in_progress, leaving, no_room, growing."""
         return {
             key: wire.OUTCOMES[outcome]
             for key, outcome in zip(self._keys, self.outcomes, strict=False)
@@ -62,14 +80,14 @@ class Saving(Mapping[Key, memoryview]):
         }
 
     def commit(self, count: int) -> None:
-        """The next `count` granted blocks are written: others may read them from now on."""
+        """Declare the next `count` granted blocks as written: other clients can find them from now on."""
         left = len(self) - self._committed
         if not (isinstance(count, int) and 0 <= count <= left):
-            raise InvalidArgument(f"{count} of {left} blocks that are not committed")
+            raise InvalidArgument(f"cannot commit {count} blocks: {left} are not committed yet")
         if not count:
             return
         if self._buffers is not None and self._written() < count:
-            text = f"block {self._written()} of these {count} was handed out and never written"
+            text = f"block {self._written()} of these {count} was granted but never written"
             raise InvalidArgument(text)
         at, sums = self._committed, self.checksums
         digests = sums[at * wire.DIGEST_BYTES : (at + count) * wire.DIGEST_BYTES]
@@ -78,7 +96,8 @@ class Saving(Mapping[Key, memoryview]):
         self._committed += count
 
     def copy(self, sources: Buffers, threads: int, checksum: bool) -> None:
-        """Copy a source for each key into the slots that were granted, and commit them."""
+        """Copy the sources of the granted keys into their slots, and commit them. `sources` has one entry per
+        key."""
         at = None if len(self) == len(sources) else self.granted
         with Checking("copying blocks in"):
             self.checksums = copy_in(self._extents, self.slots, sources, threads, checksum, at)
@@ -93,10 +112,10 @@ class Saving(Mapping[Key, memoryview]):
         nice: int = 0,
         turn: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
-        """Copy an engine's paged blocks into the slots that were granted: an id for each key, or several,
-        whose blocks lie one after the other in a slot that has no checksum then. Commits nothing: the pages
-        are free to change before that. With `nice`, others that want the cores go first. With `turn`, which
-        is entered for it each time, no more than PIECE_BYTES are copied at once, or one block of these."""
+        """Copy an engine's paged blocks into the granted slots. `block_ids` has one id per key, or
+        several whose pages are consecutive in a slot; such a slot has no checksum. Commits nothing, so
+        the pages may change afterwards. `nice` is the priority of the copying threads. With `turn`, at
+        most PIECE_BYTES (or one block) are copied at a time, and `turn` is entered for each piece."""
         ids, within = self.placed(block_ids, pieces.block_bytes)
         checksum = checksum and len(ids) == len(self)
         most = max(1, len(ids)) if turn is None else max(1, PIECE_BYTES // pieces.block_bytes)
@@ -109,11 +128,13 @@ class Saving(Mapping[Key, memoryview]):
         self.checksums = b"".join(sums)
 
     def placed(self, block_ids: Sequence[int], nbytes: int) -> tuple[list[int], bytes]:
-        """The paged blocks, of so many bytes each, that go into the slots that were granted, and where in the
-        slots each begins."""
+        """Return the paged blocks, of `nbytes` each, that are copied into the granted slots, and the place of
+        each page in its slot."""
         parts, rest = divmod(len(block_ids), len(self._keys))
         if rest:
-            raise InvalidArgument(f"{len(block_ids)} paged blocks for {len(self._keys)} keys")
+            raise InvalidArgument(
+                f"{len(block_ids)} paged blocks do not match {len(self._keys)} keys"
+            )
         ids = [block for at in self.granted for block in block_ids[at * parts : (at + 1) * parts]]
         whole = parts == 1
         return ids, self.slots if whole else b"".join(wire.split(self.slots, parts, nbytes))
@@ -124,14 +145,14 @@ class Saving(Mapping[Key, memoryview]):
                 self._extents, self.slots, self._space.group_block_bytes(self._group), True
             )
             for buffer in buffers[self._committed :]:
-                # Tells a slot that was never written, and still holds what was evicted from it.
+                # Marks slots that are never written: those still contain the evicted block.
                 buffer[:MARK_BYTES] = self._mark[: len(buffer)]
             keys = [self._keys[at] for at in self.granted]
             self._buffers = dict(zip(keys, buffers, strict=True))
         return self._buffers
 
     def _written(self) -> int:
-        """How many leading blocks after the committed ones have been written to."""
+        """Return how many leading blocks after the committed ones have been written."""
         count = 0
         for buffer in list((self._buffers or {}).values())[self._committed :]:
             if buffer[:MARK_BYTES] == self._mark[: len(buffer)]:
@@ -161,26 +182,27 @@ class Saving(Mapping[Key, memoryview]):
         return self
 
     def _reserved(self) -> wire.Reserved:
-        """What the daemon grants. While its memory grows, this waits until that is enough."""
+        """Return the daemon's grant. While its memory grows, wait for enough of it, at most `wait_s`."""
         link = self._space.link
         until = link.connection.clock() + self._wait_s
         while True:
-            reserved = self._asked()
+            reserved = self._reserve_once()
             if wire.GROWING not in reserved.outcomes or link.connection.clock() >= until:
                 return reserved
-            # All keys are asked for again: a save has one lease.
+            # Give back the granted slots and reserve all keys again: a save has one lease.
             if reserved.slots:
                 link.ask(wire.Abort(link.new_id(), reserved.lease), wire.Done)
             link.wait_for_growth(until)
 
-    def _asked(self) -> wire.Reserved:
+    def _reserve_once(self) -> wire.Reserved:
         keys, space, link = self._keys, self._space, self._space.link
         request = wire.Reserve(
-            link.new_id(), space.index, self._group, self._shard, keys.parent, keys.packed
-        )
+            link.new_id(), space.index, self._group, self._shard, keys.parent, keys.packed,
+            self._ttl_ms,
+        )  # fmt: skip
         reserved = link.ask(request, wire.Reserved)
         if len(reserved.outcomes) != len(keys.packed) // KEY_BYTES:
-            raise ProtocolError("a reserve was answered for another number of keys")
+            raise ProtocolError("the daemon answered a reserve for another number of keys")
         return reserved
 
     def __repr__(self) -> str:
@@ -196,9 +218,9 @@ class Saving(Mapping[Key, memoryview]):
             if self._buffers:
                 release_views(list(self._buffers.values()))
             if self._committed < len(self):
-                # What went wrong first is what the caller wants to hear.
-                hushed = () if kind is None else (KvtierError,)
-                with contextlib.suppress(*hushed):
+                # The caller must see the first exception.
+                suppressed = () if kind is None else (KvtierError,)
+                with contextlib.suppress(*suppressed):
                     link.ask(wire.Abort(link.new_id(), self._lease), wire.Done)
         finally:
             link.end_writing()
@@ -207,8 +229,8 @@ class Saving(Mapping[Key, memoryview]):
 class Saved(Sequence[Key]):
     """The keys that are in the cache after a save, in order.
 
-    `stored` and `present` are numbers of blocks: those that this save wrote, and those that were in the cache
-    before it. `refused` has the other keys, each with its reason.
+    `stored` is the number of blocks that this save wrote, `present` the number that were in the cache before.
+    `refused` contains the other keys, each with its reason.
     """
 
     def __init__(self, keys: Keys, outcomes: bytes) -> None:
@@ -226,7 +248,7 @@ class Saved(Sequence[Key]):
 
     @property
     def refused(self) -> dict[Key, str]:
-        """Why each of the others is not kept: in_progress, leaving, no_room, growing."""
+        """Why each of the other keys was not stored: in_progress, leaving, no_room, growing."""
         kept = (wire.GRANTED, wire.PRESENT)
         return {
             key: wire.OUTCOMES[outcome] for key, outcome in self._pairs() if outcome not in kept
@@ -247,11 +269,11 @@ class Saved(Sequence[Key]):
 
 
 def _reasons(outcomes: bytes, *kept: int) -> str:
-    """How many keys were refused and why, for people: ", 4 refused (4 growing)"."""
+    """Return the refused keys by reason, as text: ", 4 refused (4 growing)"."""
     counts = {
         name: outcomes.count(code)
         for code, name in enumerate(wire.OUTCOMES)
         if code not in kept and outcomes.count(code)
     }
-    told = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f", {sum(counts.values())} refused ({told})" if counts else ""
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f", {sum(counts.values())} refused ({text})" if counts else ""

@@ -1,4 +1,4 @@
-"""A space as its client sees it: look blocks up, load them, save them, say what matters."""
+"""A space: look up blocks, load them, save them, pin and forget them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from kvtier.key import TokenIds
     from kvtier.link import Link
 
-# One core copies at about half of what memory gives: a large copy takes two where there are two.
+# One core reaches about half of the memory's bandwidth, so a large copy uses two cores if there are two.
 COPY_THREADS = 2
 LARGE_COPY_BYTES = 32 << 20
 LIMIT_COPY_THREADS = 256
-GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save, after a part that ends so
-ROOM_WAIT_S = 10.0  # for a save, while the daemon's memory grows
+GOES_ON = (wire.GRANTED, wire.PRESENT, wire.IN_PROGRESS)  # a save continues after such an outcome
+LEAST_TTL_S = 0.001
+ROOM_WAIT_S = 10.0  # how long a save waits while the daemon's memory grows
 
 
 class Match(msgspec.Struct, frozen=True):
-    """How many leading blocks are `ready` in memory, and how many after them are `coming`, in `eta_ms`.
-    `refused` says why, where the daemon would not look; `why` is the reason for bringing what is on disk, or
-    for leaving it there (see planning.WHY)."""
+    """The result of a lookup: `ready` leading blocks are in memory; the next `coming` blocks are being
+    read from disk and are expected in `eta_ms`. `why` is the reason to read the blocks on disk or not to
+    read them. `refused` is the reason if the daemon refused the lookup."""
 
     ready: int
     coming: int
@@ -42,14 +43,16 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """How many leading blocks stay. `refused` says why, where the daemon would not."""
+    """The result of a pin: the number of leading `blocks` that are pinned. `refused` is the reason if the
+    daemon refused it."""
 
     blocks: int
     refused: str = ""
 
 
 class Change(NamedTuple):
-    """A block came (`wire.CAME`) or went (`wire.WENT`), in `wire.MEMORY` or on `wire.DISK`."""
+    """One change: a block was added (`what` is `wire.CAME`) or removed (`wire.WENT`), in memory (`tier` is
+    `wire.MEMORY`) or on disk (`wire.DISK`)."""
 
     what: int
     tier: int
@@ -59,8 +62,9 @@ class Change(NamedTuple):
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """What came and went in a space, the oldest first. `missed` others before them are not known: what was
-    known of the space until then is not either. `refused` says why, where the daemon would not tell."""
+    """The changes of a space, the oldest first. If `missed` is not 0, that many earlier changes were
+    lost, and all earlier information about the space is invalid. `refused` is the reason if the daemon
+    refused the request."""
 
     changes: list[Change]
     missed: int = 0
@@ -68,7 +72,11 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Space:
-    """What shares keys: blocks of one model configuration of this tenant."""
+    """The blocks of one model configuration of this tenant. Created by `Client.open`.
+
+    `spec` is its description, `identity` its 32-byte identity. All methods accept Keys, or a sequence of
+    keys of 32 bytes each. The class has a method for each request, and therefore more than most classes.
+    """
 
     def __init__(self, link: Link, spec: KvSpec, opened: wire.Opened) -> None:
         self.link = link
@@ -78,19 +86,21 @@ class Space:
         self._secret = opened.secret
         self._block_bytes = [spec.group_block_bytes(i) for i in range(len(spec.cache_groups))]
         self._most_keys: dict[int, int] = {}
+        self._most_shards = max(group.shards for group in spec.cache_groups)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in one shard, all groups together, as `spec.block_bytes`."""
+        """Bytes of one block in one shard, all groups together, equal to `spec.block_bytes`."""
         return sum(self._block_bytes)
 
     def group_block_bytes(self, group: int) -> int:
-        """Bytes of one group's part of a block in one shard, as `spec.group_block_bytes`."""
+        """Return the bytes of one group's part of a block in one shard."""
         return self._block_bytes[whole("group", group, 0, len(self._block_bytes) - 1)]
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"", extras: bytes = b"") -> Keys:
-        """One key per whole block of these tokens: a list, or a buffer of integers. Another `salt` (a user,
-        a session) or other `extras` (an adapter's digest, an image's) share no key."""
+        """Return one key per whole block of these tokens: a list, or a buffer of integers. Keys with a
+        different `salt` (for example, a user) or different `extras` (for example, the digest of an
+        adapter or an image) are different."""
         return token_keys(self._secret, token_ids, self.spec.block_tokens, salt, extras)
 
     def keys_of_hashes(
@@ -100,11 +110,11 @@ class Space:
         extras: bytes = b"",
         after: Keys | None = None,
     ) -> Keys:
-        """One key per block hash of an engine, in place of tokens. Only for hashes nobody can forge:
-        SHA-256 and its like. `after`: the keys of the blocks before these, where a chain has grown."""
+        """Return one key per block hash of an engine, in place of tokens. Use only hashes that cannot be
+        forged, such as SHA-256. `after` contains the keys of the blocks before these."""
         return hash_keys(self._secret, hashes, salt, extras, after)
 
-    # --- looking -----------------------------------------------------------------------------
+    # --- lookups -----------------------------------------------------------------------------
 
     def match(
         self,
@@ -114,48 +124,52 @@ class Space:
         within_ms: int = 0,
         queued_ms: int = 0,
     ) -> Match:
-        """How much of this prefix is here; starts to bring what is on disk, if that is expected before it is
-        computed again.
+        """Look up how many leading blocks are stored. Starts to read blocks from disk if that is expected
+        to be faster than recomputing them.
 
-        `request`: a number of the caller's for who waits: asking again by it asks nothing new, and `cancel`
-        ends it. `within_ms`: how long it waits at most; `queued_ms`: how long it has to wait anyway.
+        `request` is a number for the waiting request: further calls with it ask about the same lookup,
+        and `cancel` ends it. `within_ms` is the longest time that the request waits, `queued_ms` the time
+        that it waits for the engine in any case.
         """
-        packed = Keys.of(keys).packed
-        asked = wire.Match(
-            self.link.new_id(), self.index, packed, request, within_ms, queued_ms
-        )  # fmt: skip
-        reply = self.link.ask(asked, wire.Matched)
+        link, packed = self.link, Keys.of(keys).packed
+        asked = wire.MatchPrefix(link.new_id(), self.index, packed, request, within_ms, queued_ms)
+        reply = link.ask(asked, wire.Matched)
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
     def prefetch(self, keys: Keys | Sequence[bytes]) -> Match:
-        """Match for its effect: these blocks will be wanted soon."""
-        packed = Keys.of(keys).packed
-        reply = self.link.ask(wire.Prefetch(self.link.new_id(), self.index, packed), wire.Matched)
+        """Read these blocks from disk, because a request will need them soon."""
+        request = wire.Prefetch(self.link.new_id(), self.index, Keys.of(keys).packed)
+        reply = self.link.ask(request, wire.Matched)
         return Match(reply.ready, reply.coming, reply.eta_ms, why=reply.why)
 
+    def begin_prefetch(self, keys: Keys | Sequence[bytes]) -> int:
+        """Send a prefetch and return its ticket at once. `client.poll()` returns the Match later."""
+        return self.link.tell(wire.Prefetch(self.link.new_id(), self.index, Keys.of(keys).packed))
+
     def begin_match(self, keys: Keys | Sequence[bytes]) -> int:
-        """Send a match and return its ticket at once; `client.poll()` has the answer later."""
-        return self.link.tell(wire.Match(self.link.new_id(), self.index, Keys.of(keys).packed))
+        """Send a match and return its ticket at once. `client.poll()` returns the answer later."""
+        return self.link.tell(
+            wire.MatchPrefix(self.link.new_id(), self.index, Keys.of(keys).packed)
+        )
 
     def cancel(self, request: int) -> None:
-        """Nobody waits any more for what was asked for by this number. Not waited for."""
+        """Cancel the reads of the request with this number. Does not wait for an answer."""
         self.link.tell(wire.Cancel(0, request))
 
     def prefill(self, token_s: float, context_s: float = 0.0) -> None:
-        """Say what computing takes here: `token_s` for each token, and `context_s` more for each one that is
-        before it. The daemon compares loads with it, for all who use this space. Not waited for."""
+        """Report the time to compute: `token_s` per token, plus `context_s` per token for each token
+        before it. The daemon compares loads with it, for all clients of this space. Does not wait for an
+        answer."""
         self.link.tell(wire.Prefill(0, self.index, token_s, context_s))
 
     def kept(self) -> tuple[int, int]:
-        """How many blocks, of all groups and shards, are in memory and how many on disk: one may be in both.
-        Asks in pieces, of all that the tenant has: for people, not for each request."""
+        """Return how many blocks, of all groups and shards, are in memory, and how many on disk; a block
+        can be in both. Slow: it lists all blocks of the tenant."""
         asked = wire.Spaces(self.link.new_id(), "", self.index)
-        told = self.link.ask(asked, wire.Report).stats["spaces"]
-        (number,) = [
-            one["index"]
-            for one in msgspec.msgpack.decode(told)
-            if one["identity"] == self.identity.hex()
-        ] or [-1]
+        spaces = msgspec.msgpack.decode(self.link.ask(asked, wire.Report).stats["spaces"])
+        (number,) = [one["index"] for one in spaces if one["identity"] == self.identity.hex()] or [
+            -1
+        ]
         first = memory = disk = 0
         while number >= 0:
             piece = self.link.ask(wire.List(self.link.new_id(), "", -1, first), wire.Listed)
@@ -171,13 +185,15 @@ class Space:
     def load(
         self, keys: Keys | Sequence[bytes], deadline_ms: int = 500, group: int = 0, shard: int = 0
     ) -> Loading:
-        """`with space.load(keys) as blocks:` read-only views of the ready prefix, held for `deadline_ms`.
+        """Return a context manager, `with space.load(keys) as blocks:`, with read-only views of the ready
+        prefix, held for `deadline_ms`.
 
-        `blocks[i]` is block i of the prefix: None where this group can do without it (a sliding window needs
-        only its trailing blocks). If the `with` takes longer than the deadline and a slot was given away
-        meanwhile, leaving it raises StaleLease: what was read is not to be used.
+        `blocks[i]` is block i of the prefix, or None if this group does not need it (a sliding window
+        needs only its last blocks). If the `with` block takes longer than the deadline and a slot was
+        reused, its end raises StaleLease: do not use the data. Raises ViewsInUse at its end if an object
+        still refers to a view.
         """
-        self._check_place(group, shard)
+        _check_place(self.spec, group, shard)
         return Loading(self, keys, deadline_ms, group, shard)
 
     def load_into(
@@ -189,13 +205,13 @@ class Space:
         shard: int = 0,
         threads: int | None = None,
     ) -> int:
-        """Copy the ready prefix into `targets` (a buffer per block of the prefix, or one for all); how many
-        blocks of the prefix can be used.
+        """Copy the ready prefix into `targets`: one buffer per block, or one buffer for all. Returns how
+        many blocks of the prefix can be used.
 
-        Block i goes to `targets[i]`; those that this group can do without are left alone, and so is what lies
-        beyond. `threads`: None leaves it to the size.
+        Block i is copied to `targets[i]`. Buffers of blocks that this group does not need, and buffers
+        after the prefix, are not changed. `threads`: None selects the number by the size.
         """
-        self._check_place(group, shard)
+        _check_place(self.spec, group, shard)
         _check_threads(threads)
         lease = self.lease(keys, deadline_ms, [shard])
         if not lease.ready:
@@ -207,7 +223,7 @@ class Space:
             with Checking("targets"):
                 wanted = Buffers(targets, part.first, count, nbytes, writable=True, exact=False)
             good = lease.copy_out(part, wanted, threads or _copy_threads(count * nbytes))
-            # A full group's leading blocks are a shorter prefix; any other group needs what it lost.
+            # The leading blocks of a full group are a shorter prefix; other groups need all blocks.
             whole = self.spec.cache_groups[group].kind == "full"
             blocks = lease.ready if good == count else good if whole else 0
         finally:
@@ -215,20 +231,13 @@ class Space:
         return blocks
 
     def used(self, group: int, shard: int, blocks: int, slots: int) -> tuple[int, int]:
-        """The tokens and bytes that a load of one part used, for `Lease.release`. All parts are of the same
-        tokens: those of the first one count."""
+        """Return the tokens and bytes that a load of one part used, for `Lease.release`. All parts
+        contain the same tokens, so only the first part counts tokens."""
         first = (group, shard) == (0, 0)
         return (
             blocks * self.spec.block_tokens if first else 0,
             slots * self.group_block_bytes(group) if blocks else 0,
         )
-
-    def _check_place(self, group: int, shard: int) -> None:
-        groups = self.spec.cache_groups
-        if not (isinstance(group, int) and isinstance(shard, int)):
-            raise InvalidArgument(f"group {group!r}, shard {shard!r}: both are integers")
-        if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
-            raise InvalidArgument(f"the space has no group {group}, shard {shard}")
 
     def lease(
         self,
@@ -236,29 +245,19 @@ class Space:
         deadline_ms: int = 500,
         shards: Sequence[int] = (0,),
     ) -> Lease:
-        """Match, and hold the ready prefix in all its groups and shards; tells the slots of `shards`."""
+        """Look up the prefix and hold its ready blocks in all groups and shards, for `deadline_ms`. The lease
+        contains the slots of `shards`."""
         request = self._lease_request(keys, deadline_ms, shards)
         mappings = self.link.mappings
         return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
 
     def most_keys(self, shards: int = 1) -> int:
-        """How many leading keys one lease that tells so many shards may ask for: of more it is refused."""
+        """Return the largest number of keys of one lease that returns the slots of `shards` shards. The
+        daemon refuses more."""
         whole("shards", shards, 0, LIMIT_SHARDS)
         if shards not in self._most_keys:
-            self._most_keys[shards] = self._counted_most_keys(shards)
+            self._most_keys[shards] = _most_keys(self.spec, shards)
         return self._most_keys[shards]
-
-    def _counted_most_keys(self, shards: int) -> int:
-        most = min(wire.LIMIT_KEYS, wire.LIMIT_LOOKS // self.spec.places)
-        told, trailing = 0, 0
-        for group in self.spec.cache_groups:
-            if group.kind == "full":
-                told += min(shards, group.shards)
-            else:
-                blocks = len(group.needed_blocks(self.spec.block_tokens, most))
-                trailing += blocks * min(shards, group.shards)
-        left = max(0, wire.LIMIT_TOLD_SLOTS - trailing)
-        return min(most, left // told) if told else most
 
     def begin_lease(
         self,
@@ -273,11 +272,13 @@ class Space:
         first: int = 0,
         bring: bool = True,
     ) -> int:
-        """Send a lease request and return its ticket at once; `client.poll()` has the Lease later. Who waits,
-        and how long, is said as in `match`. `wait_ms`: of a request that asked before, have it answered as
-        soon as what it waits for is here, and after so long at the latest. `first`: the caller holds the
-        blocks before this one itself: they are not read from disk, and the lease may lack them. Without
-        `bring` nothing is read from disk."""
+        """Send a lease request and return its ticket at once. `client.poll()` returns the Lease later.
+
+        `request`, `within_ms` and `queued_ms` are as in `match`. `wait_ms`: for a request that asked before,
+        delay the answer until its blocks are in memory, at most for this time. `first`: the caller has the
+        blocks before this one itself; they are not read from disk, and the lease may not contain them. With
+        `bring=False` nothing is read from disk.
+        """
         asked = self._lease_request(
             keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms, first, bring
         )
@@ -295,12 +296,12 @@ class Space:
         first: int = 0,
         bring: bool = True,
     ) -> wire.Load:
-        packed, most = Keys.of(keys).packed, max(group.shards for group in self.spec.cache_groups)
+        packed, most = Keys.of(keys).packed, self._most_shards
         with Checking("shards"):
             wanted = list(shards)
         for shard in wanted:
             if not (isinstance(shard, int) and 0 <= shard < most):
-                text = f"the space has no shard {shard}: its groups have up to {most}"
+                text = f"the space has no shard {shard}: its groups have at most {most} shards"
                 raise InvalidArgument(text)
         return wire.Load(
             self.link.new_id(), self.index, packed, deadline_ms, wanted, request, within_ms,
@@ -316,19 +317,25 @@ class Space:
         shard: int = 0,
         *,
         wait_s: float = ROOM_WAIT_S,
+        ttl_s: float | None = None,
     ) -> Saving:
-        """`with space.reserve(keys) as saving:` writable slots for the keys that are new and admitted.
+        """Return a context manager, `with space.reserve(keys) as saving:`, with writable slots for the
+        keys that are new and accepted.
 
-        On leaving, the leading slots that were written are committed; the first that was handed out but never
-        written, and all after it, are given back, and so are all on an exception. Whoever fills slots
-        otherwise (by their addresses, in `saving.slots`) says so with `saving.commit(count)`. At most
-        wire.LIMIT_RESERVED keys: more are refused.
+        At the end of the `with` block the leading slots that were written are committed. The first slot
+        that was not written, and all slots after it, are given back; after an exception, all slots are.
+        Code that fills slots by their addresses (`saving.slots`) calls `saving.commit(count)`. More than
+        wire.LIMIT_RESERVED keys are refused.
 
-        While the daemon's memory is still growing, entering waits up to `wait_s` for room; 0 does not wait.
-        Never waits for a disk.
+        While the daemon's memory is still being allocated, entering waits up to `wait_s` for free memory;
+        0 does not wait. Never waits for a disk.
+
+        With `ttl_s`, a week at most, the new blocks are kept only in memory, and are not found after that
+        time. Blocks that are already stored do not change.
         """
-        self._check_place(group, shard)
-        return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s))
+        _check_place(self.spec, group, shard)
+        ttl_ms = 0 if ttl_s is None else int(seconds("ttl_s", ttl_s, LEAST_TTL_S) * 1000)
+        return Saving(self, Keys.of(keys), group, shard, seconds("wait_s", wait_s), ttl_ms)
 
     def save(
         self,
@@ -340,12 +347,15 @@ class Space:
         threads: int | None = None,
         *,
         wait_s: float = ROOM_WAIT_S,
+        ttl_s: float | None = None,
     ) -> Saved:
-        """Copy blocks in: a buffer per key, or one for all. What was kept comes back.
+        """Save blocks from `arrays`: one buffer per key, or one buffer for all. Returns the keys that are
+        stored.
 
-        Only blocks that are not here yet are copied. Streams past the cache, summing on the way.
-        `threads`: None leaves it to the size. While the daemon's memory is still growing, waits up to
-        `wait_s` for room; 0 does not wait.
+        Copies only blocks that are not stored yet, with stores that bypass the CPU cache. `checksum`
+        computes a checksum in the same pass. `threads`: None selects the number by the size. While the
+        daemon's memory is still being allocated, waits up to `wait_s` for free memory; 0 does not
+        wait. `ttl_s`: as in `reserve`.
         """
         keys = Keys.of(keys)
         _check_threads(threads)
@@ -358,59 +368,84 @@ class Space:
             piece = keys[at : at + wire.LIMIT_RESERVED]
             if len(piece) < len(keys):
                 sources = Buffers(arrays, at, len(piece), nbytes, exact=False)
-            with self.reserve(piece, group, shard, wait_s=wait_s) as saving:
+            with self.reserve(piece, group, shard, wait_s=wait_s, ttl_s=ttl_s) as saving:
                 if saving.slots:
                     saving.copy(sources, threads or _copy_threads(len(saving) * nbytes), checksum)
             outcomes += saving.outcomes
             if not outcomes or outcomes[-1] not in GOES_ON:
-                # What comes after a block that is not kept would never be found.
+                # Blocks after a block that is not stored would never be found.
                 outcomes += outcomes[-1:] * (len(keys) - len(outcomes))
                 break
         return Saved(keys, outcomes)
 
-    # --- wishes ------------------------------------------------------------------------------
+    # --- pins, hints, forget -----------------------------------------------------------------
 
     def pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
-        """Ask that the ready prefix stay for `ttl_s`, a week at most; how many blocks will."""
-        return self.link.ask(self._pin_request(keys, ttl_s), wire.Counted).blocks
+        """Keep the ready prefix in memory for `ttl_s`, at most a week. Returns how many blocks are pinned."""
+        return self.link.ask(_pin_request(self, keys, ttl_s), wire.Counted).blocks
 
     def begin_pin(self, keys: Keys | Sequence[bytes], ttl_s: float = 600.0) -> int:
-        """Send a pin and return its ticket at once; `client.poll()` has the Pinned later."""
-        return self.link.tell(self._pin_request(keys, ttl_s))
-
-    def _pin_request(self, keys: Keys | Sequence[bytes], ttl_s: float) -> wire.Pin:
-        ttl_ms = int(seconds("ttl_s", ttl_s) * 1000)
-        return wire.Pin(self.link.new_id(), self.index, Keys.of(keys).packed, ttl_ms)
+        """Send a pin and return its ticket at once. `client.poll()` returns the Pinned later."""
+        return self.link.tell(_pin_request(self, keys, ttl_s))
 
     def begin_watch(self) -> int:
-        """Ask for what comes to this space and goes, from the first time on; returns a ticket at once, and
-        `client.poll()` has the Changes when there are some. Then ask again: until then so many are kept."""
+        """Request the changes of this space since the first call, and return a ticket at once.
+        `client.poll()` returns the Changes when there are some. Then call again; the daemon keeps a
+        limited number of changes until then."""
         return self.link.tell(wire.Watch(self.link.new_id(), self.index))
 
     def unpin(self, keys: Keys | Sequence[bytes]) -> int:
-        """End the pins that hold nothing but blocks of this prefix; how many blocks they held."""
+        """End the pins that hold only blocks of this prefix. Returns how many blocks they held."""
         packed = Keys.of(keys).packed
         return self.link.ask(
             wire.Unpin(self.link.new_id(), self.index, packed), wire.Counted
         ).blocks
 
     def hint(self, keys: Keys | Sequence[bytes], importance: float) -> int:
-        """Say how much these blocks matter, 0 (may go first) to 1; how many of them are here."""
+        """Set the importance of these blocks, from 0 (evict first) to 1. Returns how many of them are
+        stored."""
         packed = Keys.of(keys).packed
         request = wire.Hint(self.link.new_id(), self.index, packed, importance)
         return self.link.ask(request, wire.Counted).blocks
 
     def begin_hint(self, keys: Keys | Sequence[bytes], importance: float) -> None:
-        """The same, not waited for: no answer comes."""
+        """Send a hint without an answer."""
         self.link.tell(wire.Hint(0, self.index, Keys.of(keys).packed, importance))
 
     def forget(self, keys: Keys | Sequence[bytes]) -> int:
-        """These blocks are not to be found from now on, after a restart of the daemon neither; how many
-        there were. Raises Refused, `disk_failed`, where the second can't be promised."""
+        """Make these blocks impossible to find, also after a restart of the daemon. Returns how many
+        blocks there were. Raises Refused with the code `disk_failed` if the second part is not certain."""
         packed = Keys.of(keys).packed
         return self.link.ask(
             wire.Forget(self.link.new_id(), self.index, packed), wire.Counted
         ).blocks
+
+
+def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> wire.Pin:
+    ttl_ms = int(seconds("ttl_s", ttl_s) * 1000)
+    return wire.Pin(space.link.new_id(), space.index, Keys.of(keys).packed, ttl_ms)
+
+
+def _most_keys(spec: KvSpec, shards: int) -> int:
+    """Return how many keys one request may have, so that the answer fits the slots of `shards` shards."""
+    most = min(wire.LIMIT_KEYS, wire.LIMIT_LOOKS // spec.places)
+    per_block, trailing = 0, 0
+    for group in spec.cache_groups:
+        if group.kind == "full":
+            per_block += min(shards, group.shards)
+        else:
+            blocks = len(group.needed_blocks(spec.block_tokens, most))
+            trailing += blocks * min(shards, group.shards)
+    left = max(0, wire.LIMIT_TOLD_SLOTS - trailing)
+    return min(most, left // per_block) if per_block else most
+
+
+def _check_place(spec: KvSpec, group: int, shard: int) -> None:
+    groups = spec.cache_groups
+    if not (isinstance(group, int) and isinstance(shard, int)):
+        raise InvalidArgument(f"group {group!r}, shard {shard!r}: both must be integers")
+    if not (0 <= group < len(groups) and 0 <= shard < groups[group].shards):
+        raise InvalidArgument(f"the space has no group {group}, shard {shard}")
 
 
 def _check_threads(threads: int | None) -> None:
@@ -419,7 +454,7 @@ def _check_threads(threads: int | None) -> None:
 
 
 def _copy_threads(nbytes: int) -> int:
-    """How many threads copy so much, unless the caller says."""
+    """Return how many threads copy `nbytes` if the caller does not select a number."""
     if nbytes < LARGE_COPY_BYTES:
         return 1
     return min(COPY_THREADS, len(os.sched_getaffinity(0)))

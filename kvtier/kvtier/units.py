@@ -1,4 +1,4 @@
-"""Amounts of bytes between people and programs: parsed once at the edge, plain integers inside."""
+"""Parsing and formatting of amounts of bytes. All other code uses integers."""
 
 import re
 from decimal import Decimal
@@ -9,7 +9,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-BYTES_MAX = 1 << 62  # 4 EiB, which any off_t holds; more is a slip of the finger
+BYTES_MAX = 1 << 62  # 4 EiB, which fits any off_t; more is a typing error
 
 _NAMED = (("PiB", 1 << 50), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _BINARY = {name.lower(): factor for name, factor in _NAMED}
@@ -27,11 +27,11 @@ def parse_bytes(value: str | int) -> int:
     """
     if isinstance(value, int):
         if isinstance(value, bool) or not 0 <= value <= BYTES_MAX:
-            raise ValueError(f"{value!r} is no amount of bytes")
+            raise ValueError(f"{value!r} is not an amount of bytes")
         return value
     match = _AMOUNT.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"{value!r} is no amount of bytes, such as 64GiB")
+        raise ValueError(f"{value!r} is not an amount of bytes, such as 64GiB")
     number, unit = match.groups()
     factor = _UNITS.get(unit.lower())
     if factor is None:
@@ -41,9 +41,9 @@ def parse_bytes(value: str | int) -> int:
                 f"{value!r} is ambiguous: write {number}{letter}iB (powers of 1024)"
                 f" or {number}{letter}B (powers of 1000)"
             )
-        raise ValueError(f"{value!r}: {unit} is no unit of bytes; they go from KiB to PiB")
+        raise ValueError(f"{value!r}: {unit} is not a unit of bytes; use KiB to PiB")
     if factor == 1 and "." in number:
-        raise ValueError(f"{value!r}: there are no fractions of a byte")
+        raise ValueError(f"{value!r}: a fraction of a byte is not possible")
     amount = int(Fraction(Decimal(number)) * factor)
     if amount > BYTES_MAX:
         raise ValueError(f"{value!r} is more than 4 EiB")
@@ -57,7 +57,7 @@ def format_bytes(amount: int) -> str:
     """
     assert amount >= 0, amount
     for name, factor in _NAMED:
-        # From 1000 of a unit on the next one needs fewer digits: 0.98 GiB and not 1003 MiB.
+        # From 1000 of a unit on, the next unit needs fewer digits: 0.98 GiB, not 1003 MiB.
         if amount >= factor * 1000 // 1024:
             if amount % factor == 0:
                 return f"{amount // factor} {name}"
@@ -76,6 +76,6 @@ def parse_share(value: str | int, whole_bytes: int) -> int:
     if isinstance(value, str) and "%" in value:
         match = _PERCENT.fullmatch(value.strip())
         if match is None or not 0 < Fraction(match[1]) <= 100:
-            raise ValueError(f"{value!r} is no share; it goes from above 0% to 100%")
+            raise ValueError(f"{value!r} is not a share: use a value above 0% and up to 100%")
         return int(whole_bytes * Fraction(match[1]) / 100)
     return parse_bytes(value)

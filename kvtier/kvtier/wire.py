@@ -1,13 +1,13 @@
-"""The messages between a client and the daemon, and how they are framed. No I/O.
+"""The messages between a client and the daemon, and their framing. No I/O.
 
     +----------------+---------------------------------------------+
     | length u32 LE  | body: msgpack array [tag, request id, ...]  |
     +----------------+---------------------------------------------+
 
-The request's id comes back in its reply; 0 asks for no reply, and is the id of what the daemon sends by
-itself. Block bytes never travel here: a slot is 24 bytes, extent u32, zero u32, offset u64, generation u64.
-An `ExtentAdded` brings two file descriptors: the extent, then its table of generations (read-only).
-"""
+A reply has the id of its request. A request with id 0 gets no reply, and messages that the daemon sends
+without a request have id 0. Messages never contain block data: a slot is 24 bytes, extent u32, zero u32,
+offset u64, generation u64. An `ExtentAdded` carries two file descriptors: the extent, then its generation
+table (read-only)."""
 
 from __future__ import annotations
 
@@ -22,39 +22,35 @@ import msgspec
 from kvtier.errors import ProtocolError
 from kvtier.layout import Group, KvSpec
 
-LIMIT_FRAME_BYTES = 4 << 20  # of a message that carries keys or checksums, and of every reply
-LIMIT_REQUEST_BYTES = 64 << 10  # of any other request: larger than any description of a space
-LIMIT_HELLO_BYTES = 16 << 10  # of what comes before a session is greeted
+LIMIT_FRAME_BYTES = 4 << 20  # for a message with keys or checksums, and for every reply
+LIMIT_REQUEST_BYTES = 64 << 10  # for any other request: larger than any description of a space
+LIMIT_HELLO_BYTES = 16 << 10  # for a message before the handshake is complete
 LIMIT_KEYS = 65_536
-LIMIT_RESERVED = 16_384  # keys in one Reserve: some 2 ms where room has to be made for all of them
-LIMIT_LOOKS = 1 << 20  # keys times places of one request: some 10 ms
-LIMIT_USED = 1 << 50  # tokens or bytes that one Release may tell
-LIMIT_TOLD_SLOTS = 160_000  # in one reply: what fits into a frame
+LIMIT_RESERVED = 16_384  # keys in one Reserve: about 2 ms if blocks are evicted for all of them
+LIMIT_LOOKS = 1 << 20  # keys times places of one request: about 10 ms
+LIMIT_USED = 1 << 50  # tokens or bytes that one Release may report
+LIMIT_TOLD_SLOTS = 160_000  # in one reply: this many fit into a frame
 LIMIT_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its zero byte
 LIMIT_ENDED = 64  # tokens in one Hello
-LIMIT_SHARDS_TOLD = 4096  # numbers in a Load or Adopt: more are refused before they are decoded
+LIMIT_SHARDS_TOLD = 4096  # shards in a Load or Adopt: more are refused while decoding
 SLOT = struct.Struct("<IIQQ")  # extent, reserved, offset, generation
 SLOT_BYTES = SLOT.size
 DIGEST_BYTES = 16
 CHANGE = struct.Struct("<BBHI32s")  # what, tier, group, shard, key
 CAME, WENT = 0, 1
 MEMORY, DISK = 0, 1
-LIMIT_CHANGES = (
-    512  # in one Changed: less than what a socket holds, so that nobody has to wait for a reader
-)
-TALLY = struct.Struct(
-    "<IIIIQQ"
-)  # space, blocks in memory, on disk, neither, bytes in memory, on disk
-LISTED = struct.Struct(
-    "<IIIIHBBBB2x32s"
-)  # id, group, shard, payload bytes, leases, state, on disk, codec, rounds, key
+LIMIT_CHANGES = 512  # in one Changed: fits the buffer of a socket, so the daemon does not wait
+# space, blocks in memory, on disk, neither, bytes in memory, on disk
+TALLY = struct.Struct("<IIIIQQ")
+# id, group, shard, payload bytes, leases, state, on disk, codec, rounds, key
+LISTED = struct.Struct("<IIIIHBBBB2x32s")
 LIMIT_LISTED = 4096  # in one Listed
 LIMIT_EVENTS = 256  # in one Events
 LENGTH = struct.Struct("<I")
 
 
 def split(slots: bytes, parts: int, nbytes: int) -> list[bytes]:
-    """Packed places within slots: of each slot so many, of so many bytes, one after the other."""
+    """Return `parts` packed places of `nbytes` each for every slot, consecutive within the slot."""
     return [
         SLOT.pack(extent, reserved, offset + at * nbytes, generation)
         for extent, reserved, offset, generation in SLOT.iter_unpack(slots)
@@ -66,15 +62,15 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
     id: int
 
 
-# --- what a client asks -------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------
 
 
 class Hello(Message, tag=1):
-    """First on every connection: both sides must speak the same schema.
+    """The first message of every connection: both sides must use the same schema.
 
-    `ended`: tokens of earlier sessions whose client could not say goodbye, and now promises that nothing
-    of them touches a slot any more. `engine`: a name that the processes of one engine share, and by which it
-    is counted once; a client without one is an engine of its own.
+    `ended`: tokens of earlier sessions whose client could not send Bye, and which no longer access their
+    slots. `engine`: a name that the processes of one engine share, so that they count as one engine; a client
+    without a name counts as one engine.
     """
 
     schema: bytes
@@ -88,11 +84,12 @@ class Open(Message, tag=2):
     spec: KvSpec
 
 
-class Match(Message, tag=3):
-    """How much of this prefix is here. Starts its promotion.
+class MatchPrefix(Message, tag=3):
+    """Look up how many leading blocks of a prefix are stored. Starts their promotion.
 
-    `request`: the client's own number for who waits, by which it asks again and cancels; 0 is none.
-    `within_ms`: how long it waits at most, and `queued_ms` how long it would have to anyway; 0: not said.
+    `request`: the client's number for the waiting request, for later lookups and `Cancel`; 0: no number.
+    `within_ms`: the longest time that the request waits, `queued_ms`: the time that it waits in the engine's
+    queue in any case; 0: unknown.
     """
 
     space: int
@@ -103,10 +100,13 @@ class Match(Message, tag=3):
 
 
 class Load(Message, tag=4):
-    """Match, and hold what is ready until released or the deadline. `shards`: whose slots to tell. The rest
-    as in `Match`. `wait_ms`: while something that `request` asked for before is on its way, the answer comes
-    when that is over, or after so long. `first`: the client holds the blocks before this one itself: they are
-    not read from disk, and `ready` counts them. Without `bring` nothing is read from disk."""
+    """Match, and lease the ready blocks until `Release` or the deadline.
+
+    `shards`: the shards whose slots the answer contains. `wait_ms`: while blocks of an earlier lookup of
+    `request` are being read, the answer is delayed until those reads end, at most for this time. `first`: the
+    client has the blocks before this one itself: they are not read from disk, and `ready` counts them.
+    Without `bring` nothing is read from disk. Other fields: see `MatchPrefix`.
+    """
 
     space: int
     keys: bytes
@@ -121,16 +121,16 @@ class Load(Message, tag=4):
 
 
 class Adopt(Message, tag=5):
-    """Join a lease by its token: another process of the same engine reads under it."""
+    """Join the lease with this token, which another process of the engine took."""
 
     token: bytes
     shards: Annotated[list[int], msgspec.Meta(max_length=LIMIT_SHARDS_TOLD)]
 
 
 class Release(Message, tag=6):
-    """The client has finished reading under this lease, and reports what it used: tokens by the tier that had
-    them when they were first asked for, and bytes of all groups and shards. A prefix that the client had
-    itself, or did not read, is not used."""
+    """End a lease and report what was used: tokens by the tier that had them at the first lookup, and bytes
+    of all groups and shards. Excludes the prefix that the client had itself, and blocks that it did not
+    read."""
 
     lease: int
     warm_tokens: int = 0
@@ -139,17 +139,19 @@ class Release(Message, tag=6):
 
 
 class Reserve(Message, tag=7):
-    """Slots to write the new ones among these keys into. `parent`: the key before the first, or empty."""
+    """Get slots for those of these keys that are new. `parent`: the key before the first, or empty. `ttl_ms`:
+    the blocks are kept only in memory, and are not found after this time; 0: no limit."""
 
     space: int
     group: int
     shard: int
     parent: bytes
     keys: bytes
+    ttl_ms: int = 0
 
 
 class Commit(Message, tag=8):
-    """The granted blocks [first, first + count) are written. `checksums`: 16 bytes each, or none."""
+    """Make the granted blocks [first, first + count) visible. `checksums`: 16 bytes each, or empty."""
 
     lease: int
     first: int
@@ -188,8 +190,8 @@ class Stats(Message, tag=14):
 
 
 class Record(Message, tag=22):
-    """Write what is looked up and saved into a trace of so many bytes, or `stop`; neither: how is it?
-    Answered with a Report, to who runs the daemon alone."""
+    """Record lookups and saves into a trace of at most `limit_bytes`, or `stop`; with neither, return the
+    state. Answered with a Report. Only for root and the daemon's user."""
 
     limit_bytes: int = 0
     stop: bool = False
@@ -200,24 +202,24 @@ class Ping(Message, tag=15):
 
 
 class Watch(Message, tag=17):
-    """Tell what comes and goes in this space, in memory and on disk, from the first time on: answered when
-    there is something. One at a time; until the next one changes are kept, and beyond a limit forgotten."""
+    """Get the changes of this space, in memory and on disk, since the first request. Answered when there are
+    changes. One request at a time; until the next request changes are kept, up to a limit."""
 
     space: int
 
 
 class Bye(Message, tag=16):
-    """The client closes and promises that nothing of it still touches a slot."""
+    """The client disconnects, and promises that it no longer accesses any slot."""
 
 
 class Cancel(Message, tag=18):
-    """Nobody waits any more for what this session's request of that number asked for."""
+    """Cancel the reads for this session's request with that number."""
 
     request: int
 
 
 class Prefill(Message, tag=19):
-    """What computing takes in this space: so long for each token, and so much more for each before it."""
+    """The time to compute in this space: `token_s` per token, plus `context_s` for each token before it."""
 
     space: int
     token_s: float
@@ -225,46 +227,47 @@ class Prefill(Message, tag=19):
 
 
 class Unpin(Message, tag=20):
-    """End the pins that hold nothing but blocks of this prefix."""
+    """End the pins that hold only blocks of this prefix."""
 
     space: int
     keys: bytes
 
 
 class Explain(Message, tag=21):
-    """Why these keys, or those of the lookup of that number, are here or not; neither: the last lookups."""
+    """Explain where these keys, or the keys of the lookup with that number, are; with neither, return the
+    last lookups."""
 
     lookup: int = 0
     keys: bytes = b""
 
 
 class Settings(Message, tag=23):
-    """What the daemon runs with ("show"), what its configuration says otherwise by now ("diff"), have that
-    put into force ("reload"), or the last lines of its log ("log"). Answered with a Report, to who runs the
-    daemon alone."""
+    """Return the values in force ("show"), the differences to the configuration files ("diff"), or the last
+    lines of the log ("log"); or apply the files ("reload"). Answered with a Report. Only for root and the
+    daemon's user."""
 
     order: str = "show"
 
 
 class Tier(Message, tag=24):
-    """Have the "warm" or the "cold" tier drained ("drain"), switched "off" or "on", or ask how that is
-    ("status"). Answered at once with a Report, to who runs the daemon alone."""
+    """Drain the "warm" or "cold" tier ("drain"), switch it "off" or "on", or return its "status". Answered at
+    once with a Report. Only for root and the daemon's user."""
 
     tier: str
     order: str = "status"
 
 
 class Spaces(Message, tag=25):
-    """Which spaces a tenant has, some at a time, from this number on; -1 for none, and who is connected
-    alone. No tenant is the client's own. Answered with a Report."""
+    """List the spaces of a tenant in parts, from the number `first` on; -1: list only the clients. An empty
+    tenant means the client's own. Answered with a Report."""
 
     tenant: str = ""
     first: int = 0
 
 
 class List(Message, tag=26):
-    """What there is, record by record: of one space its blocks, or how many each space has (-1). `first`
-    is 0, or what the last answer said."""
+    """List the blocks of one space, or with space -1 the number of blocks of each space. `first` is 0, or
+    `next` of the previous answer."""
 
     tenant: str = ""
     space: int = -1
@@ -273,8 +276,8 @@ class List(Message, tag=26):
 
 
 class Purge(Message, tag=27):
-    """Forget some of a space, `first` as in `List`; or erase from some of the tenant's files on disk what no
-    block owns (space -1), `first` as the answer before has it."""
+    """Forget a part of a space; or, with space -1, erase the bytes that belong to no block from some of the
+    tenant's segment files. `first` is 0, or `next` of the previous answer."""
 
     tenant: str = ""
     space: int = -1
@@ -282,25 +285,25 @@ class Purge(Message, tag=27):
 
 
 class Monitor(Message, tag=28):
-    """Tell what happens, of these kinds or of all: answered when something has. One at a time; until the next
-    one events are kept, and beyond a limit forgotten, the oldest first."""
+    """Get events of these kinds, or of all kinds. Answered when there are events. One request at a time;
+    until the next request events are kept, up to a limit; then the oldest are dropped."""
 
     kinds: list[str] = []
 
 
 class Grow(Message, tag=29):
-    """Tell when this tenant has more than `extents` extents, or when none is still to come; after
-    `wait_ms` at the latest. Answered with a Grown. One at a time."""
+    """Wait until this tenant has more than `extents` extents or its memory is complete, at most for
+    `wait_ms`. Answered with a Grown. One request at a time."""
 
     extents: int
     wait_ms: int
 
 
-# --- what the daemon answers --------------------------------------------------------------------
+# --- replies ------------------------------------------------------------------------------------
 
 
 class Welcome(Message, tag=32):
-    """`token` names this session, `daemon` this run of the daemon: another run's slots are others."""
+    """`token` identifies this session, `daemon` this run of the daemon. Slots of another run differ."""
 
     version: str
     tenant: str
@@ -315,7 +318,7 @@ class Opened(Message, tag=33):
 
 
 class Matched(Message, tag=34):
-    """`why` says why what is on disk is brought, or is not (see planning.WHY)."""
+    """`why` is the planner's reason to read the blocks on disk or not (see planning.WHY)."""
 
     ready: int
     coming: int
@@ -343,7 +346,8 @@ class Loaded(Message, tag=35):
 
 
 class Reserved(Message, tag=36):
-    """`outcomes` has a byte per key (see OUTCOMES); slots are those of the granted keys in order."""
+    """`outcomes` has a byte per key (see OUTCOMES); `slots` contains the slots of the granted keys in
+    order."""
 
     lease: int
     outcomes: bytes
@@ -363,7 +367,7 @@ class Report(Message, tag=39):
 
 
 class Failed(Message, tag=40):
-    """`code` is for programs (see CODES), `text` for people. `fatal`: the daemon hangs up after it."""
+    """`code` is for programs (see CODES), `text` for people. `fatal`: the daemon then disconnects."""
 
     code: str
     text: str
@@ -371,42 +375,42 @@ class Failed(Message, tag=40):
 
 
 class Changed(Message, tag=41):
-    """`changes`: see CHANGE, the oldest first. Before them `missed` others were forgotten."""
+    """`changes`: see CHANGE, the oldest first. Before them `missed` others were dropped."""
 
     missed: int
     changes: bytes
 
 
 class Events(Message, tag=42):
-    """The oldest first. Before them `missed` others were forgotten."""
+    """Events, the oldest first. Before them `missed` others were dropped."""
 
     missed: int
     events: list[msgspec.Raw]
 
 
 class Listed(Message, tag=43):
-    """`rows`: see TALLY and LISTED. `next` is where to go on, 0 at the end."""
+    """`rows`: see TALLY and LISTED. `next` is `first` of the next request, 0 at the end."""
 
     next: int
     rows: bytes
 
 
 class Purged(Message, tag=44):
-    """How many blocks of this piece were forgotten, or how many files were erased. `next` is where to go on,
-    0 at the end."""
+    """The number of blocks that were forgotten, or of files that were erased. `next` is `first` of the next
+    request, 0 at the end."""
 
     next: int
     blocks: int
 
 
 class Grown(Message, tag=45):
-    """So many extents this tenant has; `growing`: more come by themselves."""
+    """The number of extents of this tenant; `growing`: more will be added."""
 
     extents: int
     growing: bool
 
 
-# --- what the daemon says by itself -------------------------------------------------------------
+# --- messages without a request -----------------------------------------------------------------
 
 
 class ExtentAdded(Message, tag=64):
@@ -419,7 +423,7 @@ class GoingDown(Message, tag=65):
 
 
 Request = (
-    Hello | Open | Match | Load | Adopt | Release | Reserve | Commit | Abort
+    Hello | Open | MatchPrefix | Load | Adopt | Release | Reserve | Commit | Abort
     | Prefetch | Pin | Hint | Forget | Stats | Record | Ping | Watch | Bye | Cancel | Prefill
     | Unpin | Explain | Settings | Tier | Spaces | List | Purge | Monitor | Grow
 )  # fmt: skip
@@ -428,28 +432,28 @@ Reply = (
     | Changed | Events | Listed | Purged | Grown | ExtentAdded | GoingDown
 )  # fmt: skip
 
-# What became of each key of a reserve, by the byte in Reserved.outcomes.
+# The outcome of each key of a reserve: the byte in Reserved.outcomes is an index.
 OUTCOMES = ("granted", "present", "in_progress", "leaving", "no_room", "growing")
 GRANTED, PRESENT, IN_PROGRESS, LEAVING, NO_ROOM, GROWING = range(len(OUTCOMES))
 
 CODES = (
     "bad_frame",       # not a message of this schema; fatal
-    "wrong_schema",    # another version at the other end; fatal
-    "no_tenant",       # the server's configuration gives this uid nothing
+    "wrong_schema",    # the other side has another version; fatal
+    "no_tenant",       # the daemon's configuration has no tenant for this uid
     "too_many",        # clients, spaces, leases
-    "bad_spec",        # the space's description makes no sense
+    "bad_spec",        # the space's description is invalid
     "unknown_space",
-    "unknown_lease",   # ended, or never this session's
-    "bad_request",     # well-formed, but makes no sense
+    "unknown_lease",   # it has ended, or never belonged to this session
+    "bad_request",     # well-formed, but invalid
     "read_only",       # this session may not write
-    "disk_failed",     # it holds in memory, and could not be made so on disk
-    "internal",        # a bug of the daemon's; fatal
+    "disk_failed",     # done in memory, but could not be made durable on disk
+    "internal",        # a bug in the daemon; fatal
 )  # fmt: skip
 
 FIRST_REPLY_TAG = 32
 _LARGE = frozenset(
     kind.__struct_config__.tag
-    for kind in (Match, Load, Reserve, Commit, Prefetch, Pin, Hint, Forget, Unpin, Explain)
+    for kind in (MatchPrefix, Load, Reserve, Commit, Prefetch, Pin, Hint, Forget, Unpin, Explain)
 )
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -457,43 +461,62 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Message) -> bytes:
-    """One frame, length included."""
+    """Return one frame, including its length."""
     body = _encoder.encode(message)
     if len(body) > LIMIT_REQUEST_BYTES and len(body) > (limit := limit_of(body)):
-        raise ProtocolError(f"a message of {len(body)} bytes: at most {limit}")
+        raise ProtocolError(f"message has {len(body)} bytes, at most {limit} are possible")
     return LENGTH.pack(len(body)) + body
 
 
+def encode_into(message: Message, frame: bytearray) -> None:
+    """Replace the content of a buffer, which has LENGTH.size bytes or more, with one frame, including its
+    length. Avoids the copies of `encode`."""
+    _encoder.encode_into(message, frame, LENGTH.size)
+    length = len(frame) - LENGTH.size
+    if length > LIMIT_REQUEST_BYTES:
+        with memoryview(frame) as whole, whole[LENGTH.size :] as body:
+            limit = limit_of(body)
+        if length > limit:
+            raise ProtocolError(f"a message of {length} bytes: at most {limit}")
+    LENGTH.pack_into(frame, 0, length)
+
+
+def is_plain(message: Message) -> bool:
+    """Return whether all fields are numbers, texts or bytes of exactly their declared type. Such a request
+    can always be decoded."""
+    return _PLAIN.get(type(message)) == tuple(map(type, msgspec.structs.astuple(message)))
+
+
 def decode_request(body: bytes | memoryview) -> Request:
-    """The message in a frame's body; raises ProtocolError on anything that is none."""
+    """Return the message in a frame's body. Raises ProtocolError if the body is not a valid message."""
     try:
         return _requests.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a request: {error}") from error
+        raise ProtocolError(f"invalid request: {error}") from error
 
 
 def decode_reply(body: bytes | memoryview) -> Reply:
     try:
         return _replies.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a reply: {error}") from error
+        raise ProtocolError(f"invalid reply: {error}") from error
 
 
 def limit_of(body: bytes | bytearray | memoryview) -> int:
-    """How long a message may be, by its tag: its first two bytes are all that is looked at."""
+    """Return the size limit of a message by its tag. Reads only the first two bytes."""
     tag = body[1] if body[0] & 0xF0 == 0x90 else 0
     return LIMIT_FRAME_BYTES if tag in _LARGE or tag >= FIRST_REPLY_TAG else LIMIT_REQUEST_BYTES
 
 
 class Framer:
-    """Cuts a byte stream into frames' bodies."""
+    """Splits a byte stream into the bodies of frames."""
 
     def __init__(self, limit: int = LIMIT_FRAME_BYTES) -> None:
         self.limit = limit
         self._pending = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The bodies that are whole now. Raises as `take`."""
+        """Add data and yield the bodies that are complete. Raises as `take` does."""
         self.push(data)
         while (body := self.take()) is not None:
             yield body
@@ -502,7 +525,8 @@ class Framer:
         self._pending += data
 
     def push_and_take(self, data: memoryview) -> bytes | memoryview | None:
-        """Both, without a copy where the data is one short frame and nothing was held: then it is a view."""
+        """Call `push` and `take`. If nothing is pending and the data is one short frame, returns a view
+        without a copy."""
         if not self._pending and len(data) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data)
             is_short = length <= LIMIT_REQUEST_BYTES and length <= self.limit
@@ -512,13 +536,13 @@ class Framer:
         return self.take()
 
     def take(self) -> bytes | None:
-        """The next body, or None while it is not whole. Raises ProtocolError at a length beyond the limit, at
-        once and before its bytes are waited for."""
+        """Return the next body, or None while it is incomplete. Raises ProtocolError for a length above the
+        limit at once, before the rest of the frame arrives."""
         pending = self._pending
         if len(pending) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(pending)
-        if (length > LIMIT_REQUEST_BYTES or length > self.limit) and not self._may_be(length):
+        if (length > LIMIT_REQUEST_BYTES or length > self.limit) and not self._allows(length):
             return None
         end = LENGTH.size + length
         if end > len(pending):
@@ -527,33 +551,50 @@ class Framer:
         del pending[:end]
         return body
 
-    def _may_be(self, length: int) -> bool:
-        """Whether so long a frame may come; False while the bytes that tell are not there."""
+    def _allows(self, length: int) -> bool:
+        """Return True if a frame may have this length, False while its tag has not arrived."""
         limit, head = self.limit, self._pending[LENGTH.size : LENGTH.size + 2]
         if length <= limit and length > LIMIT_REQUEST_BYTES:
             if len(head) < 2:
                 return False
             limit = limit_of(head)
         if length > limit:
-            raise ProtocolError(f"a frame of {length} bytes: at most {limit}")
+            raise ProtocolError(f"frame has {length} bytes, at most {limit} are possible")
         return True
 
     @property
     def held_bytes(self) -> int:
-        """What was pushed and not taken."""
+        """Bytes that were pushed and not taken."""
         return len(self._pending)
 
     @property
     def missing_bytes(self) -> int:
-        """What the next body lacks, as far as its length is known."""
+        """Bytes that the next frame still lacks; 0 while its length is unknown."""
         if len(self._pending) < LENGTH.size:
             return 0
         (length,) = LENGTH.unpack_from(self._pending)
         return max(0, LENGTH.size + int(length) - len(self._pending))
 
 
+def _hints(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the declared type of each field, as source text."""
+    return {
+        name: text for base in reversed(kind.__mro__)
+        for name, text in inspect.get_annotations(base).items()
+    }  # fmt: skip
+
+
+_NAMED_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "bytes": bytes}
+_PLAIN = {
+    kind: tuple(_NAMED_TYPES[hints[name]] for name in kind.__struct_fields__)
+    for kind in Request.__args__
+    if _NAMED_TYPES.keys() >= set((hints := _hints(kind)).values())
+}
+
+
 def schema_digest() -> bytes:
-    """What both ends must agree on: every message's tag, fields and types, and the limits."""
+    """Return a digest of what both sides must agree on: the tag, fields and types of every message, and the
+    limits."""
     types: list[type[msgspec.Struct]] = [Part, Group, KvSpec]
     types += [kind for union in (Request, Reply) for kind in union.__args__]
     limits = (
@@ -564,10 +605,7 @@ def schema_digest() -> bytes:
         f"{limits} {SLOT_BYTES} {DIGEST_BYTES} {OUTCOMES} {CHANGE.format} {TALLY.format} {LISTED.format}"
     ]
     for kind in types:
-        hints = {
-            name: text for base in reversed(kind.__mro__)
-            for name, text in inspect.get_annotations(base).items()
-        }  # fmt: skip
+        hints = _hints(kind)
         fields = [f"{name}:{hints[name]}" for name in kind.__struct_fields__]
         lines.append(f"{kind.__name__} {kind.__struct_config__.tag} {' '.join(fields)}")
     return hashlib.sha256("\n".join(lines).encode()).digest()

@@ -1,10 +1,11 @@
-"""kvtier for vLLM: a KV connector that saves whole blocks with the daemon and loads them from it."""
+"""kvtier for vLLM: a KV connector that saves whole blocks to the daemon and loads them from it."""
 
 NAME = "KvtierConnector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its name. It calls this in each of its processes, perhaps twice."""
+    """Register the connector with vLLM by its name. vLLM calls this in each of its processes, sometimes
+    twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -1,14 +1,20 @@
-"""What vLLM sees: each call goes to the side that it is for. Where kvtier can't serve, every call says so."""
+"""The classes that vLLM calls: the connector, its messages, and its metrics.
+
+Each call of vLLM goes to the scheduler's side or to a worker's side. If kvtier does not support an engine,
+there is no side, and every call has no effect.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import vllm
+from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -31,13 +37,22 @@ from kvtier import SpecError
 from kvtier.wire import MEMORY
 from kvtier_vllm.device import open_device
 from kvtier_vllm.events import Event, Removed
-from kvtier_vllm.layout import Layout, check_hashes, describe, find_pages, read_layout
-from kvtier_vllm.messages import PagesTold, Report, Step
-from kvtier_vllm.metrics import KvtierPromMetrics, KvtierStats
+from kvtier_vllm.identity import describe
+from kvtier_vllm.layout import Layout, backends_of, check_hashes, find_pages, read_layout
+from kvtier_vllm.lookups import EngineLimits
+from kvtier_vllm.messages import RankPages, RankReport, Step
 from kvtier_vllm.options import Unsupported, read_options
-from kvtier_vllm.order import backends_of
-from kvtier_vllm.room import Room
 from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.stats import (
+    BUCKETS_S,
+    BY_ADAPTER,
+    COUNTERS,
+    NO_ADAPTER,
+    OTHER_ADAPTERS,
+    TIMES,
+    Busiest,
+    added,
+)
 from kvtier_vllm.worker import WorkerSide
 
 log = logging.getLogger("vllm.kvtier")
@@ -52,12 +67,12 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class PagesMetadata(KVConnectorHandshakeMetadata):
-    told: PagesTold
+    pages: RankPages
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    report: Report
+    report: RankReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -65,7 +80,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 
 def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
-    """The event in the engine's words."""
+    """vLLM's event for an event of this plugin."""
     medium = MEDIUM_CPU if event.tier == MEMORY else MEDIUM_STORAGE
     group = layout.groups[event.group].group_id
     hashes = [maybe_convert_block_hash(BlockHash(one)) for one in event.hashes]
@@ -82,33 +97,34 @@ def published(event: Event, layout: Layout) -> BlockStored | BlockRemoved:
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
-    """Saves whole blocks with kvtier's daemon, and loads them. Best effort: what it can't do is a miss."""
+    """Saves whole blocks to kvtier's daemon, and loads them. A failure is a cache miss, never an error of the
+    engine. vLLM's interface determines the methods, which are therefore more than 20."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         if vllm_config.scheduler_config.async_scheduling:
-            # The next step is on its way before it is known what the last one left unfilled: what it computes
-            # from that would be saved. Loads between steps are over before anything is computed from them.
+            # A step begins before the last step's failed loads are known, and would save what it computes
+            # from unfilled pages. Loads between steps end before a step computes from them.
             self._options = msgspec.structs.replace(self._options, load="async")
         if not self._kv_transfer_config.is_kv_producer:
             self._options = msgspec.structs.replace(self._options, save=False)
         self._layout: Layout | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._pages = PagesTold("", "no caches were registered")
-        self._told: dict[int, PagesTold] = {}
+        self._pages = RankPages("", "the engine registered no caches")
+        self._pages_by_rank: dict[int, RankPages] = {}
         self._rank, self._reported = 0, False
         note = check_hashes(vllm_config)
         try:
             self._layout = read_layout(vllm_config, kv_cache_config)
         except Unsupported as error:
             if role is KVConnectorRole.SCHEDULER:
-                log.warning("kvtier: the engine goes on without: %s", error)
+                log.warning("kvtier: disabled for this engine: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
-            told = vllm_config.kv_events_config
-            events = told is not None and told.enable_kv_cache_events
+            config = vllm_config.kv_events_config
+            events = config is not None and config.enable_kv_cache_events
             self._scheduler = SchedulerSide(
                 self._layout, self._options, events=events,
                 loads=self._kv_transfer_config.is_kv_consumer,
@@ -118,14 +134,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """A block's layers side by side: one run of bytes to copy. vLLM takes another where its attention
-        has none of these; it warns of that, so nothing is asked for on a CPU, whose attention has one."""
+        """All layers of a block next to each other, so that a block is one copy. If the attention does not
+        support this layout, vLLM warns and uses another one. CPU attention has only one layout,
+        so this requests no layout."""
         return None if current_platform.is_cpu() else BLOCK_OUTERMOST
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Nothing is done layer by layer. An engine on a GPU asks before it loads weights: what is written
-        wrong stops it here, not minutes later."""
+        """False: nothing is done per layer. An engine on a GPU calls this before it loads weights, so an
+        invalid option stops it here, not minutes later."""
         read_options(extra_config)
         return False
 
@@ -141,36 +158,37 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the scheduler's side ----------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """vLLM's default raises where there are several pipeline stages, which ends the engine at its start.
-        Such an engine is declined; another connector's metadata may still come here."""
+        """vLLM's default raises if there are several pipeline stages, which ends the engine at its start.
+        kvtier is disabled for such an engine, but another connector's metadata may be passed here."""
         self.set_xfer_handshake_metadata(
             {rank: one for (stage, rank), one in metadata.items() if stage == 0}
         )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers have registered their caches: the space can be opened. Beside another connector this
-        may be what that one's workers told; then it is opened when ours have, with their first step."""
-        own = {r: one.told for r, one in metadata.items() if isinstance(one, PagesMetadata)}
+        """The workers have registered their caches: open the space. With several connectors the metadata
+        may be another one's; then the space is opened with the first reports of this connector's
+        workers."""
+        own = {r: one.pages for r, one in metadata.items() if isinstance(one, PagesMetadata)}
         if own:
             self._open(own)
 
-    def _open(self, told_by_rank: dict[int, PagesTold]) -> None:
-        if self._scheduler is None or self._layout is None or self._told:
+    def _open(self, pages_by_rank: dict[int, RankPages]) -> None:
+        if self._scheduler is None or self._layout is None or self._pages_by_rank:
             return
-        self._told = told_by_rank
-        told = list(told_by_rank.values())
+        self._pages_by_rank = pages_by_rank
+        ranks = list(pages_by_rank.values())
         try:
-            for pages in told:
+            for pages in ranks:
                 if pages.why_not:
                     raise Unsupported(pages.why_not)
-            if len({pages.digest for pages in told}) != 1:
-                raise Unsupported("the ranks' caches are not alike")
+            if len({pages.digest for pages in ranks}) != 1:
+                raise Unsupported("the ranks' caches differ")
             spec = describe(
-                self._vllm_config, self._kv_cache_config, self._layout, told[0].digest,
+                self._vllm_config, self._kv_cache_config, self._layout, ranks[0].digest,
                 vllm.__version__, self._options,
             )  # fmt: skip
         except (Unsupported, SpecError, OSError) as error:
-            log.warning("kvtier: the engine goes on without: %s", error)
+            log.warning("kvtier: disabled for this engine: %s", error)
             return
         self._scheduler.open(spec)
 
@@ -181,8 +199,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             sizes = [
                 group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups
             ]
-            self._scheduler.enter(
-                Room(kv_cache_manager, sizes, limits.max_num_seqs, limits.max_num_batched_tokens)
+            self._scheduler.set_limits(
+                EngineLimits(
+                    kv_cache_manager, sizes, limits.max_num_seqs, limits.max_num_batched_tokens
+                )
             )
 
     def on_new_request(self, request: Any) -> None:
@@ -220,7 +240,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             yield published(event, self._layout)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """All of them come by the scheduler, which the ranks report to."""
+        """The scheduler returns all statistics; the ranks report to it."""
         return None if self._scheduler is None else KvtierStats(self._scheduler.stats.take())
 
     @classmethod
@@ -279,15 +299,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             zeroes = getattr(config, "needs_kv_cache_zeroing", True)
             device = open_device(pages, arrays, self._options, config.num_blocks, zeroes)
         except Unsupported as error:
-            self._pages = PagesTold("", str(error))
+            self._pages = RankPages("", str(error))
             return
         self._worker = WorkerSide(
             self._layout, self._options, self._rank, pages, arrays, device=device
         )
-        self._pages = PagesTold(pages.digest)
+        self._pages = RankPages(pages.digest)
 
     def get_handshake_metadata(self) -> PagesMetadata | None:
-        """None where this engine is declined: of several connectors the first that has some is told."""
+        """None if kvtier is disabled: of several connectors, vLLM uses the first one's metadata."""
         return None if self._layout is None else PagesMetadata(self._pages)
 
     def _step(self) -> Step | None:
@@ -304,15 +324,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._step()
         if self._worker is not None and step is not None:
-            self._worker.start_loads(step.loads)
+            self._worker.loads.start(step.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded layer by layer."""
+        """Does nothing: no load is per layer."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved before the whole step has ended."""
+        """Does nothing: saves begin after the step."""
 
     def wait_for_save(self) -> None:
         step = self._step()
@@ -322,19 +342,113 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        received, failed = self._worker.received()
+        received, failed = self._worker.loads.received()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.bad_blocks()
+        return set() if self._worker is None else self._worker.loads.bad_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport:
         if self._worker is not None:
             report = self._worker.report()
         else:
-            step = self._step()  # which is over for another connector, too
-            report = Report(step.number if step is not None else 0)
+            step = self._step()  # another connector may need the number
+            report = RankReport(step.number if step is not None else 0)
         if not self._reported:
             self._reported = True
             report.pages = {self._rank: self._pages}
         return WorkerReport(report)
+
+
+class KvtierStats(KVConnectorStats):
+    """The result of `PluginStats.take`, on its way from the scheduler to vLLM's loggers."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KvtierStats:
+        return KvtierStats(added(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """The figures for a log line: all counts except those by adapter, and number and sum of the times."""
+        figures: dict[str, int | float] = {
+            name: count
+            for name, count in sorted(self.data["counts"].items())
+            if name.partition(":")[0] not in BY_ADAPTER
+        }
+        for name, times in self.data["times"].items():
+            figures[f"{name}_count"] = len(times)
+            figures[f"{name}_sum"] = round(sum(times), 4)
+        return figures
+
+
+class KvtierPromMetrics(KVConnectorPromMetrics):
+    """The Prometheus series. All exist from the start for each engine, except those of LoRA adapters, which
+    begin with the adapter's first request."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._bound: dict[tuple[int, str], Any] = {}
+        for one in COUNTERS:
+            names = [*labelnames, one.label] if one.label else labelnames
+            metric = metric_types[Counter](name=one.name, documentation=one.help, labelnames=names)
+            for engine, values in per_engine_labelvalues.items():
+                for label in one.values:
+                    self._bound[engine, f"{one.kind}:{label}"] = metric.labels(*values, label)
+                if not one.label:
+                    self._bound[engine, one.kind] = metric.labels(*values)
+        for kind, (name, text) in TIMES.items():
+            metric = metric_types[Histogram](
+                name=name, documentation=text, buckets=BUCKETS_S, labelnames=labelnames
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._bound[engine, kind] = metric.labels(*values)
+
+        self._values = per_engine_labelvalues
+        self._adapted: dict[str, Any] = {}
+        for counted, (name, text) in BY_ADAPTER.items() if vllm_config.lora_config else ():
+            self._adapted[counted] = metric_types[Counter](
+                name=name, documentation=text, labelnames=[*labelnames, "adapter"]
+            )
+            for values in per_engine_labelvalues.values():
+                for label in (NO_ADAPTER, OTHER_ADAPTERS):
+                    self._adapted[counted].labels(*values, label)
+        # Series of several processes cannot be removed, nor those of Ray's metrics.
+        self._busiest = Busiest(
+            "PROMETHEUS_MULTIPROC_DIR" not in os.environ
+            and hasattr(metric_types[Counter], "remove")
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        counts = transfer_stats_data.get("counts", {})
+        for name, count in counts.items() if self._adapted else ():
+            kind, _, adapter = name.partition(":")
+            if kind == "adapter_requests":
+                self._replace_adapter(adapter, count)
+        for name, count in counts.items():
+            kind, _, label = name.partition(":")
+            if kind in self._adapted:
+                values = (*self._values[engine_idx], self._busiest.label(label))
+                self._adapted[kind].labels(*values).inc(count)
+            elif (metric := self._bound.get((engine_idx, name))) is not None:
+                metric.inc(count)
+        for name, times in transfer_stats_data.get("times", {}).items():
+            for seconds in times:
+                self._bound[engine_idx, name].observe(seconds)
+
+    def _replace_adapter(self, adapter: str, requests: int) -> None:
+        """Remove the series of the adapter that this one replaces, if any."""
+        replaced = self._busiest.requested(adapter, requests)
+        if replaced is not None:
+            for metric in self._adapted.values():
+                for values in self._values.values():
+                    metric.remove(*values, replaced)

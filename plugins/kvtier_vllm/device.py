@@ -1,8 +1,7 @@
-"""A worker's copies where the pages are a CUDA device's: on streams beside the engine's, ordered by events.
+"""A worker's copies from and to the pages of a CUDA device, on streams of their own that events order.
 
-A copy begins after what the engine's stream was told before it; where the engine needs a load in this step,
-its stream waits for it, and no thread does. A thread may use slots, or give pages away, when the copy's event
-has come, and not before.
+A copy begins after the work that was submitted to the engine's stream before it. If a step needs a load, the
+engine's stream waits for it, and no thread does. Slots and pages may be reused only after the copy's event.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from kvtier.saving import Saving
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
 from kvtier_vllm.layout import Pages
-from kvtier_vllm.messages import Read
+from kvtier_vllm.messages import ReadOrder
 from kvtier_vllm.options import Options, Unsupported
 
 log = logging.getLogger("vllm.kvtier")
 
 
 class DeviceCopyError(KvtierError):
-    """The device did not copy."""
+    """The device has failed to copy."""
 
 
 class DeviceSide:
-    """`engine_stream` is called by the step's thread, and says what its kernels are told to."""
+    """Copies on one device. `engine_stream`: returns the stream of the engine's kernels; the step's thread
+    calls it."""
 
     def __init__(
         self,
@@ -59,32 +59,31 @@ class DeviceSide:
             log.info(text, number, pieces.block_bytes, "; ".join(pieces.told))
 
     def fence(self) -> Event | None:
-        """What the engine's stream was told so far. None where the device no longer says: then nothing is
-        copied any more. Never raises: the step calls it."""
+        """An event after the work submitted to the engine's stream so far. None if the device has failed;
+        then nothing is copied. Never raises: the step calls it."""
         try:
             return Event(self._copier.driver).record(self._engine_stream())
         except CudaError as error:
-            log.warning("kvtier: the device fails: %s", str(error))
+            log.warning("kvtier: the CUDA device failed, disabling copies: %s", str(error))
             return None
 
-    def own_thread(self) -> None:
+    def prepare_thread(self) -> None:
         self._copier.driver.own_thread()
 
-    def see(self, reader: Reader) -> None:
-        """Have these extents registered."""
+    def register(self, reader: Reader) -> None:
+        """Register these extents with the device."""
         self._copier.pins.of(reader.mappings)
 
-    def let_go(self, reader: Reader) -> None:
-        """Have these extents registered no more, as soon as no copy uses them."""
+    def unregister(self, reader: Reader) -> None:
+        """Unregister these extents once no copy uses them."""
         self._copier.pins.forget(reader.mappings)
 
     def gather(
         self, saving: Saving, group: int, block_ids: Sequence[int], after: Event | None
     ) -> None:
-        """Copy pages into the slots that were granted. Nothing is copied any more when this returns, or
-        raises."""
+        """Copy pages into the granted slots. When this returns or raises, the copy has ended."""
         if after is None:
-            raise DeviceCopyError("there is no event to begin after")
+            raise DeviceCopyError("no event to wait for")
         pieces, lane = self._pieces[group], self._lanes["save"]
         ids, slots = saving.placed(block_ids, pieces.block_bytes)
         try:
@@ -97,14 +96,14 @@ class DeviceSide:
         self,
         lane: Literal["load", "now"],
         reader: Reader,
-        reads: Sequence[Read],
+        reads: Sequence[ReadOrder],
         parts: Sequence[int],
         after: Event | None,
     ) -> None:
-        """Start to copy slots into pages, as many for a slot as `parts` says of its group. The engine's
-        stream waits for what goes the lane `now`."""
+        """Start to copy slots into pages, `parts` pages per slot of each group. The engine's stream waits
+        for the copies of lane `now`."""
         if after is None:
-            raise DeviceCopyError("there is no event to begin after")
+            raise DeviceCopyError("no event to wait for")
         copies = self._lanes[lane]
         try:
             for read in reads:
@@ -116,14 +115,14 @@ class DeviceSide:
             if lane == "now":
                 copies.hold(self._engine_stream())
         except Exception as error:
-            # Whatever it was: what has begun must be over before the pages are somebody else's.
+            # Copies that have begun must end before another request gets the pages.
             copies.drain()
             if isinstance(error, CudaError):
                 raise DeviceCopyError(str(error)) from error
             raise
 
-    def end(self, lane: Literal["load", "now"], reader: Reader, reads: Sequence[Read]) -> bool:
-        """Wait for the lane, then tell whether all these slots were what they should be until then."""
+    def end(self, lane: Literal["load", "now"], reader: Reader, reads: Sequence[ReadOrder]) -> bool:
+        """Wait for the lane; return whether no slot was reused before the copies ended."""
         try:
             self._lanes[lane].finish()
         except CudaError as error:
@@ -131,7 +130,7 @@ class DeviceSide:
         return all(reader.fresh(read.slots) * SLOT_BYTES == len(read.slots) for read in reads)
 
     def close(self) -> None:
-        """Wait for the copies, and free everything. No other thread may be copying."""
+        """Wait for the copies, then free all resources. No other thread may be copying."""
         self._copier.close()
         self._copier.driver.close()
 
@@ -139,13 +138,13 @@ class DeviceSide:
 def open_device(
     pages: Pages, arrays: Sequence[Any], options: Options, blocks: int, zeroes: bool
 ) -> DeviceSide | None:
-    """The device that these tensors are on, or None where they are the host's. `blocks`: how many there
-    are. `zeroes`: the engine writes zeros into pages that it gives to somebody. Raises Unsupported."""
+    """The device of these tensors, or None if they are in the host's memory. `blocks`: the number of blocks;
+    `zeroes`: the engine writes zeros into pages before it gives them to a request. Raises Unsupported."""
     if not arrays or arrays[0].device.type == "cpu":
         return None
     if zeroes:
-        # A runner does that before it says whose the pages were: a save would keep zeros.
-        raise Unsupported("pages on a GPU that the engine zeroes can't be kept yet")
+        # It does so before the connector learns of the new request: a save would store zeros.
+        raise Unsupported("pages on a GPU that the engine zeroes are not supported yet")
     import torch
 
     index = arrays[0].device.index

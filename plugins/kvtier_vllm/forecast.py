@@ -1,22 +1,22 @@
-"""What a step costs, learned from the steps so far: recomputing or loading, whichever ends sooner."""
+"""Forecasts of the time to recompute tokens and to load blocks, learned from the steps and loads so far."""
 
 from __future__ import annotations
 
 from collections import deque
 from statistics import median
 
-from kvtier.planning import Recompute
+from kvtier.recompute import Recompute
 
-KEEP = 0.98  # of what is known, with each load
+KEEP = 0.98  # of the weight of earlier loads, with each load
 LOAD_BYTES_S = 2e9  # until one was measured
 STEPS = 32
-LIMIT_BEGUN = 64  # steps whose start is remembered, for engines that have several at once
-LEAST_TOKENS = 16  # a step of fewer is decoding: its time says little of prefill
-LIMIT_UNLEARNED = 16  # steps at once: together they take as long as one whose code is in no cache
+LIMIT_BEGUN = 64  # pending steps, for engines that run several at once
+LEAST_TOKENS = 16  # a step with fewer is decoding: its time tells little about prefill
+LIMIT_UNLEARNED = 16  # steps learned at once: this takes as long as learning one with cold caches
 
 
 class Forecast:
-    """What recomputing and loading took so far."""
+    """The measured times of one engine's steps and loads."""
 
     def __init__(self) -> None:
         self._recompute = Recompute()
@@ -26,18 +26,18 @@ class Forecast:
         self._unlearned: list[tuple[int, float, float]] = []
 
     def step_began(self, number: int, now: float, tokens: int, context: float) -> None:
-        """A step computes so many tokens, each of them after `context` others on average."""
+        """A step computes this many tokens, each after `context` tokens on average."""
         self._begun.append((number, now, tokens, context))
 
     def step_ended(self, number: int, now: float) -> None:
-        """This one is over, and so are those before it."""
+        """This step and all before it have ended."""
         while self._begun and self._begun[0][0] <= number:
             begun, began, tokens, context = self._begun.popleft()
             if begun == number and tokens:
                 self.stepped(tokens, context, now - began)
 
     def stepped(self, tokens: int, context: float, seconds: float) -> None:
-        """A step took so long for so many tokens, each of them after `context` others."""
+        """Add the time of a step for this many tokens, each after `context` tokens."""
         self._steps.append(seconds)
         if tokens >= LEAST_TOKENS:
             self._unlearned.append((tokens, context, seconds))
@@ -45,7 +45,8 @@ class Forecast:
                 self._learn()
 
     def _learn(self) -> Recompute:
-        """What the steps so far say. Not at each one's end, which the engine waits for."""
+        """Learn from the steps so far. Not done at the end of each step, because the engine waits for
+        that."""
         for tokens, context, seconds in self._unlearned:
             self._recompute.stepped(tokens, context, seconds)
         self._unlearned.clear()
@@ -53,22 +54,22 @@ class Forecast:
 
     @property
     def prefill(self) -> tuple[float, float]:
-        """Seconds for each token, and for each token before it: 0 while nothing is known."""
+        """Seconds per token, and per token before it; 0 while unknown."""
         return self._learn().fit
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         self._load = [KEEP * self._load[0] + nbytes, KEEP * self._load[1] + seconds]
 
     def step_s(self) -> float:
-        """What a step takes: the median of the last ones, 0 before the first."""
+        """The median time of the last steps, 0 before the first."""
         return median(self._steps) if self._steps else 0.0
 
     def longest_step_s(self) -> float:
-        """The longest of the last steps, 0 before the first."""
+        """The longest time of the last steps, 0 before the first."""
         return max(self._steps, default=0.0)
 
     def recompute_s(self, tokens: int, before: int) -> float | None:
-        """How long these tokens would take after `before` others; None while nothing is known."""
+        """The time to recompute these tokens after `before` others; None while unknown."""
         learned = self._learn()
         return learned.seconds(tokens, before) if learned.known else None
 

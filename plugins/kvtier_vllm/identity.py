@@ -1,4 +1,7 @@
-"""Which weights, and which adapters: named by content, and never by reading all of it."""
+"""The identity of an engine's cache: its KvSpec, its weights and adapters, and the keys of its blocks.
+
+Weights are identified by their content, without reading all of it.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier_vllm.options import Unsupported
+from kvtier import Group, Keys, KvSpec
+from kvtier.layout import DTYPE_BYTES
+from kvtier_vllm.daemon import DaemonSession
+from kvtier_vllm.events import KvEvents
+from kvtier_vllm.layout import LATENT, ORDER_MARK, Cached, Layout, layer_specs
+from kvtier_vllm.options import Options, Unsupported
+from kvtier_vllm.prompt import Prompt
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLES = 32
 SAMPLE_BYTES = 4096
 LIMIT_HEADER_BYTES = 64 << 20
-CHANGED = b""  # what no adapter is named
+CHANGED = b""  # never the name of an adapter
+GENERATION_BYTES = 16
+LIMIT_HASHES = 2048  # that become keys in one call: about one millisecond
 VOLATILE = ("_name_or_path", "transformers_version")
 
 
 def folder_digest(folder: Path) -> str:
-    """A digest of the weight files in a folder: their names, sizes, headers and some of their bytes."""
+    """A digest of the weight files in a folder: names, sizes, headers and samples of their bytes."""
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
     if not files:
-        raise Unsupported(f"{folder} has no weight files: name the weights by the option 'weights'")
+        raise Unsupported(
+            f"{folder} has no weight files: set the option 'weights' to a name of the weights"
+        )
     digest = hashlib.sha256()
     for path in files:
         _add_file(digest, path)
@@ -48,7 +61,7 @@ def _add_file(digest: hashlib._Hash, path: Path) -> None:
 
 
 def weights_identity(model_config: Any, load_format: str) -> str:
-    """Names the weights that this engine loads: a commit of a hub, or a digest of the files."""
+    """The name of the weights that this engine loads: a commit of a hub, or a digest of the files."""
     if load_format == "dummy":
         return f"dummy:{model_config.seed}"
     folder = Path(model_config.model)
@@ -64,35 +77,117 @@ def _cached_commit(repo: str, revision: str) -> str:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError as error:
-        text = f"the commit of {repo} is not known: name the weights by the option 'weights'"
+        text = f"the commit of {repo} is unknown: set the option 'weights' to a name of the weights"
         raise Unsupported(text) from error
     found = try_to_load_from_cache(repo, "config.json", revision=revision)
     commit = Path(found).parent.name if isinstance(found, str) else ""
     if not COMMIT.fullmatch(commit):
-        text = f"the commit of {repo} is not known: give --revision, or the option 'weights'"
+        text = f"the commit of {repo} is unknown: set --revision, or the option 'weights'"
         raise Unsupported(text)
     return f"rev:{commit}"
 
 
 def config_digest(model_config: Any, vllm_config: Any) -> str:
-    """A digest of what else decides on the values in a cache: the model's configuration, RoPE and scaling
-    included, quantization, and the type it computes in."""
+    """A digest of the other inputs of a cache's values: the model's configuration with RoPE and scaling, the
+    quantization, and the data type of the computation."""
     config = {
         name: value
         for name, value in model_config.hf_config.to_dict().items()
         if name not in VOLATILE
     }
-    more = [str(model_config.dtype), str(model_config.quantization)]
-    text = json.dumps([config, more], sort_keys=True, default=str)
+    types = [str(model_config.dtype), str(model_config.quantization)]
+    text = json.dumps([config, types], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Adapters:
-    """Digests of LoRA adapters by content; looked up again when the file has changed.
+def describe(
+    vllm_config: Any, kv_cache_config: Any, layout: Layout, pages: str, version: str,
+    options: Options,
+) -> KvSpec:  # fmt: skip
+    """The KvSpec of this engine's cache. `pages`: the `Pages.digest` of its workers, which ends with the
+    order of the pages if it is known; only then can a lossy codec be used."""
+    model = vllm_config.model_config
+    weights = options.weights or weights_identity(model, str(vllm_config.load_config.load_format))
+    spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
+    dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
+    pages += _latent_dims(model, pages)
+    shapes = [_shape(group, kv_cache_config, layout, pages, dtype) for group in layout.groups]
+    groups = [
+        Group(
+            kind=group.kind, layers=len(group.pages), window_tokens=group.window_tokens,
+            shards=layout.shards.count, **shape,
+        )
+        for group, shape in zip(layout.groups, shapes, strict=True)
+    ]  # fmt: skip
+    return KvSpec.groups(
+        groups,
+        model=Path(model.model).name,
+        dtype=dtype if dtype in DTYPE_BYTES else "uint8",
+        block_tokens=layout.block_tokens,
+        weights=weights,
+        quantization=str(vllm_config.cache_config.cache_dtype),
+        layout=f"{kv_cache_config.kv_cache_layout} {_states(kv_cache_config, layout)}{pages}",
+        rope=f"config:{config_digest(model, vllm_config)}",
+        engine="vllm",
+        engine_layout=f"vllm {version}",
+        tensor_parallel=layout.shards.ranks,
+    )
 
-    An engine reads an adapter's files when it pleases, and its own hashes know it by name and path. So it is
-    named by what these were at first: where they change, nobody can say what the engine computes, or has, and
-    least of all when they are what they were again.
+
+def _states(kv_cache_config: Any, layout: Layout) -> str:
+    """A digest of the shapes and types of a model's states: the engine's pages of states are plain bytes."""
+    groups = [
+        kv_cache_config.kv_cache_groups[group.group_id]
+        for group in layout.groups
+        if group.kind == "state"
+    ]
+    states = [
+        [str(spec.mamba_type), list(map(list, spec.shapes)), list(map(str, spec.dtypes))]
+        for group in groups
+        for spec in layer_specs(group)
+    ]
+    return (
+        f"states:{hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]} " if states else ""
+    )
+
+
+def _latent_dims(model: Any, pages: str) -> str:
+    """For pages of latents: the dims of a latent, and the dims with RoPE next to it."""
+    if not pages.endswith(ORDER_MARK + LATENT):
+        return ""
+    config = getattr(model, "hf_text_config", None)
+    found = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+    return "={}+{}".format(*found) if all(found) else ""
+
+
+def _shape(
+    group: Cached, kv_cache_config: Any, layout: Layout, pages: str, dtype: str
+) -> dict[str, int]:
+    """The heads and dims of a group whose pages are equal and in a known order; otherwise its block size."""
+    opaque = {"opaque_bytes": group.block_bytes}
+    if ORDER_MARK not in pages or group.parts > 1 or dtype not in DTYPE_BYTES:
+        return opaque
+    specs = layer_specs(kv_cache_config.kv_cache_groups[group.group_id])
+    found = {(getattr(one, "num_kv_heads", 0), getattr(one, "head_size", 0)) for one in specs}
+    heads, dims = found.pop()
+    _, _, order = pages.rpartition(ORDER_MARK)
+    if order.startswith(LATENT):
+        _, _, latent_dims = order.partition("=")
+        parts, known = 1, heads == 1 and dims == sum(map(int, filter(None, latent_dims.split("+"))))
+    else:
+        parts, known = 2, True
+    page_bytes = parts * layout.block_tokens * heads * dims * DTYPE_BYTES[dtype]
+    if found or not known or {nbytes for _, nbytes in group.pages} != {page_bytes}:
+        return opaque
+    return {"kv_heads": heads, "head_dim": dims, "parts": parts}
+
+
+class Adapters:
+    """Digests of LoRA adapters by content, computed again when a file has changed.
+
+    The engine may read an adapter's files at any time, and its own hashes identify an adapter by name and
+    path. An adapter whose digest differs from its first digest is therefore rejected from then on: it is
+    unknown which content the engine computes with, even if the first content is restored.
     """
 
     def __init__(self, digest: Callable[[Path], str] = folder_digest) -> None:
@@ -101,13 +196,13 @@ class Adapters:
         self._first: dict[Path, bytes] = {}
 
     def extras(self, request: Any) -> bytes | None:
-        """What goes into the keys of this request; None where its adapter can't be named."""
+        """The extras of this request's keys; None if its adapter cannot be identified."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return b""
         folder = Path(lora.lora_path)
         try:
-            # For every request, on the scheduler's thread: by Paths it takes nearly twice as long.
+            # Runs per request on the scheduler's thread: with Path it takes nearly twice as long.
             with os.scandir(folder) as entries:
                 stats = [(entry.name, entry.stat()) for entry in entries]
             seen = tuple(sorted((name, s.st_mtime_ns, s.st_size) for name, s in stats))
@@ -120,3 +215,30 @@ class Adapters:
             self._first[folder] = CHANGED
             return None
         return known
+
+
+class BlockKeys:
+    """Derives the keys of requests' blocks, and reports them to `events`. One per engine."""
+
+    def __init__(self, layout: Layout, events: KvEvents | None) -> None:
+        self._ratio = layout.block_tokens // layout.hash_tokens
+        self._events = events
+        self._generation = b""
+
+    def of(self, prompt: Prompt, session: DaemonSession) -> Keys:
+        """The keys of the request's whole blocks so far. A call adds at most `LIMIT_HASHES` keys."""
+        prompt.use_session(session)
+        ratio, keys = self._ratio, prompt.keys
+        done = 0 if keys is None else len(keys)
+        hashes = prompt.request.block_hashes
+        if keys is None or len(hashes) // ratio > done:
+            new = hashes[done * ratio + ratio - 1 : (done + LIMIT_HASHES) * ratio : ratio]
+            more = session.space.keys_of_hashes(new, self._generation, prompt.extras, keys)
+            keys = prompt.keys = Keys((keys.packed if keys else b"") + more.packed)
+            if self._events is not None:
+                self._events.name(prompt.request, keys, done)
+        return keys
+
+    def new_generation(self) -> None:
+        """From now on the same blocks have other keys."""
+        self._generation = os.urandom(GENERATION_BYTES)

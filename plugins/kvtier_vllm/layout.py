@@ -1,27 +1,32 @@
-"""What an engine caches, in kvtier's words: a KvSpec of opaque pages, and where the pages lie.
+"""The layout of an engine's cache: its groups, the places of its pages, and the order of elements in a
+page.
 
-A block is what every layer of one group keeps of the same tokens, one page after the other, whatever the
-engine puts into a page. Both sides of the connector describe it from the same configuration; only a worker
-sees memory.
+A block consists of one page per layer of a group, for the same tokens; the content of a page is opaque.
+Both sides of the connector read the layout from the same configuration; only a worker has the memory.
+
+A lossy codec needs the order of elements. vLLM's CPU kernels transpose K, or put K and V into tiles,
+depending on the processor, and the shapes of the tensors do not tell. `page_order` therefore runs the
+engine's kernel and compares; an order that is not known is never assumed. The known GPU kernels write K,
+then V, per head and token, and the strides of the tensors tell where.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
-from kvtier import Group, KvSpec
-from kvtier.codec.grid import PAGE_MARK
-from kvtier.layout import DTYPE_BYTES, Kind
-from kvtier_vllm.identity import config_digest, weights_identity
-from kvtier_vllm.options import Options, Unsupported
-from kvtier_vllm.order import LATENT, page_order
+from kvtier.layout import PAGE_MARK, Kind
+from kvtier_vllm.options import Unsupported
+
+log = logging.getLogger("vllm.kvtier")
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
@@ -32,11 +37,22 @@ HASHES = ("sha256_cbor", "sha256")
 ORDER_MARK = f" {PAGE_MARK}"
 NO_BACKENDS: Mapping[str, str] = {}
 
+# The order of K and of V in heads, tokens and dims; `kvtier_daemon.codec.arranged` defines the notation.
+VEC, AMX = "hpdt|hptd", "hpt/16d/2t%16d%2|hpd/16t/2d%16t%2"
+BY_STRIDES = ("FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN")
+# One vector per token: a latent, and the dims with RoPE next to it.
+LATENTS, LATENT = ("AMX_MLA", "CPU_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"), "latent"
+# Pages of other types contain scales between the elements.
+FLOATS = ("torch.bfloat16", "torch.float16", "torch.float32")
+LIMIT = 256  # integers that bf16 represents exactly
+TILE = 16
+
 
 @dataclass(frozen=True)
 class Cached:
-    """One KV-cache group of the engine that is kept: its number there, and each layer's page in bytes.
-    `parts`: how many of its blocks, one after the other, are one block here, where groups differ."""
+    """One KV-cache group of the engine that kvtier keeps. `group_id`: its number in the engine; `pages`: name
+    and page size in bytes of each layer; `parts`: how many consecutive blocks of the engine are one block of
+    kvtier, where groups have different block sizes."""
 
     group_id: int
     kind: Kind
@@ -49,26 +65,27 @@ class Cached:
         return self.parts * sum(nbytes for _, nbytes in self.pages)
 
     def needed(self, blocks: int, block_tokens: int) -> int:
-        """How many of so many blocks a load brings: a window's last ones, and of a state the last."""
+        """How many of these blocks a load copies: the last ones of a window, the last one of a state."""
         if self.kind == "full":
             return blocks
         return min(blocks, 1 if self.kind == "state" else -(-self.window_tokens // block_tokens))
 
     def left_behind(self, tokens: int, block_tokens: int) -> int:
-        """How many leading blocks the engine has not all pages of when it goes on after so many tokens."""
+        """How many leading blocks lack pages once the engine continues after this many tokens."""
         if self.kind != "window":
             return 0
         pages = max(0, tokens - self.window_tokens) * self.parts // block_tokens
         return -(-pages // self.parts)
 
     def whole(self, ids: Sequence[int], at: int) -> bool:
-        """Whether the engine has all pages of a block here."""
+        """Whether the engine has all pages of this block."""
         return all(ids[at * self.parts : (at + 1) * self.parts])
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How the ranks of an engine divide a block. Ranks of like pages share a shard; the first writes it."""
+    """How the ranks of an engine divide a block. Ranks with equal pages share a shard; the first one saves
+    it."""
 
     ranks: int
     replicas: int
@@ -86,7 +103,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Layout:
-    """The engine's cache without its identity: what is needed to find blocks and to move them."""
+    """The engine's cache without its identity: what is needed to find and copy blocks."""
 
     block_tokens: int
     hash_tokens: int
@@ -98,27 +115,27 @@ class Layout:
         return sum(group.block_bytes for group in self.groups)
 
     def load_bytes(self, blocks: int) -> int:
-        """What a rank copies to load so many blocks."""
+        """The bytes that a rank copies to load this many blocks."""
         return sum(
             group.needed(blocks, self.block_tokens) * group.block_bytes for group in self.groups
         )
 
     @property
     def whole_group(self) -> int:
-        """The first group that keeps every block, or the first: whose tokens are counted."""
+        """The group whose tokens are counted: the first one with full attention, or the first."""
         kinds = [group.kind for group in self.groups]
         return kinds.index("full") if "full" in kinds else 0
 
 
 def check_hashes(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
-    """ValueError if somebody could forge the engine's block hashes; what there is to say of them, or ""."""
+    """Raise ValueError if the engine's block hashes can be forged; return a warning about them, or ""."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in HASHES:
         raise ValueError(
             f"kvtier shares blocks by the engine's hashes, and {algorithm} can be forged:"
             " start the engine with --prefix-caching-hash-algo sha256_cbor"
         )
-    # The first hash of every chain is made from it.
+    # The engine computes the first hash of every chain from it.
     seed = environment.get("PYTHONHASHSEED")
     return (
         ""
@@ -128,50 +145,59 @@ def check_hashes(vllm_config: Any, environment: Mapping[str, str] = os.environ) 
 
 
 def read_layout(vllm_config: Any, kv_cache_config: Any) -> Layout:
-    """What this engine caches. Raises Unsupported where kvtier can't keep it."""
+    """The layout of this engine's cache. Raises Unsupported if kvtier cannot keep it."""
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size",
                  "prefill_context_parallel_size"):  # fmt: skip
         if getattr(parallel, name, 1) != 1:
             raise Unsupported(f"{name}={getattr(parallel, name)} is not supported yet")
     if vllm_config.model_config.enable_sleep_mode:
-        # It gives up the pages' memory, and no connector is told before: a save would keep what comes after.
+        # Sleep mode frees the pages without notice to connectors: a save would store later content.
         raise Unsupported("sleep mode is not supported yet")
     ids = kv_cache_config.prefix_cacheable_group_ids
     if not ids:
-        raise Unsupported("this model has nothing that a later request could use again")
+        raise Unsupported("this model has no cache that a later request could reuse")
     specs = [kv_cache_config.kv_cache_groups[group_id] for group_id in ids]
-    # Where groups have blocks of different sizes, what all of them have whole can be found again.
+    # If groups have blocks of different sizes, a block must be whole in all of them.
     block_tokens = math.lcm(*(spec.kv_cache_spec.block_size for spec in specs))
     hash_tokens = kv_cache_config.hash_block_size or block_tokens
     if block_tokens % hash_tokens:
-        raise Unsupported(f"blocks of {block_tokens} tokens with hashes of {hash_tokens}")
+        raise Unsupported(
+            f"blocks of {block_tokens} tokens with hashes of {hash_tokens} tokens are not supported"
+        )
     groups = tuple(
         _cached(group_id, spec, block_tokens) for group_id, spec in zip(ids, specs, strict=True)
     )
     ranks = parallel.tensor_parallel_size
     replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
     if ranks % replicas:
-        raise Unsupported(f"{ranks} ranks of which {replicas} hold the same pages")
+        raise Unsupported(
+            f"{ranks} ranks, of which {replicas} hold the same pages, are not supported"
+        )
     return Layout(block_tokens, hash_tokens, groups, Shards(ranks, replicas))
 
 
 def _cached(group_id: int, group: Any, block_tokens: int) -> Cached:
     spec = group.kv_cache_spec
     if getattr(group, "is_eagle_group", False):
-        raise Unsupported("draft layers that are cached with the model's are not supported yet")
-    of_layers = _specs(group)
+        raise Unsupported("draft layers in the model's cache groups are not supported yet")
+    of_layers = layer_specs(group)
     if len(of_layers) == 1:
         of_layers *= len(group.layer_names)
     kinds = {_kind(layer) for layer in of_layers}
     if len(kinds) != 1:
-        raise Unsupported(f"group {group_id} mixes layers of {len(kinds)} kinds")
+        raise Unsupported(
+            f"group {group_id} mixes layers of {len(kinds)} kinds, which is not supported"
+        )
     kind, window = kinds.pop()
     sizes = [layer.page_size_bytes for layer in of_layers]
     pages = tuple(zip(group.layer_names, sizes, strict=True))
     parts = block_tokens // spec.block_size
     if kind == "state" and parts > 1:
-        raise Unsupported(f"states each {spec.block_size} tokens among blocks of {block_tokens}")
+        raise Unsupported(
+            f"states every {spec.block_size} tokens with blocks of "
+            f"{block_tokens} tokens are not supported"
+        )
     return Cached(group_id, kind, window, pages, parts)
 
 
@@ -180,111 +206,31 @@ def _kind(spec: Any) -> tuple[Kind, int]:
     if name in FULL:
         return "full", 0
     if name in WINDOW:
-        # The next token sees itself and one less than the window before it.
+        # The next token attends to itself and to `window - 1` tokens before it.
         before = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
         return "window", max(1, before)
     if name in CHUNKED:
         return "window", spec.attention_chunk_size
     if name in STATE:
         if spec.mamba_cache_mode != "align":
-            raise Unsupported("states are kept where the engine caches prefixes")
+            raise Unsupported("states need the engine's prefix caching")
         if spec.num_speculative_blocks:
             raise Unsupported("states with speculative decoding are not supported yet")
         return "state", 0
-    raise Unsupported(f"{name} caches can't be kept yet")
+    raise Unsupported(f"{name} caches are not supported yet")
 
 
-def describe(
-    vllm_config: Any, kv_cache_config: Any, layout: Layout, pages: str, version: str,
-    options: Options,
-) -> KvSpec:  # fmt: skip
-    """The identity of this engine's space. `pages` is what `Pages.digest` says of its workers' memory, and
-    ends with the order of its pages if that is known: then a lossy codec can be had."""
-    model = vllm_config.model_config
-    weights = options.weights or weights_identity(model, str(vllm_config.load_config.load_format))
-    spec = kv_cache_config.kv_cache_groups[layout.groups[0].group_id].kv_cache_spec
-    dtype = str(getattr(spec, "dtype", "uint8")).removeprefix("torch.")
-    pages += _latent_dims(model, pages)
-    shapes = [_shape(group, kv_cache_config, layout, pages, dtype) for group in layout.groups]
-    groups = [
-        Group(
-            kind=group.kind, layers=len(group.pages), window_tokens=group.window_tokens,
-            shards=layout.shards.count, **shape,
-        )
-        for group, shape in zip(layout.groups, shapes, strict=True)
-    ]  # fmt: skip
-    return KvSpec.groups(
-        groups,
-        model=Path(model.model).name,
-        dtype=dtype if dtype in DTYPE_BYTES else "uint8",
-        block_tokens=layout.block_tokens,
-        weights=weights,
-        quantization=str(vllm_config.cache_config.cache_dtype),
-        layout=f"{kv_cache_config.kv_cache_layout} {_states(kv_cache_config, layout)}{pages}",
-        rope=f"config:{config_digest(model, vllm_config)}",
-        engine="vllm",
-        engine_layout=f"vllm {version}",
-        tensor_parallel=layout.shards.ranks,
-    )
-
-
-def _specs(group: Any) -> list[Any]:
-    """What the engine says of each layer of a group, where layers differ; else of all of them."""
+def layer_specs(group: Any) -> list[Any]:
+    """The engine's description of each layer of a group if layers differ; otherwise one for all of them."""
     spec = group.kv_cache_spec
     if type(spec).__name__ == UNIFORM:
         return [spec.kv_cache_specs[name] for name in group.layer_names]
     return [spec]
 
 
-def _states(kv_cache_config: Any, layout: Layout) -> str:
-    """What the states of a model are made of: their pages are bytes to the engine, too."""
-    groups = [
-        kv_cache_config.kv_cache_groups[group.group_id]
-        for group in layout.groups
-        if group.kind == "state"
-    ]
-    told = [
-        [str(spec.mamba_type), list(map(list, spec.shapes)), list(map(str, spec.dtypes))]
-        for group in groups
-        for spec in _specs(group)
-    ]
-    return f"states:{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]} " if told else ""
-
-
-def _latent_dims(model: Any, pages: str) -> str:
-    """Of pages of latents: how many dims those have, and how many RoPE has turned beside them."""
-    if not pages.endswith(ORDER_MARK + LATENT):
-        return ""
-    config = getattr(model, "hf_text_config", None)
-    found = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
-    return "={}+{}".format(*found) if all(found) else ""
-
-
-def _shape(
-    group: Cached, kv_cache_config: Any, layout: Layout, pages: str, dtype: str
-) -> dict[str, int]:
-    """Heads and dims of a group whose pages lie in a known order, all alike; else how long its blocks are."""
-    opaque = {"opaque_bytes": group.block_bytes}
-    if ORDER_MARK not in pages or group.parts > 1 or dtype not in DTYPE_BYTES:
-        return opaque
-    specs = _specs(kv_cache_config.kv_cache_groups[group.group_id])
-    found = {(getattr(one, "num_kv_heads", 0), getattr(one, "head_size", 0)) for one in specs}
-    heads, dims = found.pop()
-    _, _, order = pages.rpartition(ORDER_MARK)
-    if order.startswith(LATENT):
-        _, _, said = order.partition("=")
-        parts, known = 1, heads == 1 and dims == sum(map(int, filter(None, said.split("+"))))
-    else:
-        parts, known = 2, True
-    page_bytes = parts * layout.block_tokens * heads * dims * DTYPE_BYTES[dtype]
-    if found or not known or {nbytes for _, nbytes in group.pages} != {page_bytes}:
-        return opaque
-    return {"kv_heads": heads, "head_dim": dims, "parts": parts}
-
-
 @dataclass(frozen=True)
 class Page:
-    """Where one layer's pages lie in the memory number `array`: block b at offset + b * stride."""
+    """The place of one layer's pages in memory number `array`: block b at offset + b * stride."""
 
     array: int
     offset: int
@@ -294,7 +240,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Pages:
-    """All the pages of one worker, by group, in the order of the layers."""
+    """All pages of one worker, by group, in the order of the layers."""
 
     groups: tuple[tuple[Page, ...], ...]
     digest: str
@@ -306,23 +252,23 @@ def find_pages(
     blocks: int,
     backends: Mapping[str, str] = NO_BACKENDS,
 ) -> tuple[Pages, list[Any]]:
-    """Where the pages of these tensors are, and the tensors' storages as plain bytes. Raises Unsupported
-    where a page is not one run of bytes, or not in memory that can be reached, all of it on one device. Where
-    the order of elements within all of them is known, the digest ends with it; `backends` are what layers'
-    attention is called."""
+    """The places of the pages of these tensors, and the tensors' storages as plain bytes. The digest ends
+    with the order of elements if it is known and the same in all pages. `backends`: the name of each
+    layer's attention. Raises Unsupported if a page is not contiguous, or not all pages are on one supported
+    device."""
     orders: set[str] = set()
     storages: dict[int, int] = {}
     arrays: list[Any] = []
-    groups, told = [], []
+    groups, described = [], []
     devices: set[str] = set()
     for group in layout.groups:
         pages = []
         for name, nbytes in group.pages:
             tensor = caches[name]
             if not hasattr(tensor, "untyped_storage"):
-                raise Unsupported(f"{name}: {type(tensor).__name__} instead of a tensor")
+                raise Unsupported(f"{name}: expected a tensor, got {type(tensor).__name__}")
             if tensor.device.type not in ("cpu", "cuda"):
-                raise Unsupported(f"{name} is on {tensor.device}: can't be read yet")
+                raise Unsupported(f"{name} is on {tensor.device}, which is not supported yet")
             devices.add(str(tensor.device))
             at = tensor.untyped_storage().data_ptr()
             if at not in storages:
@@ -331,17 +277,17 @@ def find_pages(
             pages.append(_page(storages[at], name, tensor, nbytes, blocks))
             orders.add(page_order(tensor, tensor.shape[0] // blocks, backends.get(name, "")))
             inner = [str(tensor.dtype), list(tensor.shape[1:]), list(tensor.stride()[1:])]
-            told.append([tensor.device.type, tensor.shape[0] // blocks, nbytes, *inner])
+            described.append([tensor.device.type, tensor.shape[0] // blocks, nbytes, *inner])
         groups.append(tuple(pages))
     if len(devices) > 1:
-        raise Unsupported(f"the caches are on {' and '.join(sorted(devices))}")
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+        raise Unsupported(f"the caches are on several devices: {' and '.join(sorted(devices))}")
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
     order = orders.pop() if len(orders) == 1 else ""
     return Pages(tuple(groups), digest + (ORDER_MARK + order if order else "")), arrays
 
 
 def _page(array: int, name: str, tensor: Any, nbytes: int, blocks: int) -> Page:
-    # A block of the manager's may be several of the attention kernel's, one after the other.
+    # A block of the KV-cache manager may be several consecutive blocks of the attention kernel.
     parts, rest = divmod(tensor.shape[0], blocks)
     item = tensor.element_size()
     inner = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
@@ -349,7 +295,7 @@ def _page(array: int, name: str, tensor: Any, nbytes: int, blocks: int) -> Page:
     stride = tensor.stride(0) * item
     if rest or span > nbytes // parts or (parts > 1 and stride * parts > nbytes):
         text = f"{tuple(tensor.shape)} of strides {tensor.stride()} for {blocks} blocks of {nbytes} bytes"
-        raise Unsupported(f"{name}: {text}: a page is not one run of bytes")
+        raise Unsupported(f"{name}: {text}: a page is not contiguous")
     return Page(array, tensor.storage_offset() * item, stride * parts, nbytes)
 
 
@@ -358,3 +304,155 @@ def _bytes_of(tensor: Any) -> Any:
 
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def backends_of(vllm_config: Any) -> dict[str, str]:
+    """The name of each layer's attention, if the engine has one."""
+    try:
+        layers = vllm_config.compilation_config.static_forward_context
+        return {
+            name: layer.attn_backend.get_name()
+            for name, layer in layers.items()
+            if hasattr(layer, "attn_backend")
+        }
+    except Exception as error:  # noqa: BLE001  # internals of any engine version
+        log.info("kvtier: cannot determine the kind of attention: %s", error)
+        return {}
+
+
+def page_order(tensor: Any, kernel_blocks: int, backend: str = "") -> str:
+    """The order of elements in the pages of a layer's tensor, [blocks, heads, tokens, 2 x dims] or latents;
+    "" if unknown. A page consists of this many blocks of the attention kernel."""
+    if backend in BY_STRIDES:
+        return _by_strides(tensor, kernel_blocks)
+    if backend in LATENTS:
+        return LATENT if _is_by_tokens(tensor) else ""
+    import torch
+
+    if tensor.device.type != "cpu" or tensor.dim() != 4 or not tensor[0].is_contiguous():
+        return ""
+    _, heads, tokens, width = tensor.shape
+    if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32) or width % 2:
+        return ""
+    try:
+        found = _kernel_order(heads, tokens, width // 2, tensor.dtype)
+    except Exception as error:  # noqa: BLE001  # internals of any engine version
+        log.info(
+            "kvtier: cannot determine the order of elements in pages, so they are stored "
+            "losslessly: %s",
+            error,
+        )
+        return ""
+    if not found or kernel_blocks == 1:
+        return found
+    # The kernel's blocks are consecutive; tokens that are already divided are not divided again.
+    return "|".join(
+        f"t/{tokens}{part.replace('t', f't%{tokens}')}" if found == VEC else ""
+        for part in found.split("|")
+    ).strip("|")
+
+
+def _by_strides(tensor: Any, kernel_blocks: int) -> str:
+    """The order by strides: heads, then tokens (vLLM's HND), or tokens, then heads (NHD)."""
+    if len(tensor.shape) != 4 or str(tensor.dtype) not in FLOATS:
+        return ""
+    _, heads, tokens, width = tensor.shape
+    found = list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+
+    def has_strides(*steps: int) -> bool:
+        return all(
+            size == 1 or step == mine for (size, step), mine in zip(found, steps, strict=True)
+        )
+
+    if width % 2:
+        return ""
+    if has_strides(width, heads * width, 1):
+        part = "thpd"  # consecutive blocks of the kernel are equal to one block
+    elif has_strides(tokens * width, width, 1):
+        part = "htpd" if kernel_blocks == 1 else f"t/{tokens}ht%{tokens}pd"
+    else:
+        return ""
+    return f"{part}|{part}"
+
+
+def _is_by_tokens(tensor: Any) -> bool:
+    """Whether a page contains one vector per token without gaps, [blocks, (1,) tokens, dims]."""
+    *heads, _, width = tensor.shape[1:]
+    strides = tuple(tensor.stride()[-2:])
+    return heads in ([], [1]) and str(tensor.dtype) in FLOATS and strides == (width, 1)
+
+
+@cache
+def _kernel_order(heads: int, tokens: int, dims: int, dtype: Any) -> str:
+    """The known order that the engine's CPU kernel writes; "" if none matches."""
+    import torch
+
+    # An engine that has not loaded this module does not write pages with it.
+    backend = sys.modules.get("vllm.v1.attention.backends.cpu_attn")
+    if backend is None:
+        return ""
+    ops = backend.ops
+
+    if max(tokens, dims) > LIMIT:
+        return ""
+    isa = backend._get_attn_isa(dtype, tokens, dims)
+    shape = (tokens, heads, dims)
+    numbers = [
+        torch.arange(shape[axis])
+        .reshape([-1 if at == axis else 1 for at in range(3)])
+        .expand(shape)
+        for axis in range(3)
+    ]
+    orders = {VEC, AMX}
+    for number in numbers:
+        source = number.to(dtype).contiguous()
+        page = torch.zeros(1, heads, 2 * tokens, dims, dtype=dtype)
+        keys, values = page.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            source, source.clone(), keys, values, torch.arange(tokens), isa
+        )
+        orders = {
+            order
+            for order in orders
+            if all(
+                _equal(restore(half[0]), source)
+                for restore, half in zip(RESTORERS[order], (keys, values), strict=True)
+            )
+        }
+    return orders.pop() if len(orders) == 1 else ""
+
+
+def _equal(found: Any, source: Any) -> bool:
+    return found is not None and bool((found == source).all())
+
+
+def _transposed(half: Any) -> Any:
+    heads, tokens, dims = half.shape
+    return half.reshape(heads, dims, tokens).permute(2, 0, 1)
+
+
+def _plain(half: Any) -> Any:
+    return half.permute(1, 0, 2)
+
+
+def _tiles_of_tokens(half: Any) -> Any:
+    heads, tokens, dims = half.shape
+    if tokens % TILE or dims % 2:
+        return None
+    tiles = half.reshape(heads, tokens // TILE, dims // 2, TILE, 2)
+    return tiles.permute(1, 3, 0, 2, 4).reshape(tokens, heads, dims)
+
+
+def _tiles_of_dims(half: Any) -> Any:
+    heads, tokens, dims = half.shape
+    if dims % TILE or tokens % 2:
+        return None
+    tiles = half.reshape(heads, dims // TILE, tokens // 2, TILE, 2)
+    return tiles.permute(2, 4, 0, 1, 3).reshape(tokens, heads, dims)
+
+
+Restore = Callable[[Any], Any]
+RESTORERS: dict[str, tuple[Restore, Restore]] = {
+    VEC: (_transposed, _plain),
+    AMX: (_tiles_of_tokens, _tiles_of_dims),
+}

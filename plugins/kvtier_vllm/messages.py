@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other, once a step: plain data."""
+"""The messages between the two sides of the connector, one per step in each direction: plain data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Name = TypeVar("Name", int, str)
 
 
 @dataclass(slots=True)
-class Read:
-    """Slots of one group and shard, and the engine's blocks that they go to: as many for each slot as the
-    group has parts, 0 for what is not wanted."""
+class ReadOrder:
+    """Slots of one group and shard, and the engine's blocks to copy them to: `parts` blocks of the group per
+    slot, 0 where a block is not needed."""
 
     group: int
     block_ids: list[int]
@@ -21,21 +21,21 @@ class Read:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadOrder:
     """Blocks of one request, for each shard. The scheduler's side holds the lease until every rank has
-    answered. `daemon_run` says whose slots these are; `now`: the step that brings this needs them."""
+    reported. `daemon_run`: the run of the daemon that owns the slots; `now`: this step needs the blocks."""
 
     number: int
     request_id: str
     daemon_run: bytes
     now: bool
-    shards: list[list[Read]]
+    shards: list[list[ReadOrder]]
 
 
 @dataclass(slots=True)
-class Write:
-    """Consecutive blocks of a prefix in one group, as the engine has them in its pages: as many for each of
-    the packed keys as the group has parts."""
+class WriteOrder:
+    """Consecutive blocks of a prefix in one group, and the engine's blocks that contain them: `parts`
+    blocks of the group for each of the packed keys."""
 
     group: int
     block_ids: list[int]
@@ -45,29 +45,32 @@ class Write:
 
 @dataclass(slots=True)
 class Save:
+    """Blocks to save. `ttl_s`: the time after which they expire; None: never."""
+
     number: int
-    writes: list[Write]
+    writes: list[WriteOrder]
+    ttl_s: float | None = None
 
 
 @dataclass(slots=True)
 class Step:
-    """From the scheduler to every rank. `spec`: the engine's name and its space, until all have opened it.
-    `daemon_run`: the daemon that the scheduler is connected to, with `extents` extents. `overwritten`:
-    saves whose pages this step gives to another request. `idle`: nothing is computed."""
+    """From the scheduler to every rank. `spec`: the engine's name and its KvSpec, until all ranks have opened
+    the space. `daemon_run`: the daemon that the scheduler is connected to, with `extents` extents.
+    `overwritten`: saves whose pages this step gives to another request. `idle`: the step computes nothing."""
 
     number: int
     spec: bytes
     daemon_run: bytes
     extents: int
-    loads: list[Load]
+    loads: list[LoadOrder]
     saves: list[Save]
     overwritten: list[int]
     idle: bool
 
 
 @dataclass(slots=True, frozen=True)
-class Seat:
-    """What a rank is connected to, and how much of it is mapped."""
+class RankMapping:
+    """The daemon that a rank is connected to, and how many of its extents the rank has mapped."""
 
     daemon_run: bytes
     identity: bytes
@@ -76,8 +79,8 @@ class Seat:
 
 @dataclass(slots=True, frozen=True)
 class Copied:
-    """A rank is through with a load or a save: when it began and ended, by the host's monotonic clock. Of one
-    that came to nothing `nbytes` is 0."""
+    """A load or a save has ended in a rank; times of the host's monotonic clock. `blocks`: of all groups.
+    If it failed, `nbytes` and `blocks` are 0."""
 
     number: int
     rank: int
@@ -85,43 +88,44 @@ class Copied:
     ended: float
     nbytes: int
     good: bool
+    blocks: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class Hole:
-    """Blocks are missing of a rank's part of a save: whether to try them again, what was dropped, and whether
-    there is no more to it than that the daemon's memory is still being made."""
+    """Blocks of a save that a rank did not store. `again`: try to save them again; `drops`: blocks per
+    reason; `growing`: the only reason is that the daemon is still allocating its memory."""
 
     again: bool
     drops: Counter[str]
-    grows: bool = False
+    growing: bool = False
 
     def add(self, other: Hole) -> Hole:
-        """Both, as one. What one rank will not try again is not tried by any."""
-        again, grows = self.again and other.again, self.grows and other.grows
-        return Hole(again, self.drops + other.drops, grows)
+        """The hole of both ranks. No rank tries again unless all do."""
+        again, growing = self.again and other.again, self.growing and other.growing
+        return Hole(again, self.drops + other.drops, growing)
 
 
 @dataclass(slots=True, frozen=True)
-class PagesTold:
-    """What a rank's memory looks like, `Pages.digest`, or why it can't be used."""
+class RankPages:
+    """The `Pages.digest` of a rank's memory, or the reason why kvtier cannot use that memory."""
 
     digest: str
     why_not: str = ""
 
 
 @dataclass(slots=True)
-class Report:
-    """From the ranks to the scheduler: which loads and saves are over, in how many ranks. A rank makes one
-    in every step, so nothing of it is a Counter, which takes long to make. `step` is the last one that was
-    carried out. `pages` comes with a rank's first one. `failed`: loads that left pages
-    unfilled. `holes`: saves of which blocks are missing."""
+class RankReport:
+    """From the ranks to the scheduler: in how many ranks loads and saves have ended. `step`: the last step
+    that was executed. `pages`: in a rank's first report. `failed`: loads that left pages unfilled. `holes`:
+    saves with missing blocks. Each rank makes a report in every step, so no field is a Counter, which is
+    slow to create."""
 
     step: int = 0
-    seats: dict[int, Seat] = field(default_factory=dict)
+    mappings: dict[int, RankMapping] = field(default_factory=dict)
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
-    pages: dict[int, PagesTold] = field(default_factory=dict)
+    pages: dict[int, RankPages] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     holes: dict[int, Hole] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -130,37 +134,37 @@ class Report:
     load_bytes: int = 0
     load_s: float = 0.0
 
-    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Report], tuple[dict[str, Any]]]:
-        """What there is to tell: of most steps, its number. A rank sends one in every step."""
-        return _report, ({name: told for name in NAMES if (told := getattr(self, name))},)
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], RankReport], tuple[dict[str, Any]]]:
+        """Pickle only the fields that are set: the report of most steps contains only its number."""
+        return _report, ({name: value for name in NAMES if (value := getattr(self, name))},)
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """These have happened as well."""
+        """Add these counts."""
         for name, count in counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
 
-    def add(self, other: Report) -> Report:
-        """Both, as one."""
+    def add(self, other: RankReport) -> RankReport:
+        """The report of both."""
         both = {
             save: self.holes[save].add(hole)
             for save, hole in other.holes.items()
             if save in self.holes
         }
         holes = self.holes | other.holes | both
-        return Report(
-            max(self.step, other.step), self.seats | other.seats, _sums(self.loads, other.loads),
+        return RankReport(
+            max(self.step, other.step), self.mappings | other.mappings, _sums(self.loads, other.loads),
             _sums(self.saves, other.saves), self.pages | other.pages, self.failed | other.failed, holes,
             _sums(self.counts, other.counts), self.loaded + other.loaded, self.saved + other.saved,
             self.load_bytes + other.load_bytes, self.load_s + other.load_s,
         )  # fmt: skip
 
 
-NAMES = tuple(field.name for field in fields(Report))
+NAMES = tuple(field.name for field in fields(RankReport))
 
 
 def _sums(one: Mapping[Name, int], other: Mapping[Name, int]) -> dict[Name, int]:
     return dict(Counter(one) + Counter(other))
 
 
-def _report(told: dict[str, Any]) -> Report:
-    return Report(**told)
+def _report(fields: dict[str, Any]) -> RankReport:
+    return RankReport(**fields)

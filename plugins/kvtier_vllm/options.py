@@ -1,9 +1,13 @@
-"""What a user may write into `kv_connector_extra_config`."""
+"""Options: of an engine, in `kv_connector_extra_config`, and of a request, such as
+`"kv_transfer_params": {"kvtier": {"load": false, "pin": 600, "ttl": 3600}}`."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -12,17 +16,24 @@ import msgspec
 from kvtier.units import parse_bytes
 from kvtier.wire import LIMIT_SOCKET_PATH
 
+log = logging.getLogger("vllm.kvtier")
+
+PARAMETER = "kvtier"
+NAMES = ("load", "save", "pin", "warm", "ttl", "priority")
+LIMIT_PIN_S = LIMIT_TTL_S = 7 * 24 * 3600.0
+LEAST_TTL_S = 0.001
+
 
 class Unsupported(ValueError):  # noqa: N818
-    """This engine's cache can't be kept: it works without, and is told so once."""
+    """kvtier cannot keep this engine's cache. The engine works without kvtier, and one warning is logged."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`socket`: as for `kvtier.Client`. `load`: between steps, within the step that needs it, or whichever is
-    expected to be faster. `patience_ms`: how long a request waits for an answer, or for blocks that are
-    coming. `saving`: how many bytes may wait to be copied. `weights` names what can't be found by
-    itself. `gpu_copies`: in which way, where the cache is on a GPU; `auto` measures. `timeline`: a file
-    for what happened to each hit."""
+    """`socket`: as for `kvtier.Client`. `load`: between steps (async), within the step that needs the blocks
+    (sync), or whichever is expected to be faster (auto). `patience_ms`: the longest time that a request waits
+    for an answer and for blocks from disk. `saving`: how many bytes may wait to be copied. `weights`: a name
+    of the weights, if kvtier cannot identify them. `gpu_copies`: the method for a cache on a GPU; `auto`
+    measures both. `timeline`: a file for the time line of each hit."""
 
     socket: str | None = None
     load: Literal["auto", "async", "sync"] = "auto"
@@ -41,7 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return parse_bytes(self.saving)
 
 
-SHALL = {
+EXPECTED = {
     "socket": 'a path, such as "/run/kvtier/kvtier.sock"',
     "load": '"auto", "async" or "sync"',
     "save": "true or false",
@@ -51,18 +62,22 @@ SHALL = {
     "saving": 'bytes, such as "256MiB"',
     "copy_threads": "a number of threads, such as 2",
     "timeline": 'a file, such as "/tmp/hits.json"',
-    "weights": 'a name for them, such as "llama-3.1-8b at step 9000"',
+    "weights": 'a name of the weights, such as "llama-3.1-8b at step 9000"',
     "gpu_copies": '"auto", "batch" or "kernel"',
 }
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
-    """The options as they were written; ValueError in one line that says what to write."""
+    """Parse the options of an engine. ValueError: one line that says what to write."""
     names = Options.__struct_fields__
     for name in extra:
         if name not in names:
-            near = get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            similar = get_close_matches(name, names, 1)
+            hint = (
+                f"did you mean {similar[0]!r}?"
+                if similar
+                else (f"known options: {', '.join(names)}")
+            )
             raise ValueError(f"kv_connector_extra_config: kvtier has no option {name!r}: {hint}")
     for name, value in extra.items():
         try:
@@ -70,13 +85,80 @@ def read_options(extra: Mapping[str, Any]) -> Options:
             if min(one.patience_ms, one.lease_ms, one.copy_threads, one.saving_bytes) < 1:
                 raise ValueError
         except ValueError as error:
-            text = f"kv_connector_extra_config: {name} is {value!r}: write {SHALL[name]}"
+            text = f"kv_connector_extra_config: {name} is {value!r}: expected {EXPECTED[name]}"
             raise ValueError(text) from error
     options = msgspec.convert(dict(extra), Options)
     nbytes = len(os.fsencode(options.socket or ""))
     if nbytes > LIMIT_SOCKET_PATH:
         raise ValueError(
-            f"kv_connector_extra_config: socket is {options.socket!r}, {nbytes} bytes:"
-            f" write a path of at most {LIMIT_SOCKET_PATH}"
+            f"kv_connector_extra_config: socket is {options.socket!r}, {nbytes} bytes: "
+            f"expected a path of at most {LIMIT_SOCKET_PATH} bytes"
         )
     return options
+
+
+@dataclass(slots=True, frozen=True)
+class RequestOptions:
+    """`pin_s`: how long the prompt is pinned, 0: not at all. `ttl_s`: how long the request's saved blocks
+    can be found; None: no limit. `priority`: the importance of the prompt to eviction, from 0 (evicted
+    first) to 1. `warm`: read the prompt's blocks from disk, even if this request does not load them.
+    `given`: the request has options, so its response contains the outcome."""
+
+    load: bool = True
+    save: bool = True
+    pin_s: float = 0.0
+    ttl_s: float | None = None
+    priority: float | None = None
+    warm: bool = False
+    given: bool = field(default=False, compare=False)
+
+    @property
+    def has_pin_requests(self) -> bool:
+        """Whether the request asks for a pin, a priority or a prefetch."""
+        return self.pin_s > 0 or self.priority is not None or self.warm
+
+
+def read_request_options(parameters: Any) -> RequestOptions:
+    """Parse the options of a request. Invalid ones are logged and ignored, except that a request with an
+    invalid TTL saves nothing. Never raises: a user sent them."""
+    given = parameters.get(PARAMETER) if isinstance(parameters, dict) else None
+    if given is None:
+        return RequestOptions()
+    if not isinstance(given, dict):
+        log.warning(
+            "kvtier: kv_transfer_params: ignoring %r under %r: not an object", given, PARAMETER
+        )
+        return RequestOptions()
+    for name in given.keys() - NAMES:
+        log.warning(
+            "kvtier: kv_transfer_params: ignoring unknown %r; known are %s", name, ", ".join(NAMES)
+        )
+    pin_s = _number(given, "pin", sys.float_info.max, "expected seconds")
+    priority = _number(given, "priority", 1.0, "expected a number from 0 to 1")
+    ttl_s = _number(given, "ttl", sys.float_info.max, "expected seconds")
+    save = _flag(given, "save")
+    if "ttl" in given:
+        save = save and ttl_s is not None and ttl_s >= LEAST_TTL_S
+        ttl_s = min(ttl_s, LIMIT_TTL_S) if save and ttl_s is not None else None
+    return RequestOptions(
+        _flag(given, "load"), save, min(pin_s or 0.0, LIMIT_PIN_S), ttl_s, priority,
+        _flag(given, "warm", False), True,
+    )  # fmt: skip
+
+
+def _number(given: dict[str, Any], name: str, most: float, expected: str) -> float | None:
+    if name not in given:
+        return None
+    value = given[name]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most:
+        return float(value)
+    log.warning("kvtier: kv_transfer_params: ignoring %r: %r: %s", name, value, expected)
+    return None
+
+
+def _flag(given: dict[str, Any], name: str, default: bool = True) -> bool:
+    value = given.get(name, default)
+    if isinstance(value, int):
+        return bool(value)
+    log.warning("kvtier: kv_transfer_params: ignoring %r: %r: expected true or false", name, value)
+    return default

@@ -1,8 +1,8 @@
-"""When what happened to a hit: from its queueing to the first step that computes with what was loaded.
+"""Time lines of hits: from the arrival of a request to the first step that computes with its loaded blocks.
 
-Written as lines of Chrome's trace format, which chrome://tracing and Perfetto open as they are: "[" and then
-an event a line, each with a comma after it. Off, every call returns at once. On, the scheduler's thread never
-waits for the file: a thread of its own writes, and what it can't keep up with is left out.
+The file is in Chrome's trace format, which chrome://tracing and Perfetto open: "[", then one event per
+line, each followed by a comma. Without a file every call returns at once. The scheduler's thread never
+waits for the file: another thread writes it, and omits hits if too many wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMIT_HITS = 1024  # that wait to be written
 LIMIT_FILE_BYTES = 256 << 20
 LANES = 100  # tracks of one hit: its own, and one for each rank
 WRITE_S = 0.5
-# What lies between two marks, where both are there and in this order.
+# Phases between two marks, if both exist in this order.
 PHASES: tuple[tuple[str, Mark, Mark], ...] = (
     ("until it is asked about", "queued", "asked"),
     ("the daemon answers", "asked", "answered"),
@@ -48,7 +48,7 @@ PHASES: tuple[tuple[str, Mark, Mark], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """One request; times in seconds of the monotonic clock, which all processes of a host share."""
+    """One request. Times are seconds of the monotonic clock, which all processes of a host share."""
 
     request_id: str
     lane: int
@@ -58,7 +58,7 @@ class Timeline:
     step: int = 0
 
     def spans(self) -> Iterator[tuple[str, int, float, float]]:
-        """Name, track (0, or 1 + rank), begin and end."""
+        """The phases and copies: name, track (0, or 1 + rank), begin and end."""
         for name, first, last in PHASES:
             begun, ended = self.marks.get(first), self.marks.get(last)
             if begun is not None and ended is not None and begun <= ended:
@@ -66,7 +66,7 @@ class Timeline:
         if self.copies and "allocated" in self.marks:
             begun = min(copied.begun for copied in self.copies)
             ended = max(copied.ended for copied in self.copies)
-            # Within a step there is no other way than the step's.
+            # A load within a step reaches the ranks with the step.
             start = min(begun, self.marks.get("scheduled", begun))
             yield "on its way to the ranks", 0, self.marks["allocated"], start
             reported = self.marks.get("reported", 0.0)
@@ -77,57 +77,57 @@ class Timeline:
 
     def lines(self) -> str:
         about = {"request": self.request_id, "tokens": self.tokens}
-        told: list[dict[str, Any]] = []
+        spans: list[dict[str, Any]] = []
         for name, track, begun, ended in self.spans():
-            told.append(
+            spans.append(
                 {"name": name, "ph": "X", "ts": round(begun * 1e6), "dur": round((ended - begun) * 1e6),
                  "pid": os.getpid(), "tid": self.lane * LANES + track, "args": about}
             )  # fmt: skip
-        return "".join(json.dumps(one) + ",\n" for one in told)
+        return "".join(json.dumps(one) + ",\n" for one in spans)
 
 
 class Timelines:
-    """The hits of an engine. `path` is the file that they are appended to; none: nothing is noted."""
+    """The time lines of an engine. `path`: the file to append to; "": record nothing."""
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
         self.hits: deque[Timeline] = deque(maxlen=LIMIT_HITS)
-        self._on = bool(path)
+        self._enabled = bool(path)
         self._path = path
         self._clock = clock
         self._open: dict[str, Timeline] = {}
         self._lanes: list[int] = []
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="kvtier-timeline", daemon=True)
-        if self._on:
+        if self._enabled:
             self._thread.start()
 
     def queued(self, request_id: str) -> None:
-        if not self._on:
+        if not self._enabled:
             return
         lane = self._lanes.pop() if self._lanes else len(self._open)
         timeline = self._open[request_id] = Timeline(request_id, lane)
         timeline.marks["queued"] = self._clock()
 
     def mark(self, request_id: str, mark: Mark) -> None:
-        """This is so from now on; the first time counts."""
-        timeline = self._open.get(request_id) if self._on else None
+        """Record the time of this mark, the first time only."""
+        timeline = self._open.get(request_id) if self._enabled else None
         if timeline is not None:
             timeline.marks.setdefault(mark, self._clock())
 
     def allocated(self, request_id: str, tokens: dict[str, int]) -> None:
-        """So many tokens of each tier are to be loaded into the pages that it has."""
-        timeline = self._open.get(request_id) if self._on else None
+        """The request has pages, and this many tokens of each tier are to be loaded."""
+        timeline = self._open.get(request_id) if self._enabled else None
         if timeline is not None:
             timeline.tokens = tokens
             timeline.marks["allocated"] = self._clock()
 
     def copied(self, request_id: str, copied: Copied) -> None:
-        timeline = self._open.get(request_id) if self._on else None
+        timeline = self._open.get(request_id) if self._enabled else None
         if timeline is not None:
             timeline.copies.append(copied)
 
     def scheduled(self, step: int, request_ids: Any) -> None:
-        """A step computes for these."""
+        """A step computes for these requests."""
         if not self._open:
             return
         for request_id in request_ids:
@@ -137,18 +137,18 @@ class Timelines:
                 timeline.marks["scheduled"] = self._clock()
 
     def stepped(self, step: int) -> None:
-        """The steps up to this one are over."""
+        """The steps up to this one have ended."""
         if not self._open:
             return
-        over = [one for one in self._open.values() if 0 < one.step <= step]
-        for timeline in over:
+        ended = [one for one in self._open.values() if 0 < one.step <= step]
+        for timeline in ended:
             timeline.marks["stepped"] = self._clock()
             self.hits.append(timeline)
             self._close(timeline)
 
     def finished(self, request_id: str) -> None:
-        """The request is over. Of one that a step computes for that step's end is to come: an engine ends
-        requests before it says what the ranks have done."""
+        """The request has ended. If a step computes for it, its time line ends with that step: an engine ends
+        requests before it passes on the ranks' reports."""
         timeline = self._open.get(request_id)
         if timeline is not None and not timeline.step:
             self._close(timeline)
@@ -159,7 +159,7 @@ class Timelines:
 
     def close(self) -> None:
         self._ending.set()
-        if self._on:
+        if self._enabled:
             self._thread.join(2.0)
 
     def _write_all(self) -> None:
@@ -170,11 +170,11 @@ class Timelines:
                 if not self._write():
                     return
             except OSError as error:
-                log.warning("kvtier: timelines are not kept: %s", error)
+                log.warning("kvtier: cannot write timelines: %s", error)
                 return
 
     def _write(self) -> bool:
-        """Append what there is; False where the file is full."""
+        """Append the finished time lines; False if the file is full."""
         text = ""
         while self.hits:
             text += self.hits.popleft().lines()
@@ -182,7 +182,7 @@ class Timelines:
             return True
         with open(self._path, "a") as file:
             if file.tell() + len(text) > LIMIT_FILE_BYTES:
-                log.warning("kvtier: %s is full: no more timelines are kept", self._path)
+                log.warning("kvtier: %s is full: writing no more timelines", self._path)
                 return False
             file.write(text if file.tell() else "[\n" + text)
         return True

@@ -1,8 +1,8 @@
 """A worker's side: copies between the engine's pages and the arena, without the GIL.
 
-Two threads: one loads, one saves. Neither the step nor a load ever asks the daemon; a save does, in its
-thread. Where the pages are a device's, `device` copies; a load that the step needs is then looked after when
-the engine has told its device what to compute.
+One thread loads, another one saves. Neither a step nor a load waits for the daemon; a save does, in its
+thread. If the pages are on a device, `device` copies; the result of a load within a step is then checked
+after the engine has submitted the step's computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,11 +25,18 @@ from kvtier.client import Reader
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT_BYTES
 from kvtier_kernels import Pieces
-from kvtier_vllm.copying import Copying, Overwritten, take_hole
-from kvtier_vllm.cores import spread
+from kvtier_vllm.daemon import DaemonSession, Reconnect, use_nearby_cores
 from kvtier_vllm.layout import Layout, Pages
-from kvtier_vllm.line import Line, Session
-from kvtier_vllm.messages import Copied, Load, Report, Save, Seat, Step, Write
+from kvtier_vllm.messages import (
+    Copied,
+    Hole,
+    LoadOrder,
+    RankMapping,
+    RankReport,
+    Save,
+    Step,
+    WriteOrder,
+)
 from kvtier_vllm.options import Options
 
 if TYPE_CHECKING:
@@ -40,29 +47,489 @@ log = logging.getLogger("vllm.kvtier")
 
 LARGE_COPY_BYTES = 32 << 20
 DRAIN_S = 0.5
-# How long a step that computes nothing waits for a load to end: an engine that goes on at once takes the time
-# of the copying threads, and looks again only when it has slept and been through another step.
+# How long an idle step waits for a load. An engine that continues at once takes CPU time from the copying
+# threads, and checks for loads again only after a sleep and another step.
 IDLE_WAIT_S = 0.005
-# How long a step waits for saves of what windows have left behind and it is about to overwrite, of the time
-# since the last one: that is often given away at once, however long that one took.
-END_SHARE, END_MOST_S = 0.02, 0.02
-# Of copies beside a step that computes: they take what the engine leaves of the cores.
+# How long a step waits for saves of pages that windows left behind and that it is about to overwrite: a share
+# of the time since the last step. Such pages are often reused at once, however long the step took.
+CANCEL_SHARE, CANCEL_MOST_S = 0.02, 0.02
+# An engine without a step for this long is idle: it has received all loads that it was promised.
+IDLE_AFTER_S = 1.0
+# Of copies during a step that computes: they use the CPU time that the engine leaves.
 NICE = 10
+# Reasons why blocks of a save are missing, and the reasons that would occur again.
+DROPS = ("drop:error", "drop:no_daemon", "drop:overwritten", "drop:lost")
+FINAL = ("drop:error", "not_saved:no_room")
+GROWING = "not_saved:growing"
+HOLES = (*DROPS, "not_saved:no_room", "not_saved:leaving", GROWING)
+
+Lane = Literal["load", "now"]
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    """What the parts of a worker's side share. `lock` protects the fields below it. `tasks` run in the thread
+    that saves; `device` copies unless the pages are in the host's memory, which `pieces` describes."""
+
+    layout: Layout
+    options: Options
+    rank: int
+    clock: Callable[[], float]
+    device: DeviceSide | None
+    pieces: list[Pieces]
+    shard: int
+    tasks: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    idle: bool = False  # this step computes nothing
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    report: RankReport = field(default_factory=RankReport)
+    pending_loads: Counter[bytes] = field(default_factory=Counter)  # by the run of the daemon
+    within_step: bool = False
+    step_ended: float = float("-inf")
+
+    def prepare_thread(self) -> None:
+        """This thread copies, and does nothing else."""
+        if self.device is not None:
+            self.device.prepare_thread()
+        else:
+            use_nearby_cores()
+
+
+class DaemonMappings:
+    """The connection of a rank, and the arenas that it has mapped. It follows the scheduler: the same run
+    of the daemon, with all of its extents."""
+
+    def __init__(self, state: RankState) -> None:
+        self.connection: Reconnect | None = None
+        self.readers: dict[bytes, Reader] = {}  # by the run of the daemon
+        self._state = state
+        self._reported: tuple[bytes, int] | None = None  # run and extents
+        self._scheduler_run = b""
+        self._pinging = False
+
+    @property
+    def session(self) -> DaemonSession | None:
+        return self.connection.session if self.connection is not None else None
+
+    def follow(self, step: Step) -> None:
+        """Connect with the first step that has the KvSpec; then map what the scheduler uses."""
+        if self.connection is None and step.spec:
+            engine, spec = msgspec.msgpack.decode(step.spec, type=tuple[str, KvSpec])
+            name = f"vllm rank {self._state.rank} {os.getpid()}"
+            self.connection = Reconnect(
+                self._state.options.socket, spec, name, populate=True, engine=engine,
+                on_idle=self.on_idle,
+            )  # fmt: skip
+        if self.connection is not None:
+            self._follow(step, self.connection)
+
+    def _follow(self, step: Step, connection: Reconnect) -> None:
+        session = connection.session
+        changed, self._scheduler_run = step.daemon_run != self._scheduler_run, step.daemon_run
+        if session is None:
+            if changed:
+                connection.retry_now()
+        else:
+            reader = session.reader
+            if self.readers.get(reader.daemon_run) is not reader:
+                self._unmap(reader.daemon_run)
+                self.readers[reader.daemon_run] = reader
+            if self._state.device is not None:
+                self._state.device.register(reader)
+            behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
+            # If the scheduler has lost its daemon, this rank's daemon may be gone too.
+            if (behind if step.daemon_run else changed) and not self._pinging:
+                self._pinging = True
+                self._state.tasks.put(self._ping)
+        if len(self.readers) > (session is not None):
+            # The scheduler uses slots of its own run only, except in loads that it has promised before.
+            wanted = {step.daemon_run, *(load.daemon_run for load in step.loads)}
+            if session is not None:
+                wanted.add(session.reader.daemon_run)
+            with self._state.lock:
+                wanted |= self._state.pending_loads.keys()
+            for run in self.readers.keys() - wanted:
+                self._unmap(run)
+
+    def on_idle(self, session: DaemonSession | None) -> None:
+        """If the engine is idle, do the next step's work: register the daemon's memory with the device, and
+        unmap the memory of daemons that ended, which the next daemon may need. Runs in the connection's
+        thread."""
+        run = session.reader.daemon_run if session is not None else b""
+        state = self._state
+        with state.lock:
+            ended_s = state.clock() - state.step_ended
+            if state.within_step or state.pending_loads or ended_s < IDLE_AFTER_S:
+                return
+            for old in self.readers.keys() - {run}:
+                self._unmap(old)
+        if state.device is not None and session is not None:
+            state.device.register(session.reader)
+
+    def _unmap(self, run: bytes) -> None:
+        """Unmap an arena in the thread that saves: a large one takes seconds."""
+        if run in self.readers:
+            self._state.tasks.put(partial(self._drop, [self.readers.pop(run)]))
+
+    def _drop(self, readers: list[Reader]) -> None:
+        """Drop the last reference to the reader, or let the device do so once its copies have ended."""
+        if self._state.device is not None:
+            self._state.device.unregister(readers[0])
+        readers.clear()
+
+    def _ping(self) -> None:
+        """Ping, because the daemon announces new extents before its answer."""
+        session = self.session
+        if session is not None:
+            try:
+                session.client.ping()
+            except KvtierError as error:
+                self.lost(session, error)
+        self._pinging = False
+
+    def lost(self, session: DaemonSession, error: KvtierError) -> None:
+        """Reconnect if the connection is broken. A daemon that refused a request is still connected."""
+        if session.client.link.connection.broken and self.connection is not None:
+            self.connection.lost(session, str(error))
+
+    def changed(self) -> RankMapping | None:
+        """The mapping, if it differs from the last one that this returned."""
+        session = self.session
+        if session is None:
+            return None
+        run, extents = session.reader.daemon_run, session.reader.extents
+        if self._reported == (run, extents):
+            return None
+        self._reported = run, extents
+        return RankMapping(run, session.space.identity, extents)
 
 
 @dataclass(slots=True)
-class Begun:
-    """A load of a device's that this step needs, and what is known of it: `why` it has failed."""
+class DeviceLoad:
+    """A load that a device has started. `why`: the reason if it failed."""
 
-    load: Load
+    order: LoadOrder
     reader: Reader | None
     started: float
     why: str = ""
 
 
+class RankLoads:
+    """The loads of a rank: those within a step in the step's thread, the others in the thread that loads."""
+
+    def __init__(self, state: RankState, mappings: DaemonMappings) -> None:
+        self.failed_in_step = False  # what the step computes is not to be saved
+        self._state = state
+        self._mappings = mappings
+        self._started: list[DeviceLoad] = []  # within this step
+        self._arrived = threading.Condition(state.lock)
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self.orders: queue.SimpleQueue[tuple[LoadOrder, Event | None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="kvtier-load", daemon=True)
+        self.thread.start()
+
+    def start(self, loads: Sequence[LoadOrder]) -> None:
+        """Execute the loads that this step needs; pass the others to the thread."""
+        device = self._state.device
+        after = device.fence() if device is not None and loads else None
+        for load in loads:
+            if not load.now:
+                with self._state.lock:
+                    self._state.pending_loads[load.daemon_run] += 1
+                self.orders.put((load, after))
+            elif device is not None:
+                self._started.append(self._start_device(load, after, "now"))
+            else:
+                self._end_in_step(load, self._load(load))
+
+    def _end_in_step(self, load: LoadOrder, good: bool) -> None:
+        if not good:
+            blocks = [page for read in load.shards[self._state.shard] for page in read.block_ids]
+            self._bad_blocks.update(blocks)
+            self.failed_in_step = True
+        self._ended(load)
+
+    def end_in_step(self) -> None:
+        """Check the device's loads within this step. The engine has already submitted its computation."""
+        if not self._started:
+            return
+        started, self._started = self._started, []
+        for one in started:
+            self._end_in_step(one.order, self._end_device(one, "now"))
+
+    def received(self) -> tuple[set[str], set[str]]:
+        """The requests whose load between steps has ended, and those of them whose load failed. An idle step
+        waits for a moment for one."""
+        idle = self._state.idle
+        if not (idle or self._received):
+            return set(), set()
+        with self._arrived:
+            if idle and self._state.pending_loads:
+                self._arrived.wait_for(lambda: bool(self._received), IDLE_WAIT_S)
+            received, self._received = self._received, set()
+            failed, self._failed = self._failed, set()
+        return received, failed
+
+    def bad_blocks(self) -> set[int]:
+        """The engine's blocks that a load within this step did not fill."""
+        self.end_in_step()
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def _run(self) -> None:
+        self._state.prepare_thread()
+        while (task := self.orders.get()) is not None:
+            load, after = task
+            if self._state.device is None:
+                good = self._load(load)
+            else:
+                good = self._end_device(self._start_device(load, after, "load"), "load")
+            self._ended(load)
+            with self._arrived:
+                self._state.pending_loads -= Counter((load.daemon_run,))
+                self._received.add(load.request_id)
+                if not good:
+                    self._failed.add(load.request_id)
+                self._arrived.notify()
+
+    def _load(self, load: LoadOrder) -> bool:
+        """Copy this rank's shard; return whether every page has its content. Never raises."""
+        started = self._state.clock()
+        try:
+            why, nbytes = self._copy(load)
+        except Exception as error:  # noqa: BLE001  # becomes a cache miss
+            log.warning("kvtier: a load failed: %s", error)
+            why, nbytes = "error", 0
+        return self._count(load, why, nbytes, started)
+
+    def _copy(self, load: LoadOrder) -> tuple[str, int]:
+        state = self._state
+        reader = self._mappings.readers.get(load.daemon_run)
+        if reader is None:
+            return "no_daemon", 0
+        # The threads of a copy run on its own thread's cores, and an engine's thread may be bound to one.
+        most = min(state.options.copy_threads, len(os.sched_getaffinity(0)))
+        moved = 0
+        for read in load.shards[state.shard]:
+            pieces = state.pieces[read.group]
+            nbytes = pieces.block_bytes * len(read.block_ids)
+            threads = most if nbytes >= LARGE_COPY_BYTES else 1
+            if not read.block_ids:
+                continue
+            parts = state.layout.groups[read.group].parts
+            nice = 0 if load.now or state.idle else NICE
+            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice, parts)
+            if fresh * SLOT_BYTES < len(read.slots):
+                return "stale", 0
+            moved += nbytes
+        return "", moved
+
+    def _start_device(self, load: LoadOrder, after: Event | None, lane: Lane) -> DeviceLoad:
+        """Start the device's copy of this rank's shard. Never raises."""
+        device = self._state.device
+        assert device is not None
+        reader = self._mappings.readers.get(load.daemon_run)
+        started = DeviceLoad(
+            load, reader, self._state.clock(), "" if reader is not None else "no_daemon"
+        )
+        if reader is not None:
+            parts = [group.parts for group in self._state.layout.groups]
+            try:
+                device.begin(lane, reader, load.shards[self._state.shard], parts, after)
+            except Exception as error:  # noqa: BLE001  # becomes a cache miss
+                log.warning("kvtier: a load failed: %s", str(error))
+                started.why = "error"
+        return started
+
+    def _end_device(self, started: DeviceLoad, lane: Lane) -> bool:
+        """Wait for the copy; return whether every page has its content. Never raises."""
+        device = self._state.device
+        assert device is not None
+        reads, why, nbytes = started.order.shards[self._state.shard], started.why, 0
+        if not why and started.reader is not None:
+            try:
+                why = "" if device.end(lane, started.reader, reads) else "stale"
+            except KvtierError as error:
+                log.warning("kvtier: a load failed: %s", str(error))
+                why = "error"
+            groups = self._state.layout.groups
+            slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
+            nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
+        return self._count(started.order, why, nbytes, started.started)
+
+    def _count(self, load: LoadOrder, why: str, nbytes: int, started: float) -> bool:
+        """Report the end of a copy; return whether it was good."""
+        state = self._state
+        ended = state.clock()
+        seconds = ended - started
+        slots = 0 if why else sum(len(read.slots) for read in load.shards[state.shard])
+        blocks = slots // SLOT_BYTES
+        copied = Copied(load.number, state.rank, started, ended, nbytes, not why, blocks)
+        with state.lock:
+            state.report.loaded.append(copied)
+            if why:
+                state.report.count({f"load_failed:{why}": 1})
+                state.report.failed.add(load.number)
+            else:
+                state.report.load_bytes += nbytes
+                state.report.load_s += seconds
+        return not why
+
+    def _ended(self, load: LoadOrder) -> None:
+        with self._state.lock:
+            self._state.report.loads[load.number] = 1
+
+
+class Overwritten(Exception):  # noqa: N818
+    """The pages of a save belong to another request now."""
+
+
+class SaveCopy:
+    """The copy of one save, shared by its thread and the step. It is copied in pieces: `cancel` waits for the
+    piece that is being copied, some milliseconds, and no further piece begins. A piece never includes a
+    request to the daemon. `fleeting`: a window may soon give the pages away."""
+
+    def __init__(self, save: Save, after: Event | None, fleeting: bool) -> None:
+        self.save = save
+        self.after = after
+        self._ended = threading.Event() if fleeting else None
+        self._cancelled = False
+        self._piece = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._piece.acquire()
+        if self._cancelled:
+            self._piece.release()
+            raise Overwritten
+
+    def __exit__(self, *_: object) -> None:
+        self._piece.release()
+
+    def cancel(self, within_s: float = 0.0) -> None:
+        """Return when nothing is copied from these pages any longer. A fleeting save gets this much time to
+        end first, once."""
+        if self._ended is not None and not self._cancelled and within_s > 0.0:
+            self._ended.wait(within_s)
+        self._cancelled = True
+        with self._piece:
+            pass
+
+    def ended(self) -> None:
+        """The save has ended, with or without success."""
+        self._cancelled = True
+        if self._ended is not None:
+            self._ended.set()
+
+
+class RankSaves:
+    """The saves of a rank, in a thread that also executes the other tasks of the rank."""
+
+    def __init__(self, state: RankState, mappings: DaemonMappings) -> None:
+        self.pending: dict[int, SaveCopy] = {}
+        self._state = state
+        self._mappings = mappings
+        self._windows = [group.kind == "window" for group in state.layout.groups]
+        self.thread = threading.Thread(target=self._run, name="kvtier-save", daemon=True)
+        self.thread.start()
+
+    def start(self, saves: Sequence[Save], cancelled: bool) -> None:
+        """The pages of these saves are written: pass them to the thread. `cancelled`: copy none of them."""
+        device = self._state.device
+        after = device.fence() if device is not None and saves else None
+        for save in saves:
+            fleeting = any(self._windows[write.group] for write in save.writes)
+            copy = self.pending[save.number] = SaveCopy(save, after, fleeting)
+            if cancelled:
+                copy.cancel()
+            self._state.tasks.put(partial(self._save, copy))
+
+    def cancel(self, numbers: Sequence[int], until: float) -> None:
+        """Return when nothing is copied from the pages of these saves. Fleeting saves have time until
+        then."""
+        for number in numbers:
+            copy = self.pending.get(number)
+            if copy is not None:
+                copy.cancel(until - self._state.clock())
+
+    def _run(self) -> None:
+        self._state.prepare_thread()
+        while (task := self._state.tasks.get()) is not None:
+            task()
+            del task  # its objects are not kept while the thread waits for the next task
+
+    def _save(self, copy: SaveCopy) -> None:
+        state = self._state
+        begun = state.clock()
+        counts = self._store(copy)
+        copy.ended()
+        number, nbytes = copy.save.number, counts["saved_bytes"]
+        ended, blocks = state.clock(), counts["saved"]
+        copied = Copied(number, state.rank, begun, ended, nbytes, nbytes > 0, blocks)
+        with state.lock:
+            state.report.saved.append(copied)
+            state.report.saves[number] = 1
+            hole = take_hole(counts)
+            if hole is not None:
+                state.report.holes[number] = hole
+            state.report.count(counts)
+
+    def _store(self, copy: SaveCopy) -> Counter[str]:
+        """Store the blocks; return their outcomes, counted. Never raises."""
+        blocks = sum(len(write.keys) for write in copy.save.writes) // KEY_BYTES
+        if not self._state.layout.shards.writes(self._state.rank):
+            return Counter()
+        connection = self._mappings.connection
+        session = connection.wait_first() if connection is not None else None
+        if session is None:
+            return Counter({"drop:no_daemon": blocks})
+        counts: Counter[str] = Counter()
+        try:
+            for write in copy.save.writes:
+                counts += self._copy(session, write, copy)
+                blocks -= len(write.keys) // KEY_BYTES
+        except Overwritten:
+            counts["drop:overwritten"] = blocks
+        except KvtierError as error:
+            counts["drop:lost"] = blocks
+            self._mappings.lost(session, error)
+        except Exception as error:  # noqa: BLE001  # the thread has other saves
+            log.warning("kvtier: a save failed: %s", error)
+            counts["drop:error"] = blocks
+        return counts
+
+    def _copy(self, session: DaemonSession, write: WriteOrder, copy: SaveCopy) -> Counter[str]:
+        state, keys, ttl_s = self._state, Keys(write.keys, write.parent), copy.save.ttl_s
+        # An engine never waits for the daemon's memory.
+        with session.space.reserve(keys, write.group, state.shard, wait_s=0, ttl_s=ttl_s) as saving:
+            if saving.slots:
+                if state.device is not None:
+                    with copy:
+                        state.device.gather(saving, write.group, write.block_ids, copy.after)
+                else:
+                    pieces = state.pieces[write.group]
+                    saving.gather(pieces, write.block_ids, nice=NICE, turn=copy)
+                saving.commit(len(saving))
+        nbytes = len(saving) * state.layout.groups[write.group].block_bytes
+        counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
+        if write.group == state.layout.whole_group and state.shard == 0:
+            counts["saved_tokens"] = len(saving) * state.layout.block_tokens
+        counts.update(f"not_saved:{why}" for why in saving.refused.values())
+        return counts
+
+
+def take_hole(counts: Counter[str]) -> Hole | None:
+    """The hole that a save with these counts left. Removes its drops from the counts."""
+    if not any(counts[why] for why in HOLES):
+        return None
+    again = not any(counts[why] for why in FINAL)
+    growing = not any(counts[why] for why in HOLES if why != GROWING)
+    drops = Counter({why: counts.pop(why) for why in list(counts) if why in DROPS})
+    return Hole(again, drops, growing)
+
+
 class WorkerSide:
-    """One for each rank. `arrays` is the memory that the pages lie in, and `device` copies where that is not
-    the host's."""
+    """One per rank. `arrays`: the memory that contains the pages; `device` copies if it is a device's."""
 
     def __init__(
         self,
@@ -74,370 +541,61 @@ class WorkerSide:
         clock: Callable[[], float] = time.monotonic,
         device: DeviceSide | None = None,
     ) -> None:
-        self._layout = layout
-        self._windows = [group.kind == "window" for group in layout.groups]
-        self._options = options
-        self._rank = rank
-        self._shard = layout.shards.of(rank)
-        self._device = device
-        self._pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
-        self._begun: list[Begun] = []
-        self._clock = clock
-        self._line: Line | None = None
-        self._readers: dict[bytes, Reader] = {}
-        self._sat: tuple[bytes, int] | None = None  # the run and extents that the scheduler knows
+        pieces = [] if device else [_pieces(group, arrays) for group in pages.groups]
+        self.state = RankState(layout, options, rank, clock, device, pieces, layout.shards.of(rank))
+        self.mappings = DaemonMappings(self.state)
+        self.loads = RankLoads(self.state, self.mappings)
+        self.saves = RankSaves(self.state, self.mappings)
         self._step = 0
         self._began = float("-inf")  # the last step
-        self._copying: dict[int, Copying] = {}
-        self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)
-        self._on_their_way: Counter[bytes] = Counter()  # loads, by the run that they are of
-        self._idle = False
-        self._report = Report()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._bad_blocks: set[int] = set()
-        self._looking = False
-        self._heard_of = b""
-        self._spoilt = False
-        self._to_load: queue.SimpleQueue[tuple[Load, Event | None] | None] = queue.SimpleQueue()
-        self._to_save: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._load_all, name="kvtier-load", daemon=True),
-            threading.Thread(target=self._save_all, name="kvtier-save", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    # --- a step ------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Before any page is written: end the copies from pages that are somebody else's now."""
-        self._step, self._idle = step.number, step.idle
-        self._spoilt = False
-        began, self._began = self._began, self._clock()
-        until = self._began + min(END_SHARE * (self._began - began), END_MOST_S)
-        for number in step.overwritten:
-            copying = self._copying.get(number)
-            if copying is not None:
-                copying.end(until - self._clock())
-        if self._line is None and step.spec:
-            engine, spec = msgspec.msgpack.decode(step.spec, type=tuple[str, KvSpec])
-            name = f"vllm rank {self._rank} {os.getpid()}"
-            self._line = Line(self._options.socket, spec, name, populate=True, engine=engine)
-        if self._line is not None:
-            self._sit(step, self._line)
-
-    def _sit(self, step: Step, line: Line) -> None:
-        """Be with the same run of the daemon as the scheduler, and have all its extents mapped."""
-        session = line.session
-        changed, self._heard_of = step.daemon_run != self._heard_of, step.daemon_run
-        if session is None:
-            if changed:
-                line.hurry()
-        else:
-            reader = session.reader
-            if self._readers.get(reader.daemon_run) is not reader:
-                self._let_go(reader.daemon_run)
-                self._readers[reader.daemon_run] = reader
-            if self._device is not None:
-                self._device.see(reader)
-            behind = reader.daemon_run != step.daemon_run or reader.extents < step.extents
-            # Where the scheduler has lost its daemon, this one may be gone as well.
-            if (behind if step.daemon_run else changed) and not self._looking:
-                self._looking = True
-                self._to_save.put(self._look)
-        if len(self._readers) > (session is not None):
-            # The scheduler names slots of its own run only, but for what it has promised until now.
-            wanted = {step.daemon_run, *(load.daemon_run for load in step.loads)}
-            if session is not None:
-                wanted.add(session.reader.daemon_run)
-            with self._lock:
-                wanted |= self._on_their_way.keys()
-            for run in self._readers.keys() - wanted:
-                self._let_go(run)
-
-    def _let_go(self, run: bytes) -> None:
-        """Have what nobody reads any more unmapped. Much memory takes seconds, so no step does it."""
-        if run in self._readers:
-            self._to_save.put(partial(self._drop, [self._readers.pop(run)]))
-
-    def start_loads(self, loads: Sequence[Load]) -> None:
-        """Carry out those that this step needs; the others go to their thread."""
-        after = self._device.fence() if self._device is not None and loads else None
-        for load in loads:
-            if not load.now:
-                with self._lock:
-                    self._on_their_way[load.daemon_run] += 1
-                self._to_load.put((load, after))
-            elif self._device is not None:
-                self._begun.append(self._begin_load(load, after, "now"))
-            else:
-                self._now_over(load, self._load(load))
-
-    def _now_over(self, load: Load, good: bool) -> None:
-        if not good:
-            blocks = [page for read in load.shards[self._shard] for page in read.block_ids]
-            self._bad_blocks.update(blocks)
-            self._spoilt = True
-        self._over(load)
-
-    def _end_loads(self) -> None:
-        """The engine has told its device what to compute from these: were they what they should be?"""
-        if not self._begun:
-            return
-        begun, self._begun = self._begun, []
-        for one in begun:
-            self._now_over(one.load, self._end_load(one, "now"))
+        """A step begins, before it writes any page: end the copies from pages of other requests now."""
+        state = self.state
+        with state.lock:
+            state.within_step = True
+        self._step, state.idle = step.number, step.idle
+        self.loads.failed_in_step = False
+        began, self._began = self._began, state.clock()
+        until = self._began + min(CANCEL_SHARE * (self._began - began), CANCEL_MOST_S)
+        self.saves.cancel(step.overwritten, until)
+        self.mappings.follow(step)
 
     def start_saves(self, saves: Sequence[Save]) -> None:
-        """The pages of these are written: hand them to their thread. Not where a load that the step needed
-        has failed: what was computed from it is nothing to keep."""
-        self._end_loads()
-        after = self._device.fence() if self._device is not None and saves else None
-        for save in saves:
-            fleeting = any(self._windows[write.group] for write in save.writes)
-            copying = self._copying[save.number] = Copying(save, after, fleeting)
-            if self._spoilt:
-                copying.end()
-            self._to_save.put(partial(self._save, copying))
+        """The step has written the pages of these saves. If a load within the step failed, they are
+        cancelled: the step computed from unfilled pages."""
+        self.loads.end_in_step()
+        self.saves.start(saves, cancelled=self.loads.failed_in_step)
 
-    def received(self) -> tuple[set[str], set[str]]:
-        """The requests whose load between steps is over, and those of them that it failed. In a step that
-        computes nothing it waits a moment for one."""
-        if not (self._idle or self._received):
-            return set(), set()
-        with self._arrived:
-            if self._idle and self._on_their_way:
-                self._arrived.wait_for(lambda: bool(self._received), IDLE_WAIT_S)
-            received, self._received = self._received, set()
-            failed, self._failed = self._failed, set()
-        return received, failed
-
-    def bad_blocks(self) -> set[int]:
-        """The engine's blocks that a load within this step did not fill."""
-        self._end_loads()
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
-
-    def report(self) -> Report:
-        """What has happened since the last one."""
-        with self._lock:
-            report, self._report = self._report, Report()
+    def report(self) -> RankReport:
+        """The events since the last report. Ends the step."""
+        state = self.state
+        with state.lock:
+            report, state.report = state.report, RankReport()
+            state.within_step, state.step_ended = False, state.clock()
         report.step = self._step
         for number in report.saves:
-            self._copying.pop(number, None)
-        session = self._line.session if self._line is not None else None
-        if session is not None:
-            run, extents = session.reader.daemon_run, session.reader.extents
-            if self._sat != (run, extents):
-                self._sat = run, extents
-                report.seats[self._rank] = Seat(run, session.space.identity, extents)
+            self.saves.pending.pop(number, None)
+        mapping = self.mappings.changed()
+        if mapping is not None:
+            report.mappings[state.rank] = mapping
         return report
 
     def close(self) -> None:
-        """Save what waits, for a moment, and hang up: whatever the daemon does."""
-        self._to_load.put(None)
-        self._to_save.put(None)
-        until = self._clock() + DRAIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, until - self._clock()))
-        for copying in list(self._copying.values()):
-            copying.end()
-        self._end_loads()
-        # Memory under a copy that has not ended stays until the process does.
-        if self._device is not None and not any(thread.is_alive() for thread in self._threads):
-            self._device.close()
-        if self._line is not None:
-            self._line.close()
-
-    # --- loads -------------------------------------------------------------------------------
-
-    def _own_thread(self) -> None:
-        """This thread copies, and nothing else."""
-        if self._device is not None:
-            self._device.own_thread()
-        else:
-            spread()
-
-    def _load_all(self) -> None:
-        self._own_thread()
-        while (task := self._to_load.get()) is not None:
-            load, after = task
-            if self._device is None:
-                good = self._load(load)
-            else:
-                good = self._end_load(self._begin_load(load, after, "load"), "load")
-            self._over(load)
-            with self._arrived:
-                self._on_their_way -= Counter((load.daemon_run,))
-                self._received.add(load.request_id)
-                if not good:
-                    self._failed.add(load.request_id)
-                self._arrived.notify()
-
-    def _load(self, load: Load) -> bool:
-        """Copy this rank's shard; whether every page holds what it should. Never raises: it is an edge."""
-        started = self._clock()
-        try:
-            why, nbytes = self._copy_out(load)
-        except Exception as error:  # noqa: BLE001  # an edge
-            log.warning("kvtier: a load failed: %s", error)
-            why, nbytes = "error", 0
-        return self._loaded(load, why, nbytes, started)
-
-    def _loaded(self, load: Load, why: str, nbytes: int, started: float) -> bool:
-        ended = self._clock()
-        seconds = ended - started
-        copied = Copied(load.number, self._rank, started, ended, nbytes, not why)
-        with self._lock:
-            self._report.loaded.append(copied)
-            if why:
-                self._report.count({f"load_failed:{why}": 1})
-                self._report.failed.add(load.number)
-            else:
-                self._report.load_bytes += nbytes
-                self._report.load_s += seconds
-        return not why
-
-    def _copy_out(self, load: Load) -> tuple[str, int]:
-        reader = self._readers.get(load.daemon_run)
-        if reader is None:
-            return "no_daemon", 0
-        # Those that a copy starts have the cores of its thread, and an engine's own may be bound to one.
-        most = min(self._options.copy_threads, len(os.sched_getaffinity(0)))
-        moved = 0
-        for read in load.shards[self._shard]:
-            pieces = self._pieces[read.group]
-            nbytes = pieces.block_bytes * len(read.block_ids)
-            threads = most if nbytes >= LARGE_COPY_BYTES else 1
-            if not read.block_ids:
-                continue
-            parts = self._layout.groups[read.group].parts
-            nice = 0 if load.now or self._idle else NICE
-            fresh = reader.scatter(read.slots, pieces, read.block_ids, threads, nice, parts)
-            if fresh * SLOT_BYTES < len(read.slots):
-                return "stale", 0
-            moved += nbytes
-        return "", moved
-
-    def _begin_load(self, load: Load, after: Event | None, lane: Literal["load", "now"]) -> Begun:
-        """Have a device copy this rank's shard. Never raises: it is an edge."""
-        assert self._device is not None
-        reader = self._readers.get(load.daemon_run)
-        begun = Begun(load, reader, self._clock(), "" if reader is not None else "no_daemon")
-        if reader is not None:
-            parts = [group.parts for group in self._layout.groups]
-            try:
-                self._device.begin(lane, reader, load.shards[self._shard], parts, after)
-            except Exception as error:  # noqa: BLE001  # an edge
-                log.warning("kvtier: a load failed: %s", str(error))
-                begun.why = "error"
-        return begun
-
-    def _end_load(self, begun: Begun, lane: Literal["load", "now"]) -> bool:
-        """Wait for it; whether every page holds what it should. Never raises: it is an edge."""
-        assert self._device is not None
-        reads, why, nbytes = begun.load.shards[self._shard], begun.why, 0
-        if not why and begun.reader is not None:
-            try:
-                why = "" if self._device.end(lane, begun.reader, reads) else "stale"
-            except KvtierError as error:
-                log.warning("kvtier: a load failed: %s", str(error))
-                why = "error"
-            groups = self._layout.groups
-            slots = {read.group: len(read.slots) // SLOT_BYTES for read in reads}
-            nbytes = sum(groups[group].block_bytes * count for group, count in slots.items())
-        return self._loaded(begun.load, why, nbytes, begun.started)
-
-    def _over(self, load: Load) -> None:
-        with self._lock:
-            self._report.loads[load.number] = 1
-
-    # --- saves -------------------------------------------------------------------------------
-
-    def _save_all(self) -> None:
-        self._own_thread()
-        while (task := self._to_save.get()) is not None:
-            task()
-            del task  # waiting for the next one must not keep what it had
-
-    def _drop(self, readers: list[Reader]) -> None:
-        """Unmap them, here, or where the device has them, when it has let them go."""
-        if self._device is not None:
-            self._device.let_go(readers[0])
-        readers.clear()
-
-    def _look(self) -> None:
-        """Ask for nothing: extents that were added come before the answer."""
-        session = self._line.session if self._line is not None else None
-        if session is not None:
-            try:
-                session.client.ping()
-            except KvtierError as error:
-                self._lost(session, error)
-        self._looking = False
-
-    def _save(self, copying: Copying) -> None:
-        begun = self._clock()
-        counts = self._saved(copying)
-        copying.over()
-        number, nbytes = copying.save.number, counts["saved_bytes"]
-        copied = Copied(number, self._rank, begun, self._clock(), nbytes, nbytes > 0)
-        with self._lock:
-            self._report.saved.append(copied)
-            self._report.saves[number] = 1
-            hole = take_hole(counts)
-            if hole is not None:
-                self._report.holes[number] = hole
-            self._report.count(counts)
-
-    def _saved(self, copying: Copying) -> Counter[str]:
-        """What became of the blocks, counted. Never raises: the engine's edge."""
-        blocks = sum(len(write.keys) for write in copying.save.writes) // KEY_BYTES
-        if not self._layout.shards.writes(self._rank):
-            return Counter()
-        session = self._line.first() if self._line is not None else None
-        if session is None:
-            return Counter({"drop:no_daemon": blocks})
-        counts: Counter[str] = Counter()
-        try:
-            for write in copying.save.writes:
-                counts += self._copy_in(session, write, copying)
-                blocks -= len(write.keys) // KEY_BYTES
-        except Overwritten:
-            counts["drop:overwritten"] = blocks
-        except KvtierError as error:
-            counts["drop:lost"] = blocks
-            self._lost(session, error)
-        except Exception as error:  # noqa: BLE001  # an edge: the thread has others to save
-            log.warning("kvtier: a save failed: %s", error)
-            counts["drop:error"] = blocks
-        return counts
-
-    def _copy_in(self, session: Session, write: Write, copying: Copying) -> Counter[str]:
-        keys = Keys(write.keys, write.parent)
-        # An engine never waits for the daemon's memory.
-        with session.space.reserve(keys, write.group, self._shard, wait_s=0) as saving:
-            if saving.slots:
-                if self._device is not None:
-                    with copying:
-                        self._device.gather(saving, write.group, write.block_ids, copying.after)
-                else:
-                    pieces = self._pieces[write.group]
-                    saving.gather(pieces, write.block_ids, nice=NICE, turn=copying)
-                saving.commit(len(saving))
-        nbytes = len(saving) * self._layout.groups[write.group].block_bytes
-        counts = Counter({"saved": len(saving), "saved_bytes": nbytes})
-        if write.group == self._layout.whole_group and self._shard == 0:
-            counts["saved_tokens"] = len(saving) * self._layout.block_tokens
-        counts.update(f"not_saved:{why}" for why in saving.refused.values())
-        return counts
-
-    def _lost(self, session: Session, error: KvtierError) -> None:
-        # A daemon that says no is there.
-        if session.client.link.connection.broken and self._line is not None:
-            self._line.lost(session, str(error))
+        """Finish pending saves for a moment, then close the connection, even if the daemon hangs."""
+        state, threads = self.state, (self.loads.thread, self.saves.thread)
+        self.loads.orders.put(None)
+        state.tasks.put(None)
+        until = state.clock() + DRAIN_S
+        for thread in threads:
+            thread.join(max(0.0, until - state.clock()))
+        self.saves.cancel(list(self.saves.pending), 0.0)
+        self.loads.end_in_step()
+        # The memory of a copy that has not ended stays mapped until the process ends.
+        if state.device is not None and not any(thread.is_alive() for thread in threads):
+            state.device.close()
+        if self.mappings.connection is not None:
+            self.mappings.connection.close()
 
 
 def _pieces(group: Sequence[Any], arrays: Sequence[Any]) -> Pieces:

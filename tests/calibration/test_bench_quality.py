@@ -15,13 +15,16 @@ pytest.importorskip("torch", reason="needs torch and transformers: make test-eng
 pytest.importorskip("transformers", reason="needs torch and transformers: make test-engines")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from functools import partial
+
 import bench_quality as bench
 from draw_quality import drawn
-from kvtier.codec import ecsq, q2, q4, q8
-from kvtier.codec import profile as files
 from kvtier_daemon.calibration import measuring
-from profiles import profile_of
-from tiny_models import LATENT_KINDS, save_model, words
+from kvtier_daemon.codec import profile as files
+from kvtier_daemon.codec.calibrated import Calibrated
+from kvtier_daemon.codec.table import BY_NAME
+from support.profiles import profile_of
+from support.tiny_models import LATENT_KINDS, save_model, words
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 N = 256 * 2 * 64
@@ -39,9 +42,9 @@ def values_of(seed: int = 0) -> bench.Floats:
         (bench.Grouped(8, 256, 64), (8 + 16 / 256, 8 + 16 / 64)),
         (bench.Grouped(4, 256, 64), (4 + 32 / 256, 4 + 32 / 64)),
         (bench.Grouped(2, 32, 32), (3, 3)),
-        (bench.Ours(q8.CODEC), (8 + 16 / 256 + 128 / N, 8 + 16 / 64 + 128 / N)),
-        (bench.Ours(q4.CODEC), (4 + 32 / 256 + 128 / N, 4 + 32 / 64 + 128 / N)),
-        (bench.Ours(q2.CODEC), (2 + 32 / 256 + 128 / N, 2 + 32 / 64 + 128 / N)),
+        (bench.Ours(BY_NAME["q8"]), (8 + 16 / 256 + 128 / N, 8 + 16 / 64 + 128 / N)),
+        (bench.Ours(BY_NAME["q4"]), (4 + 32 / 256 + 128 / N, 4 + 32 / 64 + 128 / N)),
+        (bench.Ours(BY_NAME["q2"]), (2 + 32 / 256 + 128 / N, 2 + 32 / 64 + 128 / N)),
         (bench.Fp8(False), (8, 8)),
         (bench.Fp8(True), (8 + 32 / N, 8 + 32 / N)),
     ],
@@ -92,7 +95,7 @@ def test_a_part_that_does_not_shrink_counts_as_raw() -> None:
     level = files.Level(bytes([160] * 12), bytes([64] * 4))
     part = msgspec.structs.replace(profile.layers[0][0], ecsq=(level,) * 3)
     profile = msgspec.structs.replace(profile, layers=((part,), *profile.layers[1:]))
-    way = bench.Ours(ecsq.codec(profile, "hi"))
+    way = bench.Ours(partial(Calibrated, "ecsq")(profile, "hi"))
     x = np.random.default_rng(0).standard_normal((600, 2, 6)).astype(np.float32)
     nbytes, back = way(bench.rounded(x), 0, 0, 0)
     assert nbytes < x.size and (back != x).any()

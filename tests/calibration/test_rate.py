@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.codec import profile as files
 from kvtier_daemon.calibration import rate
-from kvtier_kernels.reference import lossy
+from kvtier_daemon.codec import profile as files
+from models.kernels import lossy
 
 
 def samples_of(tokens: int = 4096, channels: int = 32, seed: int = 0) -> rate.Samples:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtier.codec import base, raw
-from kvtier.codec.frame import RAW, Entry, check_entries
 from kvtier.errors import FrameError
 from kvtier.layout import DTYPE_BYTES, Group, KvSpec
+from kvtier_daemon.codec import base, block_parts
+from kvtier_daemon.codec.frame import RAW, Entry, check_entries
 from kvtier_kernels import xxh3_128
-from specs import spec_of
+from support.specs import spec_of
 
 
 def kv(dtype: str, nbytes: int) -> bytes:
@@ -41,7 +41,7 @@ class CodecTests:
 
     def encoded(self, spec: KvSpec, block: bytes) -> tuple[tuple[Entry, ...], bytearray]:
         into = bytearray(self.codec().bound(len(block)))
-        return self.codec().encode(block, raw.entries(spec, 0), spec.dtype, into), into
+        return self.codec().encode(block, block_parts.entries(spec, 0), spec.dtype, into), into
 
     @pytest.mark.parametrize("dtype", DTYPE_BYTES)
     def test_a_block_comes_back_whole_and_part_by_part(self, dtype: str) -> None:
@@ -100,7 +100,9 @@ class CodecTests:
         entries, payload = self.encoded(spec, block)
         shifted = memoryview(b"x" + block)[1:]
         other = memoryview(bytearray(len(block) + 3))[3:]
-        assert self.codec().encode(shifted, raw.entries(spec, 0), spec.dtype, other) == entries
+        assert (
+            self.codec().encode(shifted, block_parts.entries(spec, 0), spec.dtype, other) == entries
+        )
         end = entries[-1].offset + entries[-1].nbytes
         assert other[:end] == payload[:end]
 

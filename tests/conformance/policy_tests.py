@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from kvtier.policy.base import NO_PARENT
+from kvtier_daemon.catalog.policy import NO_PARENT
 
 EVENTS = ["wanted", "refreshed", "held", "freed", "left", "gone"]
 

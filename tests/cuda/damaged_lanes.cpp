@@ -1,5 +1,5 @@
-// A warp of 32 threads decodes fix4 parts while "another warp" keeps changing what is known of
-// their soundness. Ends with 0 if no lane is left waiting; an alarm ends it otherwise.
+// A warp of 32 threads decodes fix4 parts while "another warp" keeps changing their damage flags.
+// Exits with 0 if all lanes end; otherwise an alarm ends it.
 #define KVTIER_HOST_KERNELS "lane_threads.h"
 #include <unistd.h>
 

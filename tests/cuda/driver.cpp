@@ -1,7 +1,7 @@
-// A CUDA driver without a device, declared by the real cuda.h: streams are threads that carry out
-// what they are told later, events come when their stream has reached them, memory of the device is
-// the host's. What a real one can't stand, it refuses or breaks by: an address that is not the
-// device's nor registered, a call without a context. Tests hold streams back, and ask what is left.
+// A CUDA driver without a device, declared by the real cuda.h. Streams are threads that execute
+// their operations later, an event is reached when its stream gets there, and device memory is host
+// memory. It refuses or crashes where a real driver does: an address that is not on the device or
+// registered, a call without a context. Tests pause streams, and ask which objects are left.
 #include <cuda.h>
 #include <unistd.h>
 
@@ -44,7 +44,7 @@ bool drop_range(uintptr_t start, Kind kind) {
     return true;
 }
 
-// Within one piece of memory that the device reaches.
+// Inside of one piece of memory that the device can access.
 bool reachable(uintptr_t at, size_t size) {
     const std::lock_guard lock(ranges_mutex);
     auto after = ranges.upper_bound(at);
@@ -71,7 +71,7 @@ struct Mark {
 
 struct Event {
     std::mutex mutex;
-    std::shared_ptr<Mark> mark;  // none before the first record
+    std::shared_ptr<Mark> mark;  // null before the first record
 
     std::shared_ptr<Mark> get() {
         const std::lock_guard lock(mutex);
@@ -149,7 +149,7 @@ CUresult state() {
 
 void copy_slowly(uintptr_t to, uintptr_t from, size_t size) {
     if (!reachable(to, size) || !reachable(from, size)) {
-        broken = 1;  // gone since it was asked for
+        broken = 1;  // freed since the check
         return;
     }
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), size);
@@ -176,7 +176,7 @@ CUresult batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
             {static_cast<uintptr_t>(to[i]), static_cast<uintptr_t>(from[i]), sizes[i]});
     }
     batches++;
-    // In no order that anyone may count on.
+    // In random order, because the order is undefined.
     std::shuffle(copies.begin(), copies.end(), std::mt19937(batches));
     of(stream)->add([copies] {
         before_copy();
@@ -185,11 +185,12 @@ CUresult batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
     return CUDA_SUCCESS;
 }
 
-// All that a part says of memory has to be the device's, and what its units are has to add up.
+// All addresses of a part must be device memory, and its units must be consistent.
 bool good_part(const kvtier::cuda::Part& part) {
     return reachable(part.raw, part.raw_bytes) && reachable(part.text, part.text_bytes) &&
            (part.scratch == 0 || reachable(part.scratch, 1)) &&
-           (part.known == 0 || reachable(part.known, sizeof(kvtier::cuda::calibrated::Known))) &&
+           (part.known == 0 ||
+            reachable(part.known, sizeof(kvtier::cuda::calibrated::ProfilePart))) &&
            part.units != 0;
 }
 
@@ -394,7 +395,7 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream s
         });
         return CUDA_SUCCESS;
     }
-    // Memory that the device can't reach is copied before the call returns.
+    // The call copies memory that the device cannot access before it returns.
     of(stream)->wait();
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), size);
     return CUDA_SUCCESS;

@@ -1,4 +1,4 @@
-// One part encoded and decoded by a device's kernels, built for the host.
+// Encodes and decodes one part with a device's kernels, built for the host.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 #include "codec/calibration.h"
 #include "codec/codec.h"
-// Which stand-in for CUDA's threads: lanes one after the other, or each a thread.
+// Selects the substitute for CUDA's threads: lanes in a loop, or a thread for each lane.
 #ifndef KVTIER_HOST_KERNELS
 #define KVTIER_HOST_KERNELS "host_kernels.h"
 #endif
@@ -17,7 +17,7 @@
 
 namespace kvtier::cuda {
 
-// What a profile says of a part, as kernels want it.
+// The content of a profile about a part, in the form that kernels need.
 class HostKnown {
  public:
     HostKnown(const codec::Channels& of, std::vector<uint8_t> exponents,
@@ -52,7 +52,7 @@ class HostKnown {
 
  private:
     static uint64_t address(const void* of) { return reinterpret_cast<uint64_t>(of); }
-    // As the CPU's table is made: the zeros and ones are exact.
+    // Like the CPU's table: zeros and ones are exact.
     static float cosine(size_t k) {
         if (k > codec::kTurn / 2) k = codec::kTurn - k;
         if (k > codec::kTurn / 4) return -cosine(codec::kTurn / 2 - k);
@@ -68,10 +68,10 @@ class HostKnown {
     std::vector<uint8_t> exponents_, anchors_;
     std::vector<uint64_t> turns_;
     float cosines_[codec::kTurn], sines_[codec::kTurn];
-    calibrated::Known is_;
+    calibrated::ProfilePart is_;
 };
 
-// A part, and what its kernels need besides.
+// A part, and everything that its kernels need.
 class HostPart {
  public:
     HostPart(codec::Codec codec, codec::Element element, size_t raw_bytes, const HostKnown* known)
@@ -80,7 +80,7 @@ class HostPart {
         const size_t elements = raw_bytes / kWidths[static_cast<size_t>(element)];
         const bool fp8 = codec == codec::Codec::kFp8;
         const bool fixed = fp8 || (codec >= codec::Codec::kQ8 && codec <= codec::Codec::kQ2);
-        // More units than a part has are none too many.
+        // More units than a part has are harmless.
         const size_t units = elements / (fixed ? 4096 : codec::kStreamSymbols) + 1;
         part_.raw_bytes = raw_bytes;
         part_.element = static_cast<uint32_t>(element);
@@ -95,7 +95,7 @@ class HostPart {
         owners_.resize(units);
     }
 
-    // Whether the part is sound; `raw` has what it was then.
+    // True if the part is valid; then `raw` has its content.
     bool decode(const uint8_t* text, size_t nbytes, bool heads_first, uint8_t* raw) {
         part_.raw = address(raw), part_.text = address(text), part_.text_bytes = nbytes;
         part_.heads_first = heads_first;
@@ -117,10 +117,10 @@ class HostPart {
         return result_.bad == 0;
     }
 
-    // How many bytes it takes, or none where it is kept as it is.
+    // The encoded size; 0 if the part is stored raw.
     size_t encode(const uint8_t* raw, const codec::Grid& grid, bool heads_first, uint32_t position,
                   uint8_t* out) {
-        // More than any codec asks for.
+        // More than any codec needs.
         const auto scratch =
             std::make_unique<uint64_t[]>(part_.raw_bytes + measures_.size() * 100'000 / 8 + 64);
         part_.scratch = address(scratch.get());
@@ -162,7 +162,7 @@ class HostPart {
     codec::Codec codec_;
     Part part_ = {};
     std::vector<Measure> measures_;
-    std::vector<uint32_t> owners_;  // all of them of the one part
+    std::vector<uint32_t> owners_;  // all of them belong to the one part
     Result result_ = {};
 };
 

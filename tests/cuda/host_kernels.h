@@ -1,5 +1,6 @@
-// Enough of CUDA's language to compile kernels for the host. Threads of copy_blocks know nothing of
-// each other; of the codecs' a call is a warp, whose lanes are lanes.h's business.
+// The part of CUDA's language that is needed to compile kernels for the host. Threads of
+// copy_blocks are independent; a call of the codecs' kernels is a warp, whose lanes lanes.h
+// implements.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,7 @@ struct Place {
 };
 inline thread_local Place threadIdx, blockIdx, blockDim, gridDim;
 
-// Runs a kernel's threads, or every so many of them, one after the other.
+// Runs the threads of a kernel in a loop, or every kStep-th of them.
 template <unsigned kStep = 1, typename Kernel, typename... Arguments>
 void run_on_host(unsigned grid, unsigned threads, const Kernel& kernel, Arguments... arguments) {
     gridDim.x = grid;

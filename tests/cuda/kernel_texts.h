@@ -1,4 +1,4 @@
-// The kernels' texts, and those of the codecs by name.
+// The source of the kernels, and the codecs' kernels by name.
 #pragma once
 
 #include "../../kernels/cuda/codec_calibrated.cu"
@@ -6,7 +6,7 @@
 #include "../../kernels/cuda/codec_quantized.cu"
 #include "../../kernels/cuda/copy_blocks.cu"
 
-// Those of the codecs, which all take the same.
+// The codecs' kernels, which have the same parameters.
 struct CodecKernel {
     using Call = void(const kvtier::cuda::Part*, const uint32_t*, uint32_t, kvtier::cuda::Measure*,
                       kvtier::cuda::Result*);

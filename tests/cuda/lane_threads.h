@@ -1,6 +1,6 @@
-// A stand-in for a device on which each lane of a warp is a thread of its own: __syncwarp and the
-// votes and shuffles are points where all 32 lanes meet. Lanes that take different ways wait there
-// for ever, as they do on a device. One warp does all the work, however many are asked for.
+// A substitute for a device on which each lane of a warp is a thread: all 32 lanes meet at
+// __syncwarp, at votes and at shuffles. Lanes that diverge wait there forever, as on a device. One
+// warp does all the work, whatever the grid is.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ inline uint64_t said[kWarpLanes];
 
 inline void __syncwarp() { meeting.arrive_and_wait(); }
 
-// What every lane says is told to every lane.
+// Collects a value from every lane, and passes all values to every lane.
 template <typename T, typename Take>
 auto exchanged(T mine, const Take& take) {
     uint64_t word = 0;
@@ -45,8 +45,8 @@ auto exchanged(T mine, const Take& take) {
     return found;
 }
 
-inline unsigned __ballot_sync(unsigned, bool says) {
-    return exchanged(uint64_t{says}, [] {
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    return exchanged(uint64_t{vote}, [] {
         unsigned found = 0;
         for (unsigned lane = 0; lane < kWarpLanes; lane++)
             found |= static_cast<unsigned>(said[lane]) << lane;

@@ -153,7 +153,7 @@ def test_what_is_no_socket_is_refused_and_left_alone(claim, path, tmp_path, kind
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="there is a file and not a socket"):
+    with pytest.raises(ConfigError, match="a file that is not a socket exists there"):
         claim()
     assert path.is_symlink() or path.exists()
 
@@ -176,7 +176,7 @@ def test_one_who_holds_the_lock_is_not_waited_for_forever(claim, path):
 
     with path.with_name("k.sock.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=r"k\.sock\.lock is held by a process"):
+        with pytest.raises(ConfigError, match=r"k\.sock\.lock is held by another process"):
             claim(clock=lambda: now[0], sleep=sleep)
     assert 3 < now[0] < 4
 
@@ -287,7 +287,7 @@ def test_a_socket_elsewhere_or_of_another_kind_is_refused(path, tmp_path):
         elsewhere.bind(str(tmp_path / "other"))
         elsewhere.listen()
         network.listen()
-        for one, what in ((elsewhere, "listens at"), (network, "unfit")):
+        for one, what in ((elsewhere, "listens at"), (network, "expected a listening")):
             with pytest.raises(ConfigError, match=what):
                 inherited_socket(path, handed_over(), os.dup(one.fileno()))
         with pytest.raises(ConfigError, match="2 sockets"):

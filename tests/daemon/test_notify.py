@@ -16,7 +16,7 @@ def manager(request, tmp_path):
         address = f"@kvtier-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(address.replace("@", "\0"))
-        receiver.settimeout(5)
+        receiver.settimeout(60)
         yield receiver, {"NOTIFY_SOCKET": address}
 
 

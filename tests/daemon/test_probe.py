@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from kvtier.catalog import Catalog
 from kvtier.errors import TierError
 from kvtier_daemon import probe
+from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.probe import DiskProbe, Probe
-from kvtier_daemon.tiers.drive import Drive
-from kvtier_daemon.tiers.volume import open_direct
+from kvtier_daemon.tiers.cold.directory import open_direct
+from kvtier_daemon.tiers.cold.disk import DirectoryDisk
 
 
 def test_a_block_comes_back_however_often() -> None:
     one = Probe()
     one.put_and_get()
-    memory = one._catalog.memory_bytes()
+    memory = one._catalog.blocks.memory_bytes()
     for _ in range(500):
         one.put_and_get()
-    assert one._catalog.memory_bytes() == memory
+    assert one._catalog.blocks.memory_bytes() == memory
     assert one._catalog.counts()["blocks"]["ready"] == 0
 
 
@@ -41,31 +41,31 @@ def test_a_block_that_does_not_come_back_as_it_went_is_no_life(
         return commit(*arguments)
 
     monkeypatch.setattr(Catalog, "commit", spoil)
-    with pytest.raises(TierError, match="not what was saved"):
+    with pytest.raises(TierError, match="other bytes than it saved"):
         one.put_and_get()
     one = Probe()
     monkeypatch.setattr(Catalog, "commit", lambda *_: b"")
-    with pytest.raises(TierError, match="not found"):
+    with pytest.raises(TierError, match="did not find its block"):
         one.put_and_get()
 
 
 class Disks:
-    def __init__(self, directory: Path, drive: Drive) -> None:
+    def __init__(self, directory: Path, drive: DirectoryDisk) -> None:
         self._all = [(directory, drive)]
 
-    def probed(self) -> list[tuple[Path, Drive]]:
+    def probed(self) -> list[tuple[Path, DirectoryDisk]]:
         return self._all
 
 
-def probed(folder: Path, work: Callable[[DiskProbe, Any, Drive], None]) -> Drive:
-    async def run() -> Drive:
-        drive = Drive(asyncio.get_running_loop(), "it", "threads", time.monotonic)
+def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) -> DirectoryDisk:
+    async def run() -> DirectoryDisk:
+        drive = DirectoryDisk(asyncio.get_running_loop(), "it", "threads", time.monotonic)
         one, disks = DiskProbe(), Disks(folder, drive)
         work(one, disks, drive)
         one.begin(disks)  # type: ignore[arg-type]
         assert one._asked == {drive}
         one.begin(disks)  # type: ignore[arg-type]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while one._asked:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await drive.close(5)
@@ -88,7 +88,7 @@ def test_a_disk_that_does_not_take_it_has_a_fault(
         probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
     )
     drive = probed(tmp_path, lambda *_: None)
-    assert drive.faults == 1 and "a probe failed" in drive.writes.failure
+    assert drive.faults == 1 and "the disk probe failed" in drive.writes.failure
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT])
@@ -97,7 +97,7 @@ def test_a_disk_that_has_no_room_for_it_goes_on(
 ) -> None:
     """Segments have their blocks: a full file system switches no tier off."""
 
-    def work(one: DiskProbe, disks: Any, drive: Drive) -> None:
+    def work(one: DiskProbe, disks: Any, drive: DirectoryDisk) -> None:
         monkeypatch.setattr(drive, "write_text", lambda fd, at, text, over: over(code, None))
 
     drive = probed(tmp_path, work)
@@ -110,7 +110,7 @@ def test_another_page_than_was_written_is_a_fault_of_reading(
     pages = iter([b"a" * 4096])
     monkeypatch.setattr(probe.secrets, "token_bytes", lambda _: next(pages))
 
-    def work(_: DiskProbe, __: Any, drive: Drive) -> None:
+    def work(_: DiskProbe, __: Any, drive: DirectoryDisk) -> None:
         read = drive.read_text
 
         def other(fd: int, at: int, nbytes: int, over: Any, urgent: bool = False) -> None:
@@ -119,7 +119,7 @@ def test_another_page_than_was_written_is_a_fault_of_reading(
         monkeypatch.setattr(drive, "read_text", other)
 
     drive = probed(tmp_path, work)
-    assert drive.faults == 1 and "a probe failed" in drive.reads.failure
+    assert drive.faults == 1 and "the disk probe failed" in drive.reads.failure
 
 
 def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
@@ -130,13 +130,13 @@ def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
 
     def slow(*arguments: Any) -> int:
         opens.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(60)
         return open_direct(*arguments)
 
     monkeypatch.setattr(probe, "open_direct", slow)
 
     async def run() -> None:
-        drive = Drive(asyncio.get_running_loop(), "it", "threads", time.monotonic)
+        drive = DirectoryDisk(asyncio.get_running_loop(), "it", "threads", time.monotonic)
         one = DiskProbe()
         one.begin(Disks(tmp_path, drive))  # type: ignore[arg-type]
         await asyncio.to_thread(opens.wait)
@@ -145,7 +145,7 @@ def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
             await asyncio.sleep(0.001)
         goes_on.set()
         assert await closing
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while one._asked:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

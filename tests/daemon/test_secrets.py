@@ -82,7 +82,9 @@ def test_a_crash_while_making_one_leaves_none(tmp_path, monkeypatch):
 def test_a_secret_of_the_wrong_length_is_refused_with_the_remedy(tmp_path, content):
     load(tmp_path)
     (tmp_path / "secrets" / "a").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"a: has {len(content)} bytes instead of 32; put the"):
+    with pytest.raises(
+        ConfigError, match=rf"a: has {len(content)} bytes instead of 32; restore the"
+    ):
         load(tmp_path)
 
 
@@ -109,7 +111,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="secrets/a: "):
         load(tmp_path)
     os.mkfifo(tmp_path / "secrets" / "b", 0o600)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         load(tmp_path, "b")
 
 
@@ -123,7 +125,7 @@ def test_a_state_directory_that_cannot_be_written_is_an_error(tmp_path):
 def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
     load(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 54321)
-    with pytest.raises(ConfigError, match=r"belongs to uid \d+ and not to this daemon's"):
+    with pytest.raises(ConfigError, match=r"belongs to uid \d+, not to the daemon's"):
         load(tmp_path)
 
 

@@ -7,13 +7,14 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from daemons import Daemon
 from kvtier import Client
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be two users")
 
@@ -37,7 +38,7 @@ import mmap, os, socket, sys
 sys.path[:0] = sys.argv[2].split(":")
 import kvtier_kernels, kvtier
 from kvtier import Client, KvtierError
-from specs import pattern, spec_of
+from support.specs import pattern, spec_of
 os.setgid(65534); os.setuid(int(sys.argv[3]))
 spec = spec_of("shared-name")
 client = Client.connect(sys.argv[1], populate=False)
@@ -55,12 +56,8 @@ def as_nobody(daemon: Daemon, code: str, *arguments: str) -> str:
 
 
 @pytest.fixture
-def daemon(daemon_of: Callable[..., Daemon], tmp_path: Any) -> Daemon:
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        os.chmod(folder, 0o755)
-    daemon = daemon_of(config=CONFIG)
-    os.chmod(daemon.log.parent, 0o755)
-    return daemon
+def daemon(open_folder: Path, daemon_of: Callable[..., Daemon]) -> Daemon:
+    return daemon_of(folder=open_folder, config=CONFIG)
 
 
 def ours(daemon: Daemon) -> tuple[Client, Any, Any]:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import kvtier.saving
-from daemons import Daemon
 from kvtier import Lease, Match, Unavailable
 from kvtier_kernels import views
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 TOKENS = list(range(16 * 8))
 
@@ -34,7 +34,7 @@ def test_closing_under_a_running_save_gives_its_slots_to_nobody(
 
     def slow_copy(*_: Any) -> bytes:
         copying.set()
-        closed.wait(10)
+        closed.wait(60)
         return b""
 
     monkeypatch.setattr(kvtier.saving, "copy_in", slow_copy)
@@ -51,7 +51,7 @@ def test_closing_under_a_running_save_gives_its_slots_to_nobody(
 
     thread = threading.Thread(target=save)
     thread.start()
-    assert copying.wait(10)
+    assert copying.wait(60)
     client.close()
     daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 100)
     with daemon.connect() as other:
@@ -61,7 +61,7 @@ def test_closing_under_a_running_save_gives_its_slots_to_nobody(
             assert len(saving) == 156, "what is being copied into is not given away"
         assert daemon.stats()["tiers"]["warm"]["states"]["quarantined"] == 100
         closed.set()
-        thread.join(10)
+        thread.join(60)
         assert failed, "the save says that it failed"
         daemon.connect().close()  # and the next client, that its slots are free
         daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 0)
@@ -203,17 +203,16 @@ def test_an_interrupted_request_breaks_the_connection(daemon_of: Callable[..., D
 
 def test_polling_and_beginning_never_wait(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of()
-    client = daemon.connect(timeout_s=5)
+    client = daemon.connect(timeout_s=60)
     space = client.open(spec_of("poll"))
     keys = space.keys(list(range(16 * 512)))
     daemon.process.send_signal(signal.SIGSTOP)
     try:
-        started = time.monotonic()
-        with pytest.raises(Unavailable, match="waiting"):
+        # A call that waits would end with another message: the daemon did not read within 60 s.
+        with pytest.raises(Unavailable, match="bytes of requests are waiting"):
             for _ in range(1000):
                 space.begin_match(keys)
                 assert client.poll() == {}
-        assert time.monotonic() - started < 4, "less than a deadline, however much was asked"
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     client.close()
@@ -234,7 +233,7 @@ def test_refusals_come_back_as_what_was_asked_for(shared_daemon: Daemon) -> None
         keys = space.keys(TOKENS)
         tickets = [space.begin_match(keys), space.begin_lease(keys)]
         found: dict[int, Match | Lease] = {}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(found) < 2 and time.monotonic() < deadline:
             found |= client.poll()
         match, lease = (found[ticket] for ticket in tickets)
@@ -250,7 +249,7 @@ def test_a_child_forked_under_a_held_lock_is_told_at_once(shared_daemon: Daemon)
         def hold() -> None:
             with client.link.lock:
                 locked.set()
-                done.wait(10)
+                done.wait(60)
 
         thread = threading.Thread(target=hold)
         thread.start()
@@ -265,7 +264,7 @@ def test_a_child_forked_under_a_held_lock_is_told_at_once(shared_daemon: Daemon)
                 status = 0
             finally:
                 os._exit(status)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         if not ended[0]:
@@ -281,7 +280,7 @@ def test_dropped_clients_leave_no_thread(shared_daemon: Daemon) -> None:
     before = threading.active_count()
     for _ in range(5):
         shared_daemon.connect(populate=True).link.connection.close(farewell=True)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert threading.active_count() <= before

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvtier
-from daemons import Daemon
 from kvtier import Client, Group, Keys, KvSpec, KvtierError, Refused, Unavailable
-from specs import spec_of
+from support.daemons import Daemon
+from support.specs import spec_of
 
 TOKENS = list(range(64))
 BAD: list[Any] = [
@@ -221,11 +221,11 @@ def test_a_bad_request_that_is_not_waited_for_fails_where_it_is_made(world: Worl
     def hold() -> None:
         with world.client.link.lock:
             held.set()
-            done.wait(10)
+            done.wait(60)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert held.wait(10)
+    assert held.wait(60)
     try:
         with pytest.raises(kvtier.InvalidArgument):
             world.space.cancel("x")  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ import pytest
 
 import kvtier.arena
 import kvtier.link
-from daemons import Daemon
 from kvtier import Client, Match, Refused, Unavailable
 from kvtier.arena import Arena
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 TOKENS = list(range(16 * 8))
 
@@ -28,7 +28,7 @@ def filled(space: Any, keys: Any) -> None:
     space.save(keys, [pattern(key, space.spec.block_bytes) for key in keys])
 
 
-def in_a_child(work: Callable[[], bool], seconds: float = 10) -> bool:
+def in_a_child(work: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether `work` says True in a forked child, within this time."""
     child = os.fork()
     if child == 0:
@@ -62,7 +62,7 @@ def test_what_was_begun_goes_even_if_the_request_before_it_is_refused(
         def slow_wait(request_id: int) -> Any:
             thread = threading.Thread(target=lambda: tickets.append(space.begin_match(keys)))
             thread.start()
-            thread.join(10)
+            thread.join(60)
             return wait(request_id)
 
         monkeypatch.setattr(client.link.connection, "wait", slow_wait)
@@ -127,7 +127,7 @@ def test_an_extent_that_can_not_be_mapped_makes_the_daemon_unavailable(
 
     monkeypatch.setattr(kvtier.arena, "Mapping", fail)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(Unavailable, match="mapped: no"):
+    with pytest.raises(Unavailable, match="map an extent: no"):
         shared_daemon.connect().stats()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -241,7 +241,7 @@ def test_a_large_begun_request_may_wait_alone(daemon_of: Callable[..., Daemon]) 
             assert client.poll() == {}
         finally:
             daemon.process.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (found := client.poll()) and time.monotonic() < deadline:
             time.sleep(0.005)
         answer = found[ticket]
@@ -284,13 +284,13 @@ def test_a_save_that_is_forked_is_its_parents_alone(shared_daemon: Daemon) -> No
 
 
 def test_a_child_forked_while_a_client_closes_can_connect(shared_daemon: Daemon) -> None:
-    kvtier.link._unsaid["somewhere"] = [b"its parent's"]
+    kvtier.link._ended_tokens["somewhere"] = [b"its parent's"]
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with kvtier.link._unsaid_lock:
+        with kvtier.link._ended_lock:
             locked.set()
-            done.wait(20)
+            done.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -299,14 +299,14 @@ def test_a_child_forked_while_a_client_closes_can_connect(shared_daemon: Daemon)
     def connect() -> bool:
         with Client.connect(shared_daemon.socket, populate=False) as client:
             client.ping()
-        return not kvtier.link._unsaid.get("somewhere")
+        return not kvtier.link._ended_tokens.get("somewhere")
 
     try:
         assert in_a_child(connect)
     finally:
         done.set()
         thread.join()
-        del kvtier.link._unsaid["somewhere"]
+        del kvtier.link._ended_tokens["somewhere"]
 
 
 def test_a_closed_arena_lets_go_of_what_it_has_not_populated(

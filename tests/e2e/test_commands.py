@@ -9,14 +9,13 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from daemons import Daemon, kvtier
-from specs import pattern, spec_of
+from support.daemons import Daemon, kvtier
+from support.specs import pattern, spec_of
 
 NOBODY = 65_534
 
@@ -97,14 +96,6 @@ def as_nobody() -> Callable[[str], subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that every user can enter, unlike tmp_path."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
 def test_a_socket_that_is_closed_to_this_user_is_told_with_the_remedy(
     open_folder: Path,
     daemon_of: Callable[..., Daemon],
@@ -114,7 +105,7 @@ def test_a_socket_that_is_closed_to_this_user_is_told_with_the_remedy(
     ask = f"main(['status', '--socket', {daemon.socket!r}])"
     done = as_nobody(ask)
     assert done.returncode == 3, done.stderr
-    assert f"uid {NOBODY} may not connect to {daemon.socket}, of uid 0" in done.stderr
+    assert f"uid {NOBODY} may not connect to {daemon.socket} (owner uid 0" in done.stderr
     assert "mode 0660" in done.stderr and "socket_group or socket_mode" in done.stderr
     assert "kvtier serve" not in done.stderr
     open_folder.chmod(0o700)

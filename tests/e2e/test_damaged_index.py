@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from daemons import start_daemon
-from kvtier_daemon.index import Index
+from kvtier_daemon.tiers.cold.index import Index
+from support.daemons import start_daemon
 
 LEAF = 2
 
@@ -31,7 +31,7 @@ def test_a_zeroed_leaf_of_the_index_does_not_keep_a_daemon_from_starting(tmp_pat
         if struct.unpack_from("<H", text, at + 10)[0] == LEAF
         and text.count(0, at, at + 4096) < 3900
     ]
-    read = "import sys, pathlib; from kvtier_daemon.index import Index; "
+    read = "import sys, pathlib; from kvtier_daemon.tiers.cold.index import Index; "
     read += "Index(pathlib.Path(sys.argv[1]), 16 << 20).entries(b'segments')"
     good = bytes(text)
     for at in leaves:  # most are of the tree as it is now, the others were left behind

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from daemons import Daemon, start_daemon
 from kvtier import Client, KvSpec
 from kvtier.layout import Group
 from kvtier.space import Space
-from kvtier_daemon.cli import asking
+from kvtier_daemon.cli import listing
+from support.daemons import Daemon, start_daemon
 
 WINDOW = 80  # 5 blocks of 16 tokens; one flipped bit makes it 16, which is one block
 SPEC = KvSpec.groups(
@@ -89,7 +89,7 @@ def test_without_its_secret_nothing_of_a_tenant_is_found_again(tmp_path: Path) -
         recovered(daemon)
         with daemon.connect() as client:
             space = client.open(SPEC)
-            assert asking.spaces(client, "")["spaces"][0]["disk_blocks"] == 0
+            assert listing.spaces(client, "")["spaces"][0]["disk_blocks"] == 0
             found = space.match(keys)
             assert found.ready + found.coming == 0
         daemon.stop()

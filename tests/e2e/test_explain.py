@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from daemons import Daemon
 from e2e.test_cold_tier import CHAIN, SPEC, brought, cold_daemon, save, settled, tokens
 from kvtier import Client, Refused
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_an_engine_that_computes_fast_is_told_to_compute(
         told = client.explain(number)
         assert told["lookup"]["why"] == "slower"
         assert told["keys"][0]["why"] == "on_disk"
-        assert "recomputing was expected to be sooner" in explained(daemon, str(number))
+        assert "recomputing was expected to be faster" in explained(daemon, str(number))
         space.prefill(1.0, 0.0)
         found = space.match(keys, request=6)
         assert (found.ready + found.coming, found.why) == (CHAIN, "faster")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while space.match(keys, request=6).ready < CHAIN:
             assert time.monotonic() < deadline
         space.cancel(6)
@@ -110,7 +110,7 @@ def test_what_is_computed_again_comes_into_memory_meanwhile(
             found = space.match(keys, request=request)
             assert (found.ready + found.coming < CHAIN, found.why) == (True, "slower")
             assert space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).present
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while space.match(keys, request=6).ready < CHAIN:
             assert time.monotonic() < deadline
         with space.load(keys) as blocks:

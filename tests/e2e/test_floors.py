@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from daemons import Daemon
 from kvtier import KvSpec
 from kvtier.key import token_keys
-from kvtier_kernels import Lru, Store, blake3, memcpy
+from kvtier_kernels import Store, blake3, memcpy
+from models.policies.native import Lru
+from support.daemons import Daemon
 
 MIB = 1 << 20
 SPEC = KvSpec.dense(

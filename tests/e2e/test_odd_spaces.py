@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from daemons import start_daemon
 from kvtier.layout import Group, KvSpec
+from support.daemons import start_daemon
 
 
 def test_headers_of_spaces_that_are_gone_take_no_memory(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from daemons import Daemon
 from kvtier import Client, KvSpec, loading, wire
 from kvtier.client import Lease, Reader, Space
 from kvtier_kernels import Mapping, Pieces
-from specs import spec_of
+from support.daemons import Daemon
+from support.specs import spec_of
 
 LAYERS, BLOCKS = 4, 12
 SPEC = spec_of("paged")
@@ -100,10 +100,10 @@ def test_as_many_pages_as_slots_and_parts_say(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         space = client.open(SPEC)
         slots = saved(space, pieces, [3, 1, 7], 178).part(0, 0).slots
-        with pytest.raises(ValueError, match="6 paged blocks for 3 slots of 1 parts"):
+        with pytest.raises(ValueError, match="6 paged blocks do not match 3 slots of 1 parts"):
             client.reader().scatter(slots, pieces, [1, 2, 3, 4, 5, 6])
         with (
-            pytest.raises(ValueError, match="5 paged blocks for 3 keys"),
+            pytest.raises(ValueError, match="5 paged blocks do not match 3 keys"),
             space.reserve(space.keys([179] * (SPEC.block_tokens * 3))) as saving,
         ):
             saving.gather(pieces, [1, 2, 3, 4, 5])

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
 from kvtier import Refused, Space
 from kvtier_daemon.cli import main
-from kvtier_daemon.recorder import LIMIT_TRACES
+from kvtier_daemon.serving.recorder import LIMIT_TRACES
 from kvtier_daemon.sim.trace import read
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 Kvtier = Callable[..., Any]
 PROMPTS = [list(range(160)), [*range(160), *range(900, 964)], [5] * 96]
@@ -124,7 +124,7 @@ def test_a_trace_ends_where_it_is_full(daemon: Daemon, record: Kvtier) -> None:
     size = Path(told["path"]).stat().st_size
     assert size == told["bytes"] <= 1024 and told["requests"] == len(lines(told["path"])) > 0
     assert told["left_out"] > 0 and not told["recording"]
-    assert "nothing is recorded" in record("stop", code=2)
+    assert "no trace is being recorded" in record("stop", code=2)
 
 
 def test_a_daemon_that_ends_writes_what_it_noted(daemon: Daemon, record: Kvtier) -> None:
@@ -138,14 +138,14 @@ def test_a_daemon_that_ends_writes_what_it_noted(daemon: Daemon, record: Kvtier)
 def test_one_trace_at_a_time_and_not_too_many(daemon: Daemon, record: Kvtier) -> None:
     for _ in range(LIMIT_TRACES):
         path = record("start")["path"]
-        assert "stop that first" in record("start", code=2)
+        assert "stop it first" in record("start", code=2)
         record("stop")
-    assert "take some away" in record("start", code=2)
+    assert "remove some" in record("start", code=2)
     Path(path).unlink()
     assert record("start")["recording"]
 
 
 def test_a_trace_of_nothing_is_refused(daemon: Daemon, record: Kvtier) -> None:
-    assert "a trace of nothing" in record("start", "--size", "0", code=2)
-    with daemon.connect() as client, pytest.raises(Refused, match="-5 bytes"):
+    assert "must be above 0" in record("start", "--size", "0", code=2)
+    with daemon.connect() as client, pytest.raises(Refused, match="limit_bytes is -5"):
         client.record(limit_bytes=-5)

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from daemons import Daemon
 from kvtier import Client, KvSpec, Refused, StaleLease, Unavailable, wire
-from specs import changed_value, pattern, spec_of
+from support.daemons import Daemon
+from support.specs import changed_value, pattern, spec_of
 
 TOKENS = list(range(16 * 12))
 
@@ -196,7 +196,7 @@ def test_answers_can_be_polled_for(shared_daemon: Daemon) -> None:
         assert client.poll() == {}
         tickets = [space.begin_match(keys), space.begin_lease(keys)]
         found: dict[int, object] = {}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(found) < 2 and time.monotonic() < deadline:
             found |= client.poll()
         match, lease = (found[ticket] for ticket in tickets)
@@ -293,12 +293,14 @@ def test_a_daemon_that_hangs_costs_one_deadline(daemon_of: Callable[..., Daemon]
     daemon = daemon_of()
     client = daemon.connect(timeout_s=0.3)
     daemon.process.send_signal(signal.SIGSTOP)
-    started = time.monotonic()
-    with pytest.raises(Unavailable, match="no answer"):
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
         client.ping()
-    assert time.monotonic() - started < 3
-    with pytest.raises(Unavailable):
-        client.ping()
+    first_s, began = time.monotonic() - began, time.monotonic()
+    for _ in range(10):
+        with pytest.raises(Unavailable):
+            client.ping()
+    assert time.monotonic() - began < 5 * first_s, "each later request waits for a deadline, too"
     daemon.process.send_signal(signal.SIGCONT)
     client.close()
 
@@ -328,7 +330,7 @@ def test_a_daemon_that_stops_says_goodbye(daemon_of: Callable[..., Daemon]) -> N
     daemon = daemon_of()
     client = daemon.connect()
     assert daemon.stop() == 0
-    with pytest.raises(Unavailable, match="going down"):
+    with pytest.raises(Unavailable, match="the daemon is stopping"):
         client.ping()
     client.close()
     assert not os.path.exists(daemon.socket)

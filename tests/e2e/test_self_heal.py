@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
 from kvtier import Client
-from kvtier.codec import frame
-from kvtier.codec.frame import PAGE
-from kvtier_daemon.tiers.recovery import entries_of, recover
-from kvtier_daemon.tiers.segment import Listed, decode_entries, first_frame
-from specs import pattern, spec_of
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold.recovery import entries_of, recover
+from kvtier_daemon.tiers.cold.segment import FooterEntry, decode_entries, first_frame
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 SPEC = spec_of("self-heal")
 CHAINS, CHAIN = 6, 16  # 6 MiB, in segments of 1 MiB
@@ -41,12 +41,13 @@ class Site:
         )
         self.daemon = self._start(config=config, folder=self._folder)
         self.tenant = tenant
-        before = "cold tier is there"
+        before = "cold tier is ready"
         starts = self._log().count("serves on")
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while self._log().count(before) < starts:
             assert time.monotonic() < until
             time.sleep(0.01)
+        self.daemon.wait_for_disks()
 
     def _log(self) -> str:
         return self.daemon.log.read_text()
@@ -81,7 +82,7 @@ class Site:
             cold = stats["tiers"]["cold"]
             return brought_away(cold) >= wanted and not cold["writing"] and not cold["leaving"]
 
-        self.daemon.wait_for(settled, 20.0)
+        self.daemon.wait_for(settled, 60.0)
 
     def forget_memory(self) -> None:
         """Fill memory with others, so that what was saved is on disk alone."""
@@ -113,7 +114,7 @@ def tokens(chain: int) -> list[int]:
 def loaded(client: Client, chain: int) -> int:
     space = client.open(SPEC)
     keys = space.keys(tokens(chain))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while space.match(keys).coming:
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -141,7 +142,7 @@ def write_over(path: Path, at: int, text: bytes) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def listed(path: Path) -> list[Listed]:
+def listed(path: Path) -> list[FooterEntry]:
     one = recover(path, None, {})
     return decode_entries(one.spaces, one.rows)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 def test_the_service_manager_is_told(tmp_path: Path) -> None:
     heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     heard.bind(str(tmp_path / "notify"))
-    heard.settimeout(20)
+    heard.settimeout(60)
     environment = dict(
         os.environ, NOTIFY_SOCKET=str(tmp_path / "notify"), KVTIER_STATE=str(tmp_path / "state")
     )
@@ -28,7 +28,7 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
             daemon.terminate()
             while "STOPPING=1" not in said:
                 said = heard.recv(4096).decode()
-        assert daemon.wait(10) == 0
+        assert daemon.wait(60) == 0
     finally:
         daemon.kill()
         daemon.wait()

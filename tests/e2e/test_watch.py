@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from daemons import Daemon
 from kvtier import wire
 from kvtier.client import Changes, Client, Match, Pinned, Space
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 COLD = '[warm]\nsize = "16MiB"\n[cold]\ndirectories = ["{}"]\nsize = "64MiB"\nwrite = "through"\n'
 
@@ -20,7 +20,7 @@ def filled(space: Space, start: int, blocks: int) -> Any:
     return keys
 
 
-def answer(client: Client, ticket: int, seconds: float = 10.0) -> Any:
+def answer(client: Client, ticket: int, seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while True:
         answers = client.poll()
@@ -78,9 +78,11 @@ def test_who_does_not_ask_is_told_how_much_was_missed(daemon_of: Callable[..., D
         space, same = client.open(spec_of("slow")), other.open(spec_of("slow"))
         told = space.begin_watch()
         before = daemon.process_bytes()
+        answers: dict[int, Any] = {}
         for round_ in range(80):
             filled(same, round_ * 100_000, 250)
-        changes = answer(client, told)
+            answers |= client.poll()  # one who never reads is hung up on
+        changes = answers[told] if told in answers else answer(client, told)
         assert 0 < len(changes.changes) <= wire.LIMIT_CHANGES
         later = answer(client, space.begin_watch())
         assert later.missed > 16_000
@@ -92,7 +94,7 @@ def test_only_one_answer_at_a_time_is_waited_for(daemon_of: Callable[..., Daemon
     with daemon.connect() as client:
         space = client.open(spec_of("two"))
         first, second = space.begin_watch(), space.begin_watch()
-        assert "watched already" in answer(client, second).refused
+        assert "already watches" in answer(client, second).refused
         filled(space, 0, 1)
         assert len(answer(client, first).changes) == 1
 
@@ -105,7 +107,7 @@ def test_a_pin_that_is_begun_holds(daemon_of: Callable[..., Daemon]) -> None:
         pinned = answer(client, space.begin_pin(keys, 60.0))
         assert pinned == Pinned(20)
         refused = answer(client, space.begin_pin(keys, 0.0))
-        assert isinstance(refused, Pinned) and "a pin for 0 s" in refused.refused
+        assert isinstance(refused, Pinned) and "a pin of 0 s" in refused.refused
         for round_ in range(1, 4):
             filled(space, round_ * 100_000, 200)
         assert space.match(keys) == Match(20, 0, 0.0)
@@ -117,7 +119,7 @@ def test_a_client_watches_a_few_spaces_and_no_more(daemon_of: Callable[..., Daem
     with daemon.connect() as client:
         spaces = [client.open(spec_of(f"space {number}")) for number in range(5)]
         tickets = [space.begin_watch() for space in spaces]
-        assert "watches 4 spaces already" in answer(client, tickets[4]).refused
+        assert "already watches 4 spaces" in answer(client, tickets[4]).refused
         filled(spaces[3], 0, 1)
         assert len(answer(client, tickets[3]).changes) == 1
         filled(spaces[3], 10_000, 1)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from engines.forking import Forked, Forks
-from prompts import BLOCK
+from support.prompts import BLOCK
 
 HERE = Path(__file__).parent
 MODULES = {

@@ -23,9 +23,9 @@ from kvtier.connection import Connection
 from kvtier.key import KEY_BYTES
 from kvtier.wire import SLOT, SLOT_BYTES
 from kvtier_vllm.connector import KvtierConnector
+from kvtier_vllm.daemon import Reconnect
 from kvtier_vllm.forecast import Forecast
 from kvtier_vllm.layout import ORDER_MARK
-from kvtier_vllm.line import Line
 
 FOLDER = Path(os.environ["KVTIER_TEST_RECORDS"])
 
@@ -96,7 +96,7 @@ def watch_waiting() -> None:
 
     watched(Connection, "wait")
     watched(Connection, "send")
-    watched(Line, "first")
+    watched(Reconnect, "wait_first")
 
 
 def tell_orders() -> None:
@@ -147,7 +147,7 @@ class RecordingConnector(KvtierConnector):
             return
         assert self._layout is not None
         prompt = side._prompts.get(request.request_id)
-        lease = prompt.lease if prompt is not None else None
+        lease = prompt.lookup.lease if prompt is not None else None
         keys = prompt.keys if prompt is not None else None
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if lease is not None and num_external_tokens:
@@ -174,7 +174,8 @@ class RecordingConnector(KvtierConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         if self._worker is not None:
-            watch(self._worker, "begin", "start_saves", "received", "report")
+            watch(self._worker, "begin", "start_saves", "report")
+            watch(self._worker.loads, "received")
         self._caches = kv_caches
         self._loading: dict[str, Any] = {}
 
@@ -198,7 +199,7 @@ class RecordingConnector(KvtierConnector):
                     place = at // parts * KEY_BYTES
                     key = f"{write.keys[place : place + KEY_BYTES].hex()}.{at % parts}"
                     record(
-                        what="saved", shard=self._worker._shard, key=key, group=write.group,
+                        what="saved", shard=self._worker.state.shard, key=key, group=write.group,
                         layers=self._digests(write.group, page),
                     )  # fmt: skip
         super().wait_for_save()
@@ -207,7 +208,7 @@ class RecordingConnector(KvtierConnector):
         step = self._step()
         how = broken()
         for load in step.loads if step is not None else ():
-            read, *others = load.shards[self._worker._shard]
+            read, *others = load.shards[self._worker.state.shard]
             if how == "swap":
                 swap(read, others)
             if how == "stale":
@@ -219,8 +220,8 @@ class RecordingConnector(KvtierConnector):
         super().start_load_kv(forward_context, **kwargs)
         for load in step.loads if step is not None else ():
             if load.now:
-                pages = load.shards[self._worker._shard][0].block_ids
-                if self._worker._bad_blocks.isdisjoint(pages):
+                pages = load.shards[self._worker.state.shard][0].block_ids
+                if self._worker.loads._bad_blocks.isdisjoint(pages):
                     self._loaded(load.request_id, how)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -231,7 +232,7 @@ class RecordingConnector(KvtierConnector):
 
     def _loaded(self, request_id: str, how: str) -> None:
         load = self._loading.pop(request_id)
-        for at, read in enumerate(load.shards[self._worker._shard]):
+        for at, read in enumerate(load.shards[self._worker.state.shard]):
             for place, page in enumerate(read.block_ids):
                 if not page:
                     continue
@@ -241,7 +242,7 @@ class RecordingConnector(KvtierConnector):
                     parts = tensor.shape[0] // self._kv_cache_config.num_blocks
                     tensor[page * parts : (page + 1) * parts] = 0
                 record(
-                    what="loaded", shard=self._worker._shard, load=name_of(load),
+                    what="loaded", shard=self._worker.state.shard, load=name_of(load),
                     group=read.group, page=page, now=load.now,
                     layers=self._digests(read.group, page),
                 )  # fmt: skip

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from daemons import Daemon
+from support.daemons import Daemon
 
 ANSWER_S = 120.0
 

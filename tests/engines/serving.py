@@ -100,7 +100,7 @@ class Serving:
             return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
         if state == "saving":
             mine = {block for group in self._pages_of(name) for block in group}
-            return bool(mine & side._saves._on.keys())
+            return bool(mine & side._saves._saves_of.keys())
         assert state == "running"
         return bool(request.status.name == "RUNNING")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from prompts import BLOCK, check_same, prompt
+from support.daemons import Daemon
+from support.prompts import BLOCK, check_same, prompt
 
 PROMPTS = [prompt(seed) for seed in range(3)]
 
@@ -33,7 +33,7 @@ def test_without_a_daemon_the_engine_works_and_says_so_once(
         check_same(one, other)
         assert one["cached"] == 0
     (warning,) = warned(engine)
-    assert "goes on without: " in warning and "no daemon" in warning
+    assert "continuing without the daemon" in warning and "no daemon" in warning
     daemon_of(folder=tmp_path)
     for _ in range(200):
         engine.reset()
@@ -44,7 +44,7 @@ def test_without_a_daemon_the_engine_works_and_says_so_once(
         check_same(one, other)
         assert one["cached"] == 10 * BLOCK
     _, back = warned(engine)
-    assert "the daemon is back" in back
+    assert "connected to the daemon again" in back
 
 
 def test_an_option_that_is_none_is_told_in_a_line(

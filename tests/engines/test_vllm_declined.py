@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from prompts import prompt
+from support.daemons import Daemon
+from support.prompts import prompt
 
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from kvtier_vllm import connector, layout  # noqa: E402
 from kvtier_vllm.options import Unsupported  # noqa: E402
-from neighbour import Neighbour  # noqa: E402
-from numbers_engine import (  # noqa: E402
+from support.neighbour import Neighbour  # noqa: E402
+from support.numbers_engine import (  # noqa: E402
     MODELS,
     NumbersEngine,
     Rank,
@@ -75,7 +75,7 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "sleep": ({"sleeps": True}, "sleep mode"),
     "states with speculation": (states(num_speculative_blocks=1), "speculative decoding"),
     "states without prefix caching": (
-        states(mamba_cache_mode="none") | {"tune": without_prefix_caching}, "caches prefixes",
+        states(mamba_cache_mode="none") | {"tune": without_prefix_caching}, "prefix caching",
     ),
 }  # fmt: skip
 
@@ -112,10 +112,10 @@ def test_an_engine_that_is_declined_starts_and_says_why(
         monkeypatch.setattr(Rank, "write", lambda *_: None)
     check_serves(numbers_of("declined", **changes))
     (line,) = said
-    assert line.startswith("kvtier: the engine goes on without: ") and why in line
+    assert line.startswith("kvtier: disabled for this engine: ") and why in line
 
 
-@pytest.mark.parametrize("why", ["draft layers", "states each 16 tokens", "mixes layers"])
+@pytest.mark.parametrize("why", ["draft layers", "states every 16 tokens", "mixes layers"])
 def test_groups_that_are_declined_are_no_end_of_the_engine(
     numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -169,4 +169,4 @@ def test_two_pipeline_stages_start_in_a_real_engine(
         "llama", shared_daemon.socket, connector="KvtierConnector", pipeline_parallel_size=2
     )
     (line,) = [line for line in engine.log.read_text().splitlines() if "kvtier: " in line]
-    assert "the engine goes on without: pipeline_parallel_size=2" in line
+    assert "disabled for this engine: pipeline_parallel_size=2" in line

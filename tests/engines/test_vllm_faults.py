@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon, start_daemon
 from engines.served import ANSWER_S, Records, Served
-from faults.disks import Mounted, mounted
 from kvtier import Unavailable, wire
-from prompts import BLOCK, check_same, prompt
+from support.daemons import Daemon, start_daemon
+from support.disks import Mounted, mounted
+from support.effort import effort
+from support.prompts import BLOCK, check_same, prompt
 
 SEED = 5
-FAULTS = 500 if os.environ.get("KVTIER_FAULTS") else 50
+FAULTS = effort(16, 50, 500)
 CLIENTS = 3
 TOKENS = 12
 PROMPTS = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon, start_daemon
-from prompts import BLOCK, check_same, prompt
+from support.daemons import Daemon, start_daemon
+from support.prompts import BLOCK, check_same, prompt
 
 
 @pytest.fixture(scope="module")

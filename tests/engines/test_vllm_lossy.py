@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon, start_daemon
 from engines.calibrated import write_profile
-from prompts import BLOCK, prompt
+from support.daemons import Daemon, start_daemon
+from support.prompts import BLOCK, prompt
 
 PROMPTS = 4
 # So small a model may be computed sooner than it is read: then the planner would not read it.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from prompts import BLOCK, CLOSE, check_same, prompt
+from support.daemons import Daemon
+from support.prompts import BLOCK, CLOSE, check_same, prompt
 
 long = pytest.mark.skipif(
     not os.environ.get("KVTIER_FAULTS"), reason="an engine more; KVTIER_FAULTS=1"
@@ -128,8 +128,9 @@ def test_an_adapter_s_blocks_are_of_its_content(
     """Two adapters and none: three prompts. The engine's own hash knows an adapter by name and path only."""
     one, two = (make_adapter(tmp_path / str(seed), seed) for seed in (1, 2))
     engine = engine_of(
-        "llama", shared_daemon.socket, enable_lora=True, max_loras=2, max_lora_rank=8
-    )
+        "llama", shared_daemon.socket, enable_lora=True, max_loras=2, max_lora_rank=8,
+        disable_log_stats=False,
+    )  # fmt: skip
     asked = [{}, {"adapter": ("a", 1, str(one))}, {"adapter": ("b", 2, str(two))}]
     before = shared_daemon.stats()["saved_tokens"]
     first = [engine.generate([prompt(1)], 40, **more)[0] for more in asked]
@@ -143,6 +144,12 @@ def test_an_adapter_s_blocks_are_of_its_content(
         assert again["cached"] == 10 * BLOCK
         check_same(right, again)
     assert engine.compare() == (3 * 4 * 10, [])
+    told = engine.metrics("vllm:kvtier_adapter_")
+    for name in ("none", "a", "b"):
+        assert told[f"vllm:kvtier_adapter_requests:{name}"] == 2
+        assert told[f"vllm:kvtier_adapter_hit_tokens:{name}"] == 10 * BLOCK
+        assert told[f"vllm:kvtier_adapter_loaded_blocks:{name}"] == 10
+        assert told[f"vllm:kvtier_adapter_saved_blocks:{name}"] >= 11
     engine.reset()
     make_adapter(one, 3)
     (other,) = engine.generate([prompt(1)], 40, adapter=("a", 3, str(one)))

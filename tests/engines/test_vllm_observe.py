@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from daemons import Daemon, start_daemon
-from prompts import BLOCK, prompt
+from support.daemons import Daemon, start_daemon
+from support.prompts import BLOCK, prompt
 
 TOKENS = 10 * BLOCK
 
@@ -119,6 +121,51 @@ def test_every_series_is_there_before_anything_happened(engine: Any) -> None:
     }
     assert names | {name for name, _ in TIMES.values()} == set(metrics)
     assert not any(metrics[name] for name in names if "missed" not in name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_show_as_many_adapters_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least busy one's series go when another takes its place, those of every engine."""
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+
+    from kvtier_vllm import stats
+    from kvtier_vllm.connector import KvtierPromMetrics, KvtierStats
+
+    monkeypatch.setattr(stats, "LIMIT_ADAPTERS", 2)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    before = set(REGISTRY._collector_to_names)
+    config = SimpleNamespace(lora_config=object(), kv_transfer_config=None)
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    try:
+        shown = KvtierPromMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+
+        def served(adapter: str, requests: int, engine: int) -> None:
+            counted = stats.PluginStats()
+            counted.adapted("adapter_saved_blocks", adapter, 7 * requests)
+            counted.adapted("adapter_requests", adapter, requests)
+            told = counted.take()
+            shown.observe(told, engine)
+            assert KvtierStats(told).reduce() == {}, "a line of the log has none of them"
+
+        def adapters(engine: int) -> dict[str, float]:
+            pattern = rf'saved_blocks_total{{adapter="(\w+)",engine="{engine}"}} (\S+)'
+            found = re.findall(pattern, generate_latest().decode())
+            return {name: float(count) for name, count in found}
+
+        for engine in (0, 1):
+            assert adapters(engine) == {"none": 0, "other": 0}
+        served("a", 9, 0)
+        served("b", 2, 0)
+        served("b", 1, 1)
+        served("c", 5, 0)
+        served("none", 1, 0)
+        assert adapters(0) == {"a": 63, "b": 14, "other": 35, "none": 7}
+        served("c", 3, 0)
+        assert adapters(0) == {"a": 63, "c": 21, "other": 35, "none": 7}
+        assert adapters(1) == {"none": 0, "other": 0}
+    finally:
+        for one in set(REGISTRY._collector_to_names) - before:
+            REGISTRY.unregister(one)
 
 
 def test_metrics_sources_and_events_of_a_block_s_ways(

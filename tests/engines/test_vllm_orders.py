@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvtier import Group, KvSpec
-from kvtier.codec.arranged import order_of
+from kvtier_daemon.codec.arranged import order_of
 from kvtier_kernels import reorder_pages
-from kvtier_vllm.order import AMX, LATENT, VEC, _known, page_order
+from kvtier_vllm.layout import AMX, LATENT, VEC, _kernel_order, page_order
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -22,7 +22,7 @@ HEADS, TOKENS, DIMS = 2, 32, 64
 
 @pytest.fixture(autouse=True)
 def anew() -> None:
-    _known.cache_clear()
+    _kernel_order.cache_clear()
 
 
 @pytest.mark.parametrize("isa, order", [("vec", VEC), ("vec16", VEC), ("amx", AMX)])
@@ -86,6 +86,6 @@ def test_what_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     def gone(*_: Any) -> str:
         raise AttributeError("gone")
 
-    _known.cache_clear()
+    _kernel_order.cache_clear()
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", gone)
     assert page_order(whole, 1) == ""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
 from engines.served import Records, Served
-from prompts import BLOCK, check_same, prompt
+from support.daemons import Daemon
+from support.prompts import BLOCK, check_same, prompt
 
 PAGES = 40  # of which one is nobody's
 CHUNK = 4 * BLOCK  # of a prompt, in a step

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from prompts import prompt
+from support.daemons import Daemon
+from support.prompts import prompt
 
 pytest.importorskip("vllm.v1.engine.core", reason="needs vLLM: make test-engines")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from kvtier_vllm import connector  # noqa: E402
 from kvtier_vllm.options import Unsupported  # noqa: E402
-from kvtier_vllm.worker import WorkerSide  # noqa: E402
-from neighbour import Neighbour  # noqa: E402
-from numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
+from kvtier_vllm.worker import RankLoads, RankSaves  # noqa: E402
+from support.neighbour import Neighbour  # noqa: E402
+from support.numbers_engine import BLOCK, MODELS, NumbersEngine, answer_to  # noqa: E402
 
 WITH_STATES = ("jamba", "bamba", "qwen3_next", "mamba")
 DENSE = {"prefix_cache_retention_interval": None}  # keep each state that the engine comes by
@@ -49,13 +49,13 @@ def numbers_of(tmp_path: Path, shared_daemon: Daemon) -> Iterator[EngineOf]:
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
     """Each piece of a save takes so much longer."""
-    call = WorkerSide._copy_in
+    call = RankSaves._copy
 
-    def slowly(side: WorkerSide, *args: Any) -> Any:
+    def slowly(side: RankSaves, *args: Any) -> Any:
         time.sleep(seconds())
         return call(side, *args)
 
-    monkeypatch.setattr(WorkerSide, "_copy_in", slowly)
+    monkeypatch.setattr(RankSaves, "_copy", slowly)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -98,9 +98,9 @@ def test_a_wrong_page_is_seen(
     asked = prompt(1, 150), prompt(2, 150)
     one.run(*asked)
     again = numbers_of(model)
-    name, call, before = f"model.layers.{layer}.attn", WorkerSide._load, []
+    name, call, before = f"model.layers.{layer}.attn", RankLoads._load, []
 
-    def spoilt(side: WorkerSide, load: Any) -> bool:
+    def spoilt(side: RankLoads, load: Any) -> bool:
         good = call(side, load)
         group = again.rank.group_of[name]
         pages = next(read for read in load.shards[0] if read.group == group).block_ids
@@ -110,7 +110,7 @@ def test_a_wrong_page_is_seen(
             spoil(again.rank, how, name, before[1], before[0])
         return good
 
-    monkeypatch.setattr(WorkerSide, "_load", spoilt)
+    monkeypatch.setattr(RankLoads, "_load", spoilt)
     names = [again.add(one) for one in asked]
     again.until(lambda: all(name in again.reasons for name in names))
     assert len(before) == 2 and {(what, at) for _, what, at in again.rank.wrong} == {(name, 8)}
@@ -169,7 +169,7 @@ def test_nothing_is_wrong_under_pressure(
     """Pages for half of what is asked: requests are preempted, given up, and the engine's cache is dropped,
     while saves are so slow that their pages are somebody else's before. Then all of it is loaded."""
     chance = random.Random(f"{model} {asynchronous}")
-    slow, call = random.Random(1), WorkerSide._copy_in
+    slow, call = random.Random(1), RankSaves._copy
     slow_down(monkeypatch, lambda: slow.choice((0, 0, 0, 0.003, 0.02)))
     heads = [prompt(seed, 120) for seed in range(3)]
     asked = [
@@ -202,7 +202,7 @@ def test_nothing_is_wrong_under_pressure(
     one.settle()
     assert preempted and given_up and not one.rank.wrong, one.rank.wrong
     assert all(one.answers[name] == answer_to(names[name], 30) for name in names.keys() - given_up)
-    monkeypatch.setattr(WorkerSide, "_copy_in", call)
+    monkeypatch.setattr(RankSaves, "_copy", call)
     assert one.core.reset_prefix_cache()
     one.run(*asked)
     again = numbers_of(model, asynchronous=asynchronous)
@@ -283,7 +283,7 @@ def test_what_another_connector_loads_is_saved_where_that_went_well(
     neighbour.offers["r1"] = 96
     asked = prompt(1, 300), prompt(1, 96) + prompt(2, 204)
     names, side = [one.add(text, 1) for text in asked], one.connector._scheduler
-    one.until(lambda: not side.in_flight["tickets"], side._drain)  # the first step serves both
+    one.until(lambda: not side.in_flight["tickets"], side._receive)  # the first step serves both
     one.until(lambda: all(name in one.reasons for name in names))
     one.settle()
     assert {name for name, _, _ in one.rank.wrong} == (set() if good else set(names))
@@ -321,13 +321,13 @@ def test_a_window_is_loaded_between_steps(
     one = numbers_of("window", extra={"load": "sync"})
     one.rank.spreads, failed = True, []
 
-    def fail(side: WorkerSide, load: Any) -> bool:
+    def fail(side: RankLoads, load: Any) -> bool:
         failed.append(load)
         one.rank.spoil(load.shards[0][0].block_ids)
-        return side._loaded(load, "stale", 0, 0.0)
+        return side._count(load, "stale", 0, 0.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerSide, "_load", fail)
+        patch.setattr(RankLoads, "_load", fail)
         one.run(text)
     assert failed
     again = numbers_of("window")
@@ -348,7 +348,7 @@ def test_a_rank_that_can_t_serve_leaves_no_page_in_doubt(
     neighbour.rank, neighbour.good = one.rank, True
     neighbour.offers["r1"] = 96
     assert one.run(prompt(1, 200)) == [96]
-    assert not len(one.connector._scheduler._saves.doubts)
+    assert not len(one.connector._scheduler._saves.unverified)
 
 
 @pytest.mark.parametrize(("chunk", "shared"), [(32, 192), (24, 32)])
@@ -360,17 +360,17 @@ def test_what_an_engine_finds_in_its_cache_of_a_load_that_failed_is_not_saved(
     text, other = prompt(1, 400), prompt(1, shared) + prompt(2, 100)
     numbers_of("full").run(text[:161])
     one = numbers_of("full", extra={"load": "sync"}, budget=64, long_prefill_token_threshold=chunk)
-    one.rank.spreads, call, failed = True, WorkerSide._load, []
+    one.rank.spreads, call, failed = True, RankLoads._load, []
 
-    def fail(side: WorkerSide, load: Any) -> bool:
+    def fail(side: RankLoads, load: Any) -> bool:
         failed.append(load)
         one.rank.spoil(load.shards[0][0].block_ids)
-        return side._loaded(load, "stale", 0, 0.0)
+        return side._count(load, "stale", 0, 0.0)
 
-    monkeypatch.setattr(WorkerSide, "_load", fail)
+    monkeypatch.setattr(RankLoads, "_load", fail)
     names = [one.add(text, 1)]
     one.until(lambda: bool(failed))
-    monkeypatch.setattr(WorkerSide, "_load", call)
+    monkeypatch.setattr(RankLoads, "_load", call)
     names.append(one.add(other, 1))
     one.until(lambda: all(name in one.reasons for name in names))
     one.settle()

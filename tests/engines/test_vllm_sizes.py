@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.forking import Forks
-from kvtier_daemon.beside.sizing import read_config
+from kvtier_daemon.tools.sizing import read_config
 
 HERE = Path(__file__).parent
 FEW_EXPERTS = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}

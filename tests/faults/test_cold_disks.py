@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import pytest
 
-from daemons import SERVE, Daemon, start_daemon
 from e2e.test_cold_tier import CHAIN, SPEC, Content, save, settled, tokens
-from faults.disks import HANGS, Flaky, Mounted, Shim, command, flaky, mounted, needs
-from faults.injected import everything, points, run_one
-from faults.oracle import content
 from kvtier import Refused
-from kvtier_daemon.tiers.drive import FAULTS_TO_OFF
-from specs import pattern
+from kvtier_daemon.planning import COMPUTE
+from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF
+from support.daemons import SERVE, Daemon, start_daemon
+from support.disks import HANGS, Flaky, Mounted, Shim, command, flaky, mounted, needs
+from support.injected import everything, points, run_one
+from support.oracle import content
+from support.specs import pattern
 
 MIB = 1 << 20
 WARM = 3  # chains that fit into memory, one more than that are asked for
@@ -35,8 +36,8 @@ HASTY = """
 import json, sys
 paths, haste = sys.argv.pop(1), sys.argv.pop(1)
 sys.path[:0] = paths.split(":")
-from faults.disks import hurry
-from kvtier_daemon import index, index_child, index_process
+from support.disks import hurry
+from kvtier_daemon.tiers.cold import index, index_child, index_process
 if sys.argv[1] == "index":
     del sys.argv[1]
     hurry(**{name: one for name, one in json.loads(haste).items() if hasattr(index, name)})
@@ -48,12 +49,15 @@ words = [sys.executable, "-c", open("/proc/self/cmdline").read().split("\\0")[2]
 index_process.COMMAND = (*words, "index")
 main()
 """
-HASTE = {"OFF_S": 0.3, "LONGEST_OFF_S": 1.0, "GROW_AGAIN_S": 0.5, "HANGS_S": 1.0, "READ_MS": 500}
+HASTE = {"OFF_S": 0.3, "LONGEST_OFF_S": 1.0, "RETRY_GROW_S": 0.5, "HANGS_S": 1.0, "READ_MS": 500}
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 WRITES = ("write", "sync", "allocate")
 LOOKS = 200
 SAMPLE = 10  # of the points at which a call can go wrong, for each engine
-STILL_S = 3.0  # nothing is written for so long: no more will be
+STILL_TURNS = (
+    60  # of the daemon's own clock, 50 ms each, without a write: nothing more will be written
+)
+ANSWER_S = 60.0  # a client's deadline: disks hang for longer, until the test releases them
 
 
 def numbers(key: bytes, nbytes: int) -> bytes:
@@ -76,9 +80,9 @@ class Served:
         self._haste = HASTE | haste
         folder.mkdir()
         self.daemon = self._started()
-        self.client = self.daemon.connect(timeout_s=5.0)
+        self.client = self.daemon.connect(timeout_s=ANSWER_S)
 
-    def _started(self) -> Daemon:
+    def _started(self, is_there: bool = True) -> Daemon:
         config = (
             f'[warm]\nsize = "{WARM * 2 + 1}MiB"\npolicy = "lru"\n'
             f"[cold]\ndirectories = {json.dumps([str(disk) for disk in self._disks])}\n"
@@ -86,17 +90,19 @@ class Served:
             f'write = "through"\nengine = "{self._engine}"\n'
             f'codec = "{self._codec}"\n'
         )
-        words = (sys.executable, "-c", HASTY, ":".join(sys.path), json.dumps(self._haste), "serve")
+        # What is there is waited for, however busy the machine is.
+        haste = self._haste | {"OPEN_S": 60.0} if is_there else self._haste
+        words = (sys.executable, "-c", HASTY, ":".join(sys.path), json.dumps(haste), "serve")
         return start_daemon(self._folder, config=config, command=words, env=self._env)
 
     def start(self, is_there: bool = True) -> None:
         self.client.close()
-        self.daemon = self._started()
-        self.client = self.daemon.connect(timeout_s=5.0)
+        self.daemon = self._started(is_there)
+        self.client = self.daemon.connect(timeout_s=ANSWER_S)
         if not is_there:
             return
         self.until(
-            lambda: "cold tier is there" in self.log().rpartition("serves on")[2], "no start"
+            lambda: "cold tier is ready" in self.log().rpartition("serves on")[2], "no start"
         )
 
     def end(self) -> int:
@@ -107,11 +113,16 @@ class Served:
         self.client.close()
         if self.daemon.process.poll() is None:
             self.daemon.process.kill()
-        self.daemon.process.wait(20)
+        self.daemon.process.wait(60)
 
     @property
     def cold(self) -> dict[str, Any]:
         return dict(self.client.stats()["tiers"]["cold"])
+
+    @property
+    def turns(self) -> int:
+        """How many turns the daemon's clock has made."""
+        return int(self.client.stats()["loop"]["counts"][-1])
 
     def log(self) -> str:
         return self.daemon.log.read_text()
@@ -119,24 +130,25 @@ class Served:
     def save(self, *chains: int) -> None:
         """Save each, and wait until it is on disk, or does not get there."""
         for chain in chains:
-            before = self.cold["states"]["written"]
+            before = last = self.cold["states"]["written"]
             save(self.client, chain, of=self._content)
-            deadline = time.monotonic() + STILL_S
+            since = self.turns
             while (now := self.cold["states"]["written"]) < before + CHAIN:
-                if time.monotonic() > deadline:
+                turns = self.turns
+                if now > last:
+                    last, since = now, turns
+                elif turns > since + STILL_TURNS:
                     return
-                time.sleep(0.002)
-                if self.cold["states"]["written"] > now:
-                    deadline = time.monotonic() + STILL_S
+                time.sleep(0.01)
 
-    def load(self, chain: int, seconds: float = 2.0) -> int:
+    def load(self, chain: int, seconds: float = 60.0) -> int:
         """How many leading blocks come back; each is compared."""
         space = self.client.open(SPEC)
         keys = space.keys(tokens(chain))
         deadline = time.monotonic() + seconds
         while space.match(keys).coming and time.monotonic() < deadline:
             time.sleep(0.002)
-        with space.load(keys) as blocks:
+        with space.load(keys, deadline_ms=60_000) as blocks:
             for key, block in zip(keys, blocks, strict=False):
                 assert bytes(block or b"") == self._content(key, SPEC.block_bytes), "other bytes"
             return len(blocks)
@@ -146,7 +158,7 @@ class Served:
         return space.forget(space.keys(tokens(chain)))
 
     def look_ms(self, chain: int) -> float:
-        """What a load of a chain in memory takes, in the median."""
+        """How long a load of a chain in memory takes, in the lower quartile."""
         space = self.client.open(SPEC)
         keys = space.keys(tokens(chain))
         times = []
@@ -155,15 +167,15 @@ class Served:
             with space.load(keys) as blocks:
                 assert len(blocks) == CHAIN
             times.append(time.perf_counter() - begun)
-        return median(times) * 1000
+        return quantiles(times, n=4)[0] * 1000
 
-    def until(self, holds: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"{what}: {self.cold}\n{self.log()[-2000:]}"
-            time.sleep(0.05)
+            time.sleep(0.01)
 
-    def until_written(self, chains: Iterator[int], seconds: float = 10.0) -> int:
+    def until_written(self, chains: Iterator[int], seconds: float = 60.0) -> int:
         """Save one chain after the other until one is on disk whole; which."""
         deadline = time.monotonic() + seconds
         for chain in chains:
@@ -267,7 +279,7 @@ def test_a_file_system_that_has_become_read_only_is_still_read(ext4: Mounted, se
     one.save(0, 1, 2, 3, 4, 5)
     assert one.cold["states"]["written"] == 6 * CHAIN
     ext4.go_read_only()
-    one.save(10)
+    save(one.client, 10)
     one.until(lambda: "Read-only file system" in one.cold["failure"], "not said")
     one.until(lambda: not one.cold["on"], "not off")
     assert one.load(10) == CHAIN, "in memory"
@@ -294,7 +306,7 @@ def test_writes_that_fail_are_told_and_taken_up_again(
     written = one.cold["states"]["written"]
     with shim.failing(code, *calls):
         for chain in (10, 11, 12):
-            one.save(chain)
+            save(one.client, chain)
         one.until(lambda: os.strerror(code) in one.cold["failure"], "not said")
         one.until(lambda: not one.cold["on"], "not off")
         assert shim.struck(*calls)
@@ -355,12 +367,34 @@ def test_a_block_device_that_fails_to_write_is_still_read(flaky_ext4: Flaky, ser
     one.save(0, 1, 2, 3, 4, 5)
     with flaky_ext4.failing("pwrite"):
         for chain in (10, 11, 12):
-            one.save(chain)
+            save(one.client, chain)
         one.until(lambda: not one.cold["on"], "not off")
         assert one.cold["failure"]
         assert [one.load(chain) for chain in (12, 2, 3)] == [CHAIN] * 3
     assert [one.load(chain) for chain in (3, 4)] == [CHAIN] * 2
     assert one.end() == 0
+
+
+def test_a_single_reader_of_a_healthy_disk_is_answered_neither_crowded_nor_late(
+    tmp_path: Path, serve: Serve
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    one = serve(disk, PATIENCE_S=600.0)  # a busy machine may delay a read by more than 5 s
+    chains = range(4 * WARM)
+    one.save(*chains)
+    settled(one.daemon)
+    space = one.client.open(SPEC)
+    for chain in chains:
+        keys = space.keys(tokens(chain))
+        found = space.match(keys)
+        assert (found.ready + found.coming, found.why in COMPUTE) == (CHAIN, False), found
+        while found.coming:
+            found = space.match(keys)
+        assert (found.ready, found.why in COMPUTE) == (CHAIN, False), found
+    loads = one.cold["loads"]
+    assert loads["unknown"] >= len(chains) - WARM, "most were read from disk"
+    assert not any(loads[why] for why in COMPUTE), loads
 
 
 # --- disks that hang --------------------------------------------------------------------------
@@ -372,8 +406,8 @@ def test_a_frozen_file_system_costs_memory_nothing(ext4: Mounted, serve: Serve) 
     before = one.look_ms(4)
     with ext4.frozen():
         save(one.client, 10)
-        one.until(lambda: "nothing has come back" in one.cold["failure"], "not said")
-        assert not one.cold["on"] and "off until it does" in one.log()
+        one.until(lambda: "no request completed" in one.cold["failure"], "not said")
+        assert not one.cold["on"] and "not used until one completes" in one.log()
         meanwhile = one.look_ms(10)
         assert meanwhile < 5 * before + 1, (before, meanwhile)
         assert [one.load(chain) for chain in (0, 1, 10)] == [CHAIN] * 3, "reads do not hang"
@@ -390,13 +424,11 @@ def hangs(one: Served, hanging: AbstractContextManager[None], memory: int) -> No
     """Reads hang: nobody who asks for more than is in memory waits longer than he wants to."""
     before = one.look_ms(memory)
     with hanging:
-        begun = time.monotonic()
-        ready = one.load(0, seconds=0.5)
-        assert ready < CHAIN and time.monotonic() < begun + 5, "a miss, and no wait without an end"
+        assert one.load(0, seconds=0.5) < CHAIN, "a miss: it hangs until the end of the test"
         one.until(lambda: one.load(1, 0.1) < 0 or one.cold["states"]["not_read"] > 0, "no deadline")
         # Who asks again and again does not hide that nothing comes.
         one.until(
-            lambda: one.load(1, 0.1) < 0 or "nothing has come back" in one.cold["failure"],
+            lambda: one.load(1, 0.1) < 0 or "no request completed" in one.cold["failure"],
             "not said",
         )
         assert not one.cold["on"]
@@ -437,7 +469,7 @@ def test_a_daemon_ends_though_its_disk_hangs(
         one.until(lambda: shim.struck(*calls) > 0, "nothing hangs")
         one.daemon.process.terminate()
         # 75: it did not wait for what hangs.
-        assert one.daemon.process.wait(20) in (0, 75)
+        assert one.daemon.process.wait(60) in (0, 75)
     one.start()
     assert [one.load(chain) for chain in (1, 2, 3)] == [CHAIN] * 3
 
@@ -447,7 +479,7 @@ def test_a_disk_that_hangs_when_it_is_switched_on_holds_up_neither_clients_nor_t
 ) -> None:
     one = serve(shim.path, "threads", shim.env, END_S=2.0)
     one.save(0, 1)
-    with one.daemon.connect(timeout_s=5.0) as asks:
+    with one.daemon.connect(timeout_s=ANSWER_S) as asks:
         asks.tier("cold", "off")
         one.until(lambda: asks.tier("cold")["state"] == "off", "it is not off")
         with shim.failing(HANGS, "write"):
@@ -505,17 +537,21 @@ def test_a_tier_whose_disk_hangs_is_switched_off_and_the_daemon_serves_and_ends(
 ) -> None:
     one = serve(shim.path, "threads", shim.env, CLOSE_S=3.0)
     one.save(0, 1, 2, 3)
-    with shim.failing(HANGS, *WRITES), one.daemon.connect(timeout_s=1.5) as asks:
+    with shim.failing(HANGS, *WRITES), one.daemon.connect(timeout_s=ANSWER_S) as asks:
         save(one.client, 20)
         one.until(lambda: shim.struck(*WRITES) > 0, "nothing hangs")
         told = asks.tier("cold", "off")
         if ends != "at once":
+            answers = 0  # while it closes: a loop that waits for the disk gives none
             deadline = time.monotonic() + 60
             while told["state"] == "closing":
                 assert time.monotonic() < deadline
-                told = asks.tier("cold")  # and is answered
+                answers += 1
+                told = asks.tier("cold")
                 assert one.load(20) == CHAIN
+                time.sleep(0.01)
             assert told["state"] == "off" and "a disk hangs" in told["failure"]
+            assert answers > 2
         one.daemon.process.terminate()
         assert one.daemon.process.wait(60) == 75
     one.start()
@@ -572,7 +608,7 @@ def test_a_second_daemon_is_told_whose_the_directory_is(tmp_path: Path, serve: S
     text = (tmp_path / "daemon-0" / "kvtier.toml").read_text()
     config.write_text(text.replace(str(tmp_path / "daemon-0"), str(folder)))
     second = subprocess.run(
-        [*SERVE, "--config", config], capture_output=True, text=True, timeout=20, check=False
+        [*SERVE, "--config", config], capture_output=True, text=True, timeout=60, check=False
     )
     assert second.returncode == 2, second
     assert f"pid {first.daemon.process.pid}" in second.stderr and str(disk) in second.stderr
@@ -610,7 +646,7 @@ def test_a_disk_that_takes_nothing_at_the_start_is_read(shim: Shim, serve: Serve
     with shim.failing(errno.ENOSPC, "write"):
         one.start()
         assert one.load(0) == CHAIN
-        assert f"{shim.path}/kvtier.lock can't be written: No space left" in one.log()
+        assert f"cannot write {shim.path}/kvtier.lock: No space left" in one.log()
         assert one.end() == 0
     one.start()
     assert one.load(0) == CHAIN
@@ -653,7 +689,7 @@ def test_a_damaged_index_costs_no_block_that_a_footer_lists(
     one.save(0, 1, 2, 3)
     one.client.close()
     one.daemon.process.send_signal(way)
-    one.daemon.process.wait(20)
+    one.daemon.process.wait(60)
     happens(disk / "index")
     one.start()
     found = [one.load(chain) for chain in range(4)]

@@ -9,6 +9,7 @@ import pwd
 import random
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon, start_daemon
-from faults.oracle import Oracle
 from kvtier import Client, KvSpec, Unavailable
-from kvtier.codec.frame import PAGE, pages
 from kvtier.key import Keys
 from kvtier.space import Space
-from specs import spec_of
+from kvtier_daemon.codec.frame import PAGE, pages
+from support.daemons import Daemon, start_daemon
+from support.oracle import Oracle
+from support.specs import spec_of
 
 MIB = 1 << 20
 CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 30
@@ -33,7 +34,7 @@ CHAINS, CHAIN = 16, 12
 PROMISED = (
     7 * MIB
 )  # a tenant's newest saves: with frames and second chances half of what its segments hold
-FOUND = re.compile(r"cold tier is there: (\d+) blocks found")
+FOUND = re.compile(r"cold tier is ready: (\d+) blocks found")
 CODECS = ("r32", "auto", "fix4", "zstd", "raw")  # each life finds what all others have stored
 AS_ANOTHER = threading.Lock()
 OTHER_UID = pwd.getpwnam("nobody").pw_uid
@@ -204,7 +205,7 @@ class Engine(threading.Thread):
 
 def brought(place: Place, keys: Keys) -> None:
     """Wait until nothing of a chain is coming any more."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while place.space.match(keys).coming:
         assert time.monotonic() < until, "what is coming never comes"
         time.sleep(0.001)
@@ -248,7 +249,7 @@ class Crashes:
         log = self.folder / "daemon.log"
         before = log.stat().st_size if log.exists() else 0
         daemon = start_daemon(self.folder, config=config(self.disks, write, codec))
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while (found := FOUND.search(log.read_text(), before)) is None:
             assert time.monotonic() < until, log.read_text()[before:]
             time.sleep(0.005)
@@ -304,7 +305,7 @@ class Crashes:
         daemon.process.send_signal(signal.SIGKILL)
         daemon.process.wait()
         for engine in engines:
-            engine.join(30)
+            engine.join(60)
             assert not engine.is_alive(), "a client hangs where its daemon is gone"
             if engine.failure is not None:
                 raise engine.failure
@@ -358,10 +359,15 @@ def emptied(daemon: Daemon, oracle: Oracle) -> None:
 
 
 @pytest.fixture(scope="module")
-def crashes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashes]:
-    folder = tmp_path_factory.mktemp("crashes")
-    for each in (folder, *folder.parents[:2]):
-        each.chmod(0o755)  # another user connects, too
+def folder() -> Iterator[Path]:
+    """One that every user can enter, unlike tmp_path: another user connects, too."""
+    with tempfile.TemporaryDirectory() as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def crashes(folder: Path) -> Iterator[Crashes]:
     disks = [folder / name for name in ("disk-0", "disk-1")]
     for disk in disks:
         disk.mkdir()

@@ -16,17 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from daemons import Daemon
-from faults.raw import Raw
 from kvtier import Group, KvSpec, Refused, Unavailable, wire
-from kvtier.catalog import Catalog
-from kvtier.policy.base import make
-from kvtier_daemon.peer import Peer
-from kvtier_daemon.recorder import Recorder
-from kvtier_daemon.server import LIMIT_GHOSTS, Server
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.serving.peer import Peer
+from kvtier_daemon.serving.recorder import Recorder
+from kvtier_daemon.serving.server import LIMIT_GHOSTS, Server
 from kvtier_daemon.tenant import Tenant
 from kvtier_kernels import Store
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.raw import Raw
+from support.specs import pattern, spec_of
 
 
 def works(daemon: Daemon) -> None:
@@ -249,7 +249,9 @@ def test_a_burst_of_one_client_does_not_come_before_anothers_request(shared_daem
         assert isinstance(saved, wire.Reserved)
         raw.ask(wire.Commit(4, saved.lease, 0, 1))
     with shared_daemon.connect() as other:
-        many = wire.encode(wire.Match(5, opened.space, key * 1024))  # a million blocks to look at
+        many = wire.encode(
+            wire.MatchPrefix(5, opened.space, key * 1024)
+        )  # a million blocks to look at
         raw.sock.setblocking(False)
         sent = 0
         for _ in range(200):

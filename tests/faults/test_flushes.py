@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.disks import Shim
-from faults.noted import Noted, noted
 from kernels.test_disk import ENGINES, PAGE
-from kvtier_daemon.tiers.drive import Drive
+from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from support.disks import Shim
+from support.noted import Noted, noted
 
-LONGEST_S = 20.0
+LONGEST_S = 60.0
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Iterator[Noted]:
 async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[object]]]:
     """Write pages to the file one after the other; what each was told, and the requests until then."""
     loop, told = asyncio.get_running_loop(), []
-    drive = Drive(loop, "noted", engine, time.monotonic)
+    drive = DirectoryDisk(loop, "noted", engine, time.monotonic)
     fd = os.open(file.path, os.O_RDWR | os.O_DIRECT)
     try:
         for number in range(count):
@@ -69,7 +69,7 @@ def test_a_flush_that_fails_fails_the_write(file: Noted, engine: str) -> None:
 INDEX = """
 import select, sys
 from pathlib import Path
-from kvtier_daemon.index import Index
+from kvtier_daemon.tiers.cold.index import Index
 
 index = Index(Path(sys.argv[1]), 64 << 20)
 print("open", flush=True)

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from daemons import Daemon
-from faults.raw import Raw
 from kvtier import KvSpec, wire
 from kvtier.units import MIB
-from kvtier_daemon.server import TAKE_S
-from specs import pattern, spec_of
+from kvtier_daemon.serving.server import TAKE_S
+from support.daemons import Daemon
+from support.effort import effort
+from support.raw import Raw
+from support.specs import pattern, spec_of
 
-FRAMES = 1_000_000 if os.environ.get("KVTIER_FAULTS") else 100_000
+FRAMES = effort(2_000, 100_000, 1_000_000)
 TOKENS = list(range(64))
 
 
@@ -90,8 +91,8 @@ def test_unknown_spaces_and_leases_are_refused_and_the_session_goes_on(
     raw = Raw(shared_daemon)
     key = bytes(32)
     for message, code in [
-        (wire.Match(2, 7777, key), "unknown_space"),
-        (wire.Match(2, -1, key), "unknown_space"),
+        (wire.MatchPrefix(2, 7777, key), "unknown_space"),
+        (wire.MatchPrefix(2, -1, key), "unknown_space"),
         (wire.Load(3, 7777, key, 10, [0]), "unknown_space"),
         (wire.Reserve(4, 7777, 0, 0, b"", key), "unknown_space"),
         (wire.Commit(5, 1, 0, 1), "unknown_lease"),
@@ -114,7 +115,7 @@ def test_requests_that_make_no_sense_are_refused_and_the_session_goes_on(
     assert isinstance(opened, wire.Opened)
     space, key = opened.space, bytes(32)
     for message in [
-        wire.Match(3, space, b"short"),
+        wire.MatchPrefix(3, space, b"short"),
         wire.Load(3, space, key, 0, [0]),
         wire.Load(3, space, key, -5, [0]),
         wire.Load(3, space, key, 10, list(range(300))),
@@ -122,6 +123,8 @@ def test_requests_that_make_no_sense_are_refused_and_the_session_goes_on(
         wire.Reserve(3, space, 0, 9, b"", key),
         wire.Reserve(3, space, -1, -1, b"", key),
         wire.Reserve(3, space, 0, 0, b"parent", key),
+        wire.Reserve(3, space, 0, 0, b"", key, -1),
+        wire.Reserve(3, space, 0, 0, b"", key, 1 << 62),
         wire.Reserve(3, space, 0, 0, b"", key * (wire.LIMIT_RESERVED + 1)),
         wire.Hint(3, space, key, 7.0),
         wire.Hint(3, space, key, float("nan")),
@@ -262,7 +265,7 @@ def test_fuzzed_frames_end_at_most_their_own_session(daemon_of: Callable[..., Da
     frames = [
         wire.encode(message)
         for message in (
-            wire.Hello(1, wire.SCHEMA, "fuzz"), wire.Open(2, spec_of("fuzz")), wire.Match(3, 0, key),
+            wire.Hello(1, wire.SCHEMA, "fuzz"), wire.Open(2, spec_of("fuzz")), wire.MatchPrefix(3, 0, key),
             wire.Load(4, 0, key, 100, [0]), wire.Adopt(5, bytes(16), [0]), wire.Release(6, 1),
             wire.Reserve(7, 0, 0, 0, b"", key), wire.Commit(8, 1, 0, 1, bytes(16)), wire.Abort(9, 1),
             wire.Pin(10, 0, key, 5), wire.Hint(11, 0, key, 0.5), wire.Forget(12, 0, key),

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
 from kvtier import Unavailable
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.specs import pattern, spec_of
 
 STEPS = (
     "connected",
@@ -37,7 +37,7 @@ CLIENT = """
 import sys, time
 sys.path[:0] = sys.argv[3].split(":")
 from kvtier import Client
-from specs import pattern, spec_of
+from support.specs import pattern, spec_of
 
 def at(step):
     if step == sys.argv[2]:

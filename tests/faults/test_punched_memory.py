@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from daemons import Daemon
-from faults.raw import Raw
-from huge import huge_pages
 from kvtier import wire
 from kvtier.units import MIB
-from specs import pattern, spec_of
+from support.daemons import Daemon
+from support.huge import huge_pages
+from support.raw import Raw
+from support.specs import pattern, spec_of
 
 PUNCH_HOLE = 0x01 | 0x02  # with the size kept
 TOKENS = list(range(16 * 16))
@@ -97,7 +97,7 @@ def test_a_hole_in_huge_pages_ends_neither_the_daemon_nor_what_others_keep(
                 with free_pages_taken():
                     saving.commit(len(keys))
                     # Each write reads its block before anything of it is on disk.
-                    while "took pages out of" not in daemon.log.read_text():
+                    while "removed pages from the memory" not in daemon.log.read_text():
                         assert daemon.process.poll() is None, "the hole ended the daemon"
                         client.ping()
             stats = client.stats()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_engine import Bytes
 from kvtier_kernels.cuda import CudaError, Driver
+from support.device_engine import Bytes
 
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemons import Daemon
-from device_engine import Bytes, DeviceEngine
-from fake_cuda import soon
-from fake_engine import BLOCK, layout_of
-from gpu_shapes import SHAPES, Shape
 from kvtier import Client, Group, KvSpec
 from kvtier_kernels.cuda import Copier, CudaError, Driver, Event
 from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Page, Pages
 from kvtier_vllm.options import Options
+from support.daemons import Daemon
+from support.device_engine import Bytes, DeviceEngine
+from support.fake_cuda import soon
+from support.fake_engine import BLOCK, layout_of
+from support.gpu_shapes import SHAPES, Shape
 
 pytestmark = pytest.mark.gpu
 WAYS = ("batch", "kernel")
@@ -61,8 +61,8 @@ class Pool:
         self.driver.call("cuStreamSynchronize", self.stream)
 
     def close(self) -> None:
-        self.driver.let_go("cuStreamDestroy_v2", self.stream)
-        self.driver.let_go("cuMemFree_v2", self.address)
+        self.driver.try_call("cuStreamDestroy_v2", self.stream)
+        self.driver.try_call("cuMemFree_v2", self.address)
         self.driver.free_pinned(self.pinned)
 
 
@@ -162,7 +162,7 @@ def test_a_copy_begins_after_its_event_and_ends_with_its_own(
     space = client.open(spec)
     keys = space.keys([1, 2])
     engine, gate = rig.pool.stream, threading.Event()
-    gpu.later(engine, lambda: bool(gate.wait(10)))
+    gpu.later(engine, lambda: bool(gate.wait(60)))
     driver = rig.copier.driver
     driver.copy(rig.pool.address, ctypes.addressof(rig.pool.pinned), shape.pool_bytes, engine)
     after = Event(driver).record(engine)
@@ -175,7 +175,7 @@ def test_a_copy_begins_after_its_event_and_ends_with_its_own(
         waiting.start()
         assert not over.wait(0.1)
         gate.set()
-        assert over.wait(10)
+        assert over.wait(60)
         waiting.join()
         saving.commit(len(saving))
     with space.load(keys) as blocks:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 import kvtier_kernels as kernels
-from cuda_codecs import DEVICE, DeviceCodecs, use
 from kvtier_kernels.cuda import Driver, codecs, compile_kernel
+from support.cuda_codecs import DEVICE, DeviceCodecs, use
 
 Bytes = npt.NDArray[np.uint8]
 MakeMapping = Callable[..., kernels.Mapping]

@@ -1,7 +1,7 @@
-// Encoded parts that were damaged, for decoders built with the sanitizers: each is refused, or
-// gives bytes; nothing else is touched. Pages of any order are there and back. A device's kernels,
-// built for the host, write the same bytes, refuse the same parts and give the same of the others.
-// `fuzz_codecs ROUNDS SEED`; says how many were refused.
+// Decodes damaged parts with decoders that are built with the sanitizers: each part is refused or
+// gives bytes, and the decoder accesses no other memory. Reorders pages of any order, and back.
+// Compares a device's kernels, built for the host: they write the same bytes, refuse the same parts
+// and decode the others alike. `fuzz_codecs ROUNDS SEED` prints how many parts were refused.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -21,7 +21,7 @@ using namespace kvtier::codec;
 
 namespace {
 
-// To the byte, so that the sanitizer sees what lies beside it.
+// Exactly sized, so that the sanitizer detects accesses outside.
 struct Exactly {
     explicit Exactly(size_t nbytes) : size(nbytes), at(new uint8_t[nbytes]) {}
     size_t size;
@@ -32,24 +32,24 @@ class Fuzz {
  public:
     explicit Fuzz(uint64_t seed) : chance_(seed) {}
 
-    // Damages one encoded part so many times.
+    // Damages one encoded part `times` times.
     void round(size_t times) {
         const auto& levels = codec_choice().levels();
         codec_choice().choose(levels[below(levels.size())]);
         constexpr Codec kCodecs[] = {Codec::kFix4, Codec::kR32, Codec::kQ8,   Codec::kQ4,
                                      Codec::kQ2,   Codec::kFp8, Codec::kEcsq, Codec::kCachegen};
-        // The two that have most ways of their own as often as all others.
+        // Selects the two codecs with the most code of their own as often as all others together.
         const Codec codec = kCodecs[below(2) == 0 ? 6 + below(2) : below(6)];
         const auto element = static_cast<Element>(below(kElements));
         const size_t heads = 1 + below(3), head = 1 + below(90);
-        // Now and then so many that they go past the caches.
-        const bool large = below(400) == 0;
+        // At first, and sometimes later, large enough to bypass the caches.
+        const bool large = damaged == 0 || below(400) == 0;
         const size_t rows = large ? (size_t{1} << 20) / heads / head + 1 : 1 + below(60);
         const Grid grid = {static_cast<uint32_t>(rows), static_cast<uint32_t>(heads * head),
                            static_cast<uint32_t>(head), below(2) == 0};
         const size_t width = element == Element::kFp32 ? 4 : element <= Element::kFp16 ? 2 : 1;
         const bool odd = codec <= Codec::kR32 && below(3) == 0;
-        // Streams side by side, or several times so many.
+        // Several streams together, or many of them.
         const size_t many = codec == Codec::kR32 && below(8) == 0 ? 40000 + below(2) * 100000 : 0;
         const Exactly raw((rows * heads * head + many) * width + (odd ? below(4) : 0));
         fill(raw, width, heads * head * width);
@@ -142,7 +142,7 @@ class Fuzz {
         std::abort();
     }
 
-    // What a profile might say of such a part.
+    // A possible profile for such a part.
     const Channels& known(Codec codec, size_t heads, size_t head) {
         const size_t exact = below(4) == 0 ? below(head) : 0, coded = head - exact;
         std::shared_ptr<const Rope> rope;
@@ -160,14 +160,14 @@ class Fuzz {
         for (size_t left = kScale - symbols; left != 0; left--) table[below(symbols)]++;
         made_ = std::make_unique<Channels>(
             codec, below(3), 1 + below(20),
-            Channels::Said{heads, head, exact, rope, means.data(), means.size(), anchors.data(),
-                           exponents.data(), table.data(), anchors.size(), exponents.size(),
-                           symbols});
+            Channels::Parameters{heads, head, exact, rope, means.data(), means.size(),
+                                 anchors.data(), exponents.data(), table.data(), anchors.size(),
+                                 exponents.size(), symbols});
         device_known_ = std::make_unique<cuda::HostKnown>(*made_, exponents, anchors);
         return *made_;
     }
 
-    // A device writes the same.
+    // A device writes the same bytes.
     void encodes_alike(Codec codec, Element element, const Encoded& part, const Exactly& raw,
                        const Exactly& room) {
         cuda::HostPart device(codec, element, raw.size, device_known_.get());
@@ -181,7 +181,7 @@ class Fuzz {
         }
     }
 
-    // What a device makes of it, and that this is the same. Its text begins at no even address.
+    // A device decodes the same result. The encoded bytes begin at an odd address.
     void decodes_alike(Element element, Codec codec, const uint8_t* text, size_t nbytes,
                        const Exactly& raw, bool sound) {
         if (codec == Codec::kRaw) return;
@@ -196,15 +196,14 @@ class Fuzz {
         }
     }
 
-    // Near to normal, with exponents that repeat; now and then anything at all, zeros of both
-    // signs, denormals, one element or one row again and again, or what is no finite number among
-    // others.
+    // Nearly normal values with repeated exponents; sometimes random bits, zeros of both signs,
+    // denormals, one element or one row repeated, or infinities and NaN among others.
     void fill(const Exactly& raw, size_t width, size_t row) {
         enum { kWild, kZeros, kDenormals, kOneElement, kOneRow, kNotFinite, kKinds };
         const size_t kind = below(2 * kKinds);
         for (size_t i = 0; i < raw.size; i++) {
             const auto one = static_cast<uint8_t>(chance_());
-            const size_t above = width - 1 - i % width;  // bytes of its element
+            const size_t above = width - 1 - i % width;  // the bytes after it in its element
             raw.at[i] =
                 kind == kWild || above != 0 ? one : static_cast<uint8_t>(0x3C + (one & 0x83));
             if (kind == kZeros || kind == kDenormals) {
@@ -237,8 +236,7 @@ class Fuzz {
         return sound;
     }
 
-    // Says of all words of r32's streams that they are escapes: none is left, and all else is
-    // sound.
+    // Turns all words of r32's streams into escapes: no word is left, and everything else is valid.
     static void starve(std::vector<uint8_t>& text) {
         for (size_t at = kR32Header; at + kStreamEntry <= text.size(); at += kStreamEntry) {
             if ((at - kR32Header) / kStreamEntry == get32(text.data() + kCountAt)) return;

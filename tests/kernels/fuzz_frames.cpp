@@ -1,6 +1,6 @@
-// Frames that were damaged, for a decoder built with the sanitizers that takes them in step by
-// step: each is refused, or gives the block that was encoded; what has not come is not looked at.
-// `fuzz_frames ROUNDS SEED`; says how many were refused.
+// Decodes damaged frames step by step with a decoder that is built with the sanitizers: each frame
+// is refused or gives the encoded block, and the decoder does not read bytes that have not arrived.
+// `fuzz_frames ROUNDS SEED` prints how many frames were refused.
 #include <sanitizer/asan_interface.h>
 
 #include <algorithm>
@@ -21,11 +21,11 @@ using namespace kvtier::codec;
 
 namespace {
 
-// As kvtier/codec/frame.py draws a header.
+// The offsets of a header, as in kvtier_daemon/codec/frame.py.
 constexpr size_t kHeader = 256, kEntry = 32, kVersionAt = 4, kHeaderBytesAt = 8,
                  kPayloadBytesAt = 16, kRawBytesAt = 24, kEntriesAt = 148;
 
-// To the byte, so that the sanitizer sees what lies beside it.
+// Exactly sized, so that the sanitizer detects accesses outside.
 struct Exactly {
     explicit Exactly(size_t nbytes) : size(nbytes), at(new uint8_t[nbytes]) {}
     Exactly(const uint8_t* from, size_t nbytes) : Exactly(nbytes) {
@@ -44,7 +44,7 @@ class Fuzz {
  public:
     explicit Fuzz(uint64_t seed) : chance_(seed) {}
 
-    // Damages one frame so many times.
+    // Damages one frame `times` times.
     void round(size_t times) {
         const auto& levels = codec_choice().levels();
         codec_choice().choose(levels[below(levels.size())]);
@@ -53,7 +53,7 @@ class Fuzz {
         const Codec codec = kCodecs[below(6)];
         element_ = static_cast<Element>(below(codec <= Codec::kR32 ? 5 : 3));
         const size_t width = element_ == Element::kFp32 ? 4 : element_ <= Element::kFp16 ? 2 : 1;
-        // Several runs now and then.
+        // Sometimes several runs.
         const size_t count = 1 + below(12), each = (16 + below(below(30) == 0 ? 2000 : 40)) * 64;
         const size_t channels = 64, rows = each / channels;
         const Exactly block(count * each * width);
@@ -89,7 +89,7 @@ class Fuzz {
                               : encode_frame(recipe, element_, header.data(), header.size(),
                                              block.at.get(), block.size, grids, 0, into.at.get());
         if (nbytes == 0) fail("has no frame");
-        if (nbytes == block.size) return;  // nothing of it shrinks
+        if (nbytes == block.size) return;  // no part shrinks
         std::vector<uint8_t> payload(into.at.get(), into.at.get() + nbytes);
         block_.assign(block.at.get(), block.at.get() + block.size);
         if (!seal(header, payload)) fail("has no header");
@@ -104,7 +104,7 @@ class Fuzz {
             auto bad_header = header, bad_payload = payload;
             damage(below(3) == 0 ? bad_header : bad_payload);
             if (below(4) == 0) damage(bad_header);
-            // Mostly so that its digests are right, or nobody would look further.
+            // Mostly with valid digests, otherwise the decoder would check nothing else.
             if (below(5) != 0) seal(bad_header, bad_payload);
             refused += !decodes(bad_header, bad_payload);
             damaged++;
@@ -154,7 +154,7 @@ class Fuzz {
         }
     }
 
-    // Whether a frame is decoded as it comes, in a few steps; then to the block.
+    // Decodes a frame in a few steps while it arrives; then compares the block.
     bool decodes(const std::vector<uint8_t>& header, const std::vector<uint8_t>& payload) {
         const Exactly head(header.data(), header.size()), text(payload.data(), payload.size());
         const Exactly back(block_.size());
@@ -165,10 +165,10 @@ class Fuzz {
         std::sort(steps.begin(), steps.end());
         bool sound = true, whole = false;
         ASAN_POISON_MEMORY_REGION(text.at.get(), text.size);
-        for (const size_t come : steps) {
-            ASAN_UNPOISON_MEMORY_REGION(text.at.get(), come);
-            sound = decoder.take(come);
-            whole = come == text.size;
+        for (const size_t arrived : steps) {
+            ASAN_UNPOISON_MEMORY_REGION(text.at.get(), arrived);
+            sound = decoder.take(arrived);
+            whole = arrived == text.size;
             if (!sound || whole) break;
         }
         ASAN_UNPOISON_MEMORY_REGION(text.at.get(), text.size);

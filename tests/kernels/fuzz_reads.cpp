@@ -1,6 +1,7 @@
-// Frames read in pieces from a disk that returns less than it was asked for, in any order: each
-// read ends once, with all that there is or with the error. `fuzz_reads ROUNDS SEED`; says how many
-// failed. `fuzz_reads writes`: frames written in two calls, for each pair of what the calls return.
+// Reads frames in pieces from a disk that returns fewer bytes than requested, in any order: each
+// read ends once, with all available bytes or with the error. `fuzz_reads ROUNDS SEED` prints how
+// many reads failed. `fuzz_reads writes`: writes frames in two calls, for each pair of results of
+// the calls.
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -22,7 +23,7 @@ class Fuzz {
     explicit Fuzz(uint64_t seed) : chance_(seed) {}
 
     void round() {
-        PagesAgain again(uint64_t{64} << 20);
+        PagePool again(uint64_t{64} << 20);
         Operation read;
         read.kind = Kind::kRead;
         read.encoded = read.staged = true;
@@ -40,8 +41,8 @@ class Fuzz {
         while (!over) {
             if (read.in_pieces) {
                 while (const auto which = read.next_piece()) {
-                    calls_.push_back({*which, read.asked, read.pieces[*which].nbytes});
-                    read.asked += read.pieces[*which].nbytes;
+                    calls_.push_back({*which, read.requested, read.pieces[*which].nbytes});
+                    read.requested += read.pieces[*which].nbytes;
                     read.calls++;
                 }
             } else {
@@ -58,23 +59,24 @@ class Fuzz {
             calls_.erase(calls_.begin() + static_cast<ptrdiff_t>(number));
             if (call.at % kPage != 0 || call.at + call.nbytes > read.total)
                 fail("is read elsewhere");
-            int64_t said;
+            int64_t call_result;
             if (below(troubles) == 0) {
                 constexpr int kErrors[] = {EAGAIN, EINTR, EAGAIN, EIO};
-                said = -kErrors[below(4)];
-                if (said == -EIO) broken = EIO;
+                call_result = -kErrors[below(4)];
+                if (call_result == -EIO) broken = EIO;
             } else {
                 uint64_t some = call.nbytes;
                 if (below(troubles) == 0) some = (1 + below(some / kSector)) * kSector;
                 const uint64_t there = call.at < file.size() ? file.size() - call.at : 0;
                 some = std::min(some, there);
                 if (some != 0) std::memcpy(read.own.data() + call.at, &file[call.at], some);
-                said = static_cast<int64_t>(some);
+                call_result = static_cast<int64_t>(some);
             }
-            over = call.which < 2 ? read.advance_piece(call.which, said) : read.advance(said);
+            over = call.which < 2 ? read.advance_piece(call.which, call_result)
+                                  : read.advance(call_result);
             if (std::min(read.from(), read.needed) > file.size()) fail("says that more has come");
-            const size_t come = std::min<size_t>(read.from(), file.size());
-            if (std::memcmp(read.own.data(), file.data(), come) != 0) fail("is not what came");
+            const size_t arrived = std::min<size_t>(read.from(), file.size());
+            if (std::memcmp(read.own.data(), file.data(), arrived) != 0) fail("is not what came");
         }
         if (!calls_.empty()) fail("ends while something is under way");
         if (read.error == 0) {
@@ -92,7 +94,7 @@ class Fuzz {
 
  private:
     struct Call {
-        size_t which;  // of the two pieces; 2 where it is read as one
+        size_t which;  // of the two pieces; 2 for a read in one piece
         uint64_t at, nbytes;
     };
 
@@ -107,9 +109,9 @@ class Fuzz {
     std::vector<Call> calls_;
 };
 
-// A header and a payload are written by a call each, which return `header_said` and `said`; what is
-// left is written `most` bytes at a time. Returns the error, having checked the file.
-int write_in_two(int64_t header_said, int64_t said, uint64_t most) {
+// Writes a header and a payload by one call each, which return `header_result` and `call_result`;
+// writes the rest with at most `most` bytes per call. Checks the file, and returns the error.
+int write_in_two(int64_t header_result, int64_t call_result, uint64_t most) {
     constexpr uint64_t kHeader = kPage, kPayload = 2 * kPage;
     Operation write;
     write.kind = Kind::kWrite;
@@ -124,11 +126,11 @@ int write_in_two(int64_t header_said, int64_t said, uint64_t most) {
     const auto put = [&](uint64_t at, const void* from, int64_t nbytes) {
         if (nbytes > 0) std::memcpy(&file[at], from, static_cast<size_t>(nbytes));
     };
-    put(0, write.own.data(), header_said);
-    put(kHeader, write.payload, said);
-    write.header_said = header_said;
-    write.said = said;
-    bool over = write.advance(write.both());
+    put(0, write.own.data(), header_result);
+    put(kHeader, write.payload, call_result);
+    write.header_result = header_result;
+    write.call_result = call_result;
+    bool over = write.advance(write.combined_result());
     while (!over) {
         const int parts = write.rest(most);
         uint64_t at = write.from(), moved = 0;
@@ -140,7 +142,7 @@ int write_in_two(int64_t header_said, int64_t said, uint64_t most) {
     }
     if (write.error == 0 && file != source) {
         std::fprintf(stderr, "another file after %lld and %lld bytes\n",
-                     static_cast<long long>(header_said), static_cast<long long>(said));
+                     static_cast<long long>(header_result), static_cast<long long>(call_result));
         std::abort();
     }
     return write.error;
@@ -156,7 +158,7 @@ void write_all_pairs() {
     for (const int64_t first : header) {
         for (const int64_t second : payload) {
             for (const uint64_t most : {kPage, 3 * kPage}) {
-                // The write may go on or fail where nothing of the header was written.
+                // The write may continue or fail if nothing of the header was written.
                 const int error = write_in_two(first, second, most);
                 const bool fails = first < 0 || second < 0;
                 if (fails ? error != EIO : first != 0 && error != 0) {

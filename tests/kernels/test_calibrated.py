@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtier_kernels as kernels
-from kvtier.codec.profile import inverses, steps
-from kvtier_kernels.reference import lossy
-from kvtier_kernels.reference.lossy import DamagedError, Quantizer, Rope, Shape
+from kvtier_daemon.codec.profile import inverses, steps
+from models.kernels import lossy
+from models.kernels.lossy import DamagedError, Quantizer, Rope, Shape
 
 ECSQ, CACHEGEN = 7, 8
 CODECS = [ECSQ, CACHEGEN]
@@ -528,7 +528,7 @@ def test_calibrations_and_calls_that_do_not_fit_are_refused() -> None:
     wrong: list[tuple[dict[str, object], str]] = [
         ({"codec": 6}, "codec"), ({"codec": 9}, "codec"), ({"group": 0}, "group"), ({"group": 257}, "group"),
         ({"heads": 0}, "heads"), ({"heads": 1025}, "heads"), ({"dim": 4097}, "channels"),
-        ({"exact": 64}, "channels"), ({"dim": 31}, "rotated"), ({"exact": 33}, "rotated"),
+        ({"exact": 64}, "channels"), ({"dim": 31}, "rotate"), ({"exact": 33}, "rotate"),
         ({"rope": 1}, "rope"), ({"rope": -2}, "rope"), ({"heads": 3}, "steps"),
         ({"means": bytes(8)}, "means"), ({"means": part.means + b"x"}, "means"),
         ({"means": b"\0\0\xc0\x7f" * 128}, "mean"),
@@ -553,7 +553,7 @@ def test_calibrations_and_calls_that_do_not_fit_are_refused() -> None:
         kernels.encode_calibrated(native, 0, data, [(0, len(data))], False, 0, bytearray(9))
     with pytest.raises(ValueError, match="codec"):
         kernels.decode_calibrated(native, 0, data, [(0, CACHEGEN, 0, 9, 9)], False, bytearray(9))
-    with pytest.raises(ValueError, match="smaller"):
+    with pytest.raises(ValueError, match="too small"):
         kernels.decode_calibrated(native, 0, data, [(0, ECSQ, 0, 9, 10)], False, bytearray(9))
     assert (
         kernels.decode_calibrated(native, 0, data, [(0, 0, 4090, 9, 9)], False, bytearray(9)) == 0

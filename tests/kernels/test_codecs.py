@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
-from kvtier_kernels import reference
-from kvtier_kernels.reference.codec import FIX4, FORMS, R32, RAW, frequencies
+from models import kernels as reference
+from models.kernels.codec import FIX4, FORMS, R32, RAW, frequencies
 
 CODECS = [FIX4, R32]
 ELEMENTS = range(5)
@@ -357,7 +357,7 @@ def test_calls_that_do_not_fit_are_refused():
         kernels.encode_parts(FIX4, 0, b"four", [5], bytearray(9))
     with pytest.raises(ValueError, match="bound"):
         kernels.encode_parts(FIX4, 0, b"four", [4], bytearray(3))
-    with pytest.raises(ValueError, match="smaller"):
+    with pytest.raises(ValueError, match="too small"):
         kernels.decode_parts(0, b"four", [(RAW, 0, 4, 4)], bytearray(3))
     with pytest.raises(ValueError, match="codec"):
         kernels.decode_parts(0, b"four", [(10, 0, 4, 4)], bytearray(4))

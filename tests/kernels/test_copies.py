@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 import kvtier_kernels as kernels
-from kvtier_kernels import reference
+from models import kernels as reference
 
 MIB = 1 << 20
 SIZES = [*range(70), 127, 239, 240, 241, 255, 256, 1023, 1024, 1025, 4095, 4096, 4097, 9999]
@@ -210,7 +210,7 @@ def test_copies_check_everything_before_a_byte_moves(make_mapping, packed):
     refuse(ValueError, "reserved", b"\0\0\0\0\1" + good[5:])
     refuse(ValueError, "2 buffers for 1", good, 2)
     sources = kernels.Buffers([block], 0, 1, 4096)
-    with pytest.raises(ValueError, match="for reading only"):
+    with pytest.raises(ValueError, match="read-only"):
         kernels.copy_out([mapping], good, sources)
     with pytest.raises(TypeError, match="mappings"):
         kernels.copy_in([b"not a mapping"], good, sources)
@@ -229,7 +229,7 @@ def test_buffers_of_the_wrong_size_or_kind_are_refused():
     refuse(ValueError, "source 1: 4095 bytes, not 4096", [block, block[1:]], 2)
     refuse(ValueError, "sources: 4095 bytes, not 4096", block[1:])
     refuse(ValueError, "sources: 4096 bytes, not 0", block, 0)
-    refuse(ValueError, "more bytes than there can be", block, 2, 2**64 - 1)
+    refuse(ValueError, "too many bytes", block, 2, 2**64 - 1)
     refuse(ValueError, "target 0", [block], writable=True)
     refuse(
         ValueError, "targets: 4096 bytes, not 8192", bytearray(4096), 2, writable=True, exact=False
@@ -317,7 +317,7 @@ def test_copies_that_step_back_do_so_in_threads_of_their_own(make_mapping, packe
 
     copying = threading.Thread(target=copy)
     copying.start()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60
     while (most := nice_values().count(7)) < 2 and time.monotonic() < deadline:
         pass
     ended.set()

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
-from cuda_codecs import Calibration, DeviceCodecs
-from fake_cuda import FakeCuda
 from kvtier_kernels.cuda import CudaError, codecs
 from kvtier_kernels.cuda.codecs import (
     CACHEGEN,
@@ -29,6 +27,8 @@ from kvtier_kernels.cuda.codecs import (
     RAW,
     RAW_PART,
 )
+from support.cuda_codecs import Calibration, DeviceCodecs
+from support.fake_cuda import FakeCuda
 
 BF16 = 0
 TOKENS, HEADS, DIM = 20, 2, 32
@@ -162,10 +162,10 @@ def raw_rows(*rows: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize(
     ("parts", "payloads", "text"),
-    [(raw_rows((4097, 64, 0, -1)), [(0, 64)], "no multiple of 2 bytes"),
-     (raw_rows((4096, 1 << 31, 0, -1)), [(0, 1 << 31)], "more than 2147483647"),
-     (raw_rows((4096, 64, 0, -1)), [(0, 63)], "less room"),
-     (raw_rows((4096, 64, 1, -1)), [(0, 64)], "of none of them"),
+    [(raw_rows((4097, 64, 0, -1)), [(0, 64)], "not aligned to elements of 2 bytes"),
+     (raw_rows((4096, 1 << 31, 0, -1)), [(0, 1 << 31)], "at most 2147483647"),
+     (raw_rows((4096, 64, 0, -1)), [(0, 63)], "too little room"),
+     (raw_rows((4096, 64, 1, -1)), [(0, 64)], "with an unknown payload"),
      (raw_rows((4096, 64, 1, -1), (4096, 64, 0, -1)), [(0, 64)] * 2, "not in the order")],
 )  # fmt: skip
 def test_what_can_not_be_encoded_is_refused_before_anything_is_told(
@@ -181,7 +181,7 @@ def test_parts_of_another_codec_or_calibration_are_refused(device_codecs: Device
     device = device_codecs
     by = device._device(calibration_of(ECSQ))
     parts = np.array([(FIX4, -1, 4096, 64, 4096, 64)], ENCODED_PART)
-    with pytest.raises(ValueError, match="others than 2"):
+    with pytest.raises(ValueError, match="another codec than 2"):
         device.coder.decode(R32, BF16, parts, device.stream)
     with pytest.raises(ValueError, match="calibration for 7"):
         device.coder.decode(FIX4, BF16, parts, device.stream, by)
@@ -196,7 +196,7 @@ def test_a_text_that_does_not_compile_says_so_and_leaves_nothing_under_way(
     device_codecs: DeviceCodecs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(text: str, architecture: str) -> bytes:
-        raise CudaError("no NVRTC: install nvidia-cuda-nvrtc")
+        raise CudaError("NVRTC is not installed: install nvidia-cuda-nvrtc")
 
     monkeypatch.setattr(codecs, "compile_kernel", refused)
     parts = np.array([(Q8, -1, 4096, 64, 4096, 64)], ENCODED_PART)

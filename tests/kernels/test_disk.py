@@ -20,11 +20,11 @@ import pytest
 import xxhash
 
 import kvtier_kernels as kernels
-from kvtier.codec import framing
-from kvtier.codec.frame import RAW, Entry, Template, seal, stamp
-from kvtier.codec.known import BY_NAME
-from kvtier_kernels import reference
-from kvtier_kernels.reference.disk import DIGEST, URGENT
+from kvtier_daemon.codec import framing
+from kvtier_daemon.codec.frame import RAW, Entry, Template, seal, stamp
+from kvtier_daemon.codec.table import BY_NAME
+from models import kernels as reference
+from models.kernels.disk import DIGEST, URGENT
 
 PAGE = 4096
 MIB = 1 << 20
@@ -245,6 +245,7 @@ def run_python(code):
         text=True,
         timeout=120,
         cwd=os.path.dirname(__file__),
+        env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -868,7 +869,7 @@ def test_extents_are_registered_while_operations_go_on(tmp_path, threads):
 SMALL_MEMLOCK = """
 import os, resource, sys, time
 import kvtier_kernels
-from kvtier_kernels.reference import OPERATION
+from models.kernels import OPERATION
 fd = os.open(sys.executable, os.O_RDONLY)
 if os.getuid() == 0:
     os.setresgid(65534, 65534, 65534)

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 import kvtier_kernels as kernels
-from kvtier_kernels import reference
+from models import kernels as reference
 
 DATA = random.Random(1).randbytes(1 << 20)
 AROUND_PAGES = [n + d for n in (2048, 3072, 4096, 8192, 65536) for d in (-65, -1, 0, 1, 63, 64, 65)]
@@ -201,7 +201,7 @@ def test_chain_hashes_and_chain_keys_never_meet():
 
 
 def test_force_refuses_what_is_not_there():
-    with pytest.raises(ValueError, match="no kind"):
+    with pytest.raises(ValueError, match="unknown kind"):
         kernels.force("sorting", "auto")
     with pytest.raises(ValueError, match="no implementation"):
         kernels.force("copy", "quantum")

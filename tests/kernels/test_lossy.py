@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.codec.profile import inverses, steps
-from kvtier_kernels.reference import lossy
-from kvtier_kernels.reference.lossy import DamagedError, Floats, Quantizer, Rope, Shape
+from kvtier_daemon.codec.profile import inverses, steps
+from models.kernels import lossy
+from models.kernels.lossy import DamagedError, Floats, Quantizer, Rope, Shape
 
 BF16, FP16, FP32 = range(3)
 ELEMENTS = [BF16, FP16, FP32]

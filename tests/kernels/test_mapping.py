@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvtier_kernels as kernels
-from kvtier_kernels import reference
+from models import kernels as reference
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 import pytest
 
 from kvtier_kernels import Notes
-from kvtier_kernels.reference import Notes as Twin
+from models.kernels import Notes as Twin
 
 
 def key(number: int) -> bytes:

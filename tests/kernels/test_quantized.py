@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 import kvtier_kernels as kernels
-from kvtier_kernels import reference
-from kvtier_kernels.reference.quantized import BITS, E4M3, FP8, Q2, Q4, Q8, WIDTHS, Grid
+from models import kernels as reference
+from models.kernels.quantized import BITS, E4M3, FP8, Q2, Q4, Q8, WIDTHS, Grid
 
 BF16, FP16, FP32 = ELEMENTS = range(3)
 Floats = npt.NDArray[np.float32]

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.policy.base import NATIVE, make
-from kvtier.policy.lru import LruModel
-from kvtier_kernels import Lru, Optimum, Replay, Trace
-from kvtier_kernels.reference import replay as reference
+from kvtier_daemon.catalog.policy import NAMED, make
+from kvtier_kernels import Optimum, Replay, Trace
+from models.kernels import replay as reference
+from models.policies.lru import LruModel
+from models.policies.native import Lru
 
 Requests = list[list[int]]
 
@@ -66,7 +67,7 @@ def test_an_lru_of_whole_requests_hits_as_much(requests: Requests, blocks: int) 
     assert played(Replay(trace(requests), Lru(), blocks)) == want
 
 
-@pytest.mark.parametrize("name", sorted(NATIVE))
+@pytest.mark.parametrize("name", sorted(NAMED))
 @settings(deadline=None)
 @given(requests=chains(40, 8), blocks=st.integers(1, 30))
 def test_every_policy_replays_as_its_twin_and_below_the_optimum(
@@ -121,5 +122,5 @@ def test_a_trace_that_does_not_fit_together_is_refused(
 def test_a_policy_that_knows_blocks_already_is_refused() -> None:
     policy = make("lru")
     policy.added(bytes(4), bytes(8), b"\xff" * 4)
-    with pytest.raises(ValueError, match="begins with an empty policy"):
+    with pytest.raises(ValueError, match="needs an empty policy"):
         Replay(trace([[1]]), policy, 1)

@@ -5,8 +5,20 @@ import struct
 import pytest
 
 from kvtier_kernels import Store, lifecycle
-from kvtier_kernels.reference.store import Store as Twin
-from stores import FULL, PAGE, STATE, WINDOW, generation, key, keys, open_arena, pack, save, unpack
+from models.kernels.store import Store as Twin
+from support.stores import (
+    FULL,
+    PAGE,
+    STATE,
+    WINDOW,
+    generation,
+    key,
+    keys,
+    open_arena,
+    pack,
+    save,
+    unpack,
+)
 
 MIB = 1 << 20
 
@@ -539,7 +551,7 @@ def test_bad_arguments_raise_and_change_nothing(store):
 
 
 def test_the_native_state_table_is_the_one_in_lifecycle():
-    from kvtier.lifecycle import NEXT
+    from models.lifecycle import NEXT
 
     assert lifecycle() == {(s.value, event): to.value for (s, event), to in NEXT.items()}
 

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from kvtier_kernels import Lru, Store
-from kvtier_kernels.reference.store import Store as Twin
+from kvtier_kernels import Store
+from models.kernels.store import Store as Twin
+from models.policies.native import Lru
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MIXES = [

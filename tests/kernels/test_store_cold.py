@@ -9,8 +9,20 @@ import time
 import pytest
 
 from kvtier_kernels import Store
-from kvtier_kernels.reference.store import Store as Twin
-from stores import FULL, PAGE, STATE, WINDOW, generation, key, keys, open_arena, pack, save, unpack
+from models.kernels.store import Store as Twin
+from support.stores import (
+    FULL,
+    PAGE,
+    STATE,
+    WINDOW,
+    generation,
+    key,
+    keys,
+    open_arena,
+    pack,
+    save,
+    unpack,
+)
 
 FRAME = struct.Struct("<IIIBBBB")
 ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import Group, KvSpec, SpecError
 from kvtier.layout import space_id
-from specs import changed_value
+from support.specs import changed_value
 
 SPEC = KvSpec.groups(
     [

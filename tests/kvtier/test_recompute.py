@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvtier.planning import Recompute, predict
+from kvtier.recompute import Recompute, predict
 
 A, B = 2e-5, 3e-9
 

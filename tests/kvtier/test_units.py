@@ -53,7 +53,7 @@ def test_what_is_no_amount_of_bytes_is_refused(text):
 
 @pytest.mark.parametrize("number", [-1, True, BYTES_MAX + 1])
 def test_a_number_that_is_no_amount_is_refused(number):
-    with pytest.raises(ValueError, match="no amount of bytes"):
+    with pytest.raises(ValueError, match="not an amount of bytes"):
         parse_bytes(number)
 
 
@@ -115,7 +115,7 @@ def test_a_share_is_a_percentage_of_the_whole_or_an_amount(share, whole, amount)
 
 @pytest.mark.parametrize("share", ["0%", "101%", "-5%", "%", "40%%", "4 0%", "1e1%"])
 def test_a_percentage_outside_the_whole_is_refused(share):
-    with pytest.raises(ValueError, match="no share"):
+    with pytest.raises(ValueError, match="not a share"):
         parse_share(share, 1000)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,13 +62,13 @@ def test_framer_yields_what_came_before_a_bad_length() -> None:
 
 
 def test_messages_are_plain_msgpack_arrays() -> None:
-    (body,) = bodies(wire.encode(wire.Match(7, 3, b"k" * 32)))
+    (body,) = bodies(wire.encode(wire.MatchPrefix(7, 3, b"k" * 32)))
     assert msgpack.unpackb(body) == [3, 7, 3, b"k" * 32, 0, 0, 0]
 
 
 EXAMPLES = [
     wire.Hello(1, b"s" * 32, "me"),
-    wire.Match(2, 0, b""),
+    wire.MatchPrefix(2, 0, b""),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1]),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30),
     wire.Load(3, 1, b"k" * 64, 500, [0, 1], 17, 2000, 30, 50, 1, False),
@@ -116,7 +117,7 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
 
 def test_a_message_too_long_to_send_is_refused_by_its_sender() -> None:
     with pytest.raises(ProtocolError):
-        wire.encode(wire.Match(1, 0, bytes(wire.LIMIT_FRAME_BYTES)))
+        wire.encode(wire.MatchPrefix(1, 0, bytes(wire.LIMIT_FRAME_BYTES)))
 
 
 def test_limits_leave_room_for_the_largest_messages() -> None:
@@ -133,7 +134,7 @@ def test_schema_digest_sees_a_changed_field(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(wire, "LIMIT_KEYS", 1)
     assert wire.schema_digest() != before
     monkeypatch.undo()
-    monkeypatch.setitem(wire.Match.__annotations__, "space", "str")
+    monkeypatch.setitem(wire.MatchPrefix.__annotations__, "space", "str")
     assert wire.schema_digest() != before
 
 
@@ -142,3 +143,31 @@ def test_garbage_never_raises_anything_but_protocol_errors(body: bytes) -> None:
     for decode in (wire.decode_request, wire.decode_reply):
         with contextlib.suppress(ProtocolError):
             decode(body)
+
+
+@pytest.mark.parametrize("kind", sorted(wire._PLAIN, key=lambda kind: kind.__name__))
+def test_a_plain_request_can_be_decoded_and_one_of_another_type_is_not_plain(
+    kind: type[wire.Message],
+) -> None:
+    most = {int: (1 << 64) - 1, float: float("inf"), bool: True, str: "\0é", bytes: bytes(70_000)}
+    types = wire._PLAIN[kind]
+    sent = kind(*(most[each] for each in types))
+    assert wire.is_plain(sent)
+    body = msgspec.msgpack.encode(sent)
+    decoded = msgspec.structs.astuple(wire.decode_request(body))
+    assert decoded == msgspec.structs.astuple(sent)
+    for at in range(len(types)):
+        fields = list(msgspec.structs.astuple(sent))
+        fields[at] = True if types[at] is int else None
+        assert not wire.is_plain(kind(*fields))
+
+
+def test_a_frame_made_in_a_buffer_is_the_same_whatever_the_buffer_had() -> None:
+    frame = bytearray(wire.LENGTH.size)
+    for nbytes in (0, 32, 32 * 1024, 64, 1 << 20):
+        sent = wire.MatchPrefix(7, 1, bytes(nbytes))
+        wire.encode_into(sent, frame)
+        assert frame == wire.encode(sent)
+    for large in (wire.MatchPrefix(7, 1, bytes(5 << 20)), wire.Tier(7, "warm" * (1 << 15))):
+        with pytest.raises(ProtocolError, match="at most"):
+            wire.encode_into(large, frame)

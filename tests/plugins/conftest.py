@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from fake_engine import FakeEngine
+from support.daemons import Daemon
+from support.fake_engine import FakeEngine
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from device_engine import DeviceEngine
-from fake_cuda import FakeCuda, soon
-from fake_engine import BLOCK, FakeRequest, layout_of, spec_for
 from kvtier.client import Lease
-from kvtier_kernels.cuda import Pins, blocks
+from kvtier_kernels.cuda import ExtentPins, blocks
 from kvtier_vllm.device import open_device
 from kvtier_vllm.layout import Pages
-from kvtier_vllm.messages import Load, Read, Save, Write
+from kvtier_vllm.messages import LoadOrder, ReadOrder, Save, WriteOrder
 from kvtier_vllm.options import Options, Unsupported
+from support.daemons import Daemon
+from support.device_engine import DeviceEngine
+from support.fake_cuda import FakeCuda, soon
+from support.fake_engine import BLOCK, FakeRequest, layout_of, spec_for
 
 PROMPT = range(8 * BLOCK + 3)
 OTHER = range(500, 500 + 8 * BLOCK + 3)
@@ -148,7 +148,7 @@ def test_pages_of_a_copy_that_has_begun_are_not_given_away(
     step.start()
     assert not over.wait(0.1), "computed into pages that were being saved"
     fake_cuda.hold(False)
-    assert over.wait(10)
+    assert over.wait(60)
     step.join()
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     assert engine.scheduler.counts["drop:overwritten"] == 0
@@ -164,7 +164,7 @@ def test_a_copy_that_has_not_begun_is_called_off(
     engine = engine_of(daemon, pages=10)
     engine.serve(range(1000, 1000 + BLOCK))
     held = threading.Event()
-    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
     engine.finish(engine.run(engine.add(PROMPT)))
     second = engine.run(engine.add(OTHER))
     held.set()
@@ -184,7 +184,7 @@ def test_a_slot_that_is_given_away_under_a_copy_fails_the_load(
     request = engine.add([*PROMPT, *range(40)])
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    lease = engine.scheduler._prompts[request.request_id].lease
+    lease = engine.scheduler._prompts[request.request_id].lookup.lease
     keys = engine.scheduler._prompts[request.request_id].keys
     assert isinstance(lease, Lease) and keys is not None
     lease.release()
@@ -197,7 +197,7 @@ def test_a_slot_that_is_given_away_under_a_copy_fails_the_load(
         assert space.forget(keys[:8]) == 8
         space.save(space.keys(list(range(100 * BLOCK))), bytes(100 * space.block_bytes))
     fake_cuda.hold(False)
-    running.join(10)
+    running.join(60)
     assert engine.scheduler.counts["load_failed:stale"] == 1
     if load == "async":
         assert request.failed and not engine.wrong_pages(request)
@@ -222,10 +222,10 @@ def test_a_step_does_not_wait_for_a_load_that_it_needs(
     request = engine.add(PROMPT)
     running = threading.Thread(target=engine.run, args=(request,))
     running.start()
-    assert told.wait(10)
+    assert told.wait(60)
     soon(lambda: fake_cuda.held == 1)
     fake_cuda.hold(False)
-    running.join(10)
+    running.join(60)
     assert request.cached == 8 * BLOCK and not engine.early and not engine.wrong_pages(request)
 
 
@@ -236,14 +236,14 @@ def test_a_device_that_fails_costs_what_was_asked_of_it(
     engine = engine_of(daemon, load=load)
     engine.serve(PROMPT)
     (worker,) = engine.workers
-    assert worker._device is not None
-    lane = worker._device._lanes["now" if load == "sync" else "load"]
+    assert worker.state.device is not None
+    lane = worker.state.device._lanes["now" if load == "sync" else "load"]
     lane.move = lambda *_: (_ for _ in ()).throw(blocks.CudaError("no"))  # type: ignore[method-assign]
     request = engine.run(engine.add(PROMPT))
     assert engine.scheduler.counts["load_failed:error"] == 1
     assert request.failed or engine.bad_pages
     engine.finish(request)
-    lane = worker._device._lanes["save"]
+    lane = worker.state.device._lanes["save"]
     lane.move = lambda *_: (_ for _ in ()).throw(blocks.CudaError("no"))  # type: ignore[method-assign]
     engine.finish(engine.run(engine.add(OTHER)))
     engine.settle()
@@ -256,14 +256,16 @@ def test_a_device_that_breaks_does_not_break_a_step(
     engine = engine_of(daemon)
     engine.serve(PROMPT)
     (worker,) = engine.workers
-    (run,) = worker._readers
+    (run,) = worker.mappings.readers
     keys = engine.writes[0].keys
     fake_cuda.library.fake_break()
-    loads = [Load(7 + now, "r", run, bool(now), [[Read(0, [1], bytes(24))]]) for now in (0, 1)]
-    worker.start_loads(loads)
-    worker.start_saves([Save(9, [Write(0, [1], bytes(len(keys) // 8), b"")])])
-    assert worker.bad_blocks() == {1}
-    soon(lambda: "r" in worker._failed and worker._report.saves.get(9) == 1)
+    loads = [
+        LoadOrder(7 + now, "r", run, bool(now), [[ReadOrder(0, [1], bytes(24))]]) for now in (0, 1)
+    ]
+    worker.loads.start(loads)
+    worker.start_saves([Save(9, [WriteOrder(0, [1], bytes(len(keys) // 8), b"")])])
+    assert worker.loads.bad_blocks() == {1}
+    soon(lambda: "r" in worker.loads._failed and worker.state.report.saves.get(9) == 1)
     report = worker.report()
     assert (report.loads[7], report.loads[8]) == (1, 1)
     assert report.counts["load_failed:error"] == 2
@@ -289,8 +291,8 @@ def test_a_daemon_that_comes_back_is_registered_anew(
     engine.settle()
 
 
-def pins_of(engine: DeviceEngine) -> Pins:
-    device = engine.workers[0]._device
+def pins_of(engine: DeviceEngine) -> ExtentPins:
+    device = engine.workers[0].state.device
     assert device is not None
     return device._copier.pins
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeRequest, spec_for
-from kvtier_vllm import ear, questions
+from kvtier_vllm import daemon as plugin_daemon
+from kvtier_vllm import lookups
 from kvtier_vllm.forecast import Forecast
-from kvtier_vllm.prompt import Question, Wait
-from kvtier_vllm.room import Room
+from kvtier_vllm.lookups import EngineLimits
+from kvtier_vllm.prompt import LookupQuery, Wait
+from support.daemons import Daemon
+from support.fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeRequest, spec_for
 
 BLOCKS = 8
 PROMPT = range(BLOCKS * BLOCK + 3)
@@ -35,7 +36,7 @@ def daemon(daemon_of: Callable[..., Daemon], tmp_path: Path) -> Daemon:
 @pytest.fixture
 def engine(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """One whose prompt is on disk alone, and for which reading is always sooner than computing."""
-    monkeypatch.setattr(ear, "STEP_S", 1.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 1.0)
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     engine = engine_of(daemon, patience_ms=20_000)
@@ -112,15 +113,15 @@ def test_the_engines_own_blocks_are_looked_up_once_where_all_is_in_memory(
     request = engine.add(PROMPT)
     prompt = engine.scheduler._prompts[request.request_id]
     engine.waiting.remove(request)
-    engine.until(lambda: prompt.lease is not None)
-    assert prompt.lease is not None and prompt.lease.ready == BLOCKS
+    engine.until(lambda: prompt.lookup.lease is not None)
+    assert prompt.lookup.lease is not None and prompt.lookup.lease.ready == BLOCKS
     for _ in range(5):
         engine.step()
     assert len(looks) == 1
 
 
 def enter(engine: FakeEngine, cache: Any, **limits: Any) -> None:
-    engine.scheduler.enter(Room(cache, [BLOCK], **limits))
+    engine.scheduler.set_limits(EngineLimits(cache, [BLOCK], **limits))
 
 
 # --- how long a request is held back ---------------------------------------------------------
@@ -130,7 +131,7 @@ def held(engine: FakeEngine, request: FakeRequest, after_s: float) -> bool:
     """Whether the scheduler is told to ask again later, where it first asked so long ago."""
     side = engine.scheduler
     prompt, now = side._prompts[request.request_id], side._clock()
-    prompt.wait.since = now - after_s
+    prompt.lookup.wait.since = now - after_s
     return side.matched(request, 0)[0] is None
 
 
@@ -141,16 +142,20 @@ def on_its_way(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeReque
     request = engine.add(PROMPT)
     prompt = side._prompts[request.request_id]
     engine.waiting.remove(request)
-    engine.until(lambda: not prompt.ticket and prompt.lease is not None)
-    assert prompt.lease is not None and prompt.lease.ready == 3 and prompt.lease.coming == 5
-    prompt.lease.eta_ms, prompt.answered = 5000.0, Question(bring=True)
+    engine.until(lambda: not prompt.lookup.ticket and prompt.lookup.lease is not None)
+    assert (
+        prompt.lookup.lease is not None
+        and prompt.lookup.lease.ready == 3
+        and prompt.lookup.lease.coming == 5
+    )
+    prompt.lookup.lease.eta_ms, prompt.lookup.answered = 5000.0, LookupQuery(read_disk=True)
     return request
 
 
 @pytest.fixture
 def patient(daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """One that waits for 10 s at most, and whose prompt is on disk alone."""
-    monkeypatch.setattr(ear, "STEP_S", 1.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 1.0)
     monkeypatch.setattr(Forecast, "recompute_s", lambda *_: float("inf"))
     monkeypatch.setattr(Forecast, "prefill", (0.0, 0.0))
     monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 0.0)
@@ -179,7 +184,7 @@ def test_a_request_is_not_held_back_where_the_next_step_ends_after_its_patience(
     monkeypatch.setattr(Forecast, "longest_step_s", lambda _: 2.0)
     assert held(patient, request, 7.0)
     side = patient.scheduler
-    side._prompts[request.request_id].wait.since = side._clock() - 9.0
+    side._prompts[request.request_id].lookup.wait.since = side._clock() - 9.0
     assert side.matched(request, 0)[0] == 3 * BLOCK
 
 
@@ -193,11 +198,13 @@ def test_a_request_is_not_held_back_where_another_would_take_its_place(
     other = patient.add(range(5000, 5000 + 20 * BLOCK))
     patient.waiting.remove(other)
     few = {"blocks": Cache(0, free_blocks=10), "seats": Cache(0), "tokens": Cache(0)}[limit]
-    limits = {"blocks": {}, "seats": {"seats": 1}, "tokens": {"step_tokens": 4 * BLOCK}}[limit]
+    limits = {"blocks": {}, "seats": {"most_requests": 1}, "tokens": {"step_tokens": 4 * BLOCK}}[
+        limit
+    ]
     enter(patient, Cache(0))
     assert held(patient, request, 0.0)
     enter(patient, few, **limits)
-    patient.scheduler._queue.next_step()
+    patient.scheduler._decisions.queue.next_step()
     assert not held(patient, request, 0.0)
 
 
@@ -206,12 +213,12 @@ def test_what_was_not_asked_for_yet_is_answered_at_once_where_there_is_no_time_t
 ) -> None:
     """The engine has lost what it had when the request was queued: what the daemon has in memory is loaded
     without another step."""
-    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)
     patient.serve(range(3 * BLOCK + 1))
-    enter(patient, Cache(5 * BLOCK), seats=0)
+    enter(patient, Cache(5 * BLOCK), most_requests=0)
     request, _ = patient.add(PROMPT), patient.add(range(5000, 5000 + BLOCK))
     side = patient.scheduler
-    assert side._prompts[request.request_id].covers == 5
+    assert side._prompts[request.request_id].lookup.lease_first == 5
     assert side.matched(request, 0)[0] == 3 * BLOCK
 
 
@@ -219,12 +226,12 @@ def test_what_a_request_is_held_back_for_is_told_apart() -> None:
     wait = Wait()
     assert wait.begin(10.0) == 10.0
     wait.hold("answer", 10.0)
-    wait.came("answer", 10.25)
+    wait.arrived("answer", 10.25)
     wait.begin(11.0)
     wait.hold("disk", 11.0)
     wait.begin(12.0)
     wait.hold("disk", 12.0)
-    wait.came("disk", 12.5)
+    wait.arrived("disk", 12.5)
     wait.begin(13.0)
     assert wait.end(13.0) == 3.0
     assert wait.parts == {"answer": 0.25, "disk": 1.5, "scheduler": 1.25}
@@ -235,21 +242,21 @@ def test_what_has_come_since_the_last_answer_is_loaded_where_there_is_no_time_to
     daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that were read from disk for a request are not computed."""
-    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)
     enter(patient, Cache(0))
     request = patient.add(PROMPT)  # the first in the queue: its blocks are read
     prompt = patient.scheduler._prompts[request.request_id]
-    assert prompt.lease is not None and prompt.lease.coming == BLOCKS
+    assert prompt.lookup.lease is not None and prompt.lookup.lease.coming == BLOCKS
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["read"] == BLOCKS)
     patient.add(range(5000, 5000 + BLOCK))
-    enter(patient, Cache(0), seats=0)
+    enter(patient, Cache(0), most_requests=0)
     assert patient.scheduler.matched(request, 0)[0] == BLOCKS * BLOCK
 
 
 def test_what_the_engine_loses_while_a_request_is_queued_is_read_before_it_is_asked_for(
     daemon: Daemon, patient: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(questions, "LONGER_S", 10.0)
+    monkeypatch.setattr(lookups, "LAST_WAIT_S", 10.0)
     cache = Cache(5 * BLOCK)
     enter(patient, cache)
     request = patient.add(PROMPT)
@@ -258,7 +265,11 @@ def test_what_the_engine_loses_while_a_request_is_queued_is_read_before_it_is_as
     cache.tokens = 2 * BLOCK
     prompt = patient.scheduler._prompts[request.request_id]
     patient.until(
-        lambda: prompt.covers == 2 and prompt.lease is not None and not prompt.lease.coming
+        lambda: (
+            prompt.lookup.lease_first == 2
+            and prompt.lookup.lease is not None
+            and not prompt.lookup.lease.coming
+        )
     )
     assert blocks_read(daemon) == 6
     assert patient.scheduler.matched(request, 2 * BLOCK)[0] == 6 * BLOCK

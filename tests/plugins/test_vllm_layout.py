@@ -14,15 +14,21 @@ import numpy as np
 import pytest
 
 from kvtier import KvSpec
-from kvtier.codec.arranged import order_of
-from kvtier.codec.losses import Loss, Losses
 from kvtier.layout import space_id
+from kvtier_daemon.codec.arranged import order_of
+from kvtier_daemon.codec.losses import Loss, Losses
 from kvtier_kernels import reorder_pages
-from kvtier_vllm.identity import Adapters, folder_digest, weights_identity
-from kvtier_vllm.layout import check_hashes, describe, read_layout
+from kvtier_vllm.identity import Adapters, describe, folder_digest, weights_identity
+from kvtier_vllm.layout import (
+    BY_STRIDES,
+    LATENTS,
+    backends_of,
+    check_hashes,
+    page_order,
+    read_layout,
+)
 from kvtier_vllm.options import Options, Unsupported
-from kvtier_vllm.order import BY_STRIDES, LATENTS, backends_of, page_order
-from losses_by_twins import profile_of
+from support.losses_by_twins import profile_of
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -235,9 +241,9 @@ def test_replicated_ranks_share_a_shard() -> None:
     "specs, changes, why",
     [
         ((SimpleNamespace(block_size=16, page_size_bytes=4096),), {}, "SimpleNamespace caches"),
-        ((state(mamba_cache_mode="none"),), {}, "where the engine caches prefixes"),
+        ((state(mamba_cache_mode="none"),), {}, "the engine's prefix caching"),
         ((state(num_speculative_blocks=1),), {}, "speculative decoding"),
-        ((state(), full(block_size=32)), {}, "states each 16 tokens among blocks of 32"),
+        ((state(), full(block_size=32)), {}, "states every 16 tokens with blocks of 32"),
         ((full(),), {"model": {"enable_sleep_mode": True}}, "sleep mode"),
         ((full(),), {"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
         ((full(),), {"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel"),

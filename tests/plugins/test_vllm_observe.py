@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from fake_engine import BLOCK, LAYERS, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
 from kvtier import Keys, wire
 from kvtier.client import Lease
 from kvtier_vllm import events as plugin_events
@@ -22,9 +21,26 @@ from kvtier_vllm import stats as plugin_stats
 from kvtier_vllm import timeline as plugin_timeline
 from kvtier_vllm.events import Removed, Stored
 from kvtier_vllm.forecast import Forecast
-from kvtier_vllm.stats import COUNTERS, Stats, added
+from kvtier_vllm.options import LIMIT_PIN_S, RequestOptions, read_request_options
+from kvtier_vllm.stats import (
+    COUNTERS,
+    LIMIT_ADAPTERS,
+    LIMIT_KNOWN_ADAPTERS,
+    Busiest,
+    PluginStats,
+    added,
+)
 from kvtier_vllm.timeline import Timelines
-from kvtier_vllm.wishes import LIMIT_PIN_S, Wishes, read_wishes
+from support.daemons import Daemon
+from support.fake_engine import (
+    BLOCK,
+    LAYERS,
+    PAGE_BYTES,
+    FakeEngine,
+    FakeRequest,
+    layout_of,
+    spec_for,
+)
 
 PROMPT = range(8 * BLOCK + 3)
 BYTES = LAYERS * PAGE_BYTES
@@ -99,7 +115,7 @@ def test_a_load_that_fails_is_no_hit(warm: Daemon, engine_of: EngineOf) -> None:
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    lease = engine.scheduler._prompts[request.request_id].lease
+    lease = engine.scheduler._prompts[request.request_id].lookup.lease
     assert isinstance(lease, Lease)
     lease.release()
     crowd_out(warm, engine)
@@ -136,7 +152,7 @@ def test_what_the_engine_has_itself_is_no_miss(warm: Daemon, engine_of: EngineOf
     request = engine.add(PROMPT)
     engine.waiting.clear()
     prompt = engine.scheduler._prompts[request.request_id]
-    engine.until(lambda: prompt.lease is not None)
+    engine.until(lambda: prompt.lookup.lease is not None)
     assert engine.scheduler.matched(request, 8 * BLOCK) == (0, False)
     engine.scheduler.allocated(request, [list(range(1, 10))], 0)
     assert engine.scheduler.counts["miss:absent"] == missed
@@ -178,7 +194,7 @@ def test_every_count_of_a_kind_has_its_series(warm: Daemon, engine_of: EngineOf)
 
 def test_times_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin_stats, "LIMIT_TIMES", 3)
-    stats = Stats()
+    stats = PluginStats()
     for _ in range(5):
         stats.took("load_s", 1.0)
     assert stats.take() == {"counts": {}, "times": {"load_s": [1.0] * 3}}
@@ -190,6 +206,91 @@ def test_two_stats_are_one() -> None:
     both = {"counts": {"a": 3, "b": 1}, "times": {"load_s": [1.0, 2.0], "save_s": [3.0]}}
     assert added(one, other) == both
     assert added({}, one) == added(one, {}) == one
+
+
+# --- by adapter --------------------------------------------------------------------------------
+
+
+def test_what_an_adapter_loads_and_saves_is_counted_by_its_name(
+    warm: Daemon, engine_of: EngineOf, tmp_path: Path
+) -> None:
+    engine = engine_of(warm, layout_of([0, 20], ranks=2))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    lora = SimpleNamespace(lora_name="support", lora_path=str(tmp_path))
+    for request in ({"lora_request": lora}, {"lora_request": lora}, {}):
+        engine.serve(PROMPT, **request)
+    counts = engine.scheduler.stats.take()["counts"]
+    told = {name: count for name, count in counts.items() if name.startswith("adapter_")}
+    # Blocks of both groups on two ranks; of the window's, two are loaded.
+    assert told == {
+        "adapter_requests:support": 2,
+        "adapter_prompt_tokens:support": 2 * len(PROMPT),
+        "adapter_saved_blocks:support": 2 * (8 + 8),
+        "adapter_hit_tokens:support": 8 * BLOCK,
+        "adapter_loaded_blocks:support": 2 * (8 + 2),
+        "adapter_requests:none": 1,
+        "adapter_prompt_tokens:none": len(PROMPT),
+        "adapter_saved_blocks:none": 2 * (8 + 8),
+    }
+    assert engine.scheduler.stats.take() == {}, "each is told once, and no name is kept"
+
+
+def test_names_of_adapters_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_stats, "LIMIT_TIMES", 3)
+    stats = PluginStats()
+    for number in range(5):
+        for _ in range(2):
+            stats.adapted("adapter_requests", str(number), 1)
+    assert stats.take()["counts"] == {f"adapter_requests:{number}": 2 for number in range(3)}
+
+
+def test_the_busiest_adapters_have_series_of_their_own() -> None:
+    busiest = Busiest(replaces=True)
+    names = [f"a{number}" for number in range(LIMIT_ADAPTERS)]
+    for name in names:
+        assert busiest.requested(name, 10) is None
+    assert [busiest.label(name) for name in names] == names
+    assert busiest.requested("new", 21) is None and busiest.label("new") == "other"
+    assert busiest.requested("a3", 10) is None
+    replaced = busiest.requested("new", 1)
+    assert replaced in names and replaced != "a3"
+    assert busiest.label("new") == "new" and busiest.label(replaced) == "other"
+    assert busiest.requested(replaced, 11) is None, (
+        "more than twice as busy as another, or not at all"
+    )
+
+
+def test_an_adapter_that_is_no_longer_asked_for_gives_up_its_place() -> None:
+    busiest = Busiest(replaces=True)
+    for number in range(LIMIT_ADAPTERS):
+        busiest.requested(f"old{number}", 100_000)
+    rounds = 0
+    while busiest.label("new") == "other":
+        busiest.requested("new", 100)
+        rounds += 1
+    assert rounds < 1000
+
+
+def test_the_first_adapters_stay_where_series_cannot_be_removed() -> None:
+    busiest = Busiest(replaces=False)
+    for number in range(LIMIT_ADAPTERS + 1):
+        assert busiest.requested(f"a{number}", 1 + 100 * number) is None
+    assert busiest.label(f"a{LIMIT_ADAPTERS}") == "other" and busiest.label("a0") == "a0"
+
+
+@pytest.mark.parametrize("name", ["none", "other"])
+def test_an_adapter_with_a_name_that_means_something_else_takes_no_place(name: str) -> None:
+    busiest = Busiest(replaces=True)
+    busiest.requested(name, 5)
+    assert busiest.label(name) == name and not busiest._named
+
+
+def test_as_many_adapters_as_there_may_be_cost_bounded_memory() -> None:
+    busiest = Busiest(replaces=True)
+    for number in range(3 * LIMIT_KNOWN_ADAPTERS):
+        busiest.requested(f"a{number}", 1)
+    assert len(busiest._recent) <= LIMIT_KNOWN_ADAPTERS and len(busiest._named) == LIMIT_ADAPTERS
 
 
 # --- events ------------------------------------------------------------------------------------
@@ -285,7 +386,7 @@ def test_where_events_are_off_the_daemon_is_not_asked(warm: Daemon, engine_of: E
     assert engine.scheduler.take_events() == []
     session = engine.scheduler._daemon.session
     assert session is not None
-    assert wire.Watch not in session.client.link._told.values()
+    assert wire.Watch not in session.client.link._pending.values()
 
 
 def test_nothing_is_told_as_there_after_the_daemon_is_gone(
@@ -369,11 +470,11 @@ def test_a_very_long_prompt_is_pinned_when_all_of_it_has_keys(
     """Though its request is over by then."""
     engine = engine_of(warm)
     engine.serve(PROMPT)
-    monkeypatch.setattr("kvtier_vllm.naming.LIMIT_HASHES", 3)
+    monkeypatch.setattr("kvtier_vllm.identity.LIMIT_HASHES", 3)
     pinned: list[int] = []
-    plain = engine.scheduler._pins._begin
+    plain = engine.scheduler._pins._send
     monkeypatch.setattr(
-        engine.scheduler._pins, "_begin", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
+        engine.scheduler._pins, "_send", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
     )
     wishes = {"load": False, "save": False, "pin": 600}
     engine.finish(engine.run(engine.add(PROMPT, kv_transfer_params={"kvtier": wishes})))
@@ -390,12 +491,12 @@ def test_what_is_saved_of_an_old_generation_is_not_pinned(
     engine = engine_of(warm)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     pinned: list[int] = []
-    plain = engine.scheduler._pins._begin
+    plain = engine.scheduler._pins._send
     monkeypatch.setattr(
-        engine.scheduler._pins, "_begin", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
+        engine.scheduler._pins, "_send", lambda pin: (pinned.append(len(pin.keys)), plain(pin))
     )
     held, wishes = threading.Event(), {"kvtier": {"load": False, "pin": 600}}
-    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
     request = engine.run(engine.add(PROMPT, kv_transfer_params=wishes))
     assert engine.scheduler.in_flight["saves"] == engine.scheduler.in_flight["pins"] == 1
     engine.scheduler.new_generation()
@@ -417,7 +518,7 @@ def test_a_prompt_is_pinned_in_each_generation(
     side = engine.scheduler
     engine.until(lambda: side._daemon.session is not None)
     pinned: list[Keys] = []
-    monkeypatch.setattr(side._pins, "_begin", lambda pin: pinned.append(pin.keys))
+    monkeypatch.setattr(side._pins, "_send", lambda pin: pinned.append(pin.keys))
     request = engine.add(PROMPT, kv_transfer_params={"kvtier": {"load": False, "pin": 600}})
     for count in (1, 1, 2):
         if count == 2:
@@ -443,28 +544,151 @@ def test_a_pin_ends(warm: Daemon, engine_of: EngineOf, before: bool) -> None:
     "pin", [-1, True, "600", None, float("nan"), float("inf"), [1]], ids=lambda pin: repr(pin)
 )
 def test_a_pin_that_makes_no_sense_is_left_out(pin: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert read_wishes({"kvtier": {"pin": pin, "save": False}}) == Wishes(True, False, 0.0)
-    assert "seconds are meant" in caplog.text
+    assert read_request_options({"kvtier": {"pin": pin, "save": False}}) == RequestOptions(
+        True, False, 0.0
+    )
+    assert "expected seconds" in caplog.text
 
 
 def test_wishes_are_read_from_anything() -> None:
-    assert read_wishes(None) == read_wishes({}) == read_wishes({"kvtier": None}) == Wishes()
-    assert read_wishes([1]) == read_wishes({"kvtier": "x"}) == read_wishes({"p": 1}) == Wishes()
-    assert read_wishes({"kvtier": {"pin": 10**30}}).pin_s == LIMIT_PIN_S
-    assert read_wishes({"kvtier": {"load": 0}}) == Wishes(False, True, 0.0)
+    assert (
+        read_request_options(None)
+        == read_request_options({})
+        == read_request_options({"kvtier": None})
+        == RequestOptions()
+    )
+    assert (
+        read_request_options([1])
+        == read_request_options({"kvtier": "x"})
+        == read_request_options({"p": 1})
+        == RequestOptions()
+    )
+    assert read_request_options({"kvtier": {"pin": 10**30}}).pin_s == LIMIT_PIN_S
+    assert read_request_options({"kvtier": {"load": 0}}) == RequestOptions(False, True, 0.0)
 
 
 @pytest.mark.parametrize(
     "told, says",
-    [({"load": "false"}, "true or false is meant"), ({"save": None}, "true or false is meant"),
-     ({"laod": False}, "no 'laod': there are load, save, pin")],
+    [({"load": "false"}, "expected true or false"), ({"save": None}, "expected true or false"),
+     ({"laod": False}, "unknown 'laod'; known are load, save, pin")],
 )  # fmt: skip
 def test_a_wish_that_makes_no_sense_is_said_where_the_engine_logs(
     told: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert read_wishes({"kvtier": told}) == Wishes()
+    assert read_request_options({"kvtier": told}) == RequestOptions()
     (said,) = caplog.records
     assert says in said.getMessage() and said.name == "vllm.kvtier"
+
+
+# --- warm-up -----------------------------------------------------------------------------------
+
+
+def test_a_request_has_its_prompt_brought_to_memory_and_need_not_load_it(
+    daemon: Daemon, engine_of: EngineOf
+) -> None:
+    engine = engine_of(daemon)
+    engine.serve(PROMPT)
+    crowd_out(daemon, engine, on_disk=8)
+    warm: list[tuple[int | None, int | None]] = []
+    while not warm or warm[-1] != (8, 0):
+        wants = {"kvtier": {"warm": True, "load": False}}
+        request = engine.run(engine.add(PROMPT, kv_transfer_params=wants))
+        assert not request.cached
+        finished = engine.scheduler.finished(request)
+        assert finished is not None
+        told = finished["kvtier"]
+        assert told.keys() == {"warm_tokens", "cold_tokens", "memory_blocks", "coming_blocks"}
+        warm.append((told["memory_blocks"], told["coming_blocks"]))
+        engine.free = [page for pages in request.pages for page in pages if page] + engine.free
+        assert len(warm) < 500, warm
+    known = [(ready, coming) for ready, coming in warm if ready is not None]
+    assert all(ready + (coming or 0) <= 8 for ready, coming in known)
+    assert engine.serve(PROMPT).sources == (8 * BLOCK, 0)
+    assert hits(engine) == (8 * BLOCK, 0), "all of it came from memory"
+
+
+def test_the_response_of_a_request_of_one_step_says_what_the_daemon_has_answered(
+    warm: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends a request before it hands the step's reports over."""
+    engine = engine_of(warm)
+    engine.serve(PROMPT)
+    side = engine.scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(side, "reported", lambda *_: None)
+        wants = {"kvtier": {"warm": True, "pin": 600, "load": False}}
+        request = engine.run(engine.add(PROMPT, kv_transfer_params=wants))
+        session = side._daemon.session
+        assert session is not None
+        session.client.ping()  # answered after what was asked before
+        told = side.finished(request)
+    assert told == {
+        "kvtier": {
+            "warm_tokens": 0, "cold_tokens": 0, "pinned_blocks": 8,
+            "memory_blocks": 8, "coming_blocks": 0,
+        }
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("warm", [0, False, "yes", None], ids=repr)
+def test_a_request_that_does_not_ask_for_it_brings_nothing(
+    daemon: Daemon, engine_of: EngineOf, warm: Any
+) -> None:
+    engine = engine_of(daemon)
+    engine.serve(PROMPT)
+    crowd_out(daemon, engine, on_disk=8)
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"warm": warm, "load": False}})
+    with daemon.connect() as client:
+        assert client.open(spec_for(engine.layout)).match(keys_of(engine)).ready == 0
+
+
+def keys_of(engine: FakeEngine) -> Keys:
+    """What the blocks of the prompt are called."""
+    session = engine.scheduler._daemon.session
+    assert session is not None
+    hashes = FakeRequest("none", list(PROMPT)).block_hashes
+    return session.space.keys_of_hashes(hashes, b"", b"")
+
+
+# --- a time to live ----------------------------------------------------------------------------
+
+
+def test_what_a_request_with_a_ttl_saves_is_not_found_after_it(
+    daemon: Daemon, engine_of: EngineOf
+) -> None:
+    """The prompt's own blocks expire; those that were there before do not, and nothing of the others is on
+    the disk."""
+    engine = engine_of(daemon)
+    engine.serve(range(3 * BLOCK + 1))
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"ttl": 5}})
+    assert engine.scheduler.counts["saved_tokens"] == 8 * BLOCK
+    daemon.wait_for(lambda stats: stats["evicted_blocks"]["forgotten"] == 5)
+    request = engine.serve(PROMPT)
+    assert request.cached == 3 * BLOCK
+    daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == 8)
+
+
+@pytest.mark.parametrize("ttl", [0, -1, True, "60", None, float("nan")], ids=repr)
+def test_nothing_is_saved_of_a_request_whose_ttl_makes_no_sense(
+    warm: Daemon, engine_of: EngineOf, ttl: Any
+) -> None:
+    engine = engine_of(warm)
+    engine.serve(PROMPT, kv_transfer_params={"kvtier": {"ttl": ttl}})
+    assert not engine.scheduler.counts["saved_tokens"] and not warm.stats()["saved_tokens"]
+
+
+def test_a_ttl_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_request_options({"kvtier": {"ttl": 60}}) == RequestOptions(ttl_s=60.0)
+    assert read_request_options({"kvtier": {"ttl": 10**30}}).ttl_s == LIMIT_PIN_S, (
+        "sooner is allowed"
+    )
+    assert read_request_options({"kvtier": {"ttl": 60, "save": False}}) == RequestOptions(
+        save=False
+    )
+    assert read_request_options({"kvtier": {"ttl": 0}}) == RequestOptions(save=False)
+    assert not caplog.text
+    assert read_request_options({"kvtier": {"ttl": "1h"}}) == RequestOptions(save=False)
+    assert "expected seconds" in caplog.text
 
 
 # --- timelines ---------------------------------------------------------------------------------
@@ -562,7 +786,7 @@ def test_a_file_that_can_not_be_written_is_said_once(
         for _ in range(3):
             assert engine.serve(PROMPT).done
         engine.until(lambda: not engine.scheduler.timelines._thread.is_alive())
-    assert caplog.text.count("timelines are not kept") == 1
+    assert caplog.text.count("cannot write timelines") == 1
 
 
 def test_a_file_has_its_limit(
@@ -640,7 +864,7 @@ def test_a_load_that_fails_is_not_told_as_one(
     engine.serve(PROMPT)
     worker = engine.workers[0]
     monkeypatch.setattr(
-        worker, "_load", lambda load: worker._loaded(load, "stale", 0, time.monotonic())
+        worker.loads, "_load", lambda load: worker.loads._count(load, "stale", 0, time.monotonic())
     )
     request = engine.run(engine.add(PROMPT, kv_transfer_params={"kvtier": {}}))
     assert request.failed
@@ -667,6 +891,6 @@ def test_what_matters_outlives_what_does_not(warm: Daemon, engine_of: EngineOf) 
 def test_a_priority_that_makes_no_sense_is_left_out(
     priority: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert read_wishes({"kvtier": {"priority": priority}}) == Wishes()
+    assert read_request_options({"kvtier": {"priority": priority}}) == RequestOptions()
     (line,) = [one.getMessage() for one in caplog.records]
-    assert "a number from 0 to 1 is meant" in line
+    assert "expected a number from 0 to 1" in line

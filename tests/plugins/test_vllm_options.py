@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier_vllm.identity import folder_digest, weights_identity
-from kvtier_vllm.options import SHALL, Options, Unsupported, read_options
+from kvtier_vllm.options import EXPECTED, Options, Unsupported, read_options
 
 WRONG: dict[str, list[Any]] = {
     "socket": [5, ["a"]],
@@ -33,7 +33,7 @@ RIGHT: dict[str, Any] = {
 
 
 def test_every_option_is_tried() -> None:
-    assert set(WRONG) == set(RIGHT) == set(SHALL) == set(Options.__struct_fields__)
+    assert set(WRONG) == set(RIGHT) == set(EXPECTED) == set(Options.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -48,7 +48,7 @@ def test_a_wrong_value_gives_a_line_that_says_what_to_write(name: str, value: An
     with pytest.raises(ValueError) as told:
         read_options({"patience_ms": 5} | {name: value})
     assert str(told.value) == (
-        f"kv_connector_extra_config: {name} is {value!r}: write {SHALL[name]}"
+        f"kv_connector_extra_config: {name} is {value!r}: expected {EXPECTED[name]}"
     )
 
 
@@ -59,20 +59,23 @@ def test_a_path_that_no_socket_can_have_gives_a_line_that_says_how_long_it_may_b
         with pytest.raises(ValueError, match="socket is") as told:
             read_options({"socket": long})
         assert str(told.value) == (
-            f"kv_connector_extra_config: socket is {long!r}, 108 bytes: write a path of at most 107"
+            f"kv_connector_extra_config: socket is {long!r}, 108 bytes: expected a path of at most 107"
+            " bytes"
         )
 
 
 def test_an_unknown_option_gives_a_line_with_the_one_that_is_meant() -> None:
     with pytest.raises(ValueError, match="no option 'pacience_ms': did you mean 'patience_ms'"):
         read_options({"pacience_ms": 5})
-    with pytest.raises(ValueError, match=r"no option 'disk': there are socket, load, .*timeline$"):
+    with pytest.raises(
+        ValueError, match=r"no option 'disk': known options: socket, load, .*timeline$"
+    ):
         read_options({"disk": "/tmp"})
 
 
 def test_weights_that_nothing_names_need_an_option(tmp_path: Path) -> None:
     """Neither files nor a commit: the line says which option does it."""
-    with pytest.raises(Unsupported, match="by the option 'weights'"):
+    with pytest.raises(Unsupported, match="set the option 'weights'"):
         folder_digest(tmp_path)
     model = SimpleNamespace(model="nobody/nothing", revision=None)
     with pytest.raises(Unsupported, match="the option 'weights'"):

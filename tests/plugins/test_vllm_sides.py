@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +13,21 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
 from kvtier import wire
 from kvtier.client import Lease
 from kvtier.key import KEY_BYTES, Keys
 from kvtier.layout import Kind
 from kvtier.link import Link
 from kvtier.saving import Saving
+from kvtier_vllm import worker as kvtier_worker
 from kvtier_vllm.layout import Cached, Layout, Shards
-from kvtier_vllm.messages import Hole, Load, Report, Save, Seat
+from kvtier_vllm.messages import Hole, LoadOrder, RankMapping, RankReport, Save, Step
 from kvtier_vllm.options import Options
-from kvtier_vllm.prompt import Prompt, Question
-from kvtier_vllm.saving import TRIES, Saves, runs
+from kvtier_vllm.prompt import LookupQuery, Prompt
+from kvtier_vllm.saves import TRIES, Saves, runs
 from kvtier_vllm.scheduler import SchedulerSide
+from support.daemons import Daemon
+from support.fake_engine import BLOCK, PAGE_BYTES, FakeEngine, FakeRequest, layout_of, spec_for
 
 PROMPT = range(8 * BLOCK + 3)
 KINDS: tuple[Kind, ...] = ("full", "state")
@@ -116,7 +118,7 @@ def test_a_page_that_is_somebody_else_s_names_its_save() -> None:
 
     keys = Keys(bytes(range(2 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
-    saves.seen(prompt)
+    saves.served(prompt)
     numbers = iter((7, 8, 9))
     found = saves.filled(prompt, 2 * BLOCK, scheduled(), lambda: keys, 9, lambda: next(numbers))
     assert [[write.block_ids for write in save.writes] for save in found] == [
@@ -154,7 +156,7 @@ def test_a_page_given_to_a_running_or_resumed_request_names_its_save(
     )
     state = SimpleNamespace(get_block_ids=lambda name: ([1, 2, 3],), boundary_state_offloads={})
     prompt, keys = Prompt(request, b"", True, True), Keys(bytes(3 * KEY_BYTES))
-    saves.seen(prompt)
+    saves.served(prompt)
     scheduled: Any = SimpleNamespace(kv_connector_block_state=state)
     saves.filled(prompt, 3 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
     scheduled.scheduled_new_reqs = []
@@ -177,7 +179,7 @@ def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:
     scheduled = SimpleNamespace(kv_connector_block_state=state)
     keys = Keys(bytes(range(4 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
-    saves.seen(prompt)
+    saves.served(prompt)
     numbers = iter((7, 8, 9))
     found = saves.filled(prompt, 4 * BLOCK + 5, scheduled, lambda: keys, 9, lambda: next(numbers))
     return saves, prompt, found
@@ -186,7 +188,7 @@ def filled_with_windows() -> tuple[Saves, Prompt, list[Save]]:
 def test_more_blocks_than_one_reserve_takes_are_written_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier_vllm.saving.LIMIT_RESERVED", 3)
+    monkeypatch.setattr("kvtier_vllm.saves.LIMIT_RESERVED", 3)
     _, _, found = filled_with_windows()
     keys = bytes(range(4 * KEY_BYTES))
     first, rest = [write for save in found for write in save.writes if write.group == 0]
@@ -203,7 +205,7 @@ def test_what_a_window_leaves_behind_is_saved_first_and_by_itself() -> None:
         [(0, [1, 2, 3, 4]), (2, [21, 22, 23, 24])],
     ]  # fmt: skip
     other = Save(10, [])
-    saves._of[10] = saves._of[9]
+    saves._pending[10] = saves._pending[9]
     assert [save.number for save in saves.in_order([found[2], other, *found[:2]])] == [7, 8, 9, 10]
 
 
@@ -212,14 +214,14 @@ def test_what_a_window_has_left_behind_is_not_tried_again() -> None:
     saves, prompt, _ = filled_with_windows()
     hole = Hole(True, Counter({"drop:overwritten": 4}))
     prompt.request.num_computed_tokens = 4 * BLOCK + 5
-    saves.reported(Report(saves=Counter([7]), holes={7: hole}))
-    assert (prompt.saved, prompt.tries, saves._counts) == (4, 0, {"drop:overwritten": 4})
+    saves.reported(RankReport(saves=Counter([7]), holes={7: hole}))
+    assert (prompt.save.saved, prompt.save.tries, saves._counts) == (4, 0, {"drop:overwritten": 4})
     # A connection that is lost, and pages that were taken from a request, are another matter.
-    saves.reported(Report(saves=Counter([8]), holes={8: Hole(True, Counter({"drop:lost": 4}))}))
-    assert (prompt.saved, prompt.tries) == (0, 1)
+    saves.reported(RankReport(saves=Counter([8]), holes={8: Hole(True, Counter({"drop:lost": 4}))}))
+    assert (prompt.save.saved, prompt.save.tries) == (0, 1)
     saves, prompt, _ = filled_with_windows()
-    saves.reported(Report(saves=Counter([7]), holes={7: hole}))
-    assert (prompt.saved, prompt.tries) == (0, 1)
+    saves.reported(RankReport(saves=Counter([7]), holes={7: hole}))
+    assert (prompt.save.saved, prompt.save.tries) == (0, 1)
 
 
 def test_what_a_window_still_has_is_tried_again() -> None:
@@ -229,8 +231,8 @@ def test_what_a_window_still_has_is_tried_again() -> None:
     for more, expected in ((0, (0, 1, {})), (BLOCK, (4, 0, {"drop:overwritten": 5}))):
         saves, prompt, _ = filled_with_windows()
         prompt.request.num_computed_tokens = 4 * BLOCK + 5 + more
-        saves.reported(Report(saves=Counter([8]), holes={8: hole}))
-        assert (prompt.saved, prompt.tries, saves._counts) == expected
+        saves.reported(RankReport(saves=Counter([8]), holes={8: hole}))
+        assert (prompt.save.saved, prompt.save.tries, saves._counts) == expected
 
 
 def test_what_a_window_leaves_behind_without_room_is_counted() -> None:
@@ -242,7 +244,7 @@ def test_what_a_window_leaves_behind_without_room_is_counted() -> None:
     )
     scheduled = SimpleNamespace()
     prompt = Prompt(request, b"", True, True)
-    saves.seen(prompt)
+    saves.served(prompt)
     keys = Keys(bytes(12 * KEY_BYTES))
     for tokens, left in ((10 * BLOCK, 8), (BLOCK, 9), (5, 9)):
         assert saves.filled(prompt, tokens, scheduled, lambda: keys, 99, lambda: 7) == []
@@ -270,14 +272,14 @@ def test_a_state_is_saved_where_the_engine_says_that_one_is_whole() -> None:
     scheduled = SimpleNamespace(kv_connector_block_state=state)
     keys = Keys(bytes(range(4 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
-    saves.seen(prompt)
+    saves.served(prompt)
     (save,) = saves.filled(prompt, 3 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
     assert [(w.group, w.block_ids, w.keys) for w in save.writes] == [
         (0, [2, 3, 4], keys[1:].packed), *[(1, [23], keys[3:].packed)] * 2,
     ]  # fmt: skip
     assert [write.parent for write in save.writes] == [keys[0], keys[2], keys[2]]
     # Named twice, its page is let go once.
-    saves.reported(Report(saves={7: 1}))
+    saves.reported(RankReport(saves={7: 1}))
     assert not any(saves.in_flight.values())
 
 
@@ -297,7 +299,7 @@ def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
     scheduled = SimpleNamespace(kv_connector_block_state=state)
     keys = Keys(bytes(range(4 * KEY_BYTES)))
     prompt = Prompt(request, b"", True, True)
-    saves.seen(prompt)
+    saves.served(prompt)
     (save,) = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 7)
     assert [(write.group, write.block_ids) for write in save.writes] == [
         (0, [1, 2]), (1, [5]), (2, [6]), (3, [7]),
@@ -306,7 +308,7 @@ def test_a_state_is_saved_though_its_blocks_have_no_room_yet() -> None:
     state.get_block_ids = lambda name: ([1, 2, 3, 4], [0, 0, 8, 5], [0, 0, 0, 6], [0, 0, 0, 7])
     (save,) = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 9)
     assert [(write.group, write.block_ids) for write in save.writes] == [(1, [8])], "no room at all"
-    saves.reported(Report(saves={7: 1, 9: 1}))
+    saves.reported(RankReport(saves={7: 1, 9: 1}))
     state.boundary_state_offloads = {}
     (save,) = saves.filled(prompt, 4 * BLOCK, scheduled, lambda: keys, 9, lambda: 8)
     assert [(write.group, write.block_ids) for write in save.writes] == [(0, [3, 4])]
@@ -344,8 +346,8 @@ def test_a_state_that_is_named_in_vain_is_counted(
     """Its page is somebody else's already, or there is no daemon."""
     for socket, why in ((cold_daemon.socket, "overwritten"), (str(tmp_path / "no"), "no_daemon")):
         engine = engine_of(socket, with_states(), patience_ms=1)
-        line = engine.scheduler._daemon.line
-        assert line is not None and bool(line.first()) == (why == "overwritten")
+        line = engine.scheduler._daemon.connection
+        assert line is not None and bool(line.wait_first()) == (why == "overwritten")
         request = engine.add(range(2 * BLOCK), kv_transfer_params={"kvtier": {"load": False}})
         engine.whole_states = {request.request_id: [(1, 50, 2 * BLOCK)]}
         engine.run(request)
@@ -402,12 +404,12 @@ def test_what_was_promised_is_loaded_from_a_daemon_that_died(
 def test_a_save_waits_for_the_first_connection(cold_daemon: Daemon, engine_of: EngineOf) -> None:
     engine = engine_of(cold_daemon)
     assert (
-        engine.scheduler._daemon.line is not None
-        and engine.scheduler._daemon.line.first() is not None
+        engine.scheduler._daemon.connection is not None
+        and engine.scheduler._daemon.connection.wait_first() is not None
     )
     # The rank connects in the very step that has the first save for it.
     for worker in engine.workers:
-        assert worker._line is None
+        assert worker.mappings.connection is None
     request = engine.add(PROMPT, kv_transfer_params={"kvtier": {"load": False}})
     engine.step()
     assert request.done
@@ -450,35 +452,93 @@ def test_a_restarted_daemon_is_used_again(
     engine.settle()
 
 
+def arenas() -> set[str]:
+    """The memory of daemons that is mapped here, by inode."""
+    maps = Path("/proc/self/maps").read_text()
+    return {line.split()[4] for line in maps.splitlines() if "memfd:" in line}
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    """While the engine makes no step."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.01)
+
+
 def test_arenas_of_runs_that_are_long_over_are_let_go(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
 ) -> None:
     folder = tmp_path / "again"
     engine = engine_of(str(folder / "kvtier.sock"))
 
-    def arenas() -> int:
-        maps = Path("/proc/self/maps").read_text()
-        return len({line.split()[4] for line in maps.splitlines() if "memfd:" in line})
-
     before = arenas()
     for _ in range(3):
         daemon = daemon_of(folder=folder)
         engine.until(lambda: engine.serve(PROMPT).cached > 0)
-        assert arenas() > before
+        assert arenas() - before
         waits = engine.add(PROMPT)
         engine.step()
         daemon.process.kill()
         daemon.process.wait()
         # Also of a request that lives on.
-        engine.until(lambda: arenas() == before)
+        engine.until(lambda: not arenas() - before)  # other tests' arenas may go meanwhile
         engine.finish(waits)
+
+
+def test_an_idle_engine_lets_go_of_the_arena_of_a_daemon_that_ended(
+    daemon_of: Callable[..., Daemon], engine_of: EngineOf, tmp_path: Path
+) -> None:
+    """No step is made: the next daemon needs the memory, and the next request would wait for that."""
+    folder = tmp_path / "again"
+    daemon = daemon_of(folder=folder)
+    others = arenas()
+    engine = engine_of(daemon, layout_of(ranks=2))
+    engine.serve(PROMPT)
+    engine.settle()
+    for end in (Daemon.stop, lambda daemon: daemon.process.kill()):
+        old = arenas() - others
+        assert old
+        end(daemon)
+        wait_until(lambda old=old: not old & arenas())  # type: ignore[misc]
+        daemon = daemon_of(folder=folder)
+        engine.until(lambda: engine.serve(PROMPT).cached > 0)
+        engine.settle()
+
+
+def test_a_rank_keeps_what_is_promised_from_a_daemon_that_ended(
+    cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be told to load between two steps, however long those take."""
+    engine = engine_of(cold_daemon, load="async")
+    engine.serve(PROMPT)
+    engine.settle()
+    (worker,) = engine.workers
+    monkeypatch.setattr(kvtier_worker, "IDLE_AFTER_S", 0.0)
+    (run,) = worker.mappings.readers
+    worker.begin(Step(worker._step, b"", run, 1, [], [], [], False))
+    worker.mappings.on_idle(None)
+    assert run in worker.mappings.readers, "within a step"
+    worker.report()
+    with worker.state.lock:
+        worker.state.pending_loads[run] += 1
+    worker.mappings.on_idle(None)
+    assert run in worker.mappings.readers, "while a load is on its way"
+    with worker.state.lock:
+        worker.state.pending_loads -= Counter((run,))
+    assert worker.mappings.connection is not None and worker.mappings.connection.session is not None
+    worker.mappings.on_idle(worker.mappings.connection.session)
+    assert run in worker.mappings.readers, "while its daemon is there"
+    worker.mappings.on_idle(None)
+    assert not worker.mappings.readers
+    assert engine.serve(PROMPT).cached == 8 * BLOCK, "the next step has it again"
 
 
 def test_a_very_long_prompt_is_named_and_saved_some_of_it_in_each_step(
     cold_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_vllm.naming.LIMIT_HASHES", 3)
-    monkeypatch.setattr("kvtier_vllm.saving.LIMIT_BLOCKS", 3)
+    monkeypatch.setattr("kvtier_vllm.identity.LIMIT_HASHES", 3)
+    monkeypatch.setattr("kvtier_vllm.saves.LIMIT_BLOCKS", 3)
     engine = engine_of(cold_daemon)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     request = engine.add(PROMPT)
@@ -500,7 +560,7 @@ def test_what_took_the_place_of_a_reader_is_not_waited_for(
     engine = engine_of(cold_daemon)
     engine.serve(PROMPT)
     worker = engine.workers[0]
-    run, ends = next(iter(worker._readers)), []
+    run, ends = next(iter(worker.mappings.readers)), []
 
     class Old:
         extents = 1
@@ -509,7 +569,7 @@ def test_what_took_the_place_of_a_reader_is_not_waited_for(
         def __del__(self) -> None:
             ends.append(threading.current_thread().name)
 
-    worker._readers[run] = Old()  # type: ignore[assignment]
+    worker.mappings.readers[run] = Old()  # type: ignore[assignment]
     engine.until(lambda: bool(ends))
     assert ends == ["kvtier-save"]
     assert engine.serve(PROMPT).cached == 8 * BLOCK
@@ -524,20 +584,20 @@ def test_what_is_ready_is_used_where_the_rest_came_too_late(
     request = engine.add([*PROMPT, *range(5 * BLOCK)])
     prompt = side._prompts[request.request_id]
     engine.until(lambda: not side.in_flight["tickets"])
-    assert prompt.lease is not None and prompt.lease.ready == 8
-    prompt.lease.coming, prompt.lease.eta_ms = 4, 5000.0
-    prompt.answered = Question(bring=True)
+    assert prompt.lookup.lease is not None and prompt.lookup.lease.ready == 8
+    prompt.lookup.lease.coming, prompt.lookup.lease.eta_ms = 4, 5000.0
+    prompt.lookup.answered = LookupQuery(read_disk=True)
     monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
-    prompt.wait.since = None  # where the answer took a step
-    now = began = prompt.asked_at = side._clock()
-    monkeypatch.setattr(side, "_clock", lambda: now)
+    prompt.lookup.wait.since = None  # where the answer took a step
+    now = began = prompt.lookup.sent_at = side._clock()
+    monkeypatch.setattr(side._decisions, "_clock", lambda: now)
     asked, waits = [], []
     for at_s in (0.0, 0.9, 0.97, 0.99, 1.0):
         now = began + at_s
-        side._questions._soon.clear()
+        side._lookups._for_step.clear()
         assert side.matched(request, 0) == (None, False)
-        asked.append(bool(side._questions._soon))
-        waits.append(prompt.wait_s if side._questions._soon else None)
+        asked.append(bool(side._lookups._for_step))
+        waits.append(prompt.lookup.answer_within_s if side._lookups._for_step else None)
     # What was asked for last might not have been answered then.
     assert asked == [False, True, True, False, False]
     assert waits[1] == pytest.approx(0.05) and waits[2] == pytest.approx(0.01)
@@ -568,13 +628,13 @@ def test_what_nobody_waits_for_any_more_is_withdrawn(
         patch.setattr(session.client, "poll", dict)
         request = engine.add(PROMPT)
         prompt = side._prompts[request.request_id]
-        assert prompt.ticket
+        assert prompt.lookup.ticket
         engine.waiting.remove(request)
         engine.allocate(request, 0, request.num_tokens)
         side.allocated(request, request.pages, 0)
-        assert not prompt.ticket and cancelled == [prompt.number]
+        assert not prompt.lookup.ticket and cancelled == [prompt.number]
     engine.until(lambda: not side.in_flight["tickets"])
-    assert prompt.lease is None
+    assert prompt.lookup.lease is None
     engine.carry_out({request.request_id: request}, {request.request_id: request.num_tokens}, [])
     engine.finish(request)
     engine.settle()
@@ -593,11 +653,11 @@ def test_an_engine_without_a_daemon_says_so_once_for_all_its_ranks(
     for _ in range(3):
         engine.serve(PROMPT)
     (without,) = warnings()
-    assert "goes on without: no daemon at" in without
+    assert "reconnecting in the background: no daemon at" in without
     daemon_of(folder=folder)
     engine.until(lambda: engine.serve(PROMPT).cached > 0)
     _, back = warnings()
-    assert "the daemon is back" in back
+    assert "connected to the daemon again" in back
 
 
 def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: EngineOf) -> None:
@@ -608,9 +668,9 @@ def test_slots_of_another_run_are_not_read(cold_daemon: Daemon, engine_of: Engin
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    (reader,) = worker._readers.values()
-    worker._readers = {bytes(16): reader}
-    worker._sit = lambda step, line: None  # type: ignore[method-assign]
+    (reader,) = worker.mappings.readers.values()
+    worker.mappings.readers = {bytes(16): reader}
+    worker.mappings.follow = lambda step: None  # type: ignore[method-assign]
     engine.run(request)
     assert request.failed and not engine.wrong_pages(request)
     assert engine.scheduler.counts["load_failed:no_daemon"] == 1
@@ -624,7 +684,7 @@ def test_a_slot_that_was_given_away_fails_the_load(
     request = engine.add(PROMPT)
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
-    lease = engine.scheduler._prompts[request.request_id].lease
+    lease = engine.scheduler._prompts[request.request_id].lookup.lease
     assert isinstance(lease, Lease)
     lease.release()
     with cold_daemon.connect() as client:
@@ -649,8 +709,8 @@ def test_nothing_is_kept_that_was_computed_from_a_load_that_failed(
     while engine.scheduler.matched(request, 0)[0] is None:
         engine.carry_out({}, {}, [])
     worker = engine.workers[0]
-    worker._readers.clear()
-    worker._sit = lambda step, line: None  # type: ignore[method-assign]
+    worker.mappings.readers.clear()
+    worker.mappings.follow = lambda step: None  # type: ignore[method-assign]
     engine.step()
     assert request.cached == 8 * BLOCK and request.num_computed_tokens == len(longer)
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -664,7 +724,7 @@ def test_pages_are_doubted_where_something_is_saved(
 ) -> None:
     engine_of(cold_daemon).serve(PROMPT)
     engine = engine_of(cold_daemon, load="sync", save=save)
-    begun, doubted = engine.scheduler._saves.doubts, []
+    begun, doubted = engine.scheduler._saves.unverified, []
     call = begun.reported
     begun.reported = lambda *told: (doubted.append(len(begun)), call(*told))  # type: ignore[assignment]
     assert engine.serve(PROMPT).cached == 8 * BLOCK
@@ -688,8 +748,10 @@ def test_a_rank_that_stays_away_costs_its_patience_once(
 ) -> None:
     engine = engine_of(cold_daemon, patience_ms=200)
     engine.serve(PROMPT)
-    seat = engine.scheduler._seats.by_rank[0]
-    engine.scheduler._seats.by_rank[0] = Seat(bytes(16), seat.identity, seat.extents)
+    seat = engine.scheduler._decisions.ranks.by_rank[0]
+    engine.scheduler._decisions.ranks.by_rank[0] = RankMapping(
+        bytes(16), seat.identity, seat.extents
+    )
     engine.finish(engine.run(engine.add(PROMPT)))
     assert engine.scheduler.counts["miss:rank_away"] + engine.scheduler.counts["miss:patience"] == 1
     asked = engine.add(PROMPT)
@@ -720,7 +782,7 @@ def test_pages_that_are_given_away_in_the_middle_of_a_save_are_not_saved(
     engine = engine_of(cold_daemon, pages=10)
     engine.serve(range(1000, 1000 + BLOCK))
     held = threading.Event()
-    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
     first = engine.run(engine.add(PROMPT))
     engine.finish(first)
     second = engine.run(engine.add(range(500, 500 + 8 * BLOCK + 3)))
@@ -757,10 +819,10 @@ def drops(engine: FakeEngine) -> dict[str, int]:
 def drop_saves(engine: FakeEngine, step: Callable[[], object]) -> None:
     """Call off the saves of a step, as where their pages are given away."""
     held = threading.Event()
-    engine.workers[0]._to_save.put(lambda: bool(held.wait(10)))
+    engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
     step()
-    for copying in engine.workers[0]._copying.values():
-        copying.end()
+    for copying in engine.workers[0].saves.pending.values():
+        copying.cancel()
     held.set()
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
 
@@ -793,7 +855,7 @@ def test_saves_that_are_called_off_together_are_one_try(
         engine.run(request)
         for _ in range(TRIES):
             grow(engine, request, BLOCK)
-        assert len(engine.workers[0]._copying) == TRIES + 1
+        assert len(engine.workers[0].saves.pending) == TRIES + 1
 
     drop_saves(engine, chunks)
     grow(engine, request, BLOCK)
@@ -811,14 +873,14 @@ def test_what_is_given_away_between_two_writes_is_counted_once(
     engine.serve(range(1000, 1000 + BLOCK))
     before, saved = Counter(drops(engine)), engine.scheduler.counts["saved"]
     worker = engine.workers[0]
-    plain = worker._copy_in
+    plain = worker.saves._copy
 
     def copy_in(session: Any, write: Any, copying: Any) -> Counter[str]:
         if write.group == 1:
-            copying.end()
+            copying.cancel()
         return plain(session, write, copying)
 
-    monkeypatch.setattr(worker, "_copy_in", copy_in)
+    monkeypatch.setattr(worker.saves, "_copy", copy_in)
     engine.finish(engine.run(engine.add(PROMPT)))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
     assert engine.scheduler.counts["saved"] - saved == 8
@@ -904,14 +966,14 @@ def test_a_daemon_that_grows_is_asked_until_it_has_room(
 ) -> None:
     engine = engine_of(cold_daemon)
     engine.serve(range(1000, 1000 + BLOCK))
-    worker, plain, times = engine.workers[0], engine.workers[0]._copy_in, TRIES + 2
+    worker, plain, times = engine.workers[0], engine.workers[0].saves._copy, TRIES + 2
 
     def copy_in(session: Any, write: Any, copying: Any) -> Counter[str]:
         nonlocal times
         times -= 1
         return Counter({"not_saved:growing": 8}) if times >= 0 else plain(session, write, copying)
 
-    monkeypatch.setattr(worker, "_copy_in", copy_in)
+    monkeypatch.setattr(worker.saves, "_copy", copy_in)
     request = engine.run(engine.add(PROMPT))
     for _ in range(TRIES + 2):
         engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -931,7 +993,7 @@ def test_an_engine_does_not_wait_while_the_daemon_grows(
     def growing(saving: Saving) -> wire.Reserved:
         return wire.Reserved(1, 0, bytes([wire.GROWING]) * len(saving._keys), b"")
 
-    monkeypatch.setattr(Saving, "_asked", growing)
+    monkeypatch.setattr(Saving, "_reserve_once", growing)
     monkeypatch.setattr(Link, "wait_for_growth", lambda link, until: waited.append(until))
     request = engine.run(engine.add(PROMPT))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -951,7 +1013,9 @@ def test_what_a_load_did_not_bring_is_not_counted_as_dropped(
         prompt = engine.scheduler._prompts[request.request_id]
         while engine.scheduler.matched(request, 0)[0] is None:
             engine.carry_out({}, {}, [])
-        monkeypatch.setattr(worker, "_load", lambda load: worker._loaded(load, "stale", 0, 0.0))
+        monkeypatch.setattr(
+            worker.loads, "_load", lambda load: worker.loads._count(load, "stale", 0, 0.0)
+        )
         while not request.failed:
             engine.step()
         if recomputed:
@@ -960,7 +1024,9 @@ def test_what_a_load_did_not_bring_is_not_counted_as_dropped(
             request.num_computed_tokens = request.cached
         engine.finish(request)
         assert drops(engine) == before
-        assert (prompt.unfilled, prompt.saved) == ((False, 8) if recomputed else (True, 0))
+        assert (prompt.save.unfilled, prompt.save.saved) == (
+            (False, 8) if recomputed else (True, 0)
+        )
 
 
 def test_another_daemon_is_offered_all_of_it(
@@ -973,13 +1039,13 @@ def test_another_daemon_is_offered_all_of_it(
     engine.serve(range(1000, 1000 + BLOCK))
     request = engine.run(engine.add(PROMPT))
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
-    seat = engine.scheduler._seats.by_rank[0]
+    seat = engine.scheduler._decisions.ranks.by_rank[0]
     daemon.process.kill()
     daemon.process.wait()
     daemon_of(folder=folder)
-    line = engine.scheduler._daemon.line
+    line = engine.scheduler._daemon.connection
     assert line is not None
-    engine.until(lambda: engine.scheduler._seats.by_rank[0].daemon_run != seat.daemon_run)
+    engine.until(lambda: engine.scheduler._decisions.ranks.by_rank[0].daemon_run != seat.daemon_run)
     engine.until(lambda: bool(line.session) and line.session.reader.daemon_run != seat.daemon_run)
     grow(engine, request, 2 * BLOCK)
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -996,7 +1062,8 @@ def test_what_was_computed_before_a_daemon_came_is_saved(
     daemon = daemon_of(folder=folder)
     engine.until(
         lambda: (
-            bool(engine.scheduler._seats.by_rank) and engine.scheduler._daemon.session is not None
+            bool(engine.scheduler._decisions.ranks.by_rank)
+            and engine.scheduler._daemon.session is not None
         )
     )
     grow(engine, request, 2 * BLOCK)
@@ -1017,9 +1084,9 @@ def test_pages_that_a_load_left_unfilled_are_saved_when_they_are_computed(
     with cold_daemon.connect() as client:
         assert keys is not None and client.open(spec_for(engine.layout)).forget(keys) == 8
     worker = engine.workers[0]
-    (reader,) = worker._readers.values()
-    worker._readers = {bytes(16): reader}
-    worker._sit = lambda step, line: None  # type: ignore[method-assign]
+    (reader,) = worker.mappings.readers.values()
+    worker.mappings.readers = {bytes(16): reader}
+    worker.mappings.follow = lambda step: None  # type: ignore[method-assign]
     engine.run(request)
     assert request.failed
     engine.until(lambda: not engine.scheduler.in_flight["saves"])
@@ -1042,14 +1109,17 @@ def test_what_is_coming_is_waited_for_once_where_no_step_was_measured() -> None:
     side = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
     prompt = Prompt(None, b"", True, True)
     coming: Any = SimpleNamespace(ready=0, coming=8, eta_ms=100.0)
-    answers = [side._patience.worth_waiting(prompt, coming, 0, now) for now in (0.0, 0.2, 0.3, 0.9)]
+    answers = [
+        side._decisions.patience.worth_waiting(prompt, coming, 0, now)
+        for now in (0.0, 0.2, 0.3, 0.9)
+    ]
     assert answers == [True, True, False, False]
     # Once a step was measured, that decides: 8 blocks in a millisecond here, in a second there.
     side._forecast.stepped(8 * BLOCK, 0.0, 0.001)
-    assert not side._patience.worth_waiting(prompt, coming, 0, 0.0)
+    assert not side._decisions.patience.worth_waiting(prompt, coming, 0, 0.0)
     slow = SchedulerSide(layout_of(), Options(), clock=lambda: 0.0)
     slow._forecast.stepped(8 * BLOCK, 0.0, 1.0)
-    assert slow._patience.worth_waiting(prompt, coming, 0, 0.9)
+    assert slow._decisions.patience.worth_waiting(prompt, coming, 0, 0.9)
 
 
 def test_what_is_coming_is_weighed_by_what_a_load_brings() -> None:
@@ -1066,7 +1136,7 @@ def test_what_is_coming_is_weighed_by_what_a_load_brings() -> None:
     for recompute_s, worth in ((102.0, False), (104.0, True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(side._forecast, "recompute_s", lambda *_, all_s=recompute_s: all_s)
-            assert side._patience.worth_waiting(prompt, coming, 0, 0.0) == worth
+            assert side._decisions.patience.worth_waiting(prompt, coming, 0, 0.0) == worth
 
 
 def test_the_end_waits_a_moment_for_what_is_in_flight(
@@ -1075,13 +1145,13 @@ def test_the_end_waits_a_moment_for_what_is_in_flight(
     """However long a save and a load would take."""
     worker = engine_of(cold_daemon).workers[0]
     held = threading.Event()
-    worker._to_save.put(lambda: bool(held.wait(10)))
-    worker._load = lambda load: held.wait(10)  # type: ignore[method-assign]
-    worker._to_load.put((Load(1, "r", b"", False, []), None))
+    worker.state.tasks.put(lambda: bool(held.wait(60)))
+    worker.loads._load = lambda load: held.wait(60)  # type: ignore[method-assign]
+    worker.loads.orders.put((LoadOrder(1, "r", b"", False, []), None))
     try:
         ending = threading.Thread(target=worker.close)
         ending.start()
-        ending.join(1.0)
+        ending.join(30)
         assert not ending.is_alive()
     finally:
         held.set()

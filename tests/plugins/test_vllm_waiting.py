@@ -17,21 +17,21 @@ from typing import Any
 
 import pytest
 
-from daemons import Daemon
-from fake_engine import BLOCK, FakeEngine, layout_of
 from kvtier import Keys
 from kvtier.client import Reader, Saving
 from kvtier.key import KEY_BYTES
-from kvtier.planning import Recompute
-from kvtier_vllm import ear, questions, worker
-from kvtier_vllm.copying import Copying, Overwritten
-from kvtier_vllm.cores import _cores, around
-from kvtier_vllm.ear import Ear
+from kvtier.recompute import Recompute
+from kvtier_vllm import daemon as plugin_daemon
+from kvtier_vllm import lookups, worker
+from kvtier_vllm.daemon import WakeupListener, _parse_cores, nearby
 from kvtier_vllm.forecast import LIMIT_UNLEARNED, Forecast
-from kvtier_vllm.messages import Copied, Hole, PagesTold, Report, Save, Seat
+from kvtier_vllm.messages import Copied, Hole, RankMapping, RankPages, RankReport, Save
 from kvtier_vllm.options import Options
-from kvtier_vllm.prompt import Prompt, Question
-from kvtier_vllm.saving import Saves
+from kvtier_vllm.prompt import LookupQuery, Prompt
+from kvtier_vllm.saves import Saves
+from kvtier_vllm.worker import Overwritten, SaveCopy
+from support.daemons import Daemon
+from support.fake_engine import BLOCK, FakeEngine, layout_of
 
 PROMPT = range(8 * BLOCK + 3)
 EngineOf = Callable[..., FakeEngine]
@@ -47,17 +47,17 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_an_answer_that_is_there_is_heard(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"x")
-    assert Ear().wait(pipe[0])
+    assert WakeupListener().wait(pipe[0])
 
 
 def test_silence_is_listened_to_once(pipe: tuple[int, int]) -> None:
     """Who did not answer in time is not waited for, whatever there is, until something was heard of it."""
-    ears = Ear()
+    ears = WakeupListener()
     assert not ears.wait(pipe[0])
     ears.next_step()
     os.write(pipe[1], b"x")
     assert not ears.wait(pipe[0])
-    ears.heard()
+    ears.answered()
     assert ears.wait(pipe[0])
 
 
@@ -67,11 +67,11 @@ def test_waiting_ends_with_what_a_step_allows(pipe: tuple[int, int]) -> None:
 
     def clock() -> float:
         nonlocal now
-        now += 0.4 * ear.STEP_S
+        now += 0.4 * plugin_daemon.WAIT_IN_STEP_S
         return now
 
     os.write(pipe[1], b"x")
-    ears = Ear(clock)
+    ears = WakeupListener(clock)
     assert [ears.wait(pipe[0]) for _ in range(4)] == [True, True, True, False]
     ears.next_step()
     assert ears.wait(pipe[0])
@@ -80,7 +80,7 @@ def test_waiting_ends_with_what_a_step_allows(pipe: tuple[int, int]) -> None:
 def test_what_is_in_memory_is_promised_when_it_is_asked_for_first(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
     engine = engine_of(shared_daemon)
     engine.serve(PROMPT)
     again = engine.serve(PROMPT)
@@ -96,8 +96,10 @@ def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
     engine.until(lambda: not engine.scheduler.in_flight["tickets"])
     engine.scheduler.new_generation()  # what was told of it holds no more
     asked = []
-    plain = engine.scheduler._ask
-    monkeypatch.setattr(engine.scheduler, "_ask", lambda *args: asked.append(plain(*args)))
+    plain = engine.scheduler._decisions._send
+    monkeypatch.setattr(
+        engine.scheduler._decisions, "_send", lambda *args: asked.append(plain(*args))
+    )
     assert engine.scheduler.matched(request, 0) == (None, False)
     assert not asked
     engine.carry_out({}, {}, [])
@@ -108,7 +110,7 @@ def test_a_question_is_sent_by_the_step_and_not_where_it_turned_up(
 def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(questions, "LISTEN_S", 1e9)
+    monkeypatch.setattr(lookups, "POLL_S", 1e9)
     engine = engine_of(shared_daemon)
     engine.serve(PROMPT)
     session = engine.scheduler._daemon.session
@@ -120,7 +122,7 @@ def test_a_daemon_that_owes_no_answer_is_not_listened_to_at_every_step(
         engine.carry_out({}, {}, [])
     assert not polls
     assert engine.serve(PROMPT).cached == 8 * BLOCK and polls
-    monkeypatch.setattr(questions, "LISTEN_S", 0.0)
+    monkeypatch.setattr(lookups, "POLL_S", 0.0)
     before = len(polls)
     engine.carry_out({}, {}, [])
     assert len(polls) == before + 1
@@ -130,7 +132,7 @@ def test_what_the_socket_did_not_take_goes_with_a_later_step(
     daemon_of: Callable[..., Daemon], engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nothing that was asked is still to be answered."""
-    monkeypatch.setattr(questions, "LISTEN_S", 1e9)
+    monkeypatch.setattr(lookups, "POLL_S", 1e9)
     daemon = daemon_of()
     engine = engine_of(daemon)
     engine.serve(PROMPT)
@@ -151,18 +153,21 @@ def test_what_the_socket_did_not_take_goes_with_a_later_step(
 
 def test_a_report_brings_what_there_is_to_tell_and_nothing_else() -> None:
     """Each rank sends one in every step, and of most there is nothing to tell."""
-    full = Report(
-        7, {0: Seat(b"run", b"space", 2)}, {1: 1}, {2: 1}, {0: PagesTold("x")}, {3},
+    full = RankReport(
+        7, {0: RankMapping(b"run", b"space", 2)}, {1: 1}, {2: 1}, {0: RankPages("x")}, {3},
         {4: Hole(True, Counter({"drop:lost": 2}))}, {"saved": 1}, [Copied(1, 0, 0.5, 1.0, 9, True)],
         [Copied(2, 0, 0.5, 1.0, 9, True)], 9, 0.5,
     )  # fmt: skip
-    for report in (full, Report(8)):
+    for report in (full, RankReport(8)):
         assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301  # just made
-    assert b"Counter" not in pickle.dumps(Report(8))
+    assert b"Counter" not in pickle.dumps(RankReport(8))
 
 
 def test_reports_of_ranks_are_added_up() -> None:
-    one, other = Report(8, loads={1: 1}, saves={2: 1, 3: 1}), Report(7, loads={1: 1}, saves={2: 1})
+    one, other = (
+        RankReport(8, loads={1: 1}, saves={2: 1, 3: 1}),
+        RankReport(7, loads={1: 1}, saves={2: 1}),
+    )
     one.count({"saved": 2})
     one.count({"saved": 1, "not_saved:present": 1})
     other.count({"saved": 4})
@@ -183,14 +188,14 @@ def test_a_page_that_two_saves_wait_for_names_both_until_each_is_over() -> None:
         kv_connector_block_state=state,
     )  # fmt: skip
     prompt, keys = Prompt(request, b"", True, True), Keys(bytes(2 * KEY_BYTES))
-    saves.seen(prompt)
+    saves.served(prompt)
     for number in (7, 8):
-        saves.again(prompt, number - 7)
+        prompt.save.save_again(number - 7)
         saves.filled(prompt, 2 * BLOCK, scheduled, lambda: keys, 9, partial(int, number))
     assert [saves.overwritten(scheduled, {page}) for page in (1, 2, 3)] == [[7], [7, 8], []]
-    saves.reported(Report(saves={7: 1}))
+    saves.reported(RankReport(saves={7: 1}))
     assert [saves.overwritten(scheduled, {page}) for page in (1, 2)] == [[], [8]]
-    saves.reported(Report(saves={8: 1}))
+    saves.reported(RankReport(saves={8: 1}))
     assert not any(saves.in_flight.values())
 
 
@@ -213,20 +218,20 @@ class SlowLoads:
 
     def __init__(self, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let = threading.Event()
-        plain = engine.workers[0]._load
+        plain = engine.workers[0].loads._load
 
         def load(one: Any) -> bool:
-            assert self.let.wait(10.0)
+            assert self.let.wait(60)
             return plain(one)
 
-        monkeypatch.setattr(engine.workers[0], "_load", load)
+        monkeypatch.setattr(engine.workers[0].loads, "_load", load)
 
 
 def test_an_idle_step_ends_with_the_load(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "STEP_S", 10.0)
-    monkeypatch.setattr(worker, "IDLE_WAIT_S", 10.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 60.0)
+    monkeypatch.setattr(worker, "IDLE_WAIT_S", 60.0)
     engine = engine_of(shared_daemon, load="async")
     engine.serve(PROMPT)
     slow = SlowLoads(engine, monkeypatch)
@@ -234,13 +239,13 @@ def test_an_idle_step_ends_with_the_load(
     threading.Timer(0.05, slow.let.set).start()
     began = time.monotonic()
     engine.step()
-    assert not request.loading and time.monotonic() - began < 5.0
+    assert not request.loading and time.monotonic() - began < worker.IDLE_WAIT_S
 
 
 def test_a_step_that_computes_waits_for_no_load(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
     monkeypatch.setattr(worker, "IDLE_WAIT_S", 10.0)
     engine = engine_of(shared_daemon, load="async")
     engine.serve(PROMPT)
@@ -286,7 +291,7 @@ def test_what_is_short_is_loaded_within_the_step_unless_others_wait_for_it(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One load may take a step where nobody else is served; the next of that step goes between steps."""
-    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
     engine = engine_of(shared_daemon)
     for first in (0, 1000):
         engine.serve(range(first, first + 8 * BLOCK + 3))
@@ -319,7 +324,7 @@ def test_only_a_load_beside_a_step_that_computes_steps_back(
     shared_daemon: Daemon, engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch,
     load: str, busy: bool, nice: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ear, "STEP_S", 10.0)
+    monkeypatch.setattr(plugin_daemon, "WAIT_IN_STEP_S", 10.0)
     engine = engine_of(shared_daemon, load=load)
     engine.serve(PROMPT)
     found = []
@@ -361,13 +366,13 @@ def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
     windows: bool, share: float, most_s: float, saved: int,
 ) -> None:  # fmt: skip
     """A share of the time since the last one, and no more than so much: a daemon may hang."""
-    monkeypatch.setattr(worker, "END_SHARE", share)
-    monkeypatch.setattr(worker, "END_MOST_S", most_s)
+    monkeypatch.setattr(worker, "CANCEL_SHARE", share)
+    monkeypatch.setattr(worker, "CANCEL_MOST_S", most_s)
     engine = engine_of(shared_daemon)
     engine.until(lambda: engine.scheduler._daemon.session is not None)
     held = threading.Event()
-    engine.workers[0]._windows = [windows]
-    engine.workers[0]._to_save.put(lambda: bool(held.wait(5.0)))
+    engine.workers[0].saves._windows = [windows]
+    engine.workers[0].state.tasks.put(lambda: bool(held.wait(60)))
     first = int(20_000 + 500 * windows + share + 1000 * most_s)  # what nobody has saved
     request = engine.run(engine.add(range(first, first + 8 * BLOCK)))
     pages = [page for ids in request.pages for page in ids]
@@ -383,17 +388,17 @@ def test_a_step_waits_a_little_for_what_of_windows_it_is_about_to_overwrite(
 
 def test_a_step_waits_once_for_what_it_overwrites() -> None:
     """The next one may overwrite more of it: that was called off, and ends when its turn comes."""
-    copying = Copying(Save(1, []), None, fleeting=True)
-    copying.end(0.001)
-    step = threading.Thread(target=copying.end, args=(60.0,), daemon=True)
+    copying = SaveCopy(Save(1, []), None, fleeting=True)
+    copying.cancel(0.001)
+    step = threading.Thread(target=copying.cancel, args=(60.0,), daemon=True)
     step.start()
-    step.join(10.0)
+    step.join(60)
     assert not step.is_alive()
 
 
 def test_the_end_of_a_save_waits_for_the_piece_that_is_being_copied() -> None:
     """The pages are another request's when `end` returns, and no further piece is copied."""
-    copying, order = Copying(Save(1, []), None, fleeting=False), []
+    copying, order = SaveCopy(Save(1, []), None, fleeting=False), []
     come = threading.Event()  # `end` has come as far as it can before the piece is copied
 
     class Watched:
@@ -409,7 +414,7 @@ def test_the_end_of_a_save_waits_for_the_piece_that_is_being_copied() -> None:
             self.lock.release()
 
     def end() -> None:
-        copying.end()
+        copying.cancel()
         order.append("given away")
         come.set()
 
@@ -417,9 +422,9 @@ def test_the_end_of_a_save_waits_for_the_piece_that_is_being_copied() -> None:
     with copying:
         step = threading.Thread(target=end, daemon=True)
         step.start()
-        assert come.wait(10.0)
+        assert come.wait(60)
         order.append("copied")
-    step.join(10.0)
+    step.join(60)
     assert order == ["copied", "given away"]
     with pytest.raises(Overwritten), copying:
         pass
@@ -442,8 +447,8 @@ def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
     some: Any = SimpleNamespace(
         ready=3, coming=5, eta_ms=1.0, refused="", release=lambda: released.append(1)
     )
-    prompt.lease, prompt.asked_at = some, side._clock() - 1.0
-    prompt.answered = Question(bring=True)
+    prompt.lookup.lease, prompt.lookup.sent_at = some, side._clock() - 1.0
+    prompt.lookup.answered = LookupQuery(read_disk=True)
     plain = session.space.begin_lease
 
     def begin_lease(*args: Any, **more: Any) -> int:
@@ -456,10 +461,10 @@ def test_what_is_coming_is_told_of_when_it_is_there_and_not_asked_for(
         for _ in range(5):
             assert side.matched(request, 0) == (None, False)
             engine.carry_out({}, {}, [])
-            assert prompt.ticket and prompt.lease is some and not released
+            assert prompt.lookup.ticket and prompt.lookup.lease is some and not released
     assert asked == [50]
-    engine.until(lambda: not prompt.ticket)
-    assert released == [1] and prompt.lease is not None and prompt.lease.ready == 8
+    engine.until(lambda: not prompt.lookup.ticket)
+    assert released == [1] and prompt.lookup.lease is not None and prompt.lookup.lease.ready == 8
     engine.waiting.append(request)
     assert engine.run(request).cached == 8 * BLOCK
     engine.finish(request)
@@ -477,25 +482,25 @@ def test_who_waits_for_much_asks_no_more_often_than_the_daemon_can_bear(
     engine.until(lambda: not side.in_flight["tickets"])
     monkeypatch.setattr(side._forecast, "recompute_s", lambda tokens, before: 1e9)
     now = side._clock()
-    monkeypatch.setattr(side, "_clock", lambda: now)
-    assert prompt.lease is not None
+    monkeypatch.setattr(side._decisions, "_clock", lambda: now)
+    assert prompt.lookup.lease is not None
 
     def asks(after_s: float) -> bool:
         nonlocal now
-        prompt.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
-        prompt.answered = Question(bring=True)
-        prompt.asked_at = prompt.leased_at = now
+        prompt.lookup.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
+        prompt.lookup.answered = LookupQuery(read_disk=True)
+        prompt.lookup.sent_at = prompt.lookup.leased_at = now
         now += after_s
-        side._questions._soon.clear()
+        side._lookups._for_step.clear()
         assert side.matched(request, 0) == (None, False)
-        return bool(side._questions._soon)
+        return bool(side._lookups._for_step)
 
     assert (asks(0.002), asks(0.003)) == (False, True)
     side._prompts |= {f"other {number}": prompt for number in range(2 * 8)}
     assert (asks(0.003), asks(0.007)) == (False, True)
     for number in range(2 * 8):
         del side._prompts[f"other {number}"]
-    prompt.lease = None
+    prompt.lookup.lease = None
 
 
 def test_copies_go_where_the_engine_does_not_compute(
@@ -510,8 +515,15 @@ def test_copies_go_where_the_engine_does_not_compute(
         engine = engine_of(shared_daemon)
         engine.serve(PROMPT)
         side = engine.workers[0]
-        assert side._line is not None
-        threads = [thread.native_id for thread in (*side._threads, side._line._thread)]
+        assert side.mappings.connection is not None
+        threads = [
+            thread.native_id
+            for thread in (
+                side.loads.thread,
+                side.saves.thread,
+                side.mappings.connection._thread,
+            )
+        ]
         found = [os.sched_getaffinity(number) for number in threads if number]
     finally:
         os.sched_setaffinity(0, all_)
@@ -547,10 +559,10 @@ def test_a_large_copy_takes_no_more_threads_than_its_own_has_cores(
 
 def test_copies_stay_near_the_memory_of_the_cores_that_compute() -> None:
     nodes = [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    assert around({1}, {0, 1, 2, 4, 5}, nodes) == {0, 1, 2}
-    assert around({3, 4}, {0, 1, 4, 5}, nodes) == {0, 1, 3, 4, 5}
-    assert around({1}, {0, 1, 9}, []) == {0, 1, 9}
-    assert _cores("0-3,8\n") == {0, 1, 2, 3, 8} and _cores("\n") == set()
+    assert nearby({1}, {0, 1, 2, 4, 5}, nodes) == {0, 1, 2}
+    assert nearby({3, 4}, {0, 1, 4, 5}, nodes) == {0, 1, 3, 4, 5}
+    assert nearby({1}, {0, 1, 9}, []) == {0, 1, 9}
+    assert _parse_cores("0-3,8\n") == {0, 1, 2, 3, 8} and _parse_cores("\n") == set()
 
 
 def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
@@ -564,11 +576,14 @@ def test_the_first_request_after_a_restart_of_the_daemon_is_a_hit(
     engine = engine_of(daemon, patience_ms=20_000, load="async")
     engine.serve(PROMPT)
     daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 8)
-    lines = [engine.scheduler._daemon.line, *(worker._line for worker in engine.workers)]
+    lines = [
+        engine.scheduler._daemon.connection,
+        *(worker.mappings.connection for worker in engine.workers),
+    ]
     before = [line.session for line in lines if line is not None]
     daemon.stop()
     daemon = daemon_of(folder=tmp_path, config=config)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(line is None or line.session in (None, *before) for line in lines):
         assert time.monotonic() < deadline, "an idle engine is not connected again"
         time.sleep(0.01)

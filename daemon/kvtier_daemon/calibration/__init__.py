@@ -1,1 +1,1 @@
-"""Measuring a model, so that its K and V can be encoded with a known loss."""
+"""Measures a model, so that its K and V can be encoded with a known loss."""

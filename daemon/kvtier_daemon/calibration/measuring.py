@@ -1,7 +1,8 @@
-"""A profile from a model and a text: what K and V are like, what errors in them cost, what a level may.
+"""Creates a profile from a model and a text: measures K and V, the effect of errors in them, and the loss of
+each level.
 
-Half of a level's meaning is its loss: steps are chosen so that the model's next words, where the K and V of a
-prefix were encoded, diverge by so much from what they would have been.
+A level is defined by its loss: its steps are chosen so that the predictions of the model after a prefix with
+encoded K and V diverge by that amount from the predictions without encoding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtier.codec import profile as files
 from kvtier.errors import ConfigError
 from kvtier_daemon.calibration import rate
 from kvtier_daemon.calibration.model import (
@@ -27,37 +27,38 @@ from kvtier_daemon.calibration.model import (
     surprise,
     turns,
 )
+from kvtier_daemon.codec import profile as files
 
-PREFIX, NEXT = 512, 64  # tokens whose K and V are encoded, and tokens that are then predicted
+PREFIX, NEXT = 512, 64  # tokens whose K and V are encoded, and tokens that are predicted after them
 SEQUENCE = PREFIX + NEXT + 1
-TRIALS = 24  # sequences a level is tried on; at most
-TRIAL_SHARE = 4  # one in so many, where there are few
+TRIALS = 24  # sequences on which a level is tried, at most
+TRIAL_SHARE = 4  # one in this many sequences, if the text is short
 BATCH = 8
-GROUP = 16  # tokens of a cachegen group: vLLM's block
-KEPT_TOKENS = 12_288  # of each part, to choose steps by
+GROUP = 16  # tokens of a cachegen group: the block of vLLM
+KEPT_TOKENS = 12_288  # of each part, for the choice of steps
 KEPT_VALUES = 1 << 28
-# Mean KL of a prediction, and where the search for it may end.
+# Mean KL of a prediction, and when the search for it ends.
 ECSQ_LOSS = {"hi": 1.2e-3, "mid": 2.8e-3, "lo": 5.6e-3}
 CACHEGEN_LOSS = {"hi": 2.4e-3, "mid": 6.5e-3, "lo": 16e-3}
 NEAR = 0.95
 TRIES = 12
 FIRST_PRICE = 3e-7
-DEPTHS = (0.8, 1.0, 1.25)  # cachegen: how much coarser, in thirds of the layers
-ANCHOR_ROOM = 1.25  # of the greatest value seen
+DEPTHS = (0.8, 1.0, 1.25)  # cachegen: relative steps, in thirds of the layers
+ANCHOR_ROOM = 1.25  # of the largest value seen
 
 Codec = Callable[[Cached], Cached]
-Parts = list[list[rate.Measured]]
+Parts = list[list[rate.MeasuredPart]]
 Steps = list[list[rate.Chosen]]
 
 
 class Progress(Protocol):
     def __call__(self, what: str, done: int, total: int) -> None:
-        """So much of this is done."""
+        """Report progress."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one level came to on the trials, which nothing else was measured on. Bits are those of symbols and
+class Measurement:
+    """The results of one level on the trials, which are used for nothing else. Bits are those of symbols and
     escapes by the tables; streams and headers are not counted."""
 
     codec: str
@@ -69,35 +70,35 @@ class Outcome:
 
 @dataclass
 class _Layer:
-    """What was seen of one layer's K and V, or of its latents; with them go dims that stay as they are."""
+    """Samples of K and V of one layer, or of its latents with the dims that are not encoded."""
 
     rotation: Rotation | None
     heads: tuple[int, ...]
     dims: tuple[int, ...]
     exact_dims: int
     means: list[npt.NDArray[np.float32]]
-    plain: list[rate.Measured]
-    deltas: list[rate.Measured]
+    plain: list[rate.MeasuredPart]
+    deltas: list[rate.MeasuredPart]
     anchors: list[npt.NDArray[np.uint8]]
 
 
 def calibrate(
     model: Model, text: str, *, name: str, weights: str, tokens: int, progress: Progress
-) -> tuple[files.Profile, list[Outcome]]:
-    """Measure the model on so many tokens, evenly from all of the text. The same every time on
-    one machine."""
+) -> tuple[files.Profile, list[Measurement]]:
+    """Measure the model on `tokens` tokens, spread evenly over the text. Deterministic on one machine."""
     ids = chunks(model.tokens(text), SEQUENCE, max(1, tokens // SEQUENCE))
     trials = min(TRIALS, len(ids) // TRIAL_SHARE)
     if not trials:
         raise ConfigError(
-            f"a text of {len(ids) * SEQUENCE} tokens is too short: at least {TRIAL_SHARE * SEQUENCE}"
+            f"the text has {len(ids) * SEQUENCE} tokens, at least {TRIAL_SHARE * SEQUENCE} are "
+            "needed"
         )
     # Spread over the text, as the others are.
     tried = torch.zeros(len(ids), dtype=torch.bool)
     tried[[number * len(ids) // trials for number in range(trials)]] = True
     layers = _measure(model, ids[~tried], progress)
     trial = Trial(model, ids[tried])
-    outcomes: list[Outcome] = []
+    outcomes: list[Measurement] = []
     chosen: dict[str, list[Steps]] = {}
     for codec, targets in (("ecsq", ECSQ_LOSS), ("cachegen", CACHEGEN_LOSS)):
         parts = [layer.plain if codec == "ecsq" else layer.deltas for layer in layers]
@@ -177,7 +178,7 @@ def _channels(prefix: Cached) -> int:
 def _three(
     rotation: Rotation | None, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """K before rotation, after it, and V; gradients are turned back as vectors are."""
+    """Return K before rotation, K after it, and V; gradients are rotated back as vectors are."""
     return (rotation.turn(keys, 0, True) if rotation else keys), keys, values
 
 
@@ -207,7 +208,7 @@ def _deltas(
 
 
 class Trial:
-    """Sequences whose prefix is replaced, to see what that does to what follows."""
+    """Sequences whose prefix is replaced by its decoded form, to measure the effect on the predictions."""
 
     def __init__(self, model: Model, ids: Tensor) -> None:
         self.model = model
@@ -228,7 +229,7 @@ class Trial:
         return [prefix for _, prefix, _ in self._batches]
 
     def run(self, codec: Codec) -> tuple[float, float]:
-        """Mean KL of a prediction, and the change of perplexity as a share of it."""
+        """Return the mean KL of a prediction, and the relative change of perplexity."""
         apart, surprised = 0.0, 0.0
         for batch, prefix, logs in self._batches:
             with torch.no_grad():
@@ -241,10 +242,10 @@ class Trial:
 
 def _search(
     trial: Trial, layers: list[_Layer], codec: str, level: str, parts: Parts, target: float, price: float
-) -> tuple[Steps, float, Outcome]:  # fmt: skip
-    """The steps by which this much is lost, or a little less."""
+) -> tuple[Steps, float, Measurement]:  # fmt: skip
+    """Return the steps that cause this loss, or slightly less."""
     low, high = 0.0, float("inf")
-    best: tuple[Steps, float, Outcome] | None = None
+    best: tuple[Steps, float, Measurement] | None = None
     for _ in range(TRIES):
         steps = [[rate.choose(part, price) for part in layer] for layer in parts]
         lost, change = trial.run(_as_if(trial.model, layers, codec, steps))
@@ -255,7 +256,7 @@ def _search(
         if lost <= target:
             low = max(low, price)
             if best is None or bits < best[2].bits:
-                best = steps, price, Outcome(codec, level, bits, lost, change)
+                best = steps, price, Measurement(codec, level, bits, lost, change)
             if lost >= NEAR * target:
                 break
         else:
@@ -264,9 +265,7 @@ def _search(
         inside = low < guess < high
         price = guess if inside else (low * high) ** 0.5 if low else high / 8
     if best is None:
-        raise ConfigError(
-            f"{codec}-{level}: no steps are fine enough for a divergence of {target:g}"
-        )
+        raise ConfigError(f"{codec}-{level}: no step size reaches a divergence of {target:g}")
     return best
 
 
@@ -275,7 +274,7 @@ def _bits(codec: str, one: rate.Chosen) -> float:
 
 
 def _as_if(model: Model, layers: list[_Layer], codec: str, steps: Steps) -> Codec:
-    """What decoding would give, nearly to the bit."""
+    """Return what decoding would return, almost exactly."""
 
     def replaced(prefix: Cached) -> Cached:
         found = []
@@ -304,7 +303,7 @@ def _as_if(model: Model, layers: list[_Layer], codec: str, steps: Steps) -> Code
 
 
 def _along(x: Tensor, channels: npt.NDArray[np.float64] | npt.NDArray[np.float32]) -> Tensor:
-    """A number for each channel, as it is multiplied with `[sequence, head, token, dim]`."""
+    """Return one number per channel, in a shape that multiplies `[sequence, head, token, dim]`."""
     return torch.from_numpy(channels).to(x).reshape(x.shape[1], 1, x.shape[3])
 
 
@@ -326,7 +325,7 @@ def _profile(
                 ropes.append(one)
             rope = ropes.index(one)
         found.append(tuple(
-            files.Part(
+            files.ProfilePart(
                 heads=layer.heads[part], dim=layer.dims[part] + layer.exact_dims, exact_dims=layer.exact_dims,
                 rope=rope if part == 0 else -1, means=layer.means[part].astype("<f4").tobytes(),
                 ecsq=_levels(chosen["ecsq"], number, part),

@@ -1,6 +1,6 @@
-"""A causal language model of Hugging Face: its K and V, and what it says when others stand in their place.
+"""A causal language model of Hugging Face: its K and V, and its predictions with other K and V.
 
-The one module here that needs torch and transformers; nothing that serves imports it.
+The only module here that needs torch and transformers; the serving parts never import it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from transformers.utils import logging
 
 from kvtier.errors import ConfigError
 
-# K and V of each layer: [sequence, head, token, dim]; of MLA a latent, and what RoPE has turned beside it.
+# K and V of each layer: [sequence, head, token, dim]; for MLA the latent, and the dims with RoPE.
 Cached = list[tuple[Tensor, Tensor]]
-SHIFT = 256  # tokens: where K is looked at again, to see how it is rotated
+SHIFT = 256  # tokens: the distance at which K is compared to find its rotation
 SHIFTED_TOKENS = 64
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # kinds of layers
-LIMIT_MISMATCH = 0.05  # of K: what bf16 and a position that is far off may do
-LIMIT_SAID = 240  # letters of what transformers say, which may be a name of every model there is
+LIMIT_MISMATCH = 0.05  # of K: the largest error of bf16 at a distant position
+LIMIT_SAID = 240  # most characters of a message of transformers, which may list every known model
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Turns pairs of a head's first dims by the token's position times these angles."""
+    """Rotates pairs of a head's first dims by the token's position times these angles."""
 
-    angles: Tensor  # radians a token, float64
+    angles: Tensor  # radians per token, float64
     interleaved: bool
-    name: str = ""  # of the buffer that has them
+    name: str = ""  # of the buffer that contains them
 
     def turn(self, x: Tensor, first: int, back: bool = False) -> Tensor:
-        """Of tokens from position `first` on."""
+        """Rotate the tokens from position `first` on."""
         at = torch.arange(first, first + x.shape[-2], dtype=torch.float64)[:, None] * self.angles
         cos, sin = at.cos().to(x), (-at.sin() if back else at.sin()).to(x)
         pairs = len(self.angles)
@@ -52,8 +52,8 @@ class Rotation:
 
 
 class Model:
-    """Computes in float32 on a CPU, in the checkpoint's own type elsewhere; K and V are always rounded to the
-    latter, as an engine's cache would have them."""
+    """Computes in float32 on a CPU, and in the checkpoint's type elsewhere. K and V are always rounded to
+    the checkpoint's type, as in an engine's cache."""
 
     def __init__(self, path: Path, device: str = "auto") -> None:
         logging.set_verbosity_error()
@@ -62,8 +62,8 @@ class Model:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         with _told(f"--device {device}"):
             torch.zeros(1, device=device).item()
-        self._runs = f"{path}: the model can't be run here"
-        with _told(f"{path}: no causal language model"):
+        self._runs = f"{path}: cannot run the model"
+        with _told(f"{path}: not a causal language model"):
             config = AutoConfig.from_pretrained(path)
             self.tokenizer = AutoTokenizer.from_pretrained(path)
             self.kept = getattr(config.get_text_config(), "dtype", None) or torch.float32
@@ -71,22 +71,22 @@ class Model:
                 self.kept = getattr(torch, self.kept)
             self.module = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32 if device == "cpu" else self.kept,
-                attn_implementation="eager",  # which has gradients that come out the same every time
+                attn_implementation="eager",  # its gradients are deterministic
             ).to(device).eval().requires_grad_(False)  # fmt: skip
         self.device = torch.device(device)
         self.config = self.module.config.get_text_config()
         found = STATES.intersection(getattr(self.config, "layer_types", None) or ())
         if found:
             raise ConfigError(
-                f"{path}: layers keep a state ({', '.join(sorted(found))}), and no K and V alone:"
-                " such a model can't be calibrated"
+                f"{path}: layers keep a state ({', '.join(sorted(found))}), not only K and V: "
+                "such a model cannot be calibrated"
             )
 
     def tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def prefix(self, ids: Tensor, first: int = 0) -> Cached:
-        """K and V of these sequences, whose first tokens have position `first`."""
+        """Return K and V of these sequences, whose first tokens have position `first`."""
         cache = DynamicCache()
         at = torch.arange(first, first + ids.shape[1], device=self.device)[None]
         with torch.no_grad(), _told(self._runs):
@@ -95,18 +95,18 @@ class Model:
                 use_cache=True,
             )  # fmt: skip
         if not cache.layers:
-            raise ConfigError("no layer has K and V: such a model can't be calibrated")
+            raise ConfigError("no layer has K and V: such a model cannot be calibrated")
         found = []
         for number, layer in enumerate(cache.layers):
             if getattr(layer, "keys", None) is None or layer.keys.dim() != 4:
                 raise ConfigError(
-                    f"layer {number} has no K and V: such a model can't be calibrated"
+                    f"layer {number} has no K and V: such a model cannot be calibrated"
                 )
             found.append((self.rounded(layer.keys), self.rounded(layer.values)))
         return found
 
     def exact_dims(self, prefix: Cached) -> int:
-        """Of each token's latent (MLA), the dims that RoPE has turned; 0 of a model that caches K and V."""
+        """Return how many dims of each token's latent (MLA) have RoPE; 0 for a model that caches K and V."""
         latent = getattr(self.config, "kv_lora_rank", None)
         if not latent:
             return 0
@@ -114,8 +114,9 @@ class Model:
         for number, (keys, values) in enumerate(prefix):
             if (keys.shape[1::2], values.shape[1::2]) != ((1, latent), (1, turned)):
                 raise ConfigError(
-                    f"layer {number}: this transformers caches K and V in place of the latents (MLA)"
-                    " that an engine would: such a model can't be calibrated"
+                    f"layer {number}: this version of transformers caches K and V instead of "
+                    "the latents (MLA) that an engine caches: such a model cannot be "
+                    "calibrated"
                 )
         return turned
 
@@ -123,7 +124,7 @@ class Model:
         return x.to(self.kept).to(self.module.dtype)
 
     def scores(self, prefix: Cached, ids: Tensor) -> Tensor:
-        """Logarithms of what comes after each of these tokens with what probability, given the prefix."""
+        """Return the log probabilities of the tokens after each of these tokens, given the prefix."""
         cache = DynamicCache()
         for number, (keys, values) in enumerate(prefix):
             cache.update(keys, values, number)
@@ -132,8 +133,9 @@ class Model:
             return torch.log_softmax(found.logits.float(), -1)
 
     def sensitivity(self, prefix: Cached, ids: Tensor, chance: torch.Generator) -> Cached:
-        """Gradients of what the model itself would say next, for each element of the prefix. In expectation
-        their squares are the diagonal of Fisher's information, and so the curvature of KL."""
+        """Return gradients of the model's own predictions with respect to each element of the prefix. The
+        expectation of their squares is the diagonal of the Fisher information, and therefore the curvature
+        of KL."""
         leaves = [(k.requires_grad_(), v.requires_grad_()) for k, v in prefix]
         with torch.enable_grad(), _told(self._runs):
             logs = self.scores(leaves, ids)
@@ -147,7 +149,7 @@ class Model:
         return list(zip(found[::2], found[1::2], strict=True))
 
     def rotations(self, ids: Tensor) -> list[Rotation | None]:
-        """How each layer rotates K: by what makes it the same at two positions."""
+        """Find how each layer rotates K: the rotation that makes K equal at two positions."""
         ids = ids[:1, :SHIFTED_TOKENS]
         here, there = self.prefix(ids), self.prefix(ids, SHIFT)
         candidates: list[Rotation | None] = [None]
@@ -168,9 +170,10 @@ class Model:
         return found
 
     def rope_origin(self, rotation: Rotation) -> tuple[float, str]:
-        """Theta and the kind of scaling, as the model's configuration has them; 0 where it has none such."""
+        """Return theta and the kind of scaling from the model's configuration; 0 if it contains neither."""
         said = getattr(self.config, "rope_parameters", None) or {}
-        # Where layers differ, there is one for each kind of layer, which the buffer's name begins with.
+        # If layers differ, there is one for each kind of layer, and the name of the buffer begins with the
+        # kind.
         for kind, one in said.items():
             if isinstance(one, dict) and kind in rotation.name:
                 said = one
@@ -181,8 +184,8 @@ class Model:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Say what others' code raises in a line of ours: checkpoints may be damaged and devices full, and each
-    library has errors of its own for that."""
+    """Convert exceptions of other libraries into one line: checkpoints may be damaged and devices full, and
+    each library has its own exceptions for that."""
     try:
         yield
     except ConfigError:
@@ -194,7 +197,7 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _mismatch(one: Tensor, other: Tensor, rotation: Rotation | None) -> float:
-    """How much K at two places differs, as a share of K, once it is rotated back."""
+    """Return how much K differs at two positions after it is rotated back, as a share of K."""
     one, other = one.double().cpu(), other.double().cpu()
     if rotation is not None:
         if 2 * len(rotation.angles) > one.shape[-1]:
@@ -204,17 +207,17 @@ def _mismatch(one: Tensor, other: Tensor, rotation: Rotation | None) -> float:
 
 
 def divergence(base: Tensor, other: Tensor) -> float:
-    """Mean KL of one prediction from another, both as logarithms."""
+    """Return the mean KL of one prediction from another, both as log probabilities."""
     return float((base.exp() * (base - other)).sum(-1).double().mean())
 
 
 def surprise(logs: Tensor, ids: Tensor) -> float:
-    """Mean negative logarithm of what really came next."""
+    """Return the mean negative log probability of the actual next token."""
     return float(-logs.gather(-1, ids.to(logs.device)[..., None]).double().mean())
 
 
 def chunks(tokens: Sequence[int], size: int, most: int) -> Tensor:
-    """Sequences of `size` tokens, evenly over the text; at most so many."""
+    """Return at most `most` sequences of `size` tokens, spread evenly over the text."""
     whole = len(tokens) // size
     count = min(whole, most)
     starts = [number * whole // count * size for number in range(count)] if count else []
@@ -223,5 +226,5 @@ def chunks(tokens: Sequence[int], size: int, most: int) -> Tensor:
 
 
 def turns(angles: Tensor) -> list[int]:
-    """Radians a token as parts of a turn, of which 2^64 are one."""
+    """Return radians per token as parts of a turn; 2^64 is one turn."""
     return [round(angle / (2 * pi) * (1 << 64)) % (1 << 64) for angle in angles.tolist()]

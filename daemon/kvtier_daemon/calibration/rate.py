@@ -1,8 +1,8 @@
-"""Steps and tables: the least loss for so many bits, part by part.
+"""Selects steps and tables: the least loss at a number of bits, part by part.
 
 Chou, Lookabaugh and Gray, "Entropy-constrained vector quantization" (1989), in one dimension: each channel
-takes the step whose loss and bits, weighed, are least under its part's table, and the table is counted again.
-The loss is weighed by how much the model's predictions depend on the channel.
+takes the step with the least weighted sum of loss and bits under its part's table, then the table is counted
+again. The loss is weighted by how much the model's predictions depend on the channel.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Samples = npt.NDArray[np.float32]
 REACH = 15  # symbols on either side of zero, at most
 SCALE = 256
 ESCAPE_BITS = 16
-BIAS, EIGHTHS, LAST = 160, 8, 255  # an exponent's step is 2^((exponent - BIAS) / EIGHTHS)
-FINEST, COARSEST = -32, 12  # eighths of octaves around a channel's deviation
+BIAS, EIGHTHS, LAST = 160, 8, 255  # the step of an exponent is 2^((exponent - BIAS) / EIGHTHS)
+FINEST, COARSEST = -32, 12  # eighths of octaves around the standard deviation of a channel
 ROUNDS = 12
 RARE = 1 / 2000
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One part of one layer: what each step makes of each channel."""
+class MeasuredPart:
+    """One part of one layer: the effect of each step on each channel."""
 
     exponents: npt.NDArray[np.int64]  # [channel, candidate]
     counts: npt.NDArray[
         np.float64
     ]  # [channel, candidate, symbol]: from -REACH to REACH, and the others
-    losses: Floats  # [channel, candidate]: mean square error, weighed
+    losses: Floats  # [channel, candidate]: weighted mean square error
 
 
 @dataclass(frozen=True)
 class Chosen:
     exponents: npt.NDArray[np.uint8]
     table: bytes
-    bits: float  # an element
+    bits: float  # per element
     loss: float
 
 
@@ -48,8 +48,9 @@ def steps(exponents: npt.NDArray[np.int64] | npt.NDArray[np.uint8]) -> Floats:
     return found
 
 
-def measure(samples: Samples, weights: Floats) -> Measured:
-    """Of samples `[token, channel]` around 0, and how much the square of an error in a channel costs."""
+def measure(samples: Samples, weights: Floats) -> MeasuredPart:
+    """Measure samples `[token, channel]` around 0. `weights` is the cost of a squared error in each
+    channel."""
     tokens, channels = samples.shape
     deviation = np.maximum(np.sqrt(np.mean(samples.astype(np.float64) ** 2, axis=0)), 1e-5)
     middle = np.round(np.log2(deviation) * EIGHTHS).astype(np.int64) + BIAS
@@ -66,11 +67,11 @@ def measure(samples: Samples, weights: Floats) -> Measured:
             (symbols + offsets).ravel(), minlength=channels * (2 * REACH + 2)
         ).reshape(channels, -1)
     floor = max(float(weights.mean()) * 1e-4, 1e-30)
-    return Measured(exponents, counts / tokens, losses * np.maximum(weights, floor)[:, None])
+    return MeasuredPart(exponents, counts / tokens, losses * np.maximum(weights, floor)[:, None])
 
 
-def choose(part: Measured, price: float) -> Chosen:
-    """Where a bit is worth `price` of loss."""
+def choose(part: MeasuredPart, price: float) -> Chosen:
+    """Return the best steps if one bit is worth `price` of loss."""
     channels, candidates, _ = part.counts.shape
     every = np.arange(channels)
     picked = np.full(channels, candidates // 2)
@@ -95,7 +96,7 @@ def choose(part: Measured, price: float) -> Chosen:
 
 
 def tabled(counts: Floats) -> bytes:
-    """Frequencies of the symbols worth having, the escape's last, by counts as in `Measured`."""
+    """Return the frequencies of the useful symbols, the escape last, from counts as in `Measured`."""
     total = float(counts.sum())
     reach = REACH
     while reach > 1 and counts[REACH - reach] + counts[REACH + reach] < RARE * total:
@@ -105,9 +106,10 @@ def tabled(counts: Floats) -> bytes:
 
 
 def shares(hits: Sequence[float]) -> bytes:
-    """Frequencies that sum to 256, at least 1 each, by which these take the fewest bits."""
+    """Return the frequencies that encode these counts in the fewest bits: they sum to 256, each at least
+    1."""
     found = [1] * len(hits)
-    # The next of 256 goes to where it saves most.
+    # The next unit of the 256 goes to the symbol where it saves most.
     while sum(found) < SCALE:
         gains = [
             hit * float(np.log2((share + 1) / share))
@@ -118,7 +120,7 @@ def shares(hits: Sequence[float]) -> bytes:
 
 
 def lengths(table: bytes) -> Floats:
-    """Bits of each symbol from -REACH to REACH and of all others, by this table."""
+    """Return the bits of each symbol from -REACH to REACH, and of all others, by this table."""
     bits = np.log2(SCALE) - np.log2(np.frombuffer(table, np.uint8).astype(np.float64))
     reach = len(table) // 2 - 1
     found = np.full(2 * REACH + 2, bits[-1] + ESCAPE_BITS)

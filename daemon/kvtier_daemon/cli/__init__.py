@@ -1,8 +1,7 @@
-"""The `kvtier` command: one command a file, and nothing imported that is not run.
+"""The `kvtier` command: one file per command; only the file of the executed command is imported.
 
-A command's file has a function of its name, or a typer app where it has commands of its own; it is
-imported when that command is run, so that `kvtier --help` stays fast however many there are. Other
-imports that cost something come inside the function.
+A command's file has a function of its name, or a typer app if it has subcommands. It is imported when that
+command runs, so that `kvtier --help` stays fast. Expensive imports are inside functions.
 """
 
 import gc
@@ -20,48 +19,48 @@ from kvtier_daemon.cli.flags import plain
 
 EXIT_ERROR = 2
 EXIT_UNAVAILABLE = 3
-EXIT_BUG = 70  # sysexits' EX_SOFTWARE
-EXIT_UNREAD = 141  # as a shell tells of who died of SIGPIPE
-COMPLETE = "_KVTIER_COMPLETE"  # set by a shell that wants to know what comes next
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits
+EXIT_UNREAD = 141  # the status that a shell reports for SIGPIPE
+COMPLETE = "_KVTIER_COMPLETE"  # set by a shell that requests completions
 
-# Each with the first line of its help, which a test compares.
+# Each with the first line of its help; a test compares them.
 COMMANDS = {
     "bench": "Measure this machine, or compare two results.",
-    "bugreport": "Collect in one file what a report of a fault needs.",
+    "bugreport": "Collect the data for a bug report in one file.",
     "calibrate": "Measure a model for the lossy codecs, and write its profile.",
-    "completion": "Print a script that completes commands and flags.",
+    "completion": "Print a shell script that completes commands and flags.",
     "config": "Check, show and compare configurations.",
-    "demo": "Watch a made-up chat service gain by a small daemon.",
+    "demo": "Run a sample chat service with a small daemon, and show the gain.",
     "doctor": "Examine this machine, the configuration and the daemon.",
-    "explain": "Say why a lookup hit or missed, or where blocks are.",
+    "explain": "Show why a lookup hit or missed, or where blocks are.",
     "fsck": "Check cold directories that no daemon is using.",
-    "install-service": "Write systemd's units, and say what to run then.",
+    "install-service": "Write systemd units, and print the commands to run afterwards.",
     "keys": "List the spaces and what they hold, or the keys of one.",
-    "monitor": "Show what happens, as it happens, until interrupted.",
-    "purge": "Forget blocks, for good: those on disk are erased, too.",
-    "record": "Record what is looked up, as a trace for kvtier sim.",
-    "reload": "Put what the configuration says now into force.",
-    "serve": "Run the daemon until it is told to stop.",
-    "sim": "Replay a trace of requests against tiers of other sizes.",
-    "size": "Tell how much KV cache a model needs, and what loads save.",
-    "status": "Show what the daemon holds and how well it does.",
+    "monitor": "Show events as they happen, until interrupted.",
+    "purge": "Forget blocks permanently, and erase them from the disks.",
+    "record": "Record lookups as a trace for kvtier sim.",
+    "reload": "Apply the changes of the configuration that need no restart.",
+    "serve": "Run the daemon until it is stopped.",
+    "sim": "Simulate a trace of requests with tiers of other sizes.",
+    "size": "Show how much KV cache a model needs, and when loads help.",
+    "status": "Show what the daemon holds, its hits and its misses.",
     "tier": "Drain a tier, switch it off or on.",
-    "top": "Watch tiers, hits and misses, what moves, and clients.",
+    "top": "Watch tiers, hits and misses, transfers and clients.",
 }
 
 
 class Commands(TyperGroup):
-    """Imports a command's file when that command is asked for."""
+    """Imports a command's file when that command runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         names: dict[str, Any] = dict.fromkeys(COMMANDS)
-        self.commands = names  # who writes nearly one of these is told so
+        self.commands = names  # typer suggests the nearest of these names
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever read this has left, as `head` does: nothing is wrong
+        except BrokenPipeError:  # the reader has exited, as `head` does: not an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(EXIT_UNREAD) from None
 
@@ -77,7 +76,7 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """The command of this name, ready to run."""
+    """Return the command of this name."""
     module = import_module(f"kvtier_daemon.cli.{name.replace('-', '_')}")
     found = getattr(module, "app", None)
     if found is None:
@@ -91,7 +90,7 @@ def loaded(name: str) -> Any:
 app = plain(
     name="kvtier",
     cls=Commands,
-    help="Keep KV caches of LLM engines on the cheapest memory that beats recomputing.",
+    help="Store KV caches of LLM engines in memory and on disk.",
     no_args_is_help=True,
 )
 
@@ -113,17 +112,17 @@ def _options(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks. Anywhere on the line.")
+        bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere on the line.")
     ] = False,
 ) -> None:
     pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 it found something wrong, 2 refused or misused, 3 no daemon that it
-    can talk to, 70 a bug of ours, 130 interrupted, 141 nobody reads what it says.
+    """Run a command and exit. Status: 0 success, 1 it found a problem, 2 refused or invalid usage, 3 no
+    usable daemon, 70 internal error, 130 interrupted, 141 the reader of the output has exited.
 
-    Whatever went wrong is one line on stderr; with --debug there is a traceback before it.
+    Every error is one line on stderr; with --debug a traceback comes before it.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -143,12 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(error, BUG, debug)
         sys.exit(EXIT_BUG)
     finally:
-        gc.freeze()  # what was imported is not looked through once more on leaving: 9 ms
+        gc.freeze()  # skips the last garbage collection at exit, which takes 9 ms
 
 
 BUG = (
-    "; that is a bug of kvtier's: --debug shows where, and `kvtier bugreport` collects what a report"
-    " needs"
+    "; this is an internal error of kvtier: --debug shows the traceback, and `kvtier "
+    "bugreport` collects what a report needs"
 )
 
 

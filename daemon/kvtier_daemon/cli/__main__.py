@@ -1,4 +1,4 @@
-"""`python -m kvtier_daemon.cli`: the same as the `kvtier` command, where that is not on the path."""
+"""`python -m kvtier_daemon.cli`: the `kvtier` command if it is not on the path."""
 
 from kvtier_daemon.cli import main
 

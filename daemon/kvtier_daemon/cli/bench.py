@@ -1,4 +1,4 @@
-"""`kvtier bench`: what this machine gives, in a minute; and two results side by side."""
+"""`kvtier bench`: measures this machine in a minute, and compares two results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, plain
+from kvtier_daemon.cli.flags import Json, plain, print_json
 
 EXIT_WORSE = 1
 
@@ -19,26 +19,22 @@ app = plain(help="Measure this machine, or compare two results.")
 def bench(
     context: typer.Context,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Some ten seconds, and wider intervals.")
+        bool, typer.Option("--quick", help="About ten seconds, with wider intervals.")
     ] = False,
     cold: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIRECTORY", help="For the disk; else the folder for temporary files."
+            metavar="DIRECTORY",
+            help="Directory for the disk test; default: the directory for temporary files.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine, or compare two results.
-
-    Saves, loads and the disk beside memcpy and direct reads.
-
-    Starts a daemon of its own and takes it away again; a minute, 1 GiB of memory and of disk.
-    """
+    """Measure this machine, or compare two results."""
     if context.invoked_subcommand is not None:
         return
-    from kvtier_daemon.beside import benching
     from kvtier_daemon.cli.progress import progress
+    from kvtier_daemon.tools import benchmark
 
     with progress() as bar:
         task = bar.add_task("bench", total=None)
@@ -46,7 +42,7 @@ def bench(
         def told(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        result = benching.run(quick, cold, told)
+        result = benchmark.run(quick, cold, told)
     if json:
         from json import dumps
 
@@ -58,7 +54,7 @@ def bench(
             f" [{row['low']:.3g}, {row['high']:.3g}]  {row['note']}".rstrip()
         )
     if not result["valid"]:
-        typer.echo("the machine was busy with other things: take this as a rough figure")
+        typer.echo("the machine was busy with other work: this is only a rough figure")
 
 
 @app.command("compare")
@@ -68,20 +64,18 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare two results of kvtier bench --json, or of benchmarks/. Exits with 1 if something is worse."""
-    from kvtier_daemon.beside import benching
+    from kvtier_daemon.tools import benchmark
 
-    report = benching.compare(benching.read(before), benching.read(after))
+    report = benchmark.compare(benchmark.read(before), benchmark.read(after))
     if json:
-        from json import dumps
-
-        typer.echo(dumps(report, indent=2))
+        print_json(report)
     else:
         _show(report)
     raise typer.Exit(EXIT_WORSE if any(row["verdict"] == "worse" for row in report["rows"]) else 0)
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    from kvtier_daemon.cli.drawing import console_of, row, table_of
+    from kvtier_daemon.cli.tables import console_of, row, table_of
 
     table = table_of("~", ">A", ">B", ">change", "")
     for one in report["rows"]:

@@ -1,4 +1,4 @@
-"""`kvtier calibrate`: measure a model, and write the profile that the lossy codecs need of it."""
+"""`kvtier calibrate`: measures a model and writes its profile for the lossy codecs."""
 
 from __future__ import annotations
 
@@ -7,48 +7,57 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json
+from kvtier_daemon.cli.flags import Json, print_json
 from kvtier_daemon.cli.progress import progress
 
 
 def calibrate(
     model: Annotated[
-        Path, typer.Option(metavar="PATH", help="A folder with a Hugging Face causal model.")
+        Path, typer.Option(metavar="PATH", help="Directory of a Hugging Face causal model.")
     ],
     text: Annotated[
-        Path, typer.Option(metavar="FILE", help="Text like that which will be served, UTF-8.")
+        Path,
+        typer.Option(
+            metavar="FILE", help="Text similar to the text that will be served, in UTF-8."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The profile; else NAME.kvtp, here.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The profile to write; default: NAME.kvtp in this directory."
+        ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=4096, metavar="N", help="Of the text, evenly from all of it.")
+        int, typer.Option(min=4096, metavar="N", help="Tokens to use, taken evenly from the text.")
     ] = 65_536,
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; auto: a GPU if there is one.")
+        str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1; auto: a GPU if there is one.")
     ] = "auto",
     weights: Annotated[
-        str, typer.Option(metavar="NAME", help="As spaces name the weights; else not said.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Name of the weights, as in spaces; default: all weights."
+        ),
     ] = "",
     json: Json = False,
 ) -> None:
     """Measure a model for the lossy codecs, and write its profile.
 
-    How K and V are spread, what errors in them cost, and what each level loses. Needs torch and
-    transformers: pip install 'torch>=2.6' 'transformers>=5' 'numpy>=2'.
+    Measures the distribution of K and V, the effect of errors in them, and the loss of each level.
+    Needs torch and transformers: pip install 'torch>=2.6' 'transformers>=5' 'numpy>=2'.
     """
-    from kvtier.codec import profile as files
     from kvtier.errors import ConfigError
+    from kvtier_daemon.codec import profile as files
 
     if not (model / "config.json").is_file():
-        raise ConfigError(f"{model}: no folder with a model's config.json")
+        raise ConfigError(f"{model}: not a directory with a model's config.json")
     try:
         letters = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{text}: {error}") from error
     target = out or Path(f"{model.resolve().name}.kvtp")
     if not target.parent.is_dir():
-        raise ConfigError(f"{target}: there is no such folder")
+        raise ConfigError(f"{target}: no such directory")
     _try(target)
     try:
         from kvtier_daemon.calibration.measuring import calibrate as measured
@@ -88,26 +97,24 @@ def calibrate(
         ],
     }
     if json:
-        from json import dumps
-
-        typer.echo(dumps(report, indent=2))
+        print_json(report)
     else:
         _show(report)
 
 
 def _part(path: Path) -> Path:
-    """What becomes the file once it is whole."""
+    """Return the temporary file, which is renamed when it is complete."""
     import os
 
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _try(path: Path) -> None:
-    """Refuse what could not be written, before an hour is spent on it."""
+    """Fail now if the profile could not be written after an hour of measurements."""
     from kvtier.errors import ConfigError
 
     if path.is_dir():
-        raise ConfigError(f"{path}: a folder; --out is a file")
+        raise ConfigError(f"{path}: is a directory; --out must be a file")
     try:
         _part(path).touch()
         _part(path).unlink()
@@ -116,7 +123,7 @@ def _try(path: Path) -> None:
 
 
 def _write(path: Path, body: bytes) -> None:
-    """Write all of it or nothing, whatever ends this."""
+    """Write the complete file or nothing."""
     import os
 
     from kvtier.errors import ConfigError

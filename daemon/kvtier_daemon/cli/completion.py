@@ -1,4 +1,4 @@
-"""`kvtier completion`: what a shell needs to complete commands and flags."""
+"""`kvtier completion`: prints the script that completes commands and flags in a shell."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -14,9 +14,11 @@ class Shell(StrEnum):
 
 def completion(
     shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON object with the script.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with the script.")
+    ] = False,
 ) -> None:
-    """Print a script that completes commands and flags.
+    """Print a shell script that completes commands and flags.
 
     bash: `eval "$(kvtier completion bash)"` in ~/.bashrc. zsh: the same in ~/.zshrc. fish:
     `kvtier completion fish > ~/.config/fish/completions/kvtier.fish`.

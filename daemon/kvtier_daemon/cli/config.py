@@ -1,4 +1,4 @@
-"""`kvtier config`: what a configuration comes to, what is wrong with it, what a reload would change."""
+"""`kvtier config`: checks a configuration, shows its values, and lists what a reload would change."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, plain
+from kvtier_daemon.cli.flags import Json, Socket, plain, print_json
 
 if TYPE_CHECKING:
-    from kvtier_daemon.config import Loaded
+    from kvtier_daemon.config.schema import LoadedConfig
 
 EXIT_WRONG: Final = 2
 AMOUNTS: Final = frozenset(
@@ -21,7 +21,7 @@ AMOUNTS: Final = frozenset(
 app = plain(help="Check, show and compare configurations.", no_args_is_help=True)
 
 File = Annotated[
-    Path | None, typer.Argument(metavar="[FILE]", help="As kvtier serve --config has it.")
+    Path | None, typer.Argument(metavar="[FILE]", help="The file for kvtier serve --config.")
 ]
 
 
@@ -30,49 +30,47 @@ def check(
     file: File = None,
     user: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Check as this user would start it; needs root."),
+        typer.Option(metavar="NAME", help="Check as this user; needs root."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say everything that would stop a start with this configuration. Exits with 2 if something would.
+    """List every error that would prevent a start. Exits with 2 if there is one.
 
-    Without FILE it checks /etc/kvtier/kvtier.toml if that exists; conf.d and the environment count too. When
-    root checks a file in /etc/kvtier it is checked as the service's user, kvtier.
+    Without FILE it checks /etc/kvtier/kvtier.toml if that exists; conf.d and the environment count too.
+    If root checks a file in /etc/kvtier, it is checked as the service's user, kvtier.
     """
-    from kvtier_daemon.beside import checking
-    from kvtier_daemon.config import system_file
+    from kvtier_daemon.config.schema import system_file
+    from kvtier_daemon.tools import config_check
 
     file = file or system_file()
-    user = user or checking.user_of(file)
-    problems = checking.problems(file, user)
+    user = user or config_check.user_of(file)
+    problems = config_check.problems(file, user)
     if json:
-        from json import dumps
-
-        typer.echo(dumps({"file": str(file or ""), "problems": problems}, indent=2))
+        print_json({"file": str(file or ""), "problems": problems})
     else:
         for problem in problems:
             typer.echo(problem, err=True)
         if not problems:
-            typer.echo(
-                f"{file or 'the environment'}: all right{f' for user {user}' if user else ''}"
-            )
+            typer.echo(f"{file or 'the environment'}: ok{f' for user {user}' if user else ''}")
     raise typer.Exit(EXIT_WRONG if problems else 0)
 
 
 @app.command()
 def show(
     file: File = None,
-    origin: Annotated[bool, typer.Option("--origin", help="And where each was written.")] = False,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Also show where each value was set.")
+    ] = False,
     json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Show every value: of FILE with its conf.d and the environment, or what the daemon runs with. As TOML
-    that says the same.
+    """Show every value: of FILE with conf.d and the environment, or in force.
 
-    A daemon tells root, and the user that it runs as. In JSON, amounts are bytes.
+    Without FILE it shows the values in force, for root and the daemon's user. The output is TOML with
+    the same meaning. In JSON, amounts are in bytes.
     """
     if file is not None:
-        from kvtier_daemon.config import load, settled
+        from kvtier_daemon.config.schema import load, settled
 
         loaded = load(file)
         keys = {
@@ -83,9 +81,7 @@ def show(
     else:
         told = ask_daemon(socket, "show")
     if json:
-        from json import dumps
-
-        typer.echo(dumps(told, indent=2))
+        print_json(told)
         return
     for line in _lines(told["keys"], origin):
         typer.echo(line)
@@ -93,48 +89,44 @@ def show(
 
 @app.command()
 def diff(json: Json = False, socket: Socket = None) -> None:
-    """Say what the daemon's configuration says otherwise than what it runs with. Exits with 1 if something.
+    """Show where the files differ from the values in force. Exits with 1 if they do.
 
-    The daemon reads its files again, and the environment and flags that it was started with.
+    The daemon reads its files again, with the environment and the flags of its start.
     """
     told = ask_daemon(socket, "diff")
     changes = told["changes"]
     if json:
-        from json import dumps
-
-        typer.echo(dumps(told, indent=2))
+        print_json(told)
     else:
-        for line in change_lines(changes, "a reload does it", "needs a restart"):
+        for line in change_lines(changes, "a reload applies it", "needs a restart"):
             typer.echo(line)
         if not changes:
-            typer.echo("the daemon runs with what its configuration says")
+            typer.echo("the daemon runs with the configuration as it is written")
     raise typer.Exit(1 if changes else 0)
 
 
 def ask_daemon(socket: Path | None, order: str) -> dict[str, Any]:
-    """Return what the daemon says of its settings."""
-    from kvtier.client import default_socket
+    """Return the daemon's answer about its settings."""
     from kvtier_daemon.cli.status import connected
 
-    with connected(Path(socket or default_socket()), "config") as client:
+    with connected(socket, "config") as client:
         return client.settings(order)
 
 
 def change_lines(changes: Iterable[Mapping[str, Any]], live: str, restart: str) -> Iterator[str]:
-    """Yield a line for each change: what it was, what it is to be, and what that takes."""
+    """Yield a line for each change: the old value, the new value, and what it takes to apply it."""
     for one in changes:
         how = live if one["live"] else restart
         was, will = (_shown(one["key"], one[which]) for which in ("running", "files"))
         yield f"{one['key']}: {was} -> {will} ({how})"
 
 
-def loaded_of(keys: Mapping[str, tuple[object, str]]) -> Loaded:
-    """The configuration that a daemon says it runs with. Raises ConfigError where this version can't read
-    it."""
+def loaded_of(keys: Mapping[str, tuple[object, str]]) -> LoadedConfig:
+    """Return the configuration that a daemon reports. Raises ConfigError if this version cannot read it."""
     import tomllib
 
-    from kvtier_daemon.config import load
-    from kvtier_daemon.sources import flatten
+    from kvtier_daemon.config.schema import load
+    from kvtier_daemon.config.sources import flatten
 
     tree = tomllib.loads("\n".join(_lines(keys, origin=False)))
     flags = {".".join(path): value for path, value in flatten(tree)}
@@ -152,11 +144,11 @@ def _lines(keys: Mapping[str, tuple[object, str]], origin: bool) -> Iterator[str
 
 
 def _shown(key: str, value: Any) -> str:
-    """Return it as a person would write it into the file: amounts with a unit, where that is exact."""
+    """Return the value in the notation of the file; amounts have a unit if that is exact."""
     from json import dumps
 
     from kvtier.units import format_bytes, parse_bytes
-    from kvtier_daemon.values import address_text
+    from kvtier_daemon.config.values import address_text
 
     last = key.rpartition(".")[2]
     if last in AMOUNTS and isinstance(value, int):

@@ -1,4 +1,4 @@
-"""`kvtier demo`: a small daemon, two engines, and a table that shows what they gain."""
+"""`kvtier demo`: a small daemon, two engines, and a table that shows the gain."""
 
 from typing import Annotated
 
@@ -10,13 +10,13 @@ def demo(
         float, typer.Option(metavar="SECONDS", help="How long the workload runs.")
     ] = 15.0,
     warm: Annotated[str, typer.Option(metavar="SIZE", help="Size of the warm tier.")] = "512MiB",
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON only.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON.")] = False,
 ) -> None:
-    """Watch a made-up chat service gain by a small daemon.
+    """Run a sample chat service with a small daemon, and show the gain.
 
-    Needs no GPU and no root, and leaves nothing behind.
+    Needs no GPU and no root, and leaves no files behind.
     """
-    from kvtier_daemon.beside.demo import run
+    from kvtier_daemon.tools.demo import run
 
     if not run(seconds, warm, json):
         raise typer.Exit(1)

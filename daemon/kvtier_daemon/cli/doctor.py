@@ -1,4 +1,4 @@
-"""`kvtier doctor`: what is well, what is not, and the command that mends it."""
+"""`kvtier doctor`: examines the machine, and prints a command for each problem."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier_daemon.cli import EXIT_UNAVAILABLE
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, print_json
 
 if TYPE_CHECKING:
-    from kvtier_daemon.beside.doctor import Found
-    from kvtier_daemon.config import Loaded
+    from kvtier_daemon.config.schema import LoadedConfig
+    from kvtier_daemon.tools.doctor import Finding
 
 EXIT_WARNED = 1
 EXIT_FAILED = 2
@@ -30,43 +30,41 @@ def doctor(
         typer.Option(
             metavar="FILE",
             readable=False,
-            help="The daemon's; else /etc/kvtier/kvtier.toml if that is there.",
+            help="The daemon's configuration; default: /etc/kvtier/kvtier.toml if it exists.",
         ),
     ] = None,
     engine: Annotated[
-        Kind | None, typer.Option(metavar="vllm", help="Look at this engine's side, too.")
+        Kind | None, typer.Option(metavar="vllm", help="Also examine the plugin of this engine.")
     ] = None,
     json: Json = False,
     socket: Socket = None,
 ) -> None:
     """Examine this machine, the configuration and the daemon.
 
-    Exits with 1 for warnings, with 2 for failures, and with 3 where nothing fails
-    but that no daemon answers: so it is before the first start.
+    Exits with 1 for warnings and with 2 for failures. Exits with 3 if the only failure is that no
+    daemon answers, for example before the first start.
     """
-    from kvtier_daemon.beside.doctor import DAEMON, Level
+    from kvtier_daemon.tools.doctor import DAEMON, Severity
 
     found, stats = examined(config, engine is not None, socket)
     if json:
-        from json import dumps
-
-        typer.echo(dumps([as_json(one) for one in found], indent=2))
+        print_json([as_json(one) for one in found])
     else:
         _show(found)
     levels = {one.level for one in found if stats or one.name != DAEMON}
-    if Level.fail in levels:
+    if Severity.fail in levels:
         raise typer.Exit(EXIT_FAILED)
     if not stats:
         raise typer.Exit(EXIT_UNAVAILABLE)
-    raise typer.Exit(EXIT_WARNED if Level.warn in levels else 0)
+    raise typer.Exit(EXIT_WARNED if Severity.warn in levels else 0)
 
 
 def examined(
     config: Path | None, vllm: bool, socket: Path | None
-) -> tuple[list[Found], Mapping[str, Any]]:
-    """What all checks found, and what the daemon said, which is nothing if none answered."""
-    from kvtier_daemon.beside import doctor as checks
-    from kvtier_daemon.beside import doctor_vllm
+) -> tuple[list[Finding], Mapping[str, Any]]:
+    """Return the findings of all checks, and the daemon's status, which is empty if none answered."""
+    from kvtier_daemon.tools import doctor as checks
+    from kvtier_daemon.tools import doctor_vllm
 
     world = checks.World()
     loaded, trouble = _loaded(config)
@@ -80,71 +78,74 @@ def examined(
     return found + (doctor_vllm.examine(world) if vllm else []), stats or {}
 
 
-def as_json(found: Found) -> dict[str, str]:
+def as_json(found: Finding) -> dict[str, str]:
     return {"name": found.name, "level": found.level, "value": found.value, "fix": found.fix}
 
 
-def _loaded(config: Path | None) -> tuple[Loaded | None, Found | None]:
-    """The configuration, or what is wrong with it; neither where there is none."""
+def _loaded(config: Path | None) -> tuple[LoadedConfig | None, Finding | None]:
+    """Return the configuration, or the error in it; neither if there is no file."""
     import os
 
     from kvtier.errors import ConfigError
-    from kvtier_daemon.beside.doctor import Found, Level
-    from kvtier_daemon.config import load, system_file
+    from kvtier_daemon.config.schema import load, system_file
+    from kvtier_daemon.tools.doctor import Finding, Severity
 
     file = config or system_file()
     if file is None and not any(name.startswith("KVTIER_WARM") for name in os.environ):
-        value = "none: what depends on it was not looked at"
-        return None, Found("configuration", Level.ok, value)
+        value = "none: checks that depend on it were skipped"
+        return None, Finding("configuration", Severity.ok, value)
     try:
         loaded = load(file)
     except ConfigError as error:
-        return None, Found("configuration", Level.fail, str(error), "mend it, then try again")
-    return loaded, Found("configuration", Level.ok, f"{file or 'environment'} is understood")
+        return None, Finding(
+            "configuration", Severity.fail, str(error), "correct it, then try again"
+        )
+    return loaded, Finding("configuration", Severity.ok, f"{file or 'environment'} is valid")
 
 
 def _in_force(
-    socket: Path | None, local: Loaded | None, found: Found | None
-) -> tuple[Loaded | None, Found | None]:
-    """What the daemon that answers runs with, or, where it does not tell that, what was found here."""
+    socket: Path | None, local: LoadedConfig | None, found: Finding | None
+) -> tuple[LoadedConfig | None, Finding | None]:
+    """Return the configuration in force; if the daemon does not reveal it, the one found here."""
     from kvtier.errors import ConfigError, KvtierError
-    from kvtier_daemon.beside.doctor import Found, Level
     from kvtier_daemon.cli.config import ask_daemon, loaded_of
+    from kvtier_daemon.tools.doctor import Finding, Severity
 
     try:
         told = ask_daemon(socket, "show")
         loaded = loaded_of(told["keys"])
     except ConfigError as error:
-        return local, Found("configuration", Level.warn, str(error), "give it by --config FILE")
+        return local, Finding(
+            "configuration", Severity.warn, str(error), "give the file with --config FILE"
+        )
     except KvtierError as error:
         if local is not None:
             return local, found
-        value = f"the daemon does not tell the one that it runs with: {error}"
-        fix = "run this as root or as the daemon's user, or give it by --config FILE"
-        return None, Found("configuration", Level.warn, value, fix)
+        value = f"the daemon does not report its configuration: {error}"
+        fix = "run this as root or as the daemon's user, or give the file with --config FILE"
+        return None, Finding("configuration", Severity.warn, value, fix)
     source = told["file"] or "flags and environment"
-    return loaded, Found("configuration", Level.ok, f"in force in the daemon, from {source}")
+    return loaded, Finding("configuration", Severity.ok, f"in force in the daemon, from {source}")
 
 
 def _stats(socket: Path | None) -> tuple[Mapping[str, Any] | None, str]:
-    from kvtier.client import default_socket
     from kvtier.errors import KvtierError
     from kvtier_daemon.cli.status import connected
 
     try:
-        with connected(Path(socket or default_socket()), "doctor") as client:
+        with connected(socket, "doctor") as client:
             return client.stats(), ""
     except KvtierError as error:
         return None, " ".join(str(error).split())
 
 
-def _show(found: list[Found]) -> None:
+def _show(found: list[Finding]) -> None:
     from rich.text import Text
 
-    from kvtier_daemon.beside.doctor import Level
-    from kvtier_daemon.cli.drawing import console_of, row, table_of
+    from kvtier_daemon.cli.tables import console_of, row, table_of
+    from kvtier_daemon.tools.doctor import Severity
 
-    colour = {Level.ok: "green", Level.warn: "yellow", Level.fail: "bold red"}
+    colour = {Severity.ok: "green", Severity.warn: "yellow", Severity.fail: "bold red"}
     table = table_of("", "~", "~")
     for one in found:
         text = Text(one.value)
@@ -153,5 +154,5 @@ def _show(found: list[Found]) -> None:
         row(table, Text(one.level, colour[one.level]), one.name, text)
     console = console_of()
     console.print(table)
-    counts = {level: sum(one.level is level for one in found) for level in Level}
+    counts = {level: sum(one.level is level for one in found) for level in Severity}
     console.print(", ".join(f"{n} {level}" for level, n in counts.items() if n))

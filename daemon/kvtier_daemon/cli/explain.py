@@ -1,44 +1,43 @@
-"""`kvtier explain`: why a lookup found what it found, and where a block is, or why it is nowhere."""
+"""`kvtier explain`: why a lookup hit or missed, where a block is, or why it is not stored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.cli.flags import Socket, print_json
 
 KEY_DIGITS = 64
 WHY = {
-    "": "all of it was found",
+    "": "all blocks were found",
     "in_memory": "it is in memory",
-    "coming": "it is being read from the disk",
+    "coming": "it is being read from disk",
     "on_disk": "it is on disk",
-    "tier_off": "it is on disk, and the disk is off: `kvtier status` says why",
-    "unasked": "it is on disk, stored otherwise than cold.codecs says now: nobody can ask for it",
+    "tier_off": "it is on disk, but the disk is off: `kvtier status` says why",
+    "unasked": "it is on disk, stored with another cold.codecs setting: no request can find it",
     "in_progress": "a client is writing it",
     "incomplete": "some of its groups or shards are here, others are not",
     "never_stored": "it was never stored, or so long ago that it is not known any more",
     "other_identity": "nothing was ever stored under this description; others that are like it have blocks",
     "evicted": "it was evicted for others, and there is no cold tier",
     "expired": "its pin ran out, and then it was evicted",
-    "forgotten": "somebody asked to forget it",
+    "forgotten": "somebody asked to forget it, or its ttl is over",
     "lost": "its place on disk was used again",
     "spoilt": "its frame on disk was damaged",
-    "budget": "it was evicted unwritten: the disks' daily writes were used up",
-    "off": "it was evicted unwritten: the disks took nothing",
+    "budget": "it was evicted unwritten: cold.daily_writes was used up",
+    "off": "it was evicted unwritten: the disks did not accept writes",
     "slow_disk": "it was evicted before the disk had written it",
-    "once": "it was evicted unwritten: it had been wanted once, and writes are scarce",
-    "absent": "the first missing block was not there",
-    "cold": "what was missing was on disk",
-    "promoting": "what was missing was being read from the disk",
-    "not_read": "what was missing was on disk, and could not be brought",
-    "slower": "recomputing was expected to be sooner than reading it from the disk",
-    "crowded": "the disk had too much to do to beat recomputing",
-    "unreliable": "the disk's last reads came later than was forecast",
-    "tried_compute": "recomputed to know what that takes (one request in a hundred)",
+    "once": "it was evicted unwritten: it had been used only once, and writes are limited",
+    "absent": "the first missing block was not stored",
+    "cold": "the missing blocks were on disk",
+    "promoting": "the missing blocks were being read from disk",
+    "not_read": "the missing blocks were on disk and could not be read",
+    "slower": "recomputing was expected to be faster than reading from disk",
+    "crowded": "the disk was too busy to be faster than recomputing",
+    "unreliable": "the disk's last reads came later than forecast",
+    "tried_compute": "recomputed to measure how long that takes (one request in a hundred)",
     "too_many": "too many requests were waiting for the disk",
 }  # fmt: skip
 
@@ -48,23 +47,22 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[REQUEST | KEY...]",
-            help="The number of a lookup, or keys in hex. Without: the last lookups.",
+            help="The number of a lookup, or keys in hex. Default: the last lookups.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of text.")
+    ] = False,
     socket: Socket = None,
 ) -> None:
-    """Say why a lookup hit or missed, or where blocks are. Exits with 3 if no daemon answers."""
-    from kvtier.client import default_socket
+    """Show why a lookup hit or missed, or where blocks are. Exits with 3 if no daemon answers."""
     from kvtier_daemon.cli.status import connected
 
     lookup, keys = _parsed(what or [])
-    with connected(Path(socket or default_socket()), "explain") as client:
+    with connected(socket, "explain") as client:
         told = client.explain(lookup, keys)
     if json:
-        from json import dumps
-
-        typer.echo(dumps(told, indent=2))
+        print_json(told)
         return
     for line in _lines(told):
         typer.echo(line)
@@ -99,6 +97,6 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
                 f"{name} {values['there']!r} (here {values['here']!r})"
                 for name, values in near["differs"].items()
             )
-            yield f"    space {near['space']} has blocks, and differs in: {fields}"
+            yield f"    space {near['space']} has blocks; it differs in: {fields}"
     if not any(told.values()):
-        yield "no lookup yet"
+        yield "no lookups yet"

@@ -1,4 +1,4 @@
-"""Flags that several commands have, and what all of them take alike."""
+"""Flags and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ import typer
 
 
 def plain(**options: Any) -> typer.Typer:
-    """Return an app whose help is plain text, by -h too: rich would be imported for more."""
+    """Return an app with plain-text help and -h: formatted help would import rich."""
     return typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -18,38 +18,49 @@ def plain(**options: Any) -> typer.Typer:
 
 
 def _from_here(text: str) -> Path:
-    """Return an absolute path: on the command line one may begin where one is, or at a home.
+    """Return an absolute path; a relative path and ~ are allowed on the command line.
 
-    A file and the environment outlive the shell they were written in, so there it must be absolute.
+    Paths in files and in the environment must be absolute, because those outlive the shell.
     """
     try:
         path = Path(text).expanduser()
     except RuntimeError:
-        raise typer.BadParameter(f"{text}: whose home is that?") from None
+        raise typer.BadParameter(f"{text}: unknown user") from None
     if not text or "\0" in text:
-        raise typer.BadParameter("it is no path")
+        raise typer.BadParameter("not a path")
     return path.absolute()
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 PrefillRate = Annotated[
     float,
-    typer.Option(min=1e-3, metavar="TOKENS", help="Computed a second, at a prompt's start."),
+    typer.Option(
+        min=1e-3, metavar="TOKENS", help="Tokens computed per second, at the start of a prompt."
+    ),
 ]
 PrefillGrowth = Annotated[
     float,
     typer.Option(
-        min=0, metavar="TOKENS", help="Context at which a token takes twice as long; 0: none."
+        min=0,
+        metavar="TOKENS",
+        help="Context length at which a token takes twice as long; 0: ignore.",
     ),
 ]
 
 Space = Annotated[
-    str, typer.Option(metavar="SPACE", help="Its number, or the first digits of its identity.")
+    str,
+    typer.Option(metavar="SPACE", help="Number of a space, or the first digits of its identity."),
 ]
 
 
+def print_json(value: Any) -> None:
+    from json import dumps
+
+    typer.echo(dumps(value, indent=2))
+
+
 def amount(flag: str, text: str) -> int:
-    """Return the bytes that a flag says; the error names the flag."""
+    """Return the bytes of a flag's value. Errors name the flag."""
     from kvtier.units import parse_bytes
 
     try:
@@ -59,25 +70,25 @@ def amount(flag: str, text: str) -> int:
 
 
 def items(flag: str, text: str) -> list[str]:
-    """Return what a flag lists with commas between; the error names the flag."""
+    """Return the items of a comma-separated list. Errors name the flag."""
     found = [item.strip() for item in text.split(",")]
     if not all(found):
-        raise typer.BadParameter(f"{flag}: {text!r} is no list with commas between")
+        raise typer.BadParameter(f"{flag}: {text!r} is not a comma-separated list")
     return found
 
 
 def numbers(flag: str, text: str) -> list[float]:
-    """Return the numbers above 0 that a flag lists, with commas between; the error names the flag."""
+    """Return the numbers of a comma-separated list, all above 0. Errors name the flag."""
     try:
         found = [float(item) for item in text.split(",")]
     except ValueError:
         found = []
     if not found or not all(0 < number < float("inf") for number in found):
-        raise typer.BadParameter(f"{flag}: {text!r} is no list of numbers above 0, such as 3,7")
+        raise typer.BadParameter(f"{flag}: {text!r} is not a list of numbers above 0, such as 3,7")
     return found
 
 
 Socket = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", parser=_from_here, help="Where the daemon listens."),
+    typer.Option(metavar="PATH", parser=_from_here, help="The daemon's socket."),
 ]

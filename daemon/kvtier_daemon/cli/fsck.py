@@ -1,11 +1,11 @@
-"""`kvtier fsck`: look at every frame of a cold directory, and mend its footers."""
+"""`kvtier fsck`: verifies every frame in a cold directory, and repairs footers."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json
+from kvtier_daemon.cli.flags import Json, print_json
 
 EXIT_DAMAGED = 1
 SHOWN = 20
@@ -13,31 +13,32 @@ SHOWN = 20
 
 def fsck(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIRECTORY...", help="As cold.directories has them.")
+        list[Path], typer.Argument(metavar="DIRECTORY...", help="A directory of cold.directories.")
     ],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Take what is damaged out of the footers.")
+        bool, typer.Option("--repair", help="Remove damaged frames from the footers.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check cold directories that no daemon is using. Exits with 1 if something is damaged and stays so."""
+    """Check cold directories that no daemon is using. Exits with 1 if damage remains."""
     from kvtier.errors import ConfigError
-    from kvtier_daemon.beside.fsck import check
-    from kvtier_daemon.tiers.volume import LOCK, Volume, is_volume
+    from kvtier_daemon.tiers.cold.directory import ColdDirectory, is_cold_directory
+    from kvtier_daemon.tiers.cold.directory_lock import LOCK
+    from kvtier_daemon.tools.fsck import check
 
     reports: dict[str, Any] = {}
     damaged = False
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: no directory; name those that cold.directories has")
+            raise ConfigError(f"{directory}: not a directory; give directories of cold.directories")
     for directory in directories:
-        if not is_volume(directory):
+        if not is_cold_directory(directory):
             raise ConfigError(
-                f"{directory} is not a kvtier directory: it has no {LOCK} and no index; name those that"
-                " cold.directories has"
+                f"{directory} is not a kvtier directory: it has no {LOCK} and no index; give "
+                "directories of cold.directories"
             )
     for directory in directories:
-        volume = Volume(directory.absolute(), None)
+        volume = ColdDirectory(directory.absolute(), None)
         try:
             report = check(volume, repair)
         finally:
@@ -52,9 +53,7 @@ def fsck(
             "remarks": report.remarks,
         }
     if json:
-        from json import dumps
-
-        typer.echo(dumps(reports, indent=2))
+        print_json(reports)
     else:
         for name, found in reports.items():
             _show(name, found)
@@ -73,5 +72,7 @@ def _show(directory: str, found: dict[str, Any]) -> None:
     if len(found["remarks"]) > SHOWN:
         typer.echo(f"  and {len(found['remarks']) - SHOWN} more (--json has them all)")
     wrong = ", ".join(f"{count} by {kind}" for kind, count in found["wrong"].items())
-    mended = f"; {found['repaired_segments']} footers mended" if found["repaired_segments"] else ""
-    typer.echo(f"  damaged: {wrong}{mended}" if wrong else "  all right")
+    mended = (
+        f"; {found['repaired_segments']} footers repaired" if found["repaired_segments"] else ""
+    )
+    typer.echo(f"  damaged: {wrong}{mended}" if wrong else "  ok")

@@ -1,4 +1,4 @@
-"""`kvtier install-service`: write the units that run the daemon under systemd, or remove them."""
+"""`kvtier install-service`: writes or removes the systemd units of the daemon."""
 
 from __future__ import annotations
 
@@ -12,48 +12,51 @@ from kvtier_daemon.cli.flags import Json
 
 def install_service(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be written, and write nothing.")
+        bool, typer.Option("--dry-run", help="Show the files, and write nothing.")
     ] = False,
     uninstall: Annotated[
-        bool, typer.Option("--uninstall", help="Remove what this has written.")
+        bool, typer.Option("--uninstall", help="Remove the files that this command has written.")
     ] = False,
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Write below it.")] = Path("/"),
+    root: Annotated[Path, typer.Option(metavar="DIR", help="Write below this directory.")] = Path(
+        "/"
+    ),
     program: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The kvtier that is to run; this one.")
+        Path | None,
+        typer.Option(metavar="PATH", help="The kvtier program of the units; default: this one."),
     ] = None,
     http: Annotated[
-        bool, typer.Option("--http", help="Let it listen on loopback: for [http].")
+        bool, typer.Option("--http", help="Allow the daemon to listen on loopback, for [http].")
     ] = False,
     node: Annotated[
         list[int] | None,
-        typer.Option(min=0, max=1023, metavar="N", help="A daemon for this NUMA node; repeat."),
+        typer.Option(min=0, max=1023, metavar="N", help="A daemon for this NUMA node; repeatable."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write systemd's units, and say what to run then.
+    """Write systemd units, and print the commands to run afterwards.
 
-    Starts nothing. The configuration that is there already says what its sandbox has to let through. A file
-    that somebody else wrote is left alone.
+    Starts nothing. An existing configuration determines what the sandbox allows. Files that this
+    command did not write are not changed.
     """
     from kvtier.errors import ConfigError
-    from kvtier_daemon.beside import installing
+    from kvtier_daemon.tools import install
 
     if uninstall:
-        paths = installing.ours(root)
+        paths = install.ours(root)
         if not dry_run:
-            installing.remove(paths)
-        verb, commands = "removed", installing.after_removal()
+            install.remove(paths)
+        verb, commands = "removed", install.after_removal()
     else:
-        program = (program or installing.own_program()).absolute()
-        if why := installing.hidden(program):
+        program = (program or install.own_program()).absolute()
+        if why := install.hidden(program):
             if not dry_run:
                 raise ConfigError(why)
-            typer.echo(f"not possible as it is: {why}", err=True)
-        found = installing.plan(
-            root, program, installing.systemd_version(), http=http,
+            typer.echo(f"cannot install: {why}", err=True)
+        found = install.plan(
+            root, program, install.systemd_version(), http=http,
             nodes=node or (),
         )  # fmt: skip
-        paths = [*found.files, *found.once] if dry_run else installing.write(found)
+        paths = [*found.files, *found.once] if dry_run else install.write(found)
         verb, commands = "written", found.commands
         if not any(place.exists() for place in (program, root / program.relative_to("/"))):
             typer.echo(
@@ -80,7 +83,7 @@ def install_service(
 
 
 def _text(found: object, path: Path) -> str:
-    from kvtier_daemon.beside.installing import Installation
+    from kvtier_daemon.tools.install import Installation
 
     assert isinstance(found, Installation)
     return (found.files | found.once)[path]

@@ -1,18 +1,17 @@
-"""`kvtier keys`: which spaces there are, what each has in which tier, and a space's keys."""
+"""`kvtier keys`: lists the spaces and their contents by tier, or the keys of a space."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, Space
+from kvtier_daemon.cli.flags import Json, Socket, Space, print_json
 
 if TYPE_CHECKING:
-    from kvtier_daemon.cli.asking import Block
+    from kvtier_daemon.cli.listing import Block
 
 SHOWN_DIGITS = 16
 
@@ -20,32 +19,30 @@ SHOWN_DIGITS = 16
 def keys(
     space: Space = "",
     tenant: Annotated[
-        str, typer.Option(metavar="NAME", help="Another than one's own: for root alone.")
+        str,
+        typer.Option(metavar="NAME", help="Another tenant; only for root and the daemon's user."),
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="So many keys at most.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Show at most N keys.")] = 20,
     json: Json = False,
     socket: Socket = None,
 ) -> None:
     """List the spaces and what they hold, or the keys of one. Exits with 3 if no daemon answers."""
-    from kvtier.client import default_socket
-    from kvtier_daemon.cli import asking
+    from kvtier_daemon.cli import listing
     from kvtier_daemon.cli.status import connected
 
     found: list[Block] = []
-    with connected(Path(socket or default_socket()), "keys") as client:
+    with connected(socket, "keys") as client:
         if space:
-            told = asking.spaces(client, tenant)
-            one = asking.named(told, space)
-            found = list(islice(asking.blocks(client, tenant, one["space"]), limit))
+            told = listing.spaces(client, tenant)
+            one = listing.find_space(told, space)
+            found = list(islice(listing.blocks(client, tenant, one["space"]), limit))
             report: dict[str, Any] = {"tenant": told["tenant"]} | one
             report["keys"] = [_as_json(block) for block in found]
         else:
-            tenants = [asking.spaces(client, tenant)] if tenant else asking.everywhere(client)
+            tenants = [listing.spaces(client, tenant)] if tenant else listing.all_tenants(client)
             report = {"tenants": {each["tenant"]: each["spaces"] for each in tenants}}
     if json:
-        from json import dumps
-
-        typer.echo(dumps(report, indent=2))
+        print_json(report)
     elif space:
         _show_keys(found, report, limit)
     else:
@@ -68,7 +65,7 @@ def _as_json(block: Block) -> dict[str, Any]:
 
 def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     from kvtier.units import format_bytes
-    from kvtier_daemon.cli.drawing import console_of, row, table_of
+    from kvtier_daemon.cli.tables import console_of, row, table_of
 
     table = table_of(
         ">space", "tenant~", "model~", ">block", ">warm", ">cold", ">bytes", ">used by"
@@ -84,12 +81,12 @@ def _show_spaces(tenants: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     if table.row_count:
         console_of().print(table)
     else:
-        typer.echo("no space yet: nobody has opened one")
+        typer.echo("no spaces yet: no client has opened one")
 
 
 def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> None:
     from kvtier.units import format_bytes
-    from kvtier_daemon.cli.drawing import console_of, row, table_of
+    from kvtier_daemon.cli.tables import console_of, row, table_of
 
     typer.echo(
         f"space {space['space']} of {space['tenant']}, {space['model']}: {space['memory_blocks']:,}"
@@ -106,4 +103,4 @@ def _show_keys(found: Sequence[Block], space: Mapping[str, Any], limit: int) -> 
         )  # fmt: skip
     console_of().print(table)
     if len(found) == limit:
-        typer.echo(f"the first {limit:,}; --limit says how many, --json has them in full")
+        typer.echo(f"the first {limit:,}; --limit sets how many, --json prints whole keys")

@@ -1,9 +1,8 @@
-"""`kvtier monitor`: what happens in the daemon, as it happens."""
+"""`kvtier monitor`: prints the events of the daemon as they happen."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,9 +12,9 @@ from kvtier_daemon.cli.flags import Socket
 if TYPE_CHECKING:
     from kvtier import Client
 
-FIRST = ("at", "kind", "tenant", "client")  # have columns of their own
-ASK_S = 1.0  # after so long without an event, whether the daemon answers yet
-DOUBTED = 20  # events without a field that is asked for, until that is said
+FIRST = ("at", "kind", "tenant", "client")  # these have their own columns
+ASK_S = 1.0  # without an event for this long, check whether the daemon still answers
+DOUBTED = 20  # events without a field of the filter before a warning is printed
 
 
 def monitor(
@@ -24,24 +23,24 @@ def monitor(
         typer.Option(
             "--filter",
             metavar="KIND | FIELD=VALUE",
-            help="client, space, save, lookup, evict, promote, demote or fault; or a field, such as"
-            " why=absent. May be given again: any of the kinds, and all of the fields.",
+            help="client, space, save, lookup, evict, promote, demote or fault; or a field, such "
+            "as why=absent. Repeatable: an event must match one of the kinds and all of the "
+            "fields.",
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(min=0, metavar="N", help="End after so many events; 0: never.")
+        int, typer.Option(min=0, metavar="N", help="Stop after N events; 0: never.")
     ] = 0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     socket: Socket = None,
 ) -> None:
-    """Show what happens, as it happens, until interrupted.
+    """Show events as they happen, until interrupted.
 
-    Clients, saves, lookups, evictions, what moves and what fails. Who reads too
-    slowly loses the oldest, and is told how many.
+    Events are clients, saves, lookups, evictions, transfers and faults. A reader that is too slow loses
+    the oldest events, and the output says how many.
     """
     from json import dumps
 
-    from kvtier.client import default_socket
     from kvtier_daemon.cli.status import connected
 
     terms = [text for each in wanted or [] for text in each.split(",")]
@@ -50,7 +49,7 @@ def monitor(
     _check(fields, kinds)
     shown = 0
     unseen = Unseen(fields)
-    with connected(Path(socket or default_socket()), "monitor") as client:
+    with connected(socket, "monitor") as client:
         for event in _events(client, kinds):
             if doubt := unseen.look(event):
                 typer.echo(f"kvtier: {doubt}", err=True)
@@ -64,26 +63,27 @@ def monitor(
 
 
 def _check(fields: Mapping[str, str], kinds: Collection[str]) -> None:
-    """Refuse what no event ever has: it would be waited for without end."""
-    from kvtier.catalog import WHY_MISSED
-    from kvtier.planning import WHY
+    """Refuse a filter that no event can match: the command would wait forever."""
+    from kvtier_daemon.catalog import WHY_MISSED
     from kvtier_daemon.observing.events import KINDS, WHAT
+    from kvtier_daemon.planning import WHY
 
     values = {"kind": KINDS, "what": WHAT, "why": tuple(dict.fromkeys((*WHY_MISSED, *WHY, "off")))}
     for name, known in values.items():
         value = fields.get(name)
-        # Why a client went, and what a disk said, is text.
+        # The reasons of client and fault events are free text.
         anything = value is None or (name == "why" and not {"fault", "client"}.isdisjoint(kinds))
         if not anything and value not in known:
             raise typer.BadParameter(
-                f"{name}={value}: no event has that; {name} is one of {', '.join(known)}"
+                f"{name}={value}: no event has this value; {name} is one of {', '.join(known)}"
                 + ("; of kind fault and client it is any text" if name == "why" else ""),
                 param_hint="--filter",
             )
 
 
 class Unseen:
-    """Which of these fields no event has had yet: a name that was mistyped would be waited for in silence."""
+    """Detects fields of the filter that no event has, such as a misspelt name, so that the command does not
+    stay silent."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         self._wanted = set(wanted)
@@ -91,7 +91,7 @@ class Unseen:
         self._looked_at = 0
 
     def look(self, event: Mapping[str, Any]) -> str:
-        """What there is to say after this event; mostly nothing."""
+        """Return a warning after this event, or an empty string."""
         self._wanted -= event.keys()
         if not self._wanted or event["kind"] == "missed":
             return ""
@@ -100,7 +100,7 @@ class Unseen:
         if self._looked_at != DOUBTED:
             return ""
         names = " and ".join(repr(name) for name in sorted(self._wanted))
-        return f"of {DOUBTED} events none has {names}; they have {', '.join(self._known)}"
+        return f"none of {DOUBTED} events has {names}; they have {', '.join(self._known)}"
 
 
 def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
@@ -125,7 +125,7 @@ def _events(client: Client, kinds: list[str]) -> Iterator[dict[str, Any]]:
         if isinstance(reply, wire.Failed):
             raise Refused(reply.code, reply.text)
         if not isinstance(reply, wire.Events):
-            raise Unavailable("the daemon answered something else")
+            raise Unavailable("the daemon sent an unexpected answer")
         if reply.missed:
             yield {"at": round(time(), 3), "kind": "missed", "events": reply.missed}
         for event in reply.events:
@@ -137,7 +137,7 @@ def _line(event: Mapping[str, Any]) -> str:
 
     at = datetime.fromtimestamp(event["at"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
     if event["kind"] == "missed":
-        return f"{at} {event['events']:,} events were missed: this reads too slowly"
+        return f"{at} {event['events']:,} events were missed: this command reads too slowly"
     rest = "  ".join(
         f"{name} {value}" for name, value in event.items() if name not in FIRST and value != ""
     )

@@ -1,4 +1,4 @@
-"""A bar on stderr for commands that take a while."""
+"""A progress bar on stderr for slow commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def progress() -> Progress:
-    """Return a bar that is gone when it is done."""
+    """Return a progress bar that is removed when it is complete."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

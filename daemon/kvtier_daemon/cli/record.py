@@ -1,4 +1,4 @@
-"""`kvtier record`: have the daemon write what is looked up and saved as a trace for `kvtier sim`."""
+"""`kvtier record`: records lookups and saves as a trace for `kvtier sim`."""
 
 from __future__ import annotations
 
@@ -7,53 +7,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, print_json
 
 if TYPE_CHECKING:
     from kvtier import Client
 
-END_S = 10.0  # for what was noted to be written
+END_S = 10.0  # for the last records to be written
 
 
-class Order(StrEnum):
+class RecordOrder(StrEnum):
     start = "start"
     stop = "stop"
     status = "status"
 
 
 def record(
-    order: Annotated[Order, typer.Argument(metavar="start|stop|status")],
+    order: Annotated[RecordOrder, typer.Argument(metavar="start|stop|status")],
     size: Annotated[
-        str, typer.Option(metavar="SIZE", help="At most; the trace ends there.")
+        str, typer.Option(metavar="SIZE", help="Stop when the trace has this size.")
     ] = "64MiB",
     json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Record what is looked up, as a trace for kvtier sim.
+    """Record lookups as a trace for kvtier sim.
 
-    Blocks by names that mean nothing elsewhere, and no text.
-    The daemon writes into traces/ of its state directory. For root, and the user that it runs as.
+    A trace contains names of blocks that mean nothing elsewhere, and no text. The daemon writes into
+    traces/ of its state directory. Only for root and the daemon's user.
     """
-    from pathlib import Path
 
-    from kvtier.client import default_socket
     from kvtier_daemon.cli.flags import amount
     from kvtier_daemon.cli.status import connected
 
     limit = amount("--size", size)
-    if order is Order.start and limit < 1:
-        raise typer.BadParameter("--size: a trace of nothing")
-    with connected(Path(socket or default_socket()), "record") as client:
-        if order is Order.start:
+    if order is RecordOrder.start and limit < 1:
+        raise typer.BadParameter("--size: must be above 0")
+    with connected(socket, "record") as client:
+        if order is RecordOrder.start:
             told = client.record(limit_bytes=limit)
-        elif order is Order.stop:
+        elif order is RecordOrder.stop:
             told = _ended(client)
         else:
             told = client.record()
     if json:
-        from json import dumps
-
-        typer.echo(dumps(told, indent=2))
+        print_json(told)
     else:
         _show(told)
 
@@ -73,7 +69,7 @@ def _show(told: dict[str, Any]) -> None:
     from kvtier.units import format_bytes
 
     if "path" not in told:
-        typer.echo("nothing is recorded")
+        typer.echo("no trace is being recorded")
         return
     state = "records into" if told["recording"] else "recorded into"
     typer.echo(
@@ -83,4 +79,4 @@ def _show(told: dict[str, Any]) -> None:
     if told["left_out"]:
         typer.echo(f"  {told['left_out']:,} left out{': it is full' if told['full'] else ''}")
     if told["failure"]:
-        typer.echo(f"  it failed: {told['failure']}")
+        typer.echo(f"  recording failed: {told['failure']}")

@@ -1,25 +1,23 @@
-"""`kvtier reload`: have the daemon read its configuration again, as SIGHUP does."""
+"""`kvtier reload`: the daemon reads its configuration again, as after SIGHUP."""
 
 from __future__ import annotations
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, print_json
 
 
 def reload(json: Json = False, socket: Socket = None) -> None:
-    """Put what the configuration says now into force.
+    """Apply the changes of the configuration that need no restart.
 
-    As far as that goes without a restart: says what it changed, and what needs one. Where something is wrong
-    nothing is changed, and the exit code is 2. For root, and the user that the daemon runs as.
+    Lists what it changed, and what needs a restart. If the configuration is invalid, it changes nothing
+    and exits with 2. Only for root and the daemon's user.
     """
     from kvtier_daemon.cli.config import ask_daemon, change_lines
 
     told = ask_daemon(socket, "reload")
     if json:
-        from json import dumps
-
-        typer.echo(dumps(told, indent=2))
+        print_json(told)
         return
     for line in change_lines(told["changes"], "done", "needs a restart"):
         typer.echo(line)

@@ -12,7 +12,9 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", readable=False, help="TOML; conf.d/*.toml beside it is read too."
+            metavar="FILE",
+            readable=False,
+            help="Configuration in TOML; conf.d/*.toml in its directory is read too.",
         ),
     ] = None,
     socket: Socket = None,
@@ -20,15 +22,18 @@ def serve(
         str | None, typer.Option(metavar="SIZE", help="Memory for the arena, such as 64GiB.")
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")
+        str | None,
+        typer.Option(
+            metavar="LEVEL", help="Lowest severity to log: debug, info, warning or error."
+        ),
     ] = None,
 ) -> None:
-    """Run the daemon until it is told to stop.
+    """Run the daemon until it is stopped.
 
-    Flags come before the environment (KVTIER_WARM__SIZE), and that before the file.
+    Flags take precedence over the environment (KVTIER_WARM__SIZE), and the environment over the file.
     """
-    from kvtier_daemon import preflight
-    from kvtier_daemon.config import load
+    from kvtier_daemon.config import preflight
+    from kvtier_daemon.config.schema import load
 
     flags = {
         "socket": None if socket is None else str(socket),

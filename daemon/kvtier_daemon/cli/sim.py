@@ -1,4 +1,4 @@
-"""`kvtier sim`: what a trace of requests would have had of other sizes and policies."""
+"""`kvtier sim`: simulates a trace of requests with other sizes and policies."""
 
 from __future__ import annotations
 
@@ -7,84 +7,99 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate
+from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json
 from kvtier_daemon.cli.progress import progress
 
 if TYPE_CHECKING:
-    from kvtier_daemon.beside.sizing import Prefill
-    from kvtier_daemon.sim.trace import Requests
+    from kvtier_daemon.sim.trace import TraceRequests
+    from kvtier_daemon.tools.sizing import PrefillCost
 
-ENOUGH = 0.95  # of the best that the sizes tried give
+ENOUGH = 0.95  # of the best hit rate of the tried sizes
 
 
 def sim(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="As Mooncake's, or of kvtier record.")
+        Path,
+        typer.Argument(metavar="TRACE", help="A trace of kvtier record, or in Mooncake's format."),
     ],
     policy: Annotated[
-        str, typer.Option(metavar="NAME,...", help="As in warm.policy; optimum knows the future.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Policies, as in warm.policy, or the offline optimum."
+        ),
     ] = "auto",
     blocks: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="One tier of so many blocks, or of 5% of the trace's."),
+        typer.Option(
+            metavar="N,...", help="Simulate one tier of N blocks, or of 5% of the trace's blocks."
+        ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE,...", help="Of the warm tier, in the model of two.")
+        str | None, typer.Option(metavar="SIZE,...", help="Sizes of the warm tier.")
     ] = None,
     nvme: Annotated[
-        str | None, typer.Option(metavar="SIZE,...", help="Of the cold tier; 0 for none.")
+        str | None, typer.Option(metavar="SIZE,...", help="Sizes of the cold tier; 0: none.")
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="The model's config.json, for its bytes a token."),
+        typer.Option(metavar="CONFIG", help="The model's config.json, for its bytes per token."),
     ] = None,
     token_bytes: Annotated[
-        int, typer.Option(min=1, metavar="BYTES", help="Of KV cache a token, without CONFIG.")
+        int, typer.Option(min=1, metavar="BYTES", help="Bytes per token, without CONFIG.")
     ] = 131_072,
     block_tokens: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Tokens of a block; 0: as the trace says, or 512."),
+        typer.Option(min=0, metavar="N", help="Tokens per block; 0: as in the trace, or 512."),
     ] = 0,
     prefill_rate: PrefillRate = 10_000,
     prefill_growth: PrefillGrowth = 0,
     engines: Annotated[
-        int, typer.Option(min=0, metavar="N", help="That prefill, a request each; 0: no queue.")
+        int,
+        typer.Option(min=0, metavar="N", help="Engines, one request each at a time; 0: no queue."),
     ] = 0,
     memory_rate: Annotated[
-        str, typer.Option(metavar="SIZE", help="From memory, a second.")
+        str, typer.Option(metavar="SIZE", help="Bytes per second from memory.")
     ] = "25GB",
     nvme_read: Annotated[
-        str, typer.Option(metavar="SIZE", help="From the disk, a second.")
+        str, typer.Option(metavar="SIZE", help="Bytes per second from the disk.")
     ] = "6GB",
-    nvme_write: Annotated[str, typer.Option(metavar="SIZE", help="To the disk, a second.")] = "3GB",
+    nvme_write: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per second to the disk.")
+    ] = "3GB",
     codec_ratio: Annotated[
         float,
         typer.Option(
-            min=0.01, max=1.0, metavar="RATIO", help="Of what lies on disk to what was saved."
+            min=0.01, max=1.0, metavar="RATIO", help="Stored bytes divided by saved bytes."
         ),
     ] = 1.0,
     write_limit: Annotated[
-        str, typer.Option(metavar="SIZE", help="To the disk a day, as cold.daily_writes; 0: none.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes written per day, as cold.daily_writes; 0: no limit."
+        ),
     ] = "0",
     admission: Annotated[
-        str, typer.Option(metavar="NAME", help="To the disk: all, second-touch or auto.")
+        str,
+        typer.Option(
+            metavar="NAME", help="What is written to the disk: all, second-touch or auto."
+        ),
     ] = "auto",
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the hit rates, as SVG.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the hit rates as SVG.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Replay a trace of requests against tiers of other sizes.
+    """Simulate a trace of requests with tiers of other sizes.
 
-    Through the daemon's own policies and planner. With --blocks: one tier, and its hit rate. Without: memory
-    and disk, and how long first tokens take.
+    Uses the daemon's own policies and planner. With --blocks it simulates one tier and prints its hit
+    rate. Otherwise it simulates memory and disk, and the time to the first token.
     """
-    from kvtier_daemon.beside.sizing import Prefill
     from kvtier_daemon.cli.flags import amount, items
     from kvtier_daemon.sim.trace import read
+    from kvtier_daemon.tools.sizing import PrefillCost
 
     requests = read(trace, block_tokens)
-    prefill = Prefill(
+    prefill = PrefillCost(
         1 / prefill_rate, 1 / prefill_rate / prefill_growth if prefill_growth else 0.0
     )
     policies = items("--policy", policy)
@@ -95,7 +110,9 @@ def sim(
     from kvtier_daemon.sim.tiers import ADMISSIONS, Machine
 
     if admission not in ADMISSIONS:
-        raise typer.BadParameter(f"--admission: one of {', '.join(ADMISSIONS)}, not {admission!r}")
+        raise typer.BadParameter(
+            f"--admission: expected one of {', '.join(ADMISSIONS)}, got {admission!r}"
+        )
     if config is not None:
         from kvtier_daemon.cli.size import read_cache
 
@@ -119,7 +136,7 @@ def sim(
 
 
 def _check_policies(policies: list[str], one_tier: bool) -> None:
-    from kvtier.policy.base import make
+    from kvtier_daemon.catalog.policy import make
     from kvtier_daemon.sim.replay import OPTIMUM
 
     for name in policies:
@@ -131,7 +148,7 @@ def _check_policies(policies: list[str], one_tier: bool) -> None:
             raise typer.BadParameter(f"--policy: {error}") from None
 
 
-def _counts(text: str, requests: Requests) -> list[int]:
+def _counts(text: str, requests: TraceRequests) -> list[int]:
     from kvtier_daemon.cli.flags import items
 
     found = []
@@ -145,9 +162,7 @@ def _counts(text: str, requests: Requests) -> list[int]:
         except (ValueError, OverflowError):
             count = 0
         if not 1 <= count < 1 << 31:
-            raise typer.BadParameter(
-                f"--blocks: {item!r} is no number of blocks, or it is none of them"
-            )
+            raise typer.BadParameter(f"--blocks: {item!r} is not a number of blocks above 0")
         found.append(count)
     return found
 
@@ -162,17 +177,19 @@ def _sizes(flag: str, text: str | None, otherwise: list[int], least_bytes: int) 
     for item in items(flag, text):
         if item.strip().isdecimal() and (int(item) or flag == "--memory"):
             raise typer.BadParameter(
-                f"{flag}: {item!r} has no unit; say {item}GiB if that is meant"
+                f"{flag}: {item!r} has no unit; write {item}GiB if that is intended"
             )
         nbytes = amount(flag, item)
         if 0 < nbytes < least_bytes or (not nbytes and flag == "--memory"):
             least = format_bytes(least_bytes)
-            raise typer.BadParameter(f"{flag}: {item!r} is less than one block, which has {least}")
+            raise typer.BadParameter(
+                f"{flag}: {item!r} is smaller than one block, which has {least}"
+            )
         sizes.append(nbytes)
     return sizes
 
 
-def _trace(requests: Requests) -> dict[str, Any]:
+def _trace(requests: TraceRequests) -> dict[str, Any]:
     return {
         "trace": str(requests.path),
         "requests": len(requests),
@@ -195,10 +212,10 @@ def _save_plot(path: Path, picture: str) -> None:
 
 
 def _one_tier(
-    requests: Requests,
+    requests: TraceRequests,
     policies: list[str],
     counts: list[int],
-    prefill: Prefill,
+    prefill: PrefillCost,
     plot: Path | None,
     json: bool,
 ) -> None:
@@ -239,11 +256,7 @@ def _one_tier(
             draw(f"{requests.path.name}: blocks that hit", "blocks of the tier", lines, labels),
         )
     if json:
-        from json import dumps
-
-        typer.echo(
-            dumps(_trace(requests) | (runs[0] if len(runs) == 1 else {"runs": runs}), indent=2)
-        )
+        print_json(_trace(requests) | (runs[0] if len(runs) == 1 else {"runs": runs}))
         return
     typer.echo(
         f"{len(requests):,} requests, {requests.native.unique:,} blocks of {requests.block_tokens} tokens"
@@ -259,7 +272,7 @@ def _one_tier(
 # --- two tiers -------------------------------------------------------------------------------------
 
 
-def _two_tiers(requests: Requests, machines: list[Any], plot: Path | None, json: bool) -> None:
+def _two_tiers(requests: TraceRequests, machines: list[Any], plot: Path | None, json: bool) -> None:
     from array import array
 
     from kvtier_daemon.sim.report import report, without_tiers
@@ -288,23 +301,21 @@ def _two_tiers(requests: Requests, machines: list[Any], plot: Path | None, json:
     if plot is not None:
         _plot_sizes(requests, runs, plot)
     if json:
-        from json import dumps
-
         told = _trace(requests) | {"recompute_only": {"ttft_ms": computed}, "runs": runs}
-        typer.echo(dumps(told | {"recommended": recommended}, indent=2))
+        print_json(told | {"recommended": recommended})
         return
     _show_sizes(requests, runs, computed, recommended)
 
 
 def _recommended(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The cheapest of the sizes tried that hits nearly as often as the best; memory costs most."""
+    """Return the cheapest of the tried sizes with almost the best hit rate; memory costs most."""
     best = max(run["hit_rate"] for run in runs)
     enough = [run for run in runs if run["hit_rate"] >= ENOUGH * best]
     first = min(enough, key=lambda run: (run["memory_bytes"], run["nvme_bytes"], -run["hit_rate"]))
     return {name: first[name] for name in ("policy", "memory_bytes", "nvme_bytes", "hit_rate")}
 
 
-def _plot_sizes(requests: Requests, runs: list[dict[str, Any]], plot: Path) -> None:
+def _plot_sizes(requests: TraceRequests, runs: list[dict[str, Any]], plot: Path) -> None:
     from kvtier.units import format_bytes
     from kvtier_daemon.sim.plot import draw
 
@@ -320,7 +331,7 @@ def _plot_sizes(requests: Requests, runs: list[dict[str, Any]], plot: Path) -> N
 
 
 def _show_sizes(
-    requests: Requests,
+    requests: TraceRequests,
     runs: list[dict[str, Any]],
     computed: dict[str, float],
     recommended: dict[str, Any],
@@ -350,13 +361,13 @@ def _show_sizes(
         )
     typer.echo(
         f"< {format_bytes(recommended['memory_bytes'])} of memory and"
-        f" {format_bytes(recommended['nvme_bytes'])} of NVMe: the least of these that hits"
-        f" {ENOUGH:.0%} as often as the best of them"
+        f" {format_bytes(recommended['nvme_bytes'])} of NVMe: the smallest of these sizes that"
+        f" reaches {ENOUGH:.0%} of the best hit rate"
     )
     if any(run["nvme_bytes_written_a_day"] is None for run in runs):
         typer.echo(
-            f"written/day: the trace has {requests.span_s:,.0f} s, and less than {LEAST_SPAN_S:,.0f} s say"
-            " nothing of a day"
+            f"written/day: not shown, since the trace has {requests.span_s:,.0f} s and at least"
+            f" {LEAST_SPAN_S:,.0f} s are needed"
         )
 
 

@@ -1,4 +1,4 @@
-"""`kvtier size`: how much KV cache a model needs, and when loading it beats computing it."""
+"""`kvtier size`: the KV cache of a model, and when loading it is faster than computing it."""
 
 from __future__ import annotations
 
@@ -7,65 +7,66 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate
+from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json
 
 if TYPE_CHECKING:
-    from kvtier_daemon.beside.sizing import Cache
+    from kvtier_daemon.tools.sizing import Cache
 
-LINKS = "3,7,25,50"  # GB/s: an NVMe of the third and the fifth generation, PCIe 4 and 5 by 16
+LINKS = "3,7,25,50"  # GB/s: NVMe of the third and the fifth generation, PCIe 4 and 5 with 16 lanes
 
 
 def size(
     config: Annotated[
         Path,
-        typer.Argument(
-            metavar="CONFIG", help="A Hugging Face config.json, or the directory that it is in."
-        ),
+        typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its directory."),
     ],
     kv_dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Of the cache: auto, fp8, nvfp4 and others.")
+        str, typer.Option(metavar="TYPE", help="Type of the cache: auto, fp8, nvfp4 and others.")
     ] = "auto",
     state_dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Of recurrent states: auto, float32 and others.")
+        str,
+        typer.Option(metavar="TYPE", help="Type of recurrent states: auto, float32 and others."),
     ] = "auto",
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="GPUs of the engine.")
+        int, typer.Option(min=1, metavar="N", help="Number of GPUs of the engine.")
     ] = 1,
     block_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens in a block of the engine.")
+        int, typer.Option(min=1, metavar="N", help="Tokens per block of the engine.")
     ] = 16,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a sequence.")] = 8192,
-    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Of each GPU.")] = "80GiB",
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence.")] = 8192,
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each GPU.")] = "80GiB",
     gpu_share: Annotated[
-        float, typer.Option(min=0.01, max=1.0, metavar="SHARE", help="Of it, for the engine.")
+        float,
+        typer.Option(
+            min=0.01, max=1.0, metavar="SHARE", help="Share of the GPU memory for the engine."
+        ),
     ] = 0.9,
     weights: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="Of the whole model; found from the files beside CONFIG."
-        ),
+        typer.Option(metavar="SIZE", help="Size of the model; default: the files next to CONFIG."),
     ] = None,
     prefill_rate: PrefillRate = 10_000,
     prefill_growth: PrefillGrowth = 0,
     bandwidth: Annotated[
-        str, typer.Option(metavar="GB/S,...", help="Of the links to load over.")
+        str, typer.Option(metavar="GB/S,...", help="Speeds of links to load over.")
     ] = LINKS,
     latency_ms: Annotated[
-        float, typer.Option(min=0, metavar="MS", help="Before the first byte of a load.")
+        float, typer.Option(min=0, metavar="MS", help="Time before the first byte of a load.")
     ] = 1.0,
     json: Json = False,
 ) -> None:
-    """Tell how much KV cache a model needs, and what loads save.
+    """Show how much KV cache a model needs, and when loads help.
 
-    Bytes a token, how many sequences fit into a GPU, and when loading beats computing.
+    Prints bytes per token, how many sequences fit into a GPU, and when loading is faster than
+    computing.
     """
-    from kvtier_daemon.beside.sizing import (
-        Prefill,
+    from kvtier_daemon.cli.flags import amount, numbers
+    from kvtier_daemon.tools.sizing import (
+        PrefillCost,
         break_even_bandwidth,
         break_even_tokens,
         read_config,
     )
-    from kvtier_daemon.cli.flags import amount, numbers
 
     path, described = _read(config)
     cache = read_config(
@@ -80,7 +81,7 @@ def size(
     sequence = cache.prefix_bytes(tokens, block_tokens)
     spare = max(0, int(memory * gpu_share) - (weight_bytes or 0) // tensor_parallel)
     token_s = 1 / prefill_rate
-    prefill = Prefill(token_s, token_s / prefill_growth if prefill_growth else 0.0)
+    prefill = PrefillCost(token_s, token_s / prefill_growth if prefill_growth else 0.0)
     latency_s = latency_ms / 1000
     links = numbers("--bandwidth", bandwidth)
     report: dict[str, Any] = {
@@ -121,20 +122,18 @@ def size(
     }
     if weight_bytes is None:
         report["remarks"].append(
-            f"no weights beside {path.name}: sequences are counted as if the GPU held none; --weights says"
-            f" how much, such as --weights 16GiB"
+            f"no weights next to {path.name}: counting sequences as if the GPU held none; give "
+            "their size with --weights, such as --weights 16GiB"
         )
     if json:
-        from json import dumps
-
-        typer.echo(dumps(report, indent=2))
+        print_json(report)
     else:
         _show(report, cache)
 
 
 def read_cache(config: Path) -> Cache:
-    """Return the cache of the model that a config.json, or the directory that it is in, describes."""
-    from kvtier_daemon.beside.sizing import read_config
+    """Return the cache of the model in a config.json, or in the directory that contains it."""
+    from kvtier_daemon.tools.sizing import read_config
 
     path, described = _read(config)
     return read_config(described, str(path))
@@ -151,11 +150,11 @@ def _read(config: Path) -> tuple[Path, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: it is no JSON: {error}") from error
+        raise ConfigError(f"{path}: invalid JSON: {error}") from error
 
 
 def _weights(directory: Path) -> int | None:
-    """Bytes of the weights in a directory, or None where there are none."""
+    """Return the bytes of the weights in a directory, or None if it contains no weights."""
     files = list(directory.glob("*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
     return sum(file.stat().st_size for file in files) or None
 
@@ -192,7 +191,7 @@ def _show(report: dict[str, Any], cache: Cache) -> None:
         "to load them sooner",
         f"{needed / 1e9:.2f} GB/s"
         if needed
-        else f"nothing is fast enough with {even['latency_ms']} ms before",
+        else f"no link is fast enough with a latency of {even['latency_ms']} ms",
     )
     for link in even["links"]:
         prompt = link["prompt_tokens"]

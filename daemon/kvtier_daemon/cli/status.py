@@ -1,4 +1,4 @@
-"""`kvtier status`: what the daemon holds and how well it does, for people or as JSON."""
+"""`kvtier status`: the contents of the daemon, its hits and its misses, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.drawing import (
+from kvtier_daemon.cli.flags import Socket, print_json
+from kvtier_daemon.cli.tables import (
     Bar,
     bar_of,
     console_of,
@@ -23,10 +24,10 @@ from kvtier_daemon.cli.drawing import (
     not_taken,
     percent,
     row,
+    share_rows,
     table_of,
 )  # fmt: skip
-from kvtier_daemon.cli.flags import Socket
-from kvtier_daemon.standing import is_away, meaning, remedy
+from kvtier_daemon.tiers.states import is_away, meaning, remedy
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,45 +35,40 @@ if TYPE_CHECKING:
 
     from kvtier import Client
 
-# Who asks is told within 2 s of the command's start, unless that alone took a second: a daemon that is as
-# slow as the machine is then is not said to hang.
+# The command answers within 2 s of its start. If its own start took longer, it waits longer for the daemon,
+# because the machine is slow.
 TOLD_S = 1.75
 ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 
 
 def status(
     json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of a table.")
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
     socket: Socket = None,
 ) -> None:
-    """Show what the daemon holds and how well it does. Exits with 3 if none answers."""
-    from kvtier.client import default_socket
-
-    stats = _ask(Path(socket or default_socket()))
+    """Show what the daemon holds, its hits and its misses. Exits with 3 if no daemon answers."""
+    with connected(socket, "status") as client:
+        stats = client.stats()
     if json:
-        from json import dumps
-
-        typer.echo(dumps(stats, indent=2))
+        print_json(stats)
         return
     draw(stats, console_of())
 
 
-def _ask(path: Path) -> Mapping[str, Any]:
-    with connected(path, "status") as client:
-        return client.stats()
-
-
 @contextmanager
-def connected(path: Path, name: str, answer_s: float = 0.0) -> Iterator[Client]:
-    """A client of the daemon at `path`; where none answers, or one of another version, Unavailable says what
-    to do. `answer_s` is for the answers after the first, if they may take longer than that one."""
+def connected(socket: Path | None, name: str, answer_s: float = 0.0) -> Iterator[Client]:
+    """Connect to the daemon at `socket`, or at the default socket. If no daemon of this version answers,
+    Unavailable contains the remedy. `answer_s` is the time limit of later answers, if they may take longer
+    than the first."""
     from kvtier import Client
+    from kvtier.client import default_socket
     from kvtier.errors import ProtocolError, Refused, Unavailable
 
+    path = Path(socket or default_socket())
     try:
         first_s = _first_answer_s()
-        if answer_s > first_s:  # that it answers at all is to be known sooner
+        if answer_s > first_s:  # detect a daemon that does not answer sooner
             Client.connect(str(path), timeout_s=first_s, populate=False, name=name).close()
         timeout_s = max(answer_s, first_s)
         with Client.connect(str(path), timeout_s=timeout_s, populate=False, name=name) as client:
@@ -80,8 +76,10 @@ def connected(path: Path, name: str, answer_s: float = 0.0) -> Iterator[Client]:
     except Unavailable as error:
         raise Unavailable(_why(path, error)) from error
     except ProtocolError as error:
-        text = f"what answers at {path} is no daemon of this version of kvtier: {error}"
-        raise Unavailable(f"{text}; `kvtier --version` says which this is") from error
+        text = f"the process at {path} is not a kvtier daemon of this version: {error}"
+        raise Unavailable(
+            f"{text}; `kvtier --version` prints the version of this command"
+        ) from error
     except Refused as error:
         if error.code != "wrong_schema":
             raise
@@ -93,19 +91,19 @@ def connected(path: Path, name: str, answer_s: float = 0.0) -> Iterator[Client]:
 
 @cache
 def _first_answer_s() -> float:
-    """How long to wait for an answer, by how long this process took to come to ask."""
+    """Return the time limit of the first answer, which depends on how long this process took to start."""
     return round(min(ANSWER_S, max(LEAST_ANSWER_S, TOLD_S - _age_s())), 1)
 
 
 def _age_s() -> float:
-    """How long this process is there."""
-    # The name of the program, which may have blanks and brackets, ends with the last bracket.
+    """Return the age of this process."""
+    # The program's name may contain blanks and brackets; it ends with the last bracket.
     begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Return why nobody answers at `path`, and what to do about it."""
+    """Return why no daemon answers at `path`, and the remedy."""
     from kvtier.errors import ConfigError
     from kvtier.wire import LIMIT_SOCKET_PATH
     from kvtier_daemon.claim import is_stopped, named, owner_of
@@ -117,40 +115,40 @@ def _why(path: Path, error: Exception) -> str:
         return str(error)
     try:
         owner = owner_of(path)
-    except ConfigError:  # it can't be told; then what the client found has to do
+    except ConfigError:  # the owner is unknown: report what the client found
         owner = None
     if owner is not None:
         advice = (
-            f"it is stopped; `kill -CONT {owner}` lets it go on"
+            f"it is stopped; `kill -CONT {owner}` continues it"
             if is_stopped(owner)
-            else "look into its log, and restart it if it stays so"
+            else "see its log, and restart it if this continues"
         )
         return f"{named(owner)} listens at {path} and does not serve: {error}; {advice}"
     reason = (cause.strerror or cause) if isinstance(cause, OSError) else error
     return (
-        f"no daemon answers at {path}: {reason}; start one with"
-        " `kvtier serve --warm-size 8GiB`, or say where it is with --socket"
+        f"no daemon answers at {path}: {reason}; start one with `kvtier serve --warm-size "
+        "8GiB`, or give its path with --socket"
     )
 
 
 def _closed(path: Path) -> str:
-    """Return what keeps this user from the socket, and what to do about it."""
+    """Return why this user cannot connect to the socket, and the remedy."""
     uid = os.geteuid()
     try:
         found = path.stat()
     except OSError:
         return (
-            f"uid {uid} may not enter the directory of {path}; set socket in the daemon's"
-            " configuration to a path in one that its users can enter"
+            f"uid {uid} may not enter the directory of {path}; set socket in the daemon's "
+            "configuration to a path in a directory that its users can enter"
         )
     group = _group_name(found.st_gid)
     join = (
         f"become a member of group {group}, or " if found.st_mode & 0o020 and found.st_gid else ""
     )
     return (
-        f"uid {uid} may not connect to {path}, of uid {found.st_uid} and group {group} with mode"
-        f" {found.st_mode & 0o777:04o}; {join}set socket_group or socket_mode in"
-        " the daemon's configuration"
+        f"uid {uid} may not connect to {path} (owner uid {found.st_uid}, group {group}, mode "
+        f"{found.st_mode & 0o777:04o}); {join}set socket_group or socket_mode in the daemon's "
+        "configuration"
     )
 
 
@@ -167,7 +165,7 @@ def _group_name(gid: int) -> str:
 
 
 def draw(stats: Mapping[str, Any], console: Console) -> None:
-    """Print `stats` for people; 80 columns are enough for it."""
+    """Print `stats` as tables, within 80 columns."""
     from rich.padding import Padding
 
     bar = bar_of("#", "-") if console.options.ascii_only else bar_of("█", "░")
@@ -204,37 +202,34 @@ def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
         row(table, name, bar(used, capacity), percent(used, capacity), amounts, blocks)
         ready = tier.get("allocated_bytes", capacity)
         if ready < capacity:
-            row(table, "", bar(ready, capacity), percent(ready, capacity), "made so far", "")
+            row(table, "", bar(ready, capacity), percent(ready, capacity), "allocated so far", "")
         if meaning(name, tier):
             row(table, "", "", "", tier["state"], "")
     return table
 
 
 def _flows(stats: Mapping[str, Any], bar: Bar) -> Table:
-    """Return the hit rate, in all and by tier, and the misses; then what was kept of the saves: shares of
-    100% each."""
+    """Return the hit rate in total and by tier, the misses, and the outcomes of saves, as shares of 100%."""
     table = table_of("~", "", ">", ">")
     found = stats.get("hit_tokens", {})
     hits = {"hit": sum(found.values())}
     hits |= {f"  hit {tier}": n for tier, n in falling(found)}
     misses = {f"miss {why}": n for why, n in falling(stats.get("miss_tokens", {}))}
     looked_up = stats.get("lookup_tokens", 0)
-    row(table, "tokens looked up", "", "", f"{looked_up:,}")
     by_tier = stats.get("used_tokens", {})
     used = {"used of these": sum(by_tier.values())} if by_tier else {}
-    for label, tokens in (hits | used | misses).items() if looked_up else ():
-        row(table, f"  {label}", bar(tokens, looked_up), percent(tokens, looked_up), f"{tokens:,}")
+    shares = hits | used | misses if looked_up else {}
+    share_rows(table, "tokens looked up", looked_up, shares, bar)
     saved = stats.get("saved_tokens", 0)
     refused = {not_taken(why): n for why, n in falling(stats.get("refused_tokens", {}))}
     offered = saved + sum(refused.values())
-    row(table, "tokens offered", "", "", f"{offered:,}")
-    for label, tokens in ({"saved": saved} | refused).items() if offered else ():
-        row(table, f"  {label}", bar(tokens, offered), percent(tokens, offered), f"{tokens:,}")
+    shares = {"saved": saved} | refused if offered else {}
+    share_rows(table, "tokens offered", offered, shares, bar)
     return table
 
 
 def _notes(stats: Mapping[str, Any]) -> Table | None:
-    """Return the counters that are no shares of anything, a line for each kind."""
+    """Return the other counters, one line for each kind."""
     from kvtier.units import format_bytes
 
     table = table_of("", "~")
@@ -260,7 +255,7 @@ def _notes(stats: Mapping[str, Any]) -> Table | None:
 
 
 def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what wears the disks, what was found on them, and what is wrong with them."""
+    """Return the wear of the disks, the results of the scrub, and the faults."""
     from kvtier.units import format_bytes
 
     moved, scrub = cold.get("bytes", {}), cold.get("scrub", {})
@@ -273,8 +268,8 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         "cold written": [format_bytes(new + again), each] if new else [],
         "  in 24 hours": [format_bytes(day), left if limit else "no limit"],
-        "cold unasked": [
-            f"{count(lost, 'block')} of models that cold.codecs has stored otherwise now"
+        "cold, other codec": [
+            f"{count(lost, 'block')} stored with another cold.codecs setting for their model"
         ]
         if (lost := cold.get("unasked", 0))
         else [],
@@ -293,7 +288,7 @@ def _cold_notes(cold: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _codecs(spaces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how many spaces are stored by which codec, and what it makes of them."""
+    """Return how many spaces use each codec, and its compression."""
     ratios: dict[str, list[float]] = {}
     for space in spaces:
         name = f"{space['codec']} (lossy)" if space.get("lossy") else space["codec"]
@@ -315,17 +310,17 @@ def _smaller(ratios: Sequence[float]) -> str:
 
 
 def _faults(cold: Mapping[str, Any]) -> list[str]:
-    """Return how often the disks failed, what is wrong now, and what to do about it."""
+    """Return how often the disks failed, the current failure, and the remedy."""
     faults, failure = cold.get("faults", 0), cold.get("failure", "")
     if is_away(cold):
         return []
     if cold.get("given_up"):
-        return [f"off: {failure}; mend that and restart the daemon"]
+        return [f"off: {failure}; repair that and restart the daemon"]
     if failure:
         off = "" if cold.get("on", True) else "off: "
-        advice = f"it is tried again by itself; if it stays so, {remedy(failure)}"
+        advice = f"the daemon retries; if it continues, {remedy(failure)}"
         return [f"{faults:,}; {off}{failure}; {advice}"]
-    return [f"{faults:,}, and all works again"] if faults else []
+    return [f"{faults:,}, all disks work again"] if faults else []
 
 
 def _tenants(tenants: Mapping[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""`kvtier tier`: drain a tier, switch it off or on, while the daemon serves."""
+"""`kvtier tier`: drains a tier, switches it off or on, while the daemon serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket
+from kvtier_daemon.cli.flags import Json, Socket, print_json
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -18,7 +18,7 @@ LOOK_S = 0.1
 GOES_ON = ("draining", "closing", "opening", "recovering")
 
 
-class Order(StrEnum):
+class TierOrder(StrEnum):
     drain = "drain"
     off = "off"
     on = "on"
@@ -31,42 +31,40 @@ class Name(StrEnum):
 
 
 def tier(
-    order: Annotated[Order, typer.Argument(metavar="drain|off|on|status")],
+    order: Annotated[TierOrder, typer.Argument(metavar="drain|off|on|status")],
     name: Annotated[Name, typer.Argument(metavar="cold|warm")],
     timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Wait no longer; 0: don't.")
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Wait at most this long; 0: do not wait."),
     ] = 600.0,
     json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Drain a tier, switch it off or on. What was asked goes on if this is interrupted.
+    """Drain a tier, switch it off or on. The daemon continues if this command is interrupted.
 
-    drain cold: write no more, read as before. off cold: close its files; what is there is a miss until it is
-    on again. drain warm: write what is in memory alone to the disks, and what is saved from then on, so that
-    a restart loses nothing. on: as before. A restart follows the configuration.
-    Exits with 1 if it is not done in time, with 2 if it can't be. For root, and who runs the daemon.
+    drain cold: stop writing; reads continue. off cold: close the files; their blocks are misses until
+    the tier is on. drain warm: write the blocks that are only in memory to the disks, and new saves at
+    once, so that a restart loses nothing. on: end drain or off. A restart follows the configuration.
+    Exits with 1 if it has not ended in time, and with 2 if it is not possible. Only for root and the
+    daemon's user.
     """
-    from pathlib import Path
 
-    from kvtier.client import default_socket
     from kvtier_daemon.cli.status import connected
 
-    with connected(Path(socket or default_socket()), "tier") as client:
+    with connected(socket, "tier") as client:
         told = client.tier(name.value, order.value)
-        if order is not Order.status:
+        if order is not TierOrder.status:
             told = _waited(client, told, timeout)
     if json:
-        from json import dumps
-
-        typer.echo(dumps(told, indent=2))
+        print_json(told)
     else:
-        left = f", {told['left_blocks']:,} blocks to go" if told["state"] in GOES_ON else ""
+        left = f", {told['left_blocks']:,} blocks left" if told["state"] in GOES_ON else ""
         typer.echo(f"{told['tier']}: {told['state']}{left}")
         if told["failure"]:
             typer.echo(f"kvtier: {told['tier']}: {told['failure']}", err=True)
     if told["failure"]:
         raise typer.Exit(2)
-    raise typer.Exit(EXIT_NOT_YET if order is not Order.status and _goes_on(told) else 0)
+    raise typer.Exit(EXIT_NOT_YET if order is not TierOrder.status and _goes_on(told) else 0)
 
 
 def _goes_on(told: dict[str, Any]) -> bool:
@@ -74,7 +72,7 @@ def _goes_on(told: dict[str, Any]) -> bool:
 
 
 def _waited(client: Client, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """What it has come to when it is over, or time is."""
+    """Wait until the order has ended or failed, at most `timeout_s`. Returns the last status."""
     from time import monotonic, sleep
 
     from kvtier_daemon.cli.progress import progress

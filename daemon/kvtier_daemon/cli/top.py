@@ -1,4 +1,4 @@
-"""`kvtier top`: the daemon at a glance, and again every second."""
+"""`kvtier top`: shows the state of the daemon, updated every second."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import typer
 from kvtier_daemon.cli.flags import Socket
 
 if TYPE_CHECKING:
-    from kvtier_daemon.cli.screens import Moment
+    from kvtier_daemon.cli.top_views import Moment
 
 
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print one screen of the last interval, and end.")
+        bool, typer.Option("--once", help="Print one screen of the last interval and exit.")
     ] = False,
     view: Annotated[
-        str, typer.Option(metavar="NAME", help="tiers, hits, moves or clients.")
+        str, typer.Option(metavar="NAME", help="The view: tiers, hits, moves or clients.")
     ] = "tiers",
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Between two looks.")
+        float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Time between two updates.")
     ] = 1.0,
     json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a look, in place of a screen.")
+        bool, typer.Option("--json", help="Print one JSON object per update instead of a screen.")
     ] = False,
     socket: Socket = None,
 ) -> None:
-    """Watch tiers, hits and misses, what moves, and clients.
+    """Watch tiers, hits and misses, transfers and clients.
 
-    Keys: 1 to 4 or the arrows for the view, space to hold, + and - for the interval, q to end. Needs
-    textual, but for --once and --json: pip install 'textual>=8'.
+    Keys: 1 to 4 or the arrows select the view, space pauses, + and - change the interval, q quits.
+    Needs textual, except for --once and --json: pip install 'textual>=8'.
     """
     from kvtier.client import default_socket
-    from kvtier_daemon.cli.screens import VIEWS
+    from kvtier_daemon.cli.top_views import VIEWS
 
     if view not in VIEWS:
-        raise typer.BadParameter(f"--view: {view!r} is none of {', '.join(VIEWS)}")
+        raise typer.BadParameter(f"--view: {view!r} is not one of {', '.join(VIEWS)}")
     path = Path(socket or default_socket())
     if json:
         _as_json(path, interval, once)
@@ -49,7 +49,7 @@ def top(
 
 
 def _look(path: Path) -> Callable[[], Moment]:
-    """What asks the daemon; each call connects, so that a daemon which was restarted is found again."""
+    """Return a function that gets a report. Each call connects, so that it also finds a restarted daemon."""
 
     def look() -> Moment:
         from time import monotonic
@@ -57,8 +57,8 @@ def _look(path: Path) -> Callable[[], Moment]:
         import msgspec
 
         from kvtier import wire
-        from kvtier_daemon.cli.screens import Moment
         from kvtier_daemon.cli.status import connected
+        from kvtier_daemon.cli.top_views import Moment
 
         with connected(path, "top") as client:
             stats = client.stats()
@@ -72,15 +72,15 @@ def _look(path: Path) -> Callable[[], Moment]:
 def _once(path: Path, interval: float, view: str) -> None:
     from time import sleep
 
-    from kvtier_daemon.cli.drawing import console_of
-    from kvtier_daemon.cli.screens import History, Room, draw
+    from kvtier_daemon.cli.tables import console_of
+    from kvtier_daemon.cli.top_views import ScreenHistory, ScreenRoom, draw
 
-    look, history = _look(path), History()
+    look, history = _look(path), ScreenHistory()
     history.add(look())
     sleep(interval)
     history.add(look())
     console = console_of()
-    room = Room(console.width, ascii_only=console.options.ascii_only)
+    room = ScreenRoom(console.width, ascii_only=console.options.ascii_only)
     console.print(draw(history, view, room))
 
 
@@ -101,14 +101,14 @@ def _watch(path: Path, interval: float, view: str) -> None:
     import sys
 
     from kvtier.errors import ConfigError
-    from kvtier_daemon.cli.screens import History
+    from kvtier_daemon.cli.top_views import ScreenHistory
 
-    look, history = _look(path), History()
-    history.add(look())  # a daemon that isn't there is told before the screen is taken
+    look, history = _look(path), ScreenHistory()
+    history.add(look())  # fail before the screen is taken over if no daemon answers
     if not sys.stdout.isatty():
-        raise ConfigError("the output is no terminal: --once prints one screen, --json objects")
+        raise ConfigError("the output is not a terminal: use --once for one screen, or --json")
     try:
-        from kvtier_daemon.cli.watching import Top
+        from kvtier_daemon.cli.top_app import Top
     except ImportError as error:
         raise ConfigError(
             f"kvtier top needs textual ({error}): pip install 'textual>=8', or use --once"

@@ -1,1 +1,1 @@
-"""What others see of the daemon: metrics, its health, a page; and what is measured for them alone."""
+"""What the daemon reports: metrics, health, events, the status page, and the measurements for them."""

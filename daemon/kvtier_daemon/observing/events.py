@@ -1,8 +1,7 @@
-"""What happens, for whoever watches: clients, lookups, saves, and what moves. Costs nothing while nobody
-does.
+"""Events for `kvtier monitor`: clients, lookups, saves and movements. Costs nothing without a watcher.
 
-Nobody is waited for: a watcher keeps so many events and no more, then the oldest go, and it is told how
-many. An event has no key beyond a few digits of one, no token and no text.
+The daemon never waits for a watcher: each keeps a limited number of events; then the oldest are dropped and
+counted. An event contains at most a few digits of a key, no token and no text of a prompt.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvtier.catalog import SessionId
 from kvtier.errors import Refused
+from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.tenant import Tenant
 
 if TYPE_CHECKING:
-    from kvtier_daemon.tiers.cold import ColdTier
+    from kvtier_daemon.tiers.cold.tier import ColdTier
 
 KINDS: Final = ("client", "space", "save", "lookup", "evict", "promote", "demote", "fault")
 WHAT: Final = ("came", "went", "reserved", "committed")
@@ -32,9 +31,9 @@ Wall = Callable[[], float]
 
 @dataclass(slots=True, eq=False)
 class Watcher:
-    """One session's view. `awake` is called when there is something to take, and was nothing before."""
+    """The events of one session. `awake` is called when the first event arrives."""
 
-    tenant: str | None  # None: every tenant's
+    tenant: str | None  # None: events of all tenants
     kinds: frozenset[str]
     awake: Callable[[], None]
     kept: deque[msgspec.Raw] = field(default_factory=deque)
@@ -49,22 +48,19 @@ class Watcher:
             self.awake()
 
     def take(self, limit: int) -> tuple[int, list[msgspec.Raw]]:
-        """How many events were forgotten, and the oldest ones after those."""
+        """Return how many events were dropped, and the oldest events after those."""
         missed, self.missed = self.missed, 0
         return missed, [self.kept.popleft() for _ in range(min(limit, len(self.kept)))]
 
 
-class Events:
-    """Who watches, and what is told. Ask `on` before making anything of what is told."""
+class EventFeed:
+    """The watchers of all sessions. Check `on` before creating an event."""
 
     def __init__(self, wall: Wall) -> None:
         self._wall = wall
         self._watchers: dict[SessionId, Watcher] = {}
         self._counted: dict[tuple[str, str], Counter[str]] = {}
-
-    @property
-    def on(self) -> bool:
-        return bool(self._watchers)
+        self.on = False  # there are watchers
 
     def watch(
         self,
@@ -73,25 +69,30 @@ class Events:
         kinds: Collection[str],
         awake: Callable[[], None],
     ) -> Watcher:
-        """From now on events are kept for this session until it takes them, up to a limit."""
+        """Keep events for this session until it takes them, up to a limit."""
         if unknown := sorted(set(kinds) - set(KINDS)):
             raise Refused(
-                "bad_request", f"no events of kind {unknown[0]!r}: there are {', '.join(KINDS)}"
+                "bad_request",
+                f"unknown kind of event {unknown[0]!r}; known kinds: {', '.join(KINDS)}",
             )
         watcher = self._watchers.get(session)
         if watcher is None:
             if len(self._watchers) >= LIMIT_WATCHERS:
-                raise Refused("too_many", f"{LIMIT_WATCHERS} clients watch already")
+                raise Refused(
+                    "too_many", f"{LIMIT_WATCHERS} clients already watch, the limit is reached"
+                )
             watcher = Watcher(tenant, frozenset(kinds or KINDS), awake)
             self._watchers[session] = watcher
+            self.on = True
         return watcher
 
     def leave(self, session: SessionId) -> None:
         if self._watchers.pop(session, None) is not None and not self._watchers:
-            self._counted.clear()  # whoever comes next begins anew
+            self.on = False
+            self._counted.clear()  # the next watcher starts from zero
 
     def tell(self, kind: str, tenant: str, **fields: object) -> None:
-        """This has happened just now."""
+        """Add an event that happened now."""
         event: msgspec.Raw | None = None
         for watcher in self._watchers.values():
             if kind in watcher.kinds and watcher.tenant in (None, tenant):
@@ -103,17 +104,16 @@ class Events:
     # --- what is counted elsewhere, and told as it grows ------------------------------------------
 
     def sample(self, tenants: Iterable[Tenant], cold: ColdTier | None) -> None:
-        """Tell what moved since the last call, a line for each kind of movement."""
+        """Add an event for each kind of movement since the last call."""
         if not self._watchers:
             return
         for tenant in tenants:
-            self._grown("evict", tenant.name, tenant.catalog.evicted_blocks)
-            if (mover := tenant.mover) is not None:
-                counts = mover.counts
-                self._grown("promote", tenant.name, {"blocks": counts["read"]})
-                self._grown("demote", tenant.name, {"blocks": counts["written"]})
-                failed = {why: n for why, n in tenant.catalog.cold.failed.items() if n}
-                self._grown("fault", tenant.name, failed)
+            self._grown("evict", tenant.name, tenant.catalog.blocks.evicted)
+            counts = tenant.tier.stats().counts
+            self._grown("promote", tenant.name, {"blocks": counts.get("read", 0)})
+            self._grown("demote", tenant.name, {"blocks": counts.get("written", 0)})
+            failed = {why: n for why, n in tenant.catalog.promotions.failed.items() if n}
+            self._grown("fault", tenant.name, failed)
         if cold is not None:
             self._grown("fault", "", {"cold": cold.faults}, why=cold.failure)
 

@@ -1,4 +1,4 @@
-"""Series as text: in Prometheus' own format, and in OpenMetrics' for who asks for it."""
+"""Metrics as text: in the format of Prometheus, and in OpenMetrics if the client requests it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENDS: Final = {"counter": "_total", "info": "_info"}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A value of a family. A histogram's is what `Histogram.report` says."""
+    """A value of a family. The value of a histogram is what `Histogram.report` returns."""
 
     labels: Labels
     value: float | int | Mapping[str, Any]
@@ -24,7 +24,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric; `name` is without what its kind adds to it."""
+    """A metric; `name` does not include the suffix of its kind."""
 
     name: str
     kind: Kind
@@ -33,7 +33,7 @@ class Family:
 
 
 def accepts_openmetrics(accept: str) -> bool:
-    """Whether who sends this Accept header wants OpenMetrics at least as much as anything else."""
+    """Return whether this Accept header prefers OpenMetrics, or accepts it as much as any other format."""
     wanted = {"openmetrics": 0.0, "text": 0.0}
     for part in accept.split(","):
         kind, *parameters = (piece.strip() for piece in part.lower().split(";"))
@@ -62,7 +62,7 @@ def render(families: Iterable[Family], openmetrics: bool = False) -> bytes:
 
 def _family(family: Family, openmetrics: bool) -> Iterator[str]:
     end = _ENDS.get(family.kind, "")
-    # The older format knows no families: a counter there is named as its samples are, and has no `info`.
+    # In the older format a counter has the name of its samples, and the type `info` does not exist.
     name = family.name if openmetrics else family.name + end
     kind = "gauge" if family.kind == "info" and not openmetrics else family.kind
     yield f"# HELP {name} {_escaped(family.help, openmetrics)}"

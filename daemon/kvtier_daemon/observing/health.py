@@ -1,4 +1,4 @@
-"""Whether the daemon does what it is for, in a line."""
+"""The health of the daemon, in one line."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.units import format_bytes
-from kvtier_daemon.observing.lag import RECENT_S
-from kvtier_daemon.standing import is_away, is_drained, meaning
+from kvtier_daemon.observing.loop_lag import RECENT_S
+from kvtier_daemon.tiers.states import is_away, is_drained, meaning
 
-STALL_S: Final = 2.0  # an engine's plugin has given it up by then
+STALL_S: Final = 2.0  # an engine's plugin has disconnected after this time
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`ok`: whether clients are better off with it than without. What is `degraded` serves all the same."""
+    """`ok`: whether clients benefit from the daemon. A `degraded` daemon still serves."""
 
     ok: bool
     text: str
 
 
 def health(figures: Mapping[str, Any]) -> Health:
-    """What is wrong, the worst first; `figures` is what `kvtier status --json` prints."""
+    """Return the problems, the worst first; `figures` is what `kvtier status --json` prints."""
     if wrong := "; ".join(_failures(figures)):
         return Health(False, f"failed: {_line(wrong)}")
     if wrong := "; ".join(_losses(figures)):
@@ -32,13 +32,15 @@ def health(figures: Mapping[str, Any]) -> Health:
 
 def _failures(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["stopping"]:
-        yield "it is going down"
+        yield "the daemon is stopping"
     late = figures["loop"]["most_s"][str(RECENT_S)]
     if late >= STALL_S:
-        yield f"its loop stood still for {late:.1f} s in the last {RECENT_S} s; its log may say why"
+        yield (
+            f"its event loop stalled for {late:.1f} s in the last {RECENT_S} s; its log may say why"
+        )
     warm = figures["tiers"]["warm"]
     if not warm["allocated_bytes"]:
-        yield f"there is no warm tier: {warm['failure'] or 'its first extent is being made'}"
+        yield (f"there is no warm tier: {warm['failure'] or 'its first extent is being allocated'}")
 
 
 def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -48,13 +50,13 @@ def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"the warm tier has {have} of {wanted}: {warm['failure']}"
     if cold is None:
         return
-    failure = cold["failure"] or "its disks take or give nothing"
+    failure = cold["failure"] or "its disks do not complete requests"
     if cold["given_up"]:
         yield f"the cold tier is off until a restart: {failure}"
     elif is_away(cold) or (is_drained(cold) and not cold["failure"]):
         yield f"the cold tier is {meaning('cold', cold)}"
     elif not cold["on"]:
-        yield f"the cold tier is off, and is tried again: {failure}"
+        yield f"the cold tier is off, retrying: {failure}"
     elif cold["failure"]:
         yield f"the cold tier: {failure}"
 

@@ -1,5 +1,5 @@
-"""What the last minutes say that no single figure does: blocks lost because a disk is too slow or takes
-nothing, loads that a disk did not bring in time, a hit rate that fell."""
+"""Hints from the last minutes: blocks lost because a disk is too slow or rejects writes, loads that did not
+end in time, a hit rate that fell."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.planning import LOADS
-from kvtier_daemon.observing.series import hits, lookups
+from kvtier_daemon.observing.metrics import hits, lookups
+from kvtier_daemon.planning import LOADS
 
 EVERY_S: Final = 10.0
 SPAN_S: Final = 300.0
-LEAST_TOKENS: Final = 10_000  # looked up, or the hit rate says little
-FELL: Final = 0.5  # of what it was before
+LEAST_TOKENS: Final = 10_000  # looked up; with fewer tokens the hit rate has no meaning
+FELL: Final = 0.5  # below this share of the earlier hit rate
 LEAST_LOADS: Final = 20
-LATE: Final = 0.05  # of the loads that were begun
+LATE: Final = 0.05  # share of the loads that were started
 SLOW_DISK: Final = (
-    "saves outrun the disk: a faster disk or another one, or a codec that stores less"
+    "saves are faster than the disk: add or use a faster disk, or a codec that stores less"
 )
 LOST: Final = {
     "slow_disk": SLOW_DISK,
-    "off": "the disks take nothing: `kvtier status` says why",
+    "off": "the disks do not accept writes: `kvtier status` says why",
     "budget": "cold.daily_writes is spent: raise it if the drive is rated for more",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class HintCounts:
     """Counters at one time."""
 
     at_s: float
     lookups: int
     hits: int
     lost: Mapping[str, int]
-    loads: int  # that were begun
+    loads: int  # that were started
     late: int
 
     @classmethod
-    def of(cls, figures: Mapping[str, Any]) -> Counted:
+    def of(cls, figures: Mapping[str, Any]) -> HintCounts:
         cold = figures["tiers"].get("cold", {})
         loads = cold.get("loads", {})
         unwritten = cold.get("unwritten", {})
@@ -50,41 +50,47 @@ class Counted:
         )  # fmt: skip
 
 
-NOTHING: Final = Counted(0.0, 0, 0, dict.fromkeys(LOST, 0), 0, 0)
+NOTHING: Final = HintCounts(0.0, 0, 0, dict.fromkeys(LOST, 0), 0, 0)
 
 
 class Hints:
-    """Of one daemon."""
+    """The hints of one daemon."""
 
     def __init__(self) -> None:
-        self._noted: deque[Counted] = deque([NOTHING])
+        self._noted: deque[HintCounts] = deque([NOTHING])
 
     def note(self, figures: Mapping[str, Any]) -> None:
-        """Remember how it is now; to be called every EVERY_S."""
-        now = Counted.of(figures)
+        """Store the counters of now. Call it every EVERY_S."""
+        now = HintCounts.of(figures)
         self._noted.append(now)
         while len(self._noted) > 1 and self._noted[1].at_s <= now.at_s - SPAN_S:
             self._noted.popleft()
 
     def of(self, figures: Mapping[str, Any]) -> list[str]:
-        """What to look into: what happened in the last minutes, and what to do. Empty if all is well."""
-        return list(_told(self._noted[0], Counted.of(figures)))
+        """Return what happened in the last minutes and what to do about it; empty if there is no problem."""
+        return list(_told(self._noted[0], HintCounts.of(figures)))
 
 
-def _told(then: Counted, now: Counted) -> Iterator[str]:
+def _told(then: HintCounts, now: HintCounts) -> Iterator[str]:
     span = f"in the last {max(1, round((now.at_s - then.at_s) / 60))} min"
     for why, advice in LOST.items():
         if lost := now.lost[why] - then.lost[why]:
-            yield f"{lost:,} blocks evicted before they were written to disk {span} ({why}); {advice}"
+            yield (
+                f"{lost:,} blocks were evicted before they were written to disk {span} "
+                f"({why}); {advice}"
+            )
     loads, late = now.loads - then.loads, now.late - then.late
     if loads >= LEAST_LOADS and late > LATE * loads:
-        yield f"the disk was late for {late:,} of {loads:,} loads {span}; it is slower than it was measured"
+        yield (
+            f"{late:,} of {loads:,} loads from disk were late {span}; the disk is slower "
+            "than measured"
+        )
     looked, before = now.lookups - then.lookups, then.lookups
     if looked < LEAST_TOKENS or before < LEAST_TOKENS:
         return
     rate, was = (now.hits - then.hits) / looked, then.hits / before
     if rate < FELL * was:
         yield (
-            f"the hit rate is {rate:.0%} {span}, and was {was:.0%} before;"
-            " `kvtier explain` says what is missed"
+            f"the hit rate is {rate:.0%} {span}, before it was {was:.0%}; `kvtier explain` "
+            "says what is missed"
         )

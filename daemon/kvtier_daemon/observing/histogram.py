@@ -1,4 +1,4 @@
-"""Counts of seconds, in buckets that are fixed when they are made."""
+"""Histograms of seconds, with fixed buckets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-# A load of one block from memory takes 0.1 ms, and a request waits for a disk for seconds.
+# A load of one block from memory takes 0.1 ms; a request may wait for a disk for seconds.
 LATENCY_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
     30.0,
@@ -16,7 +16,7 @@ LAG_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Histogram:
-    """How often something took so long. A note of one costs a search among the bounds, and no memory."""
+    """A histogram of durations. Adding one costs a binary search and no memory."""
 
     __slots__ = ("_bounds", "_counts", "_sum_s")
 
@@ -30,7 +30,8 @@ class Histogram:
         self._sum_s += seconds
 
     def report(self) -> dict[str, Any]:
-        """`le_s` are the bounds; `counts` has how many were at most so long, and last how many there were."""
+        """Return the counts: `le_s` are the bounds; `counts` has the cumulative counts, and last the
+        total."""
         return {
             "le_s": self._bounds,
             "counts": list(accumulate(self._counts)),

@@ -1,4 +1,4 @@
-"""The last minutes, for who opens the page now: what a few counters were, every two seconds."""
+"""The last minutes for the status page: some counters, sampled every two seconds."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from kvtier.catalog import WHY_MISSED
-from kvtier_daemon.observing.series import ROUTES, hits, lookups, routes
+from kvtier_daemon.catalog import WHY_MISSED
+from kvtier_daemon.observing.metrics import ROUTES, hits, lookups, routes
 
 EVERY_S: Final = 2.0
-KEPT: Final = 450  # a quarter of an hour
+KEPT: Final = 450  # 15 minutes
 
 Point = tuple[float, int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class History:
-    """Of one daemon. Times are its uptime."""
+    """The samples of one daemon. Times are its uptime."""
 
     def __init__(self, figures: Callable[[], Mapping[str, Any]]) -> None:
         self._figures = figures
         self._points: deque[Point] = deque(maxlen=KEPT)
 
     def note(self) -> None:
-        """Note how it is now."""
+        """Add a sample of now."""
         figures = self._figures()
         found, misses, moved = hits(figures), figures["miss_tokens"], routes(figures)
         self._points.append(
@@ -35,8 +35,8 @@ class History:
         )  # fmt: skip
 
     def report(self, after_s: float) -> dict[str, Any]:
-        """What was noted since. A point has its time, tokens looked up, found in warm and in cold, missed by
-        `reasons`, and bytes by `routes`: counters, not rates."""
+        """Return the samples since `after_s`. Each has its time, the tokens looked up, found in warm and in
+        cold, and missed by `reasons`, and the bytes by `routes`: counters, not rates."""
         return {
             "every_s": EVERY_S,
             "reasons": WHY_MISSED,

@@ -1,5 +1,5 @@
-"""How long clients take: what they load, what they save, what they wait for. Measured where requests are
-answered; a request is one look into a table more, and blocks are not counted."""
+"""Latencies that clients see: of loads, saves and waits. Measured when requests are answered; costs one
+dictionary lookup per request, independent of the number of blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvtier import wire
 from kvtier.wire import SLOT_BYTES
 from kvtier_daemon.observing.histogram import Histogram
 
-LIMIT_BEGUN: Final = 8192  # of a session, which may have half as many leases
+LIMIT_BEGUN: Final = 8192  # per session, which may have half as many leases
 
 
 @dataclass(slots=True)
 class Latencies:
-    """Of all clients."""
+    """The histograms of all clients."""
 
     load: Histogram = field(default_factory=Histogram)
     save: Histogram = field(default_factory=Histogram)
@@ -29,11 +29,11 @@ class Latencies:
 @dataclass(slots=True)
 class _Save:
     at: float
-    blocks: int  # not committed yet
+    blocks: int  # that are not committed yet
 
 
 class Spans:
-    """Of one session. What never ends is forgotten when there is too much of it."""
+    """The open spans of one session. The oldest are dropped above a limit."""
 
     def __init__(self, latencies: Latencies, clock: Callable[[], float]) -> None:
         self._latencies = latencies
@@ -43,18 +43,19 @@ class Spans:
         self._waits: dict[Hashable, float] = {}
 
     def answered(self, request: wire.Request, reply: wire.Reply | None) -> None:
-        """This request has this answer, or None for one that comes later; one that was refused has none."""
+        """Record that this request has this answer; None for an answer that comes later, or that was a
+        refusal."""
         step = STEPS.get(type(request))
         if step is not None:
             step(self, request, reply)
 
     def _asked(
-        self, request: wire.Match | wire.Load, reply: wire.Matched | wire.Loaded | None
+        self, request: wire.MatchPrefix | wire.Load, reply: wire.Matched | wire.Loaded | None
     ) -> None:
         coming = reply is None or reply.coming
         if not (coming or self._waits):
             return
-        # Who has no number is known by what it asks for.
+        # A request without a number is identified by its keys.
         name = request.request or (request.space, request.keys[-32:])
         if coming:
             if name not in self._waits:
@@ -94,7 +95,7 @@ class Spans:
 
 
 STEPS: Final[dict[type, Callable[[Spans, Any, Any], None]]] = {
-    wire.Match: Spans._asked,
+    wire.MatchPrefix: Spans._asked,
     wire.Load: Spans._loaded,
     wire.Adopt: Spans._adopted,
     wire.Release: Spans._released,

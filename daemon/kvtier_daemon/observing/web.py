@@ -1,7 +1,8 @@
-"""The daemon over HTTP, for those who only look: metrics, health, status and a page.
+"""The read-only HTTP server: metrics, health, status and a page.
 
-It is on the daemon's own loop, so all of it is bounded: connections, a request's bytes and its time. One
-connection is one request, GET or HEAD; a body is not read. What it says is what root's `kvtier status` says.
+It runs on the daemon's event loop, so everything is limited: connections, the bytes and the time of a
+request. A connection serves one request, GET or HEAD; a body is not read. It shows the same as root's
+`kvtier status`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 from kvtier.errors import ConfigError
 from kvtier_daemon.observing.exposition import OPENMETRICS, PROMETHEUS, accepts_openmetrics, render
 from kvtier_daemon.observing.health import health
-from kvtier_daemon.observing.series import families
+from kvtier_daemon.observing.metrics import families
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ NOTHING: Final = "default-src 'none'; base-uri 'none'; form-action 'none'; frame
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     kind: str
     body: bytes
@@ -57,15 +58,15 @@ class Answer:
     more: Sequence[tuple[str, str]] = ()
 
 
-def _told(status: int, text: str, more: Sequence[tuple[str, str]] = ()) -> Answer:
-    return Answer(status, TEXT, f"{text}\n".encode(), more=more)
+def _told(status: int, text: str, more: Sequence[tuple[str, str]] = ()) -> HttpAnswer:
+    return HttpAnswer(status, TEXT, f"{text}\n".encode(), more=more)
 
 
 # --- what is answered -----------------------------------------------------------------------------
 
 
-class Pages:
-    """What there is to see. `figures` is asked for what `kvtier status --json` prints."""
+class HttpPages:
+    """The pages. `figures` returns what `kvtier status --json` prints."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Pages:
         self._figures = figures
         self._history = history
         self._hosts = {"localhost", *(host.lower() for host in hosts)}
-        self._pages: dict[str, Callable[[str, str], Answer]] = {
+        self._pages: dict[str, Callable[[str, str], HttpAnswer]] = {
             "/": self._page,
             "/metrics": self._metrics,
             "/healthz": self._health,
@@ -84,11 +85,14 @@ class Pages:
             "/history": self._since,
         }
 
-    def answer(self, method: str, target: str, headers: Sequence[tuple[str, str]]) -> Answer:
-        """The answer to a request. Header names are in lower case."""
+    def answer(self, method: str, target: str, headers: Sequence[tuple[str, str]]) -> HttpAnswer:
+        """Return the answer to a request. Header names are in lower case."""
         said = dict(headers)
         if "host" in said and not self._is_ours(said["host"]):
-            text = f"{said['host']!r} is no name of this daemon: ask by address, or list it in http.hosts"
+            text = (
+                f"{said['host']!r} is not a name of this daemon: use its address, or list "
+                "the name in http.hosts"
+            )
             return _told(HTTPStatus.MISDIRECTED_REQUEST, text)
         if method not in ("GET", "HEAD"):
             return _told(
@@ -97,12 +101,12 @@ class Pages:
         path, _, query = target.partition("?")
         page = self._pages.get(path)
         if page is None:
-            return _told(HTTPStatus.NOT_FOUND, f"there is only {' '.join(self._pages)}")
+            return _told(HTTPStatus.NOT_FOUND, f"not found; available: {' '.join(self._pages)}")
         return page(said.get("accept", ""), query)
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a browser that was led here by a name of somebody else's would not say this. An address is
-        nobody's to rebind."""
+        """Return whether the Host header names this server. Protects against DNS rebinding, in which a
+        browser uses another site's name; an IP address cannot be rebound."""
         name = re.sub(r":\d*$", "", host.strip().lower())
         if name.startswith("[") and name.endswith("]"):
             name = name[1:-1]
@@ -114,33 +118,33 @@ class Pages:
             return False
         return True
 
-    def _metrics(self, accept: str, query: str) -> Answer:
+    def _metrics(self, accept: str, query: str) -> HttpAnswer:
         openmetrics = accepts_openmetrics(accept)
         body = render(families(self._figures()), openmetrics)
-        return Answer(HTTPStatus.OK, OPENMETRICS if openmetrics else PROMETHEUS, body)
+        return HttpAnswer(HTTPStatus.OK, OPENMETRICS if openmetrics else PROMETHEUS, body)
 
-    def _health(self, accept: str, query: str) -> Answer:
+    def _health(self, accept: str, query: str) -> HttpAnswer:
         found = health(self._figures())
         return _told(HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE, found.text)
 
-    def _status(self, accept: str, query: str) -> Answer:
+    def _status(self, accept: str, query: str) -> HttpAnswer:
         body = self._figures()
         body["health"] = health(body).text
-        return Answer(HTTPStatus.OK, JSON, msgspec.json.encode(body))
+        return HttpAnswer(HTTPStatus.OK, JSON, msgspec.json.encode(body))
 
-    def _since(self, accept: str, query: str) -> Answer:
+    def _since(self, accept: str, query: str) -> HttpAnswer:
         after = re.fullmatch(r"after=(\d{1,12}(?:\.\d{1,6})?)", query)
         body = self._history(float(after[1]) if after else -1.0)
-        return Answer(HTTPStatus.OK, JSON, msgspec.json.encode(body))
+        return HttpAnswer(HTTPStatus.OK, JSON, msgspec.json.encode(body))
 
-    def _page(self, accept: str, query: str) -> Answer:
+    def _page(self, accept: str, query: str) -> HttpAnswer:
         text, policy = _file()
-        return Answer(HTTPStatus.OK, HTML, text, policy)
+        return HttpAnswer(HTTPStatus.OK, HTML, text, policy)
 
 
 @cache
 def _file() -> tuple[bytes, str]:
-    """The page, and what of it may run: nothing but what is in it."""
+    """Return the page, and the policy that allows only the scripts in it."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     allowed = [
         f"{kind}-src '{_digest(found)}'"
@@ -159,20 +163,20 @@ def _digest(text: str) -> str:
 
 
 class Web:
-    """Listens. `failed` is told of what could not be answered."""
+    """Listens for connections. `failed` is called for internal errors."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, pages: Pages, failed: Callable[[], None]
+        self, loop: asyncio.AbstractEventLoop, pages: HttpPages, failed: Callable[[], None]
     ) -> None:
         self.loop = loop
         self.pages = pages
         self.failed = failed
-        self.connections: dict[Connection, None] = {}  # the oldest first
+        self.connections: dict[HttpConnection, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
 
     async def listen(self, listener: socket.socket) -> None:
         self._server = await self.loop.create_server(
-            lambda: Connection(self), sock=listener, backlog=BACKLOG
+            lambda: HttpConnection(self), sock=listener, backlog=BACKLOG
         )
 
     def close(self) -> None:
@@ -182,7 +186,7 @@ class Web:
             connection.abort()
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One request and its answer."""
 
     def __init__(self, web: Web) -> None:
@@ -194,11 +198,12 @@ class Connection(asyncio.Protocol):
         self._answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # no such instance in uvloop
+        # uvloop's transport is not an instance of it
+        transport = cast(asyncio.Transport, transport)
         self._transport = transport
         connections = self._web.connections
         if len(connections) >= LIMIT_CONNECTIONS:
-            # The oldest has had the most time to ask: slow clients must not keep others out.
+            # Close the oldest connection: slow clients must not block others.
             oldest = next(iter(connections))
             del connections[oldest]
             oldest.abort()
@@ -211,23 +216,25 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
 
     def abort(self) -> None:
-        """Hang up now, whatever was not sent."""
+        """Close the connection at once, without sending the rest."""
         if self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._answered:  # what comes after the request is nobody's
+        if self._answered:  # ignore data after the request
             return
         self._received += len(data)
         if self._received > LIMIT_REQUEST_BYTES:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            self._send("GET", _told(status, f"a request has at most {LIMIT_REQUEST_BYTES} bytes"))
+            self._send(
+                "GET", _told(status, f"the request is larger than {LIMIT_REQUEST_BYTES} bytes")
+            )
             return
         try:
             self._http.receive_data(data)
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
-            self._send("GET", _told(error.error_status_hint, f"this is no request: {error}"))
+            self._send("GET", _told(error.error_status_hint, f"invalid request: {error}"))
             return
         if isinstance(event, h11.Request):
             self._answer(event)
@@ -242,12 +249,14 @@ class Connection(asyncio.Protocol):
         try:
             answer = self._web.pages.answer(method, target, headers)
         except Exception:
-            log.exception("http: %s could not be answered", target)
+            log.exception("http: internal error while answering %s", target)
             self._web.failed()
-            answer = _told(HTTPStatus.INTERNAL_SERVER_ERROR, "the daemon failed; its log says how")
+            answer = _told(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "internal error in the daemon, see its log"
+            )
         self._send(method, answer)
 
-    def _send(self, method: str, answer: Answer) -> None:
+    def _send(self, method: str, answer: HttpAnswer) -> None:
         assert self._transport is not None
         self._answered = True
         headers = [
@@ -270,7 +279,7 @@ class Connection(asyncio.Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; ConfigError says why it can't be, and what to do."""
+    """Return a listening socket. The ConfigError explains the failure and the remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     listener = None
@@ -290,11 +299,14 @@ def listen(host: str, port: int) -> socket.socket:
 def _why(error: OSError, port: int) -> str:
     what = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE:
-        return f"{what}; `ss -ltnp 'sport = :{port}'` says by whom; end that, or write another port"
+        return (
+            f"{what}; `ss -ltnp 'sport = :{port}'` shows which process uses it; end that "
+            "process, or use another port"
+        )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{what}; no interface of this machine has that address"
+        return f"{what}; no network interface of this machine has that address"
     if error.errno == errno.EACCES:
-        return f"{what}; ports below 1024 are root's; write another port"
+        return f"{what}; only root may use ports below 1024; use another port"
     if error.errno in (errno.EAFNOSUPPORT, errno.EPERM):
-        return f"{what}; if systemd runs the daemon, its unit has to allow it: docs/metrics.md says how"
+        return f"{what}; if systemd runs the daemon, its unit must allow it: see docs/metrics.md"
     return what

@@ -1,1 +1,1 @@
-"""What a trace of requests would have had of caches of other sizes and policies. No daemon is needed."""
+"""Simulates a trace of requests with caches of other sizes and policies. Needs no daemon."""

@@ -1,11 +1,11 @@
-"""A disk as a model, under the simulation's clock: reads as the planner hands them over, and writes."""
+"""The model of a disk in simulated time: executes the planner's reads, and writes."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from kvtier.planning import Link, Planner
+from kvtier_daemon.planning import DiskLink, Planner
 
 DEPTH = 8
 WRITES = DEPTH // 2
@@ -15,15 +15,20 @@ WRITES = DEPTH // 2
 class Operation:
     block: int
     nbytes: int
-    left: float  # of the disk's time, in seconds, if it had it alone
+    left: float  # remaining seconds, without other operations
     writes: bool
 
 
-class Disk:
-    """Shares its time among the operations that it has, `DEPTH` of them and half of those writes at most."""
+class SimDisk:
+    """Divides its bandwidth among its operations: at most `DEPTH`, of which at most half are writes."""
 
     def __init__(
-        self, planner: Planner, link: Link, read_bytes_s: float, write_bytes_s: float, start: float
+        self,
+        planner: Planner,
+        link: DiskLink,
+        read_bytes_s: float,
+        write_bytes_s: float,
+        start: float,
     ) -> None:
         self._planner, self._link = planner, link
         self._read_bytes_s, self._write_bytes_s = read_bytes_s, write_bytes_s
@@ -38,14 +43,14 @@ class Disk:
         self._writes.append(Operation(block, nbytes, nbytes / self._write_bytes_s, True))
 
     def next_s(self) -> float:
-        """When something is over next, if nothing comes on top."""
+        """Return when the next operation ends, unless one is added."""
         self._fill()
         if not self._has:
             return float("inf")
         return self._now + min(one.left for one in self._has) * len(self._has)
 
     def run_until(self, then: float) -> None:
-        """Go on until then; nothing ends before it but at it."""
+        """Advance to `then`; no operation may end before it."""
         share_s = (then - self._now) / max(1, len(self._has))
         self._now = then
         still = []
@@ -68,17 +73,17 @@ class Disk:
         return written
 
     def _fill(self) -> None:
-        for block in self._planner.take(self._link):
+        for block in self._planner.order.take(self._link):
             assert isinstance(block, int)
-            nbytes = self._planner.bytes_of(block)
+            nbytes = self._planner.order.bytes_of(block)
             self._reads.append(Operation(block, nbytes, nbytes / self._read_bytes_s, False))
         writes = sum(one.writes for one in self._has)
         while len(self._has) < DEPTH:
             if self._reads:
                 self._has.append(self._reads.popleft())
-            elif self._writes and writes < WRITES and self._planner.may_write(self._link):
+            elif self._writes and writes < WRITES and self._planner.order.may_write(self._link):
                 one = self._writes.popleft()
-                self._planner.wrote(self._link, one.nbytes)
+                self._planner.order.wrote(self._link, one.nbytes)
                 self._has.append(one)
                 writes += 1
             else:

@@ -1,4 +1,4 @@
-"""A small picture of lines, as SVG: hit rates over sizes."""
+"""A chart as SVG: hit rates over sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def draw(title: str, across: str, lines: Mapping[str, Line], labels: Mapping[float, str]) -> str:
-    """Lines of rates from 0 to 1 over sizes, on a logarithmic axis with these labels."""
+    """Return a chart of rates from 0 to 1 over sizes, on a logarithmic axis with these labels."""
     sizes = sorted(labels)
     low, high = log10(sizes[0]), log10(sizes[-1])
     top = max((rate for line in lines.values() for _, rate in line), default=0.0)
@@ -43,7 +43,7 @@ def draw(title: str, across: str, lines: Mapping[str, Line], labels: Mapping[flo
     for size in sizes:
         at = x(size)
         parts.append(f'<path d="M{at:.1f} {HEIGHT - BOTTOM}v5" stroke="#495057"/>')
-        if at - last >= 9 * max(map(len, labels.values())):  # where it has room
+        if at - last >= 9 * max(map(len, labels.values())):  # if there is space
             last = at
             where = f'x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle"'
             parts.append(f"<text {where}>{escape(labels[size])}</text>")
@@ -54,7 +54,7 @@ def draw(title: str, across: str, lines: Mapping[str, Line], labels: Mapping[flo
     ends = sorted((y(line[-1][1]), name) for name, line in lines.items() if line)
     below = 0.0
     places: dict[str, float] = {}
-    for at, name in ends:  # names beside the ends of their lines, none over another
+    for at, name in ends:  # names at the ends of their lines, without overlap
         below = places[name] = max(at, below + 15)
     for number, (name, line) in enumerate(lines.items()):
         if not line:

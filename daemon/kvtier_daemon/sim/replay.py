@@ -1,4 +1,4 @@
-"""One tier of so many blocks: what a policy hits of a trace, and what the best choice would have."""
+"""The model of one tier: the hit rate of a policy on a trace, and of the offline optimum."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.policy.base import make
-from kvtier_daemon.beside.sizing import Prefill
-from kvtier_daemon.sim.trace import Requests
-from kvtier_kernels import Optimum, Replay
+from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.sim.trace import TraceRequests
+from kvtier_daemon.tools.sizing import PrefillCost
+from kvtier_kernels import Optimum, Policy, Replay
 
 OPTIMUM = "optimum"
-PIECE = 4096  # requests between two looks at what else is to do
+PIECE = 4096  # requests per call of the kernel
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     policy: str
     blocks: int
     hit_blocks: int
     hit_rate: float
-    recompute_s: float  # with what hit
+    recompute_s: float  # that the hits would have taken to recompute
     recompute_s_saved: float
 
 
 def replay(
-    requests: Requests,
+    requests: TraceRequests,
     policy: str,
     blocks: int,
-    prefill: Prefill,
+    prefill: PrefillCost,
     progress: Progress = lambda n: None,
-) -> Outcome:
-    """Play the whole trace through one tier, which begins empty. `optimum` knows the future."""
+) -> ReplayOutcome:
+    """Replay the whole trace on one tier, which is empty at first. `optimum` knows the future."""
     run: Replay | Optimum
     if policy == OPTIMUM:
         run = Optimum(requests.native, blocks)
     else:
-        run = Replay(requests.native, make(policy), blocks)
+        made = make(policy)
+        if not isinstance(made, Policy):
+            raise ValueError(
+                f"policy {policy!r} is not native, so no trace can be replayed with it"
+            )
+        run = Replay(requests.native, made, blocks)
     hits = array("I")
     while len(hits) < len(requests):
         hits.frombytes(run.run(PIECE))
@@ -47,9 +52,9 @@ def replay(
 
 
 def score(
-    requests: Requests, policy: str, blocks: int, hits: array[int], prefill: Prefill
-) -> Outcome:
-    """Count what was looked up; what was only saved is none of it."""
+    requests: TraceRequests, policy: str, blocks: int, hits: array[int], prefill: PrefillCost
+) -> ReplayOutcome:
+    """Count the blocks that were looked up; blocks that were only saved do not count."""
     hit_blocks, saved_s, left_s = 0, 0.0, 0.0
     for hit, tokens, only_saved in zip(hits, requests.inputs, requests.saved, strict=True):
         if only_saved:
@@ -59,4 +64,4 @@ def score(
         saved_s += prefill.seconds(known)
         left_s += prefill.seconds(tokens - known, known)
     rate = hit_blocks / requests.looked_up_blocks if requests.looked_up_blocks else 0.0
-    return Outcome(policy, blocks, hit_blocks, rate, left_s, saved_s)
+    return ReplayOutcome(policy, blocks, hit_blocks, rate, left_s, saved_s)

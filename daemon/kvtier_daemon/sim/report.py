@@ -1,4 +1,4 @@
-"""What a simulation comes to, and what requests would wait without tiers."""
+"""The results of a simulation, and the latencies without tiers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from array import array
 from typing import Any
 
 from kvtier_daemon.sim.tiers import Machine, Simulation, queued
-from kvtier_daemon.sim.trace import Requests
+from kvtier_daemon.sim.trace import TraceRequests
 
 DAY_S = 86_400.0
-LEAST_SPAN_S = 600.0  # of a trace that says what a day would be
+LEAST_SPAN_S = 600.0  # shortest trace that is extrapolated to a day
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p90 and p99 in milliseconds."""
+    """Return p50, p90 and p99 in milliseconds."""
     ranked = sorted(values)
     last = len(ranked) - 1
     return {
@@ -25,9 +25,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def without_tiers(
-    requests: Requests, machine: Machine, hits: array[int] | None = None
+    requests: TraceRequests, machine: Machine, hits: array[int] | None = None
 ) -> dict[str, float]:
-    """First tokens where all is computed, or all but these blocks, which are there at once."""
+    """Return the times to the first token if everything is computed, or everything except these blocks."""
     free = [requests.seconds[0]] * machine.engines
     waits = []
     for index, tokens in enumerate(requests.inputs):
@@ -42,8 +42,8 @@ def without_tiers(
     return percentiles(waits)
 
 
-def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict[str, Any]:
-    """All numbers of a run, for people and programs."""
+def report(requests: TraceRequests, machine: Machine, simulation: Simulation) -> dict[str, Any]:
+    """Return all results of a run."""
     totals = simulation.totals
     looked_up = max(1, totals.looked_up_blocks)
     written = totals.moved["nvme_written"] + totals.moved["nvme_written_again"]
@@ -71,7 +71,7 @@ def report(requests: Requests, machine: Machine, simulation: Simulation) -> dict
 
 
 def _a_day(nbytes: int, span_s: float) -> int | None:
-    """What that comes to in a day; None where the trace is too short to say."""
+    """Return the bytes per day, or None if the trace is too short."""
     if not nbytes:
         return 0
     return round(nbytes / span_s * DAY_S) if span_s >= LEAST_SPAN_S else None

@@ -1,8 +1,8 @@
-"""Memory and a disk as models, requests as a trace has them, and how long each waits for its first token.
+"""A simulation of memory and a disk: replays the requests of a trace and computes their times to the first
+token.
 
-Who goes from memory is decided by the daemon's own policies; what is read from the disk, when and whether
-at all, by its own planner. Modelled are the links' bandwidths, the disk's log of segments, and what computing
-takes.
+Eviction uses the daemon's policies, and loads use its planner. The models are: the bandwidths of the links,
+the log of segments on the disk, and the time to compute.
 """
 
 from __future__ import annotations
@@ -14,59 +14,60 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvtier.admission import Admission
 from kvtier.key import KEY_BYTES
-from kvtier.planning import Link, Planner
-from kvtier.planning.beaten import Beaten, may_bring
-from kvtier.policy.base import make
-from kvtier_daemon.beside.sizing import Prefill
-from kvtier_daemon.moving.budget import Budget
-from kvtier_daemon.sim.disk import Disk
-from kvtier_daemon.sim.trace import Requests
+from kvtier_daemon.catalog.admission import Admission
+from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.planning import DiskLink, Planner
+from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
+from kvtier_daemon.sim.disk import SimDisk
+from kvtier_daemon.sim.trace import TraceRequests
+from kvtier_daemon.tiers.cold.write_budget import WriteBudget
+from kvtier_daemon.tools.sizing import PrefillCost
 
 ADMISSIONS = ("auto", "all", "second-touch")
 SEGMENTS = 64
-NEARLY_FULL = 7 / 8  # of memory, from which on what goes first is written to the disk
+NEARLY_FULL = 7 / 8  # of memory, above which the next victims are written to the disk
 WRITTEN_AHEAD = 64
-LOOK_BLOCKS = 1024  # for some that are admitted
+LATE_CHECK_S = 0.05
+LOOK_BLOCKS = 1024  # candidates that are checked for admission
 NOWHERE = 0xFFFFFFFF
 SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is modelled. Sizes in bytes; a cold tier of none is off."""
+    """The simulated machine. Sizes are in bytes; `nvme_bytes` 0 means no cold tier."""
 
     memory_bytes: int
     nvme_bytes: int
     token_bytes: int
     policy: str
-    prefill: Prefill
+    prefill: PrefillCost
     memory_bytes_s: float = 25e9
     nvme_read_bytes_s: float = 6e9
     nvme_write_bytes_s: float = 3e9
-    codec_ratio: float = 1.0  # of what is stored to what was saved
-    daily_bytes: int = 0  # that may be written to the disk; 0: without limit
+    codec_ratio: float = 1.0  # stored bytes per saved byte
+    daily_bytes: int = 0  # that may be written to the disk per day; 0: no limit
     admission: str = "auto"  # as cold.admission
-    engines: int = 0  # that prefill, one request each at a time; 0: as many as there are requests
+    engines: int = 0  # that compute one request at a time; 0: as many as there are requests
     patience_s: float = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A request between its coming and its first token."""
+class WaitingRequest:
+    """A request between its arrival and its first token."""
 
     index: int
     came: float
     nodes: list[int]
     tokens: int
-    ready: int = 0  # blocks in memory when it came
-    loaded: int = 0  # and from the disk
+    ready: int = 0  # blocks in memory at its arrival
+    loaded: int = 0  # blocks that were loaded from disk
     missing: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
-class Totals:
+class SimTotals:
     looked_up_blocks: int = 0
     hit_blocks: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
@@ -78,9 +79,9 @@ class Totals:
 
 
 class Simulation:
-    """Plays a trace once."""
+    """Replays a trace once."""
 
-    def __init__(self, requests: Requests, machine: Machine) -> None:
+    def __init__(self, requests: TraceRequests, machine: Machine) -> None:
         self._requests = requests
         self._machine = machine
         block_bytes = machine.token_bytes * requests.block_tokens
@@ -89,11 +90,11 @@ class Simulation:
         self.memory_blocks = machine.memory_bytes // block_bytes
         self.nvme_blocks = machine.nvme_bytes // self._frame_bytes
         self.now = requests.seconds[0] if len(requests) else 0.0
-        self.totals = Totals()
+        self.totals = SimTotals()
         self._policy = make(machine.policy)
         self._planner = Planner(lambda: self.now, random.Random(SEED).random)
-        self._link = Link(lambda: self.now)
-        self._disk = Disk(
+        self._link = DiskLink(lambda: self.now)
+        self._disk = SimDisk(
             self._planner,
             self._link,
             machine.nvme_read_bytes_s,
@@ -103,70 +104,66 @@ class Simulation:
         self._nodes = memoryview(requests.native.nodes()).cast("I")
         unique = requests.native.unique
         self._parents = array("I", [NOWHERE]) * unique
-        self._memory = bytearray(unique)  # 1: it is there
+        self._memory = bytearray(unique)  # 1: the block is in memory
         self._held = Counter[int]()
-        self._frames: dict[int, int] = {}  # the segment that has the block's frame
-        self._wanted: set[int] = set()  # of those with a frame, since it was written
+        self._frames: dict[int, int] = {}  # the segment of the block's frame
+        # blocks with a frame that were requested since it was written
+        self._wanted: set[int] = set()
         self._writing: set[int] = set()
         self._segments: deque[list[int]] = deque([[]])
         self._segment_number = 0
         self._in_memory = 0
-        self._budget = Budget(machine.daily_bytes, lambda: self.now)
+        self._budget = WriteBudget(machine.daily_bytes, lambda: self.now)
         self._admission = Admission()
         if machine.admission == "second-touch" or (
             machine.admission == "auto" and machine.daily_bytes
         ):
             self._admission.turn_on()
-        self._loading: dict[int, Waiting] = {}
-        self._waiters: dict[int, list[Waiting]] = {}
+        self._loading: dict[int, WaitingRequest] = {}
+        self._waiters: dict[int, list[WaitingRequest]] = {}
         self._reading: set[int] = set()
         self._late = 0
-        self._beaten = Beaten()
+        self._recomputed = RecomputedBlocks()
         self._free = [self.now] * machine.engines
-        self._ends: list[tuple[float, int, Waiting]] = []
+        self._ends: list[tuple[float, int, WaitingRequest]] = []
 
     # --- time ----------------------------------------------------------------------------------
 
-    def run(self, progress: Callable[[int], None] = lambda n: None) -> Totals:
+    def run(self, progress: Callable[[int], None] = lambda n: None) -> SimTotals:
         start = 0
         for index in range(len(self._requests)):
-            self._until(self._requests.seconds[index])
+            self._run_until(self._requests.seconds[index])
             length = self._requests.lengths[index]
             nodes = list(self._nodes[start : start + length])
             start += length
-            self._come(index, nodes)
+            self._arrive(index, nodes)
             progress(1)
-        self._until(float("inf"))
+        self._run_until(float("inf"))
         return self.totals
 
-    def _until(self, then: float) -> None:
-        """Let happen what happens before then."""
+    def _run_until(self, then: float) -> None:
+        """Process all events before `then`."""
         while True:
             ends = self._ends[0][0] if self._ends else float("inf")
-            late = self._next_late()
+            late = self.now + LATE_CHECK_S if self._reading else float("inf")
             at = min(then, ends, self._disk.next_s(), late)
             if at == float("inf"):
                 return
             self._disk.run_until(at)
             self.now = max(self.now, at)
-            self._arrivals()
+            self._take_completed()
             while self._ends and self._ends[0][0] <= self.now:
-                self._computed(heapq.heappop(self._ends)[2])
+                one = heapq.heappop(self._ends)[2]
+                self._free_nodes(one.nodes[: one.ready + one.loaded])
+                self._save(one.nodes)
             if self._reading:
-                self._reading.difference_update(self._called_back())
-                self._give_up()
+                self._reading.difference_update(int(str(node)) for node in self._planner.expire())
+                self._compute_late_loads()
             if at >= then:
                 return
 
-    def _next_late(self) -> float:
-        """When a load that takes too long is looked at next."""
-        return self.now + 0.05 if self._reading else float("inf")
-
-    def _called_back(self) -> Iterable[int]:
-        return (int(str(node)) for node in self._planner.tend())
-
     def check(self) -> None:
-        """Raise AssertionError where what is where contradicts itself, after a run."""
+        """Raise AssertionError if the state of memory and disk is inconsistent. For use after a run."""
         assert not (self._held or self._loading or self._waiters or self._reading or self._writing)
         assert sum(self._memory) == self._in_memory == len(self._policy) <= self.memory_blocks
         kept = Counter(self._frames.values())
@@ -177,13 +174,13 @@ class Simulation:
 
     # --- a request -----------------------------------------------------------------------------
 
-    def _come(self, index: int, nodes: list[int]) -> None:
+    def _arrive(self, index: int, nodes: list[int]) -> None:
         for above, node in zip([NOWHERE, *nodes], nodes, strict=False):
             self._parents[node] = above
         if self._requests.saved[index]:
             self._save(nodes)
             return
-        one = Waiting(index, self.now, nodes, self._requests.inputs[index])
+        one = WaitingRequest(index, self.now, nodes, self._requests.inputs[index])
         while one.ready < len(nodes) and self._memory[nodes[one.ready]]:
             one.ready += 1
         cold: list[int] = []
@@ -196,15 +193,15 @@ class Simulation:
         there = [node for node in nodes if self._memory[node]]
         self._policy.wanted(_ids(there), _names(there))
         self._wanted.update(node for node in nodes if node in self._frames)
-        self._admission.found(_keys(nodes[: one.ready + len(cold)]))
+        self._admission.note(_keys(nodes[: one.ready + len(cold)]))
         self._hold(nodes[: one.ready])
-        if cold and self._weigh(one, cold):
+        if cold and self._load(one, cold):
             self._loading[index] = one
             return
         self._compute(one)
 
-    def _weigh(self, one: Waiting, cold: list[int]) -> bool:
-        """Ask the planner; True if the request waits for the disk."""
+    def _load(self, one: WaitingRequest, cold: list[int]) -> bool:
+        """Ask the planner. Returns True if the request waits for the disk."""
         away = [node for node in cold if not self._memory[node]]
         fresh = [node for node in away if node not in self._reading]
         joined = [node for node in away if node in self._reading]
@@ -218,7 +215,7 @@ class Simulation:
         self.totals.verdicts[verdict.why] += 1
         if not verdict.load:
             if verdict.why == "slower":
-                self._bring(one.index, cold)
+                self._prefetch(one.index, cold)
             return False
         self._planner.add(
             one.index, [(node, self._link, self._frame_bytes) for node in fresh], joined
@@ -232,41 +229,45 @@ class Simulation:
         self.totals.moved["nvme_read"] += len(fresh) * self._frame_bytes
         return True
 
-    def _bring(self, index: int, cold: list[int]) -> None:
-        """Of what is computed and not read, bring what was so before; nobody waits for it."""
+    def _prefetch(self, index: int, cold: list[int]) -> None:
+        """Prefetch blocks that the planner did not load and that were requested before. No request waits for
+        them."""
         count = min(
-            self._beaten.again(_keys(cold)), may_bring(self._frame_bytes, len(self._reading))
+            self._recomputed.note(_keys(cold)),
+            prefetch_limit(self._frame_bytes, len(self._reading)),
         )
         away = [node for node in cold[:count] if not (self._memory[node] or node in self._reading)]
         if not away:
             return
-        nobody = -1 - index
-        self._planner.weigh(nobody, {self._link: len(away) * self._frame_bytes}, urgent=False)
-        if self._planner.knows(nobody):
-            self._planner.add(nobody, [(node, self._link, self._frame_bytes) for node in away])
+        prefetch = -1 - index
+        self._planner.weigh(prefetch, {self._link: len(away) * self._frame_bytes}, urgent=False)
+        if self._planner.knows(prefetch):
+            self._planner.add(prefetch, [(node, self._link, self._frame_bytes) for node in away])
             self._reading.update(away)
             self.totals.moved["nvme_read"] += len(away) * self._frame_bytes
 
-    def _arrivals(self) -> None:
-        """What came from the disk is in memory, and held by those who wait for it."""
+    def _take_completed(self) -> None:
+        """Add blocks that were read to memory, and hold them for the requests that wait for them."""
         for node, good in self._disk.take_come():
-            self._planner.over(node, good)
+            self._planner.ended(node, good)
             self._reading.discard(node)
             waiters = self._waiters.pop(node, [])
             if not self._memory[node]:
-                self._enter([node])
+                self._add([node])
             for one in waiters:
                 self._hold([node])
                 one.missing.discard(node)
                 if not one.missing and one.index in self._loading:
                     del self._loading[one.index]
                     self._compute(one)
-            self._cut()
+            self._evict_excess()
         for node in self._disk.take_written():
-            self._written(node)
+            self._writing.discard(node)
+            self.totals.moved["nvme_written"] += self._frame_bytes
+            self._append(node)
 
-    def _give_up(self) -> None:
-        """Loads that the planner called off are computed."""
+    def _compute_late_loads(self) -> None:
+        """Compute the loads that the planner cancelled."""
         if self._planner.late == self._late:
             return
         self._late = self._planner.late
@@ -288,8 +289,8 @@ class Simulation:
             one.loaded, one.missing = came - one.ready, set()
             self._compute(one)
 
-    def _compute(self, one: Waiting) -> None:
-        """All is there that will be: it is copied, and the rest computed."""
+    def _compute(self, one: WaitingRequest) -> None:
+        """Copy what is in memory, and compute the rest."""
         hits = one.ready + one.loaded
         known = min(hits * self._requests.block_tokens, one.tokens)
         self.totals.hit_blocks["memory"] += one.ready
@@ -302,10 +303,6 @@ class Simulation:
         end = queued(self._free, self.now, take_s)
         self.totals.waits_s.append(end - one.came)
         heapq.heappush(self._ends, (end, one.index, one))
-
-    def _computed(self, one: Waiting) -> None:
-        self._free_nodes(one.nodes[: one.ready + one.loaded])
-        self._save(one.nodes)
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -329,20 +326,20 @@ class Simulation:
             self._policy.freed(_ids(freed))
 
     def _save(self, nodes: list[int]) -> None:
-        """What was computed is saved, as far as there is room; what is on disk is there, and stays so."""
+        """Save computed blocks while there is room. Blocks with a frame on disk keep it."""
         fresh = [
             node
             for node in nodes
             if not (self._memory[node] or node in self._frames or node in self._reading)
         ]
         self.totals.moved["saved"] += len(fresh) * self._block_bytes
-        self._admission.saved(_keys(fresh))
-        self._enter(fresh)
+        self._admission.note(_keys(fresh))
+        self._add(fresh)
         self._policy.refreshed(_ids(node for node in nodes if self._memory[node]))
-        self._cut()
+        self._evict_excess()
 
-    def _enter(self, nodes: list[int]) -> None:
-        """Blocks are in memory from now on."""
+    def _add(self, nodes: list[int]) -> None:
+        """Add blocks to memory."""
         if not nodes:
             return
         self._policy.now(self.now)
@@ -351,8 +348,8 @@ class Simulation:
             self._memory[node] = 1
         self._in_memory += len(nodes)
 
-    def _cut(self) -> None:
-        """Make memory as small as it is; what came last may be among those that go."""
+    def _evict_excess(self) -> None:
+        """Evict until the capacity is met; new blocks may be among the victims."""
         if (over := self._in_memory - self.memory_blocks) > 0:
             self._evict(over)
         self._write_ahead()
@@ -368,8 +365,8 @@ class Simulation:
             why = "slow_disk"
             if self._budget.left() < self._frame_bytes:
                 why = "budget"
-            elif self._admission.shut:
-                why = "once"  # it was wanted, and writes are for what was so again
+            elif self._admission.strict:
+                why = "once"  # requested once; writes are for blocks that were requested more often
             self.totals.lost[why] += len(lost)
         self._policy.left(_ids(kept))
         self._policy.gone(_ids(lost))
@@ -377,11 +374,11 @@ class Simulation:
     # --- the disk --------------------------------------------------------------------------------
 
     def _write_ahead(self) -> None:
-        """Write what will go first, while there is time."""
+        """Write the next victims to the disk before they are evicted."""
         if not self.nvme_blocks or self._in_memory < NEARLY_FULL * self.memory_blocks:
             return
         left = self._budget.left()
-        self._admission.shut = self._machine.admission == "second-touch" or (
+        self._admission.strict = self._machine.admission == "second-touch" or (
             self._machine.admission == "auto"
             and self._budget.is_limited
             and left < self._budget.scarce
@@ -390,7 +387,7 @@ class Simulation:
         if room <= 0:
             return
         first = array(
-            "I", self._policy.victims(LOOK_BLOCKS if self._admission.shut else WRITTEN_AHEAD)
+            "I", self._policy.victims(LOOK_BLOCKS if self._admission.strict else WRITTEN_AHEAD)
         )
         dirty = [node for node in first if node not in self._frames and node not in self._writing]
         admitted = self._admission.filter(_ids(dirty), lambda ids: _keys(array("I", ids)))
@@ -399,24 +396,19 @@ class Simulation:
             self._budget.spend(self._frame_bytes)
             self._disk.write(node, self._frame_bytes)
 
-    def _written(self, node: int) -> None:
-        self._writing.discard(node)
-        self.totals.moved["nvme_written"] += self._frame_bytes
-        self._append(node)
-
     def _append(self, node: int) -> None:
         room = max(1, self.nvme_blocks // SEGMENTS)
         if len(self._segments[-1]) >= room:
             self._segments.append([])
             self._segment_number += 1
             if len(self._segments) > max(1, self.nvme_blocks // room):
-                self._recycle()
+                self._reclaim()
         self._segments[-1].append(node)
         self._frames[node] = self._segment_number
         self._wanted.discard(node)
 
-    def _recycle(self) -> None:
-        """Use the oldest segment again: what of it was wanted is written once more, the rest is gone."""
+    def _reclaim(self) -> None:
+        """Reclaim the oldest segment: rewrite the requested blocks, drop the others."""
         number = self._segment_number - len(self._segments) + 1
         old = [node for node in self._segments.popleft() if self._frames.get(node) == number]
         again = [node for node in old if node in self._wanted and not self._memory[node]]
@@ -447,12 +439,12 @@ def _keys(nodes: Iterable[int]) -> bytes:
 
 
 def _name(node: int) -> int:
-    """A name that looks like a hash, as the policies sample by it."""
+    """Return a name that looks like a hash, because the policies sample by it."""
     return (node + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
 def queued(free: list[float], now: float, take_s: float) -> float:
-    """When a request ends that takes so long, on the engine that is free first."""
+    """Return when a request of this duration ends on the first free engine."""
     if not free:
         return now + take_s
     end = max(now, heapq.heappop(free)) + take_s

@@ -1,10 +1,10 @@
-"""A trace of requests, read from a file with a JSON object a line, as Mooncake publishes them.
+"""A trace of requests: a file with one JSON object per line, in the format that Mooncake publishes.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-`timestamp` is in milliseconds and never goes back, lengths are in tokens, and an id names a block and all
-before it. What `kvtier record` wrote says `block_tokens` too, and `saved` of blocks that were saved and not
-looked up.
+`timestamp` is in milliseconds and never decreases, lengths are in tokens, and an id names a block with all
+blocks before it. Traces of `kvtier record` also contain `block_tokens`, and `saved` for blocks that were
+saved and not looked up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_LINE_BYTES = 64 << 20
 Ids = list[int]
 
 
-class Line(msgspec.Struct):
+class TraceLine(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
@@ -34,8 +34,8 @@ class Line(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Requests:
-    """A trace that was read whole."""
+class TraceRequests:
+    """A complete trace."""
 
     path: Path
     native: Trace
@@ -57,9 +57,9 @@ class Requests:
         return self.seconds[-1] - self.seconds[0] if self.seconds else 0.0
 
 
-def read(path: Path, block_tokens: int = 0) -> Requests:
-    """Read a trace. Raises ConfigError with the number of the first line that is wrong."""
-    decode = msgspec.json.Decoder(Line).decode
+def read(path: Path, block_tokens: int = 0) -> TraceRequests:
+    """Read a trace. Raises ConfigError with the number of the first invalid line."""
+    decode = msgspec.json.Decoder(TraceLine).decode
     names, lengths, lines = array("Q"), array("I"), array("I")
     seconds, inputs, saved = array("d"), array("Q"), bytearray()
     told = 0
@@ -96,10 +96,10 @@ def read(path: Path, block_tokens: int = 0) -> Requests:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     if not names:
-        raise ConfigError(f"{path}: there is no request in it")
+        raise ConfigError(f"{path}: contains no requests")
     native = Trace(names.tobytes(), lengths.tobytes(), seconds.tobytes())
     if native.repeats is not None:
         raise wrong(lines[native.repeats], "hash_ids has a block twice")
-    return Requests(
+    return TraceRequests(
         path, native, seconds, inputs, lengths, bytes(saved), block_tokens or told or BLOCK_TOKENS
     )

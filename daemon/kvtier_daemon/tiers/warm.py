@@ -170,8 +170,9 @@ class WarmTier:
     def _give_up(self, code: int, nbytes: int) -> None:
         have = format_bytes(sum(extent.nbytes for extent in self.extents))
         self.failure = (
-            f"the arena stays at {have} of {format_bytes(self.capacity_bytes)}: an extent of "
-            f"{format_bytes(nbytes)} can't be had ({os.strerror(code)}, {errno.errorcode.get(code, code)})"
+            f"the arena stays at {have} of {format_bytes(self.capacity_bytes)}: cannot "
+            f"allocate an extent of {format_bytes(nbytes)} ({os.strerror(code)}, "
+            f"{errno.errorcode.get(code, code)})"
         )
         log.error("%s", self.failure)
 

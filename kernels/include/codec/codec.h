@@ -1,4 +1,4 @@
-// Encoding parts of blocks and decoding them: plain functions for any thread, no Python, no locks.
+// Encodes and decodes parts of blocks: plain functions for any thread, without Python and locks.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace kvtier::codec {
 
-// As frames number them; 3 is none of ours.
+// The numbers are those in frames; 3 is not used.
 enum class Codec : uint8_t {
     kRaw = 0,
     kFix4 = 1,
@@ -22,31 +22,32 @@ enum class Codec : uint8_t {
     kCachegen = 8,
     kFp8 = 9
 };
-// Whether a codec wants to be told of a part's channels.
+// True if a codec needs the channels of a part.
 constexpr bool calibrated(Codec codec) {
     return codec == Codec::kEcsq || codec == Codec::kCachegen;
 }
 struct Channels;  // calibration.h
 
-// How a part's elements lie, for codecs that look at channels: matrices of so many rows, a token
-// each. Without rows it is not known.
+// The layout of a part's elements, for codecs that process channels: matrices with `rows` rows, one
+// row per token. Without rows the layout is unknown.
 struct Grid {
     uint32_t rows = 0, channels = 0;
-    uint32_t head = 0;      // channels, of which a row has whole heads
-    bool by_token = false;  // groups are a token's channels; else a channel's tokens
+    uint32_t head = 0;      // channels of a head; a row has whole heads
+    bool by_token = false;  // a group is the channels of a token; otherwise the tokens of a channel
 };
 
-// One part: its bytes as they lie in memory, its encoded bytes, and by which codec they are.
+// A part: its bytes in memory, its encoded bytes, and the codec that encoded them.
 struct Encoded {
     const uint8_t* raw;
     size_t raw_bytes;
-    Codec codec;   // filled in
-    size_t bytes;  // filled in
+    Codec codec;   // set by encode()
+    size_t bytes;  // set by encode()
     Grid grid = {};
-    // For codecs that are calibrated; without channels a part is raw.
+    // For calibrated codecs; a part without channels is stored raw.
     const Channels* channels = nullptr;
-    bool heads_first = false;  // each head's tokens follow one another; else each token's heads
-    uint32_t position = 0;     // of the first token
+    bool heads_first =
+        false;              // the tokens of a head are contiguous; otherwise the heads of a token
+    uint32_t position = 0;  // of the first token
 };
 struct Decoded {
     const uint8_t* from;
@@ -58,16 +59,15 @@ struct Decoded {
     bool heads_first = false;
 };
 
-// The most that a part of so many bytes takes: what does not shrink is kept as it is.
+// The maximum size of an encoded part: a part that does not shrink is stored raw.
 constexpr size_t bound(size_t raw_bytes) { return raw_bytes; }
 
-// Writes the parts one after the other and returns how many bytes they take; `out` has room for the
-// bounds of all. A part that does not get smaller is written raw. The same bytes on every
-// processor.
+// Writes the parts one after another and returns their total size; `out` has room for the bounds of
+// all. A part that does not shrink is stored raw. The result is the same on every processor.
 size_t encode(Codec codec, Element element, std::span<Encoded> parts, uint8_t* out);
 
-// Writes each part's bytes where it says. Returns the number of parts; less if a part is damaged or
-// none of ours: its place in the list. Never reads or writes outside of what the parts say.
+// Writes the bytes of each part to its `raw`. Returns the number of parts, or the index of the
+// first part that is damaged or has an unknown codec. Never accesses memory outside of the parts.
 size_t decode(Element element, std::span<const Decoded> parts);
 
 // --- the kernels ---------------------------------------------------------------------------------
@@ -75,87 +75,88 @@ size_t decode(Element element, std::span<const Decoded> parts);
 struct alignas(64) EncodeTable {
     uint32_t reciprocal[kSymbolsMost];
     uint32_t packed[kSymbolsMost];  // frequency, bias << 9, shift << 20
-    // The same as words that one shuffle holds all of, and as the state that is too full.
-    uint16_t gain[kSymbolsMost];    // 256 - frequency
-    uint16_t mended[kSymbolsMost];  // shift, bias << kShiftBits
-    uint32_t fill[kSymbolsMost];    // frequency << 23
+    // The same numbers as words, so that one shuffle holds all of them, and the state that is too
+    // large.
+    uint16_t gain[kSymbolsMost];       // 256 - frequency
+    uint16_t corrected[kSymbolsMost];  // shift, bias << kShiftBits
+    uint32_t fill[kSymbolsMost];       // frequency << 23
 };
 inline constexpr unsigned kShiftBits = 5;
-// What each level's decoder looks up; each fills in its own.
+// The lookup tables of the decoders; each level fills in its own.
 struct alignas(64) DecodeTable {
-    uint8_t symbol[kScale + 64];    // of each slot; what lies behind means nothing
+    uint8_t symbol[kScale + 64];    // of each slot; the padding is undefined
     uint32_t packed[kSymbolsMost];  // frequency, start << 16
     uint32_t slot[kScale];          // symbol, frequency << 8, slot - start << 16
-    // A slot's symbol is how many of these are less than it, both as signed bytes; in fours.
+    // The symbol of a slot is the number of these that are less than the slot, compared as signed
+    // bytes; in groups of four.
     alignas(32) uint8_t below[kSymbolsMost][32];
     uint8_t frequency[kSymbolsMost], start[kSymbolsMost];
     size_t fours;
 };
 
-// A stream on its way in, backwards: codes and words end where these point.
+// A stream that is being encoded, from its end to its start: these point to the ends of codes and
+// words.
 struct alignas(64) Encoder {
     uint32_t state[kLanes];
     const uint8_t* codes;
     uint16_t* words;
     const EncodeTable* table;
-    const uint8_t*
-        next;  // what is read after this, asked for meanwhile: so many bytes for 32 codes
+    const uint8_t* next;  // the next input to prefetch: next_step bytes per 32 codes
     size_t next_step;
 };
 struct alignas(64) Decoder {
     uint32_t state[kLanes];
     uint8_t* codes;
-    const uint8_t* words;  // 16 bits each, at any address
+    const uint8_t* words;  // 16 bits each, unaligned
     const DecodeTable* table;
     const uint8_t* next;
     size_t next_step;
 };
-// Streams whose latencies hide each other: on their way out, and in.
+// The number of streams that are decoded and encoded together, so that their latencies overlap.
 inline constexpr size_t kSideBySide = 4, kInTogether = 2;
-// How far ahead of four streams their bytes are asked for: further ahead, what is asked for pushes
-// out what was.
+// Prefetch distances for four streams: larger ones evict what was prefetched.
 inline constexpr size_t kWordsAhead = 128, kRestAhead = 512;
-inline constexpr size_t kWordSlack = 32;  // words that may be read past the last one, or written
-                                          // before the first
+// Words that may be read after the last one, or written before the first.
+inline constexpr size_t kWordSlack = 32;
 
 struct RowKernels {
-    // Codes of whole rows, a byte each or (pack) four bits, their rests, and the exponents that are
-    // no code. Returns how many those are, or kNoRoom. Packing asks for as much at `ahead` as it
-    // reads, and may write rests past the caches.
+    // Split whole rows into codes, with one byte each or (pack) four bits, rests, and the exponents
+    // without a code. Return the number of those exponents, or kNoRoom. `pack` prefetches as many
+    // bytes at `ahead` as it reads, and may write rests bypassing the caches.
     size_t (*split)(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top, uint8_t last,
-                    uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool past);
+                    uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool streaming);
     size_t (*pack)(const uint8_t* in, const uint8_t* ahead, size_t rows, uint8_t top, uint8_t last,
-                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool past);
-    // And back, past the caches if wanted; returns how many escapes were used, or kNoRoom if there
-    // were not enough.
+                   uint8_t* codes, uint8_t* rest, uint8_t* escapes, size_t room, bool streaming);
+    // Join rows again, bypassing the caches if `streaming`; return how many escapes were used, or
+    // kNoRoom if there were too few.
     size_t (*join)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                   uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past);
+                   uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool streaming);
     size_t (*unpack)(const uint8_t* codes, const uint8_t* rest, const uint8_t* escapes, size_t room,
-                     uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool past);
+                     uint8_t top, uint8_t last, size_t rows, uint8_t* out, bool streaming);
 };
 inline constexpr size_t kNoRoom = ~size_t{0};
 
 struct Kernels {
     RowKernels rows[kElements];
-    // One, two or four streams by so many rows of lanes.
+    // One, two or four streams, `rows` rows of lanes.
     void (*encode)(Encoder* const* streams, size_t count, size_t rows);
     void (*decode)(Decoder* const* streams, size_t count, size_t rows);
-    // From frequencies that sum to 256.
+    // From frequencies with the sum 256.
     void (*table)(const uint8_t* frequencies, DecodeTable& table);
-    // Adds to counts[255 - c] how often a code c is in rows of them, at most kCountedRows.
+    // Adds to counts[255 - c] the number of codes c in these rows, at most kCountedRows rows.
     void (*count)(const uint8_t* codes, size_t rows, uint32_t* counts);
 };
 inline constexpr size_t kCountedRows = 32;
 void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts);
 
-// Those of the level that is chosen.
+// The kernels of the chosen level.
 const Kernels& kernels();
 void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table);
 
 #if KVTIER_X86
 extern const Kernels kKernelsAvx2, kKernelsVbmi;
 
-// That of the level that is chosen.
+// The entry of the chosen level.
 template <typename Set>
 const Set& of_level(const Set& plain, const Set& avx2, const Set& vbmi) {
     switch (codec_choice().level()) {

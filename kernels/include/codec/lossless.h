@@ -1,10 +1,10 @@
-// The arithmetic of the lossless codecs, for every compiler: the CPU's kernels are held to it bit
-// by bit, and a GPU's include it.
+// The arithmetic of the lossless codecs, for every compiler: tests compare the CPU's kernels with
+// it bit by bit, and a GPU's kernels include it.
 //
 // An element is rotated left by one bit, so that its exponent comes first, then its mantissa, then
-// its sign; the last two are its "rest". Elements go in rows of 64; the last row is filled up with
-// the element of exponent `top` and rest 0. A row's rest: the rest's whole bytes as planes of 64
-// bytes, lowest byte first; then what is left of its upper bits, four as a plane of 32 bytes
+// its sign; the last two are its "rest". Elements are stored in rows of 64; the last row is filled
+// up with the element of exponent `top` and rest 0. The rests of a row: their whole bytes as planes
+// of 64 bytes, lowest byte first; then the remaining upper bits, four as a plane of 32 bytes
 // (element i in the low half of byte i, element 32 + i in the high half), three as planes of one
 // bit, lowest bit first.
 #pragma once
@@ -25,7 +25,7 @@ inline constexpr size_t kElements = 5;
 
 inline constexpr size_t kRow = 64;  // elements
 inline constexpr size_t kRowCodes = kRow / 2;
-inline constexpr unsigned kEscape4 = 15;  // the code of what fix4's window does not hold
+inline constexpr unsigned kEscape4 = 15;  // the code of exponents outside of fix4's window
 
 inline constexpr size_t kLanes = 32;
 inline constexpr size_t kSymbolsMost = 32;
@@ -36,12 +36,12 @@ inline constexpr unsigned kScaleBits = 8;
 inline constexpr uint32_t kScale = 1u << kScaleBits;
 inline constexpr size_t kStreamRows = 512;  // 32,768 elements: the states cost 0.03 bits each
 
-// Where an encoded part's numbers lie; see docs/formats.md.
+// The positions of the numbers in an encoded part; see docs/formats.md.
 inline constexpr size_t kElementAt = 0, kTopAt = 1, kSymbolsAt = 2, kCountAt = 4;
 inline constexpr size_t kFix4Header = 8;
 inline constexpr size_t kFrequenciesAt = 8;
 inline constexpr size_t kR32Header = kFrequenciesAt + kSymbolsMost;
-inline constexpr size_t kStreamEntry = 8;  // words and escapes of a stream, four bytes each
+inline constexpr size_t kStreamEntry = 8;  // the words and escapes of a stream, four bytes each
 inline constexpr size_t kStatesBytes = 4 * kLanes;
 
 template <Element kIs>
@@ -100,7 +100,7 @@ KVTIER_HD inline typename Form<kIs>::Bits element_of(uint32_t exponent, uint32_t
     return static_cast<typename Form<kIs>::Bits>(low | sign);
 }
 
-// Puts element i's rest into a row whose bits are still zero.
+// Writes the rest of element i into a row whose bits are still zero.
 template <Element kIs>
 KVTIER_HD inline void put_rest(uint8_t* row, size_t i, uint32_t rest) {
     constexpr size_t whole = kRestBits<kIs> / 8;
@@ -139,14 +139,14 @@ KVTIER_HD inline uint32_t get_rest(const uint8_t* row, size_t i) {
     return rest;
 }
 
-// How far an exponent lies below the top; `last` for what is further, or above it: an escape.
+// The distance of an exponent below the top; `last`, an escape, if it is larger or negative.
 KVTIER_HD inline uint32_t code_of(uint32_t exponent, uint32_t top, uint32_t last) {
     const uint32_t below = (top - exponent) & 0xFF;
     return below < last ? below : last;
 }
 
-// Of how many rows the exponents are counted, and of which: all, or scattered ones (by the golden
-// ratio), since equal steps might meet the same head of every token.
+// Which rows are sampled to count exponents, and how many: all, or scattered ones (by the golden
+// ratio), because rows at equal distances could all belong to the same head.
 inline constexpr size_t kSampleMost = 1024;
 KVTIER_HD inline size_t sampled_rows(size_t rows, size_t least, size_t one_in) {
     size_t wanted = rows / one_in > least ? rows / one_in : least;
@@ -166,9 +166,8 @@ KVTIER_HD inline bool none_of_8(const uint32_t* counts) {
     return any == 0;
 }
 
-// The top of the window of so many exponents that holds most of what was counted: the lowest such
-// top, or the one above it if that holds as much, since what was not counted may be a little
-// larger.
+// The top of the window with `width` exponents that contains most counts: the lowest such top, or
+// the one above it if that contains as many, because uncounted exponents may be slightly larger.
 KVTIER_HD inline uint32_t best_top(const uint32_t* counts, uint32_t width) {
     uint64_t sum = 0, best = 0;
     uint32_t first = 0, end = 256, top = 0;
@@ -192,15 +191,15 @@ KVTIER_HD inline uint32_t best_top(const uint32_t* counts, uint32_t width) {
 
 inline constexpr uint32_t kRareOneIn = 1024;
 
-// What r32 writes about a part's exponents.
+// The frequencies of a part's exponents, as r32 writes them.
 struct Frequencies {
     uint32_t top = 0, symbols = 0;
-    uint8_t of[kSymbolsMost] = {};  // they sum to 256
+    uint8_t of[kSymbolsMost] = {};  // their sum is 256
 };
 
-// From counts of which at least one is not zero. Every symbol gets at least 1, so that what was not
-// counted can be written; the others their share, rounded, and what is then too much or too little
-// is taken or given one at a time where it costs least or saves most.
+// From counts, of which at least one is not zero. Each symbol gets at least 1, so that uncounted
+// ones can be encoded; the others get their rounded share. A surplus or deficit is removed one at a
+// time where that costs least or saves most.
 KVTIER_HD inline Frequencies frequencies_of(const uint32_t* counts) {
     Frequencies found;
     const uint32_t width = kSymbolsMost - 1;
@@ -208,8 +207,8 @@ KVTIER_HD inline Frequencies frequencies_of(const uint32_t* counts) {
     uint32_t low = high >= width - 1 ? high - (width - 1) : 0;
     uint64_t total = 0, inside = 0;
     for (uint32_t at = 0; at < 256; at++) total += counts[at];
-    // At the window's ends: a symbol's least share slows all others by 0.0056 bits, an escape
-    // costs 8.
+    // Narrows the window at its ends: the least share of a symbol slows all others by 0.0056 bits,
+    // an escape costs 8.
     while (high > low && uint64_t{counts[high]} * kRareOneIn < total) high--;
     while (low < high && uint64_t{counts[low]} * kRareOneIn < total) low++;
     found.top = high;
@@ -248,9 +247,9 @@ KVTIER_HD inline Frequencies frequencies_of(const uint32_t* counts) {
     return found;
 }
 
-// A symbol as the encoder wants it: x / frequency is (x * reciprocal >> 32) >> shift for every
-// state (Alverson's exact reciprocals, as in ryg_rans); for frequency 1 it is one less, which
-// `bias` mends.
+// A symbol in the form that the encoder needs: x / frequency is (x * reciprocal >> 32) >> shift for
+// every state (Alverson's exact reciprocals, as in ryg_rans). For frequency 1 the result is one
+// less, which `bias` corrects.
 struct Symbol {
     uint32_t reciprocal, frequency, bias, shift;
 };
@@ -263,28 +262,29 @@ KVTIER_HD inline Symbol symbol_of(uint32_t frequency, uint32_t start) {
     return {static_cast<uint32_t>(wide), frequency, start, shift - 1};
 }
 
-// Whether a word leaves the state before this symbol goes in.
-KVTIER_HD inline bool too_full(uint32_t state, uint32_t frequency) {
+// True if the encoder must write a word of the state before this symbol.
+KVTIER_HD inline bool needs_word(uint32_t state, uint32_t frequency) {
     return state >> 23 >= frequency;
 }
 
-KVTIER_HD inline uint32_t taken_in(uint32_t state, const Symbol& symbol) {
+KVTIER_HD inline uint32_t state_after_encode(uint32_t state, const Symbol& symbol) {
     const uint32_t whole =
         static_cast<uint32_t>((static_cast<uint64_t>(state) * symbol.reciprocal) >> 32) >>
         symbol.shift;
     return state + symbol.bias + whole * (kScale - symbol.frequency);
 }
 
-// The state before a symbol went in, a word aside; `slot` is its lowest 8 bits.
-KVTIER_HD inline uint32_t given_out(uint32_t state, uint32_t frequency, uint32_t from_start) {
+// The state before a symbol was encoded, except for a word; `slot` is its lowest 8 bits.
+KVTIER_HD inline uint32_t state_after_decode(uint32_t state, uint32_t frequency,
+                                             uint32_t from_start) {
     return frequency * (state >> kScaleBits) + from_start;
 }
 
 KVTIER_HD inline size_t rows_of(size_t elements) { return (elements + kRow - 1) / kRow; }
 KVTIER_HD inline size_t streams_of(size_t rows) { return (rows + kStreamRows - 1) / kStreamRows; }
 
-// The most words of a stream: no symbol takes more than 8 bits, and a state that took a word is at
-// least 2^23, so that it takes none with the next symbol, whatever the words are.
+// The maximum number of words in a stream: no symbol needs more than 8 bits, and a state that wrote
+// a word is at least 2^23, so it writes none for the next symbol.
 KVTIER_HD constexpr size_t words_most(size_t symbols) { return symbols / 2 + kLanes; }
 inline constexpr size_t kStreamWords = words_most(kStreamRows * kRow);
 

@@ -1,4 +1,4 @@
-// Codecs and elements as Python numbers them.
+// The numbers of codecs and elements in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,13 +13,13 @@ inline Codec codec_of(uint32_t number) {
     const auto codec = static_cast<Codec>(number);
     const bool fixed = number <= static_cast<uint32_t>(Codec::kQ2) && number != 3;
     if (!fixed && codec != Codec::kFp8) {
-        throw nanobind::value_error("codec: 0, 1, 2, 4, 5, 6 or 9");
+        throw nanobind::value_error("codec: must be 0, 1, 2, 4, 5, 6 or 9");
     }
     return codec;
 }
 
 inline Element element_of(uint32_t number) {
-    if (number >= kElements) throw nanobind::value_error("element: 0 to 4");
+    if (number >= kElements) throw nanobind::value_error("element: must be 0 to 4");
     return static_cast<Element>(number);
 }
 

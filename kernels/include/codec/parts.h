@@ -1,4 +1,4 @@
-// What the codecs' files share: how numbers and whole pieces are written.
+// Shared by the files of the codecs: writing of numbers and of whole pieces.
 #pragma once
 
 #include <algorithm>
@@ -22,23 +22,23 @@ inline void put32(uint8_t* at, size_t value) {
     for (int i = 0; i < 4; i++) at[i] = static_cast<uint8_t>(value >> (8 * i));
 }
 
-// What is more than the nearer caches hold goes past all of them: it would only push out what lies
-// there, and lines that are to be written over are not read first.
-inline constexpr size_t kPast = size_t{1} << 20;
+// Larger results bypass the caches: they would evict other data, and bypassing avoids reading the
+// lines first.
+inline constexpr size_t kStreamingLeast = size_t{1} << 20;
 
-// Asks for the pages that begin in these bytes, a line of each: a store past the caches that has
-// yet to learn where its page lies holds up all that follow. (Pages of 4 KiB in a virtual machine:
-// what is decoded is worth a fifth more.) Asking touches nothing, wherever it is.
+// Prefetches one line of each page that begins in these bytes: a streaming store that waits for the
+// address of its page delays all later ones. (With pages of 4 KiB in a virtual machine, decoding is
+// a fifth faster.) A prefetch is harmless at any address.
 inline constexpr size_t kPage = 4096, kPagesAhead = 2 * kPage;
-inline void ask_pages(const uint8_t* at, size_t nbytes) {
+inline void prefetch_pages(const uint8_t* at, size_t nbytes) {
     for (size_t page = (0 - reinterpret_cast<uintptr_t>(at)) % kPage; page < nbytes;
          page += kPage) {
         __builtin_prefetch(at + page);
     }
 }
 
-inline void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool past) {
-    if (past) return stream_copy(to, static_cast<const uint8_t*>(from), nbytes);
+inline void put_bytes(uint8_t* to, const void* from, size_t nbytes, bool streaming) {
+    if (streaming) return stream_copy(to, static_cast<const uint8_t*>(from), nbytes);
     std::memcpy(to, from, nbytes);
 }
 
@@ -49,15 +49,14 @@ inline size_t keep_raw(Encoded& part, uint8_t* out) {
     return part.bytes;
 }
 
-// Where the bytes lie that are needed so many parts later: asked for while this part is encoded.
-// Where rows of it are counted those lie apart, so each of them would be waited for.
+// The address of the bytes that are needed `later` parts later; they are prefetched while this part
+// is encoded. The rows that are counted are far apart, so each of them would be a cache miss.
 inline const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t later) {
     const bool alike = i + later < parts.size() && parts[i + later].raw_bytes >= parts[i].raw_bytes;
     return parts[alike ? i + later : i].raw;
 }
 
-// Moves all streams to their ends: side by side for as long as each has rows, then what is left of
-// each.
+// Advances all streams to their ends: together while all have rows, then the rest of each.
 template <typename Stream, typename Advance>
 void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
     size_t done = 0;
@@ -70,22 +69,22 @@ void advance(Advance by, Stream* const* streams, const size_t* rows, size_t coun
     }
 }
 
-// The encoded size, or kNoRoom where that would not be less than the part's, or not be possible.
-size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool past, uint8_t* out);
-// False if the part is damaged.
-bool decode_quantized(Element is, const Decoded& part, bool past);
+// Returns the encoded size, or kNoRoom if the part does not shrink or cannot be encoded.
+size_t encode_quantized(Codec codec, Element is, const Encoded& part, bool streaming, uint8_t* out);
+// Returns false if the part is damaged.
+bool decode_quantized(Element is, const Decoded& part, bool streaming);
 
-// Writes the parts one after the other; returns where they end.
-uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool past,
+// Writes the parts one after another; returns the end.
+uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool streaming,
                            uint8_t* out);
 
-// Reads parts of the calibrated codecs, whose streams come out side by side. Keeps the list's parts
-// until they are flushed.
+// Decodes parts of the calibrated codecs, several streams at a time. Uses the parts until they are
+// flushed.
 class CalibratedReader {
  public:
-    CalibratedReader(Element is, bool past) : is_(is), past_(past) {}
+    CalibratedReader(Element is, bool streaming) : is_(is), streaming_(streaming) {}
 
-    // False if this part, or one before it, is damaged: `failed` says which.
+    // Returns false if this part, or one before it, is damaged; `failed` returns which.
     bool add(const Decoded& part, size_t number);
     bool flush();
     size_t failed() const { return failed_; }
@@ -96,7 +95,7 @@ class CalibratedReader {
     bool fail(size_t number);
 
     Element is_;
-    bool past_;
+    bool streaming_;
     Kept* kept_ = nullptr;
     size_t waiting_ = 0;
     size_t failed_ = 0;

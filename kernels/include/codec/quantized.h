@@ -1,10 +1,11 @@
-// The arithmetic of the codecs of fixed rate, for every compiler: the CPU's kernels are compiled
-// from it, and a GPU's include it. No product is added to anything in one rounding: not every
-// processor has that, so this has to be compiled without it (-ffp-contract=off).
+// The arithmetic of the codecs with a fixed rate, for every compiler: the CPU's kernels are
+// compiled from it, and a GPU's kernels include it. A multiplication and an addition are rounded
+// separately, because not every processor has a fused operation. This needs -ffp-contract=off.
 //
-// A part is rows of channels, a token each; after so many rows another matrix begins (an engine's
-// next head). Of a group of elements, the tokens of one channel or the channels of one token, the
-// least and the largest say a base and a step, and every element is base + code * step.
+// A part consists of rows of channels, one row per token; after `rows` rows another matrix begins
+// (the next head of the engine's layout). In a group of elements, which is the tokens of one
+// channel or the channels of one token, the minimum and the maximum give a base and a step, and
+// each element is base + code * step.
 #pragma once
 
 #include <cstddef>
@@ -17,11 +18,12 @@ namespace kvtier::codec {
 
 inline constexpr size_t kQuantizedTypes = 3;  // bf16, fp16, fp32
 inline constexpr size_t kGroupTokens = 256;   // of one channel
-inline constexpr size_t kGroupChannels = 64;  // of one token: a head's, or a like part of them
+// Of one token: the channels of a head, or an equal share of them.
+inline constexpr size_t kGroupChannels = 64;
 inline constexpr size_t kChannelsMost = size_t{1} << 16;
 inline constexpr size_t kUnit = 64;  // codes that are packed together
 
-// Where an encoded part's numbers lie; see docs/formats.md.
+// The positions of the numbers in an encoded part; see docs/formats.md.
 inline constexpr size_t kBitsAt = 1, kByTokenAt = 2, kRowsAt = 4, kChannelsAt = 8, kHeadAt = 12;
 inline constexpr size_t kQuantizedHeader = 16;
 
@@ -36,8 +38,8 @@ KVTIER_HD inline uint32_t bits_of(float value) {
     return bits;
 }
 
-// An element as a float, and as an integer in the same order. Of fp16, what is no number is 65536
-// or more.
+// An element as a float, and as an integer with the same order. Infinities and NaN of fp16 become
+// 65536 or more.
 template <Element kIs>
 struct Value;
 
@@ -63,11 +65,11 @@ struct Value<Element::kFp16> {
         return float_of(bits_of(size) | (bits & 0x8000u) << 16);
     }
     KVTIER_HD static uint16_t narrowed(float value) {
-        // Without a choice: compilers make none of an addition that might trap, and so no vectors.
+        // Branch-free: compilers do not vectorize a condition around an addition that could trap.
         const uint32_t bits = bits_of(value);
         const auto size = static_cast<int32_t>(bits & 0x7FFFFFFF);
         const int32_t normal = (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13;
-        // Below 2^-14 the sum has its last bit where fp16 has.
+        // Below 2^-14 the last bit of the sum is that of fp16.
         const auto near =
             static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(size)) + 0.5F));
         const int32_t below = (size - 0x38800000) >> 31;
@@ -85,15 +87,15 @@ struct Value<Element::kFp32> {
     KVTIER_HD static uint32_t narrowed(float value) { return bits_of(value); }
 };
 
-// Both ways: the sign stays, what lies below zero is turned round.
+// Its own inverse: keeps the sign, and reverses the order of negative values.
 template <typename Order>
 KVTIER_HD inline Order turned(Order bits) {
     constexpr Order kSize = static_cast<Order>(~(Order{1} << (8 * sizeof(Order) - 1)));
     return static_cast<Order>(bits ^ ((bits >> (8 * sizeof(Order) - 1)) & kSize));
 }
 
-// Kept as the upper halves of floats. With 8 bits only the step is, and the base lies 127 steps
-// below zero.
+// Stored as the upper halves of floats. With 8 bits only the step is stored, and the base is -127
+// steps.
 struct Steps {
     float base, step;
 };
@@ -101,8 +103,8 @@ struct Steps {
 KVTIER_HD inline uint32_t levels_of(unsigned bits) { return bits == 8 ? 254 : (1u << bits) - 1; }
 KVTIER_HD inline float base_of(float step) { return -127.0F * step; }
 
-// What a group's least and largest say; false if it has something that is no number, or so large
-// that what comes back might be none.
+// The steps from the minimum and maximum of a group. Returns false if the group contains NaN or
+// infinity, or values so large that a decoded one could be infinite.
 KVTIER_HD inline bool steps_of(unsigned bits, uint32_t largest_bits, float least, float most,
                                Steps& steps) {
     const float largest = float_of(largest_bits);
@@ -116,7 +118,7 @@ KVTIER_HD inline bool steps_of(unsigned bits, uint32_t largest_bits, float least
         wide = (most - steps.base) / static_cast<float>(levels_of(bits));
     }
     if (wide > 0 && wide < float_of(0x00800000))
-        wide = float_of(0x00800000);  // or 1 / step is none
+        wide = float_of(0x00800000);  // otherwise 1 / step would be infinite
     steps.step = float_of((bits_of(wide) + 0xFFFF) & 0xFFFF0000);
     if (bits == 8) steps.base = base_of(steps.step);
     const float top = steps.base + steps.step * static_cast<float>(levels_of(bits));
@@ -125,7 +127,7 @@ KVTIER_HD inline bool steps_of(unsigned bits, uint32_t largest_bits, float least
 
 KVTIER_HD inline float inverse_of(float step) { return step > 0 ? 1.0F / step : 0.0F; }
 
-// Within the group's least and largest it is no more than the levels.
+// Between the minimum and the maximum of the group, this does not exceed the number of levels.
 KVTIER_HD inline uint8_t code_of(float value, float base, float inverse) {
     return static_cast<uint8_t>(static_cast<int32_t>((value - base) * inverse + 0.5F));
 }
@@ -134,18 +136,17 @@ KVTIER_HD inline float value_of(uint8_t code, float base, float step) {
     return base + static_cast<float>(static_cast<int32_t>(code)) * step;
 }
 
-// fp8: a code is a float of 8 bits (e4m3: no infinity, 448 at most), of the value divided by a
-// step.
-inline constexpr unsigned kFloating = 16;  // beside the bits, in a part's header
+// fp8: a code is a float of 8 bits (e4m3: no infinity, maximum 448) of the value divided by a step.
+inline constexpr unsigned kFloating = 16;  // a flag next to the bits, in a part's header
 inline constexpr float kFloatMost = 448.0F;
 
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 KVTIER_HD inline uint8_t e4m3_of(float value) {
-    // Without a choice, as above.
+    // Branch-free, as above.
     const uint32_t bits = bits_of(value);
     const auto size = static_cast<int32_t>(bits & 0x7FFFFFFF);
     const int32_t normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - (120 << 3);
-    // Below 2^-6 the sum has its last bit where e4m3 has.
+    // Below 2^-6 the last bit of the sum is that of e4m3.
     const auto near =
         static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(size)) + 16384.0F));
     const int32_t below = (size - 0x3C800000) >> 31;
@@ -158,7 +159,7 @@ KVTIER_HD inline float float_of_e4m3(uint8_t code) {
     return float_of(bits_of(size) | (code & 0x80u) << 24);
 }
 
-// As `steps_of`, of which there is no base.
+// Like `steps_of`, without a base.
 KVTIER_HD inline bool float_steps_of(uint32_t largest_bits, float least, float most, Steps& steps) {
     const float largest = float_of(largest_bits);
     if (!(least >= -largest && most <= largest)) return false;
@@ -169,7 +170,7 @@ KVTIER_HD inline bool float_steps_of(uint32_t largest_bits, float least, float m
     return steps.step * kFloatMost <= largest;
 }
 
-// A head is divided into like groups; the last one may be smaller.
+// The number of equal groups in a head; the last one may be smaller.
 KVTIER_HD inline size_t groups_of(size_t head) {
     return (head + kGroupChannels - 1) / kGroupChannels;
 }

@@ -1,4 +1,4 @@
-// Elements of pages in another order: part by part, token by token, head by head; and back.
+// Orders the elements of pages by part, token and head; and back.
 #pragma once
 
 #include <cstddef>
@@ -7,32 +7,33 @@
 
 namespace kvtier::codec {
 
-// Where a page has the element of a part's head, token and dim: at the sum of their three places.
+// The position of an element in a page: the sum of the positions of its head, token and dim in its
+// part.
 struct Order {
-    // What of a part follows one another in a page, so that it need not be moved one by one.
+    // Which elements of a part are contiguous in a page and can be moved together.
     enum class Together : uint8_t { kNothing, kDims, kTokens, kPairsOfDims, kPairsOfTokens };
     struct Way {
         Together together = Together::kNothing;
-        size_t count = 1;  // elements, or so many tokens or dims (of pairs of tokens)
+        size_t count = 1;  // of contiguous elements, or of tokens or dims (in pairs of tokens)
     };
 
     size_t parts = 0;
     std::vector<uint32_t> heads, tokens, dims;  // of the first part, then of the next
-    std::vector<Way> ways;                      // of each part
+    std::vector<Way> ways;                      // one per part
 
-    // A page as equal pieces, one after the other, of which each is some heads or some tokens of
-    // all parts.
+    // Divides a page into equal contiguous pieces; each one is some heads or some tokens of all
+    // parts.
     size_t pieces = 1;
     bool by_heads = true;
 
-    bool prepare();  // false unless every place of a page is one element's
+    bool prepare();  // false unless each position of a page has exactly one element
     size_t page() const;
 };
 
-// Of elements of 2 or 4 bytes.
+// Elements have 2 or 4 bytes.
 void reorder(const Order& by, size_t width, const uint8_t* from, uint8_t* to, size_t pages,
              bool back);
-// One piece of a page that lies in parts, back as it was.
+// Restores one piece of a page from its parts.
 void reorder_piece(const Order& by, size_t width, const uint8_t* page, size_t piece, uint8_t* to);
 
 }  // namespace kvtier::codec

@@ -1,22 +1,24 @@
-"""CUDA: the driver's functions, kernels compiled when they are needed, blocks to and from a device's pages.
+"""CUDA: the driver's functions, kernels compiled on demand, and copies of blocks to and from a
+device's pages.
 
-Only a plugin's worker imports this, and nothing is opened before it makes a Driver. A kernel is a text in
-kernels/cuda/, which the tests compile for devices and, where they can, run on the host.
+Only a plugin's worker imports this package, and it opens no library until a Driver is created. The
+source of a kernel is in kernels/cuda/; tests compile it for devices and, where possible, run it on
+the host.
 """
 
-from kvtier_kernels.cuda.blocks import Copier, DevicePieces, Lane
+from kvtier_kernels.cuda.blocks import Copier, CopyLane, DevicePieces
 from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
-from kvtier_kernels.cuda.pins import Pins
+from kvtier_kernels.cuda.pins import ExtentPins
 
 __all__ = [
     "Copier",
+    "CopyLane",
     "CudaError",
     "DevicePieces",
     "Driver",
     "Event",
-    "Lane",
-    "Pins",
+    "ExtentPins",
     "compile_kernel",
     "source",
 ]

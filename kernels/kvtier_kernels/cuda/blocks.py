@@ -1,8 +1,10 @@
-"""Whole blocks between an engine's pages on a device and slots, as opaque bytes, beside the engine's streams.
+"""Copies whole blocks between an engine's pages on a device and slots, as opaque bytes, on
+separate streams.
 
-Two ways, measured against each other when the engine starts: `batch`, the driver's own call for many copies,
-and `kernel`, which copies all of them in one launch (kernels/cuda/copy_blocks.cu). Slots in extents that are
-not registered yet go through a staging buffer. NumPy is needed here; whoever has a device's tensors has it.
+There are two ways, and a measurement when the engine starts selects one: `batch`, the driver's
+call for many copies, and `kernel`, which copies all blocks in one launch
+(kernels/cuda/copy_blocks.cu). Copies of slots in unregistered extents use a staging buffer. This
+module needs NumPy, which is always installed with a library for device tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from kvtier_kernels._native import Buffers, copy_in, copy_out
 from kvtier_kernels.cuda.compiler import compile_kernel, source
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
-from kvtier_kernels.cuda.pins import Extents, Pinned, Pins
+from kvtier_kernels.cuda.pins import ExtentPins, Extents, PinnedExtent
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +33,13 @@ PIECE = np.dtype([("base", "<u8"), ("stride", "<u8"), ("start", "<u8"), ("nbytes
 
 KERNEL_FILE, KERNEL = "copy_blocks.cu", "kvtier_copy_blocks"
 KERNEL_THREADS = 256
-KERNEL_GRID = (
-    16  # thread blocks: enough to fill the way to the host, and few of the engine's processors
-)
+# Thread blocks: enough for the bandwidth to the host, and few of the engine's processors.
+KERNEL_GRID = 16
 KERNEL_UNIT_BYTES = 16 << 10
-# The kernel takes processors from the engine: only where it is so much faster.
+# The kernel occupies processors of the engine, so it is selected only if it is this much faster.
 KERNEL_GAIN = 1.25
 TABLE_BLOCKS = 16_384
-ENTRY_BYTES = 12  # of a table: slots' addresses, then blocks' numbers
+ENTRY_BYTES = 12  # of a table: the addresses of the slots, then the numbers of the blocks
 BATCH_COPIES = 65_536
 STAGING_BYTES = 16 << 20
 TRIAL_BYTES = 16 << 20
@@ -46,8 +47,9 @@ TRIALS = 3
 
 
 class DevicePieces:
-    """Where the pieces of an engine's paged blocks lie on the device: like Pieces, by addresses. Made by a
-    Copier, for so many `blocks`. `ways`: how to copy them, out of the pages and into them; `told`: why."""
+    """The positions of the pieces of an engine's paged blocks on the device: like Pieces, with
+    addresses. A Copier creates it for `blocks` blocks. `ways`: how to copy out of the pages and
+    into them; `told`: the measured reason."""
 
     def __init__(
         self,
@@ -64,27 +66,31 @@ class DevicePieces:
             zip(addresses, sizes, offsets, strides, piece_bytes, strict=True)
         ):
             if stride < nbytes:
-                raise ValueError(f"piece {number}: a stride below its length: blocks would overlap")
+                raise ValueError(
+                    f"piece {number}: stride {stride} is smaller than the piece "
+                    f"({nbytes} bytes), so blocks would overlap"
+                )
             if offset < 0 or nbytes < 1 or offset + (blocks - 1) * stride + nbytes > size:
                 raise ValueError(
-                    f"piece {number}: {blocks} blocks of {nbytes} bytes at {offset} of {size}"
+                    f"piece {number}: {blocks} blocks of {nbytes} bytes at offset {offset} do "
+                    f"not fit into {size} bytes"
                 )
             base = address + offset
             last = rows[-1] if rows else [0, 0, 0, 0]
             if last[0] + last[3] == base and last[1] == stride:
-                last[3] += nbytes  # side by side in the page too: one piece
+                last[3] += nbytes  # contiguous in the page too: one piece
             else:
                 rows.append([base, stride, self.block_bytes, nbytes])
             self.block_bytes += nbytes
         if not rows:
-            raise ValueError("pieces: at least one")
+            raise ValueError("pieces: at least one is needed")
         self.rows = np.array([tuple(row) for row in rows], PIECE)
         self.ways: dict[bool, Way] = {}
         self.told: list[str] = []
         self.table, self.units = 0, 0
 
     def split(self) -> npt.NDArray[np.void]:
-        """The same as pieces that a thread block copies: none is larger than a unit."""
+        """The same pieces, divided so that none is larger than a unit of a thread block."""
         parts = []
         for base, stride, start, nbytes in self.rows.tolist():
             for at in range(0, nbytes, KERNEL_UNIT_BYTES):
@@ -97,9 +103,9 @@ def _at(memory: Any, offset: int = 0) -> int:
     return ctypes.addressof(memory) + offset
 
 
-class Lane:
-    """One direction's stream, for one thread at a time: `start` copies, `finish` them, then others. After a
-    start that has raised nothing is copied any more."""
+class CopyLane:
+    """A stream for one direction, used by one thread at a time: `start` copies, `finish` them,
+    start others. If `start` raises, it has no copies in progress."""
 
     def __init__(self, copier: Copier) -> None:
         self._driver = copier.driver
@@ -110,13 +116,13 @@ class Lane:
         self._device_table = self._driver.device_memory(TABLE_BLOCKS * ENTRY_BYTES)
         self._used = 0
         self._staging: Any = None
-        self._users: list[Pinned] = []
+        self._users: list[PinnedExtent] = []
 
     def close(self) -> None:
-        """Wait for what is under way, and free everything."""
-        self._driver.let_go("cuStreamSynchronize", self.stream)
-        self._driver.let_go("cuStreamDestroy_v2", self.stream)
-        self._driver.let_go("cuMemFree_v2", self._device_table)
+        """Wait for copies in progress, and free everything."""
+        self._driver.try_call("cuStreamSynchronize", self.stream)
+        self._driver.try_call("cuStreamDestroy_v2", self.stream)
+        self._driver.try_call("cuMemFree_v2", self._device_table)
         self._driver.free_pinned(self._table)
         if self._staging is not None:
             self._driver.free_pinned(self._staging)
@@ -132,8 +138,8 @@ class Lane:
         inwards: bool,
         after: Event | None,
     ) -> None:
-        """Copy blocks, into slots or out of them, after this event: on their way when this returns.
-        Checks every bound before a byte moves."""
+        """Start to copy blocks into slots or out of them, after this event. Check every bound
+        before a byte moves."""
         places, ids = _checked(pieces, block_ids, extents, slots, inwards)
         pinned = self._copier.pins.of(extents)
         ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
@@ -152,12 +158,12 @@ class Lane:
             raise
 
     def hold(self, stream: int | None) -> None:
-        """What this stream is told from now on begins after the copies that were started."""
+        """Let all later work of this stream wait for the copies that were started."""
         self._event.hold(stream)
 
     def drain(self) -> None:
-        """Wait for what was started, after something went wrong: slots and pages are somebody else's soon."""
-        self._driver.let_go("cuStreamSynchronize", self.stream)
+        """Wait for started copies after an error, because their slots and pages will be reused."""
+        self._driver.try_call("cuStreamSynchronize", self.stream)
         self._forget()
 
     def finish(self) -> None:
@@ -179,7 +185,7 @@ class Lane:
         inwards: bool,
         way: Way,
     ) -> None:
-        """Tell the stream to copy between pages and these addresses."""
+        """Queue copies between pages and these addresses on the stream."""
         if way == "kernel":
             for first in range(0, len(ids), TABLE_BLOCKS):
                 part = slice(first, first + TABLE_BLOCKS)
@@ -223,7 +229,7 @@ class Lane:
         self._driver.launch(self._copier.function, grid, KERNEL_THREADS, arguments, self.stream)
 
     def staging(self, block_bytes: int) -> Any:
-        """Memory for some blocks at least, which both sides reach."""
+        """Memory for at least one block that both the host and the device can access."""
         if self._staging is None or len(self._staging) < block_bytes:
             if self._staging is not None:
                 self._driver.call("cuStreamSynchronize", self.stream)
@@ -262,11 +268,15 @@ def _checked(
     if len(ids) != len(places):
         raise ValueError(f"{len(ids)} block ids for {len(places)} slots")
     if len(ids) and (ids.min() < 0 or ids.max() >= pieces.blocks):
-        raise IndexError(f"block_ids: block {ids.max()} of {pieces.blocks}")
+        raise IndexError(
+            f"block_ids: {ids.min()} to {ids.max()} is outside of {pieces.blocks} blocks"
+        )
     if places["reserved"].any():
         raise ValueError("slots: a reserved field is not zero")
     if len(places) and places["extent"].max() >= len(extents):
-        raise IndexError(f"slots: extent {places['extent'].max()} of {len(extents)}")
+        raise IndexError(
+            f"slots: extent {places['extent'].max()} is unknown, there are {len(extents)}"
+        )
     for number in np.unique(places["extent"]).tolist():
         extent = extents[number]
         if extent is None:
@@ -275,20 +285,24 @@ def _checked(
             raise ValueError(f"slots: extent {number} is mapped read-only")
         ends = places["offset"][places["extent"] == number]
         if pieces.block_bytes > extent.size or ends.max() > extent.size - pieces.block_bytes:
-            raise IndexError(f"slots: {pieces.block_bytes} bytes at {ends.max()} of {extent.size}")
+            raise IndexError(
+                f"slots: {pieces.block_bytes} bytes at offset {ends.max()} exceed "
+                f"an extent of {extent.size} bytes"
+            )
     return places, ids.astype(np.uint32)
 
 
 class Copier:
-    """What a worker's copies share on one device: the kernel, the extents that are registered, tables.
-    `way` is a way to take, or auto: whichever is faster for these pieces, in each direction."""
+    """The common state of a worker's copies on one device: the kernel, the registered extents,
+    tables. `way` is the way to use; `auto` selects the faster one for these pieces in each
+    direction."""
 
     def __init__(self, driver: Driver, way: Way | Literal["auto"] = "auto") -> None:
         self.driver = driver
         self.function = 0
         self._module = 0
         self._tables: list[int] = []
-        self._open: list[Lane] = []
+        self._open: list[CopyLane] = []
         why = ""
         try:
             binary = compile_kernel(source(KERNEL_FILE), driver.architecture)
@@ -298,15 +312,20 @@ class Copier:
         has: dict[Way, bool] = {"kernel": bool(self.function), "batch": driver.has_batch}
         self.ways = [one for one in has if has[one] and way in ("auto", one)]
         if not self.ways:
-            batch = "" if driver.has_batch else "; copies in batches need a driver for CUDA 12.8"
-            raise CudaError(f"{driver.name}: no way to copy: {why or 'the kernel is there'}{batch}")
+            batch = "" if driver.has_batch else "; batch copies need a driver for CUDA 12.8"
+            raise CudaError(
+                f"{driver.name}: cannot copy: {why or 'gpu_copies excludes the kernel'}{batch}"
+            )
         if why:
-            log.warning("kvtier: copies by the driver alone, without a kernel: %s", why)
-        self.pins = Pins(driver)
+            log.warning(
+                "kvtier: copying by the driver only, because the copy kernel is not available: %s",
+                why,
+            )
+        self.pins = ExtentPins(driver)
 
-    def lane(self) -> Lane:
-        """A new stream beside the others."""
-        self._open.append(Lane(self))
+    def lane(self) -> CopyLane:
+        """A new, independent stream."""
+        self._open.append(CopyLane(self))
         return self._open[-1]
 
     def close(self) -> None:
@@ -316,10 +335,10 @@ class Copier:
         self._open = []
         self.pins.close()
         for table in self._tables:
-            self.driver.let_go("cuMemFree_v2", table)
+            self.driver.try_call("cuMemFree_v2", table)
         self._tables = []
         if self._module:
-            self.driver.let_go("cuModuleUnload", self._module)
+            self.driver.try_call("cuModuleUnload", self._module)
 
     def pieces(
         self,
@@ -331,10 +350,10 @@ class Copier:
         blocks: int,
         after: Event | None = None,
     ) -> DevicePieces:
-        """Pieces as DevicePieces has them, with the way to copy them chosen. Their pages are written to,
-        after this event, and then hold what they held before."""
+        """Create DevicePieces and select the way to copy them. This writes to their pages after
+        this event, and restores their content."""
         pieces = DevicePieces(addresses, sizes, offsets, strides, piece_bytes, blocks)
-        lane = Lane(self)
+        lane = CopyLane(self)
         try:
             if self.function:
                 units = pieces.split()
@@ -349,8 +368,8 @@ class Copier:
             lane.close()
         return pieces
 
-    def _choose(self, lane: Lane, pieces: DevicePieces) -> None:
-        """Measure, and see that one way reads what the other has written."""
+    def _choose(self, lane: CopyLane, pieces: DevicePieces) -> None:
+        """Measure both ways, and check that each reads what the other wrote."""
         size = pieces.block_bytes
         memory = lane.staging(size)
         count = min(pieces.blocks, max(1, min(TRIAL_BYTES, len(memory)) // size))
@@ -375,8 +394,8 @@ class Copier:
             shown[:] = 0
             took[True, reader] = min(move(True, reader) for _ in range(TRIALS))
             if not np.array_equal(shown, pattern):
-                text = f"{writer} and {reader} disagree on what was copied"
-                raise CudaError(f"{self.driver.name}: {text}: name one of them in gpu_copies")
+                text = f"{writer} and {reader} copied different bytes"
+                raise CudaError(f"{self.driver.name}: {text}: set gpu_copies to one of them")
         shown[:] = before
         move(False, last)
         for inwards in (True, False):

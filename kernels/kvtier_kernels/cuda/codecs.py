@@ -1,8 +1,8 @@
-"""Parts of blocks encoded and decoded where they are: on a device, in the bytes that every other
-implementation writes.
+"""Encodes and decodes parts of blocks on a device; the results are identical to those of the other
+implementations.
 
-Kernels are compiled when a codec is first used (kernels/cuda/codec_*.cu). What is encoded or decoded lies in
-the device's memory, and so does what becomes of it. NumPy is needed here, as it is for copies.
+Kernels (kernels/cuda/codec_*.cu) are compiled when a codec is first used. Inputs and outputs are
+in the device's memory. This module needs NumPy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy.typing as npt
 
 from kvtier_kernels._native import Calibration
 from kvtier_kernels.cuda.compiler import compile_kernel, source
+from kvtier_kernels.cuda.cosines import COSINES, SINES
 from kvtier_kernels.cuda.driver import CudaError, Driver, Event
-from kvtier_kernels.reference.lossy import COSINES, SINES
 
 RAW, FIX4, R32, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 0, 1, 2, 4, 5, 6, 7, 8, 9
-ITEM = (2, 2, 4, 1, 1)  # bytes of an element: bf16, fp16, fp32, e4m3, e5m2
-MOST_BYTES = (1 << 31) - 1  # of a part
+ITEM = (2, 2, 4, 1, 1)  # bytes per element: bf16, fp16, fp32, e4m3, e5m2
+MOST_BYTES = (1 << 31) - 1  # per part
 ALIGNED = 256
 
-# As the kernels have them; sizes are asserted there.
+# The layouts of the kernels, which assert the sizes.
 PART = np.dtype([
     ("raw", "<u8"), ("raw_bytes", "<u8"), ("text", "<u8"), ("text_bytes", "<u8"), ("scratch", "<u8"),
     ("known", "<u8"), ("element", "<u4"), ("kept", "<u4"), ("unit", "<u4"), ("units", "<u4"),
@@ -42,9 +42,10 @@ KNOWN = np.dtype([
 ])  # fmt: skip
 MEASURE_BYTES = 16
 
-# 512 rows of 64 elements are a unit of the lossless codecs, and as many symbols a stream of the others.
+# A unit of the lossless codecs has 512 rows of 64 elements; a stream of the calibrated codecs has
+# as many symbols.
 ROW, STREAM_ROWS, STREAM_SYMBOLS, QUANTIZED_ELEMENTS = 64, 512, 32_768, 4096
-# A stream's room while it is encoded: its words, its escapes, 32 states.
+# The memory of a stream during encoding: its words, its escapes, 32 states.
 TOP_ROOM = 64
 WORDS_ROOM, STATES_ROOM = 2 * (STREAM_SYMBOLS // 2 + 32), 4 * 32
 THREADS, WARPS = 128, 4
@@ -52,7 +53,7 @@ MOST_GRID = 8192
 
 
 class Kernels(NamedTuple):
-    """One codec's: the text, what is launched to decode, and to encode."""
+    """The kernels of a codec: the source file, and the functions for decoding and encoding."""
 
     file: str
     decode: tuple[str, ...]
@@ -76,12 +77,12 @@ KERNELS = {
     Q8: _QUANTIZED, Q4: _QUANTIZED, Q2: _QUANTIZED, FP8: _QUANTIZED, ECSQ: _CALIBRATED, CACHEGEN: _CALIBRATED,
 }  # fmt: skip
 SETTLE = "kvtier_settle"
-FLOATING = 16  # beside the bits, in a part's header
+FLOATING = 16  # a flag next to the bits, in a part's header
 BITS = {Q8: 8, Q4: 4, Q2: 2, FP8: FLOATING + 8}
 
 
-# Parts to be encoded: where each lies, what is known of it, and which payload it goes into; payloads are
-# where they begin, with room for all of their parts raw. Parts to be decoded: from an address to another.
+# Parts to encode: the address, the known part, and the index of the payload; payloads: the
+# address, and room for all of their parts unencoded. Parts to decode: source and destination.
 # `known` is a part's number in the calibration, or -1.
 RAW_PART = np.dtype([
     ("address", "<u8"), ("nbytes", "<u8"), ("payload", "<u4"), ("known", "<i4"), ("rows", "<u4"),
@@ -98,17 +99,17 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class DeviceCalibration:
-    """One level of ecsq or cachegen, on the device. Closed by whoever made it, after all that uses it."""
+    """One level of ecsq or cachegen, on the device. Its creator closes it after its last use."""
 
     codec: int
-    shapes: Numbers  # of each part heads, dim, exact
+    shapes: Numbers  # heads, dim and exact of each part
     group: int
     addresses: npt.NDArray[np.uint64]
     _driver: Driver
     _memory: int
 
     def close(self) -> None:
-        self._driver.let_go("cuMemFree_v2", self._memory)
+        self._driver.try_call("cuMemFree_v2", self._memory)
 
 
 def calibration(
@@ -119,7 +120,8 @@ def calibration(
     ropes: Sequence[tuple[bytes, bool]],
     parts: Sequence[tuple[int, int, int, int, bytes, bytes, bytes, bytes]],
 ) -> DeviceCalibration:
-    """What `Calibration` is told, on the device. ValueError where it doesn't fit together."""
+    """Copy the parameters of a `Calibration` to the device. Raise ValueError if they are
+    inconsistent."""
     Calibration(codec, level, group_tokens, ropes, parts)
     texts = [COSINES.astype("<f4").tobytes(), SINES.astype("<f4").tobytes()]
     texts += [turns for turns, _ in ropes]
@@ -149,11 +151,11 @@ def calibration(
         whole[place : place + len(text)] = text
     copied = (ctypes.c_uint8 * at).from_buffer(whole)
     try:
-        # Memory that is not pinned is copied before the call returns.
+        # The call copies unpinned memory before it returns.
         driver.copy(memory, ctypes.addressof(copied), at, 0)
         driver.call("cuStreamSynchronize", None)
     except CudaError:
-        driver.let_go("cuMemFree_v2", memory)
+        driver.try_call("cuMemFree_v2", memory)
         raise
     addresses = (memory + np.arange(len(parts)) * KNOWN.itemsize).astype(np.uint64)
     shapes = np.array([part[:3] for part in parts], np.int64).reshape(-1, 3)
@@ -161,7 +163,7 @@ def calibration(
 
 
 class Codecs:
-    """The kernels of one device, compiled as they are needed. Any thread may ask."""
+    """The kernels of one device, compiled on demand. Thread-safe."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -170,7 +172,7 @@ class Codecs:
         self._functions: dict[tuple[str, str], int] = {}
 
     def function(self, file: str, name: str) -> int:
-        """A kernel. Raises CudaError where it can't be compiled."""
+        """A kernel. Raise CudaError if it cannot be compiled."""
         with self._lock:
             found = self._functions.get((file, name))
             if found is None:
@@ -182,14 +184,14 @@ class Codecs:
         return found
 
     def close(self) -> None:
-        """No coder of these may be at work any more."""
+        """Unload the kernels; no Coder may use them."""
         for module in self._modules.values():
-            self.driver.let_go("cuModuleUnload", module)
+            self.driver.try_call("cuModuleUnload", module)
         self._modules, self._functions = {}, {}
 
 
 class _Room:
-    """Memory of the device, or pinned, that grows."""
+    """Device memory, or pinned memory, that grows."""
 
     def __init__(self, driver: Driver, pinned: bool) -> None:
         self._driver, self._pinned = driver, pinned
@@ -212,13 +214,13 @@ class _Room:
         if self._size and self._pinned:
             self._driver.free_pinned(self._memory)
         elif self._size:
-            self._driver.let_go("cuMemFree_v2", self.address)
+            self._driver.try_call("cuMemFree_v2", self.address)
         self._memory, self.address, self._size = None, 0, 0
 
 
 class Coder:
-    """One batch at a time, on whatever stream: start it, do something else, `finish` it. For one thread at a
-    time."""
+    """Runs one batch at a time, on any stream: start it, do something else, `finish` it. Not
+    thread-safe."""
 
     def __init__(self, codecs: Codecs) -> None:
         self._codecs, self._driver = codecs, codecs.driver
@@ -229,9 +231,9 @@ class Coder:
         self._under_way: Records | None = None
 
     def close(self) -> None:
-        """Wait for what is under way, and free everything."""
+        """Wait for the batch in progress, and free everything."""
         if self._under_way is not None:
-            self._driver.let_go("cuEventSynchronize", self._event._handle)
+            self._driver.try_call("cuEventSynchronize", self._event._handle)
         for room in (self._host, self._table, self._scratch):
             room.free()
         self._event.free()
@@ -245,10 +247,10 @@ class Coder:
         by: DeviceCalibration | None = None,
         heads_first: bool = False,
     ) -> None:
-        """Tell the stream to decode parts (ENCODED_PART) of this codec, or raw ones. What lies in `into` of a
-        part that is damaged means nothing."""
+        """Queue the decoding of parts (ENCODED_PART) of this codec, or of raw parts. The output of
+        a damaged part is undefined."""
         if not np.isin(parts["codec"], (RAW, codec)).all():
-            raise ValueError(f"codec: others than {codec} among its parts")
+            raise ValueError(f"codec: parts of another codec than {codec}")
         rows = _rows(codec, element, parts["into"], parts["raw_bytes"], by, parts["known"])
         rows["text"], rows["text_bytes"] = parts["address"], parts["nbytes"]
         rows["kept"], rows["heads_first"] = parts["codec"] == RAW, heads_first
@@ -272,15 +274,17 @@ class Coder:
         heads_first: bool = False,
         position: int = 0,
     ) -> None:
-        """Tell the stream to encode parts (RAW_PART, a payload's after those of the one before) into payloads
-        (PAYLOAD); of codecs that ask for it, `position` is that of their first token."""
+        """Queue the encoding of parts (RAW_PART, in the order of their payloads) into payloads
+        (PAYLOAD). `position` is that of the first token, for codecs that use it."""
         into = parts["payload"].astype(np.int64)
         if len(parts) and ((np.diff(into) < 0).any() or into.max() >= len(payloads)):
-            raise ValueError("parts: not in the order of their payloads, or of none of them")
+            raise ValueError(
+                "parts: not in the order of their payloads, or with an unknown payload"
+            )
         counts = np.bincount(into, minlength=len(payloads))
         needs = np.bincount(into, parts["nbytes"], minlength=len(payloads))
         if (payloads["room"] < needs).any():
-            raise ValueError("payloads: less room than their parts take raw")
+            raise ValueError("payloads: too little room for their raw parts")
         rows = _rows(codec, element, parts["address"], parts["nbytes"], by, parts["known"])
         rows["text"], rows["text_bytes"] = payloads["into"][into], payloads["room"][into]
         firsts = np.cumsum(counts) - counts
@@ -295,8 +299,8 @@ class Coder:
         self._start(kernels, rows, steps, firsts[counts > 0].astype(np.uint32), stream)
 
     def finish(self) -> Records:
-        """Sleep until the batch is done: for each part `bad`, or what it was encoded to: `bytes`, at `offset`
-        of its payload, `kept` where those are its own."""
+        """Sleep until the batch is done. For each part return `bad`, or the encoded size `bytes`
+        at `offset` of its payload, and `kept` if the part is stored raw."""
         assert self._under_way is not None, "nothing was started"
         results, self._under_way = self._under_way, None
         self._event.wait()
@@ -312,7 +316,8 @@ class Coder:
         elif codec == R32:
             needs = TOP_ROOM + units * stream
         elif codec in BITS:
-            needs = rows["raw_bytes"].astype(np.int64)  # steps take less, or it is not encoded
+            # The steps are smaller, or the part is stored raw.
+            needs = rows["raw_bytes"].astype(np.int64)
         else:
             _, anchors = _symbols(element, rows["raw_bytes"], by, parts["known"])
             needs = -(-3 * anchors // 8) * 8 + units * stream
@@ -358,7 +363,7 @@ class Coder:
             self._driver.copy(host + places[1], on_device[1], results.nbytes, stream)
             self._event.record(stream)
         except BaseException:
-            self._driver.let_go("cuStreamSynchronize", stream)
+            self._driver.try_call("cuStreamSynchronize", stream)
             raise
         told = (ctypes.c_uint8 * results.nbytes).from_address(host + places[1])
         self._under_way = np.frombuffer(memoryview(told), RESULT)
@@ -368,14 +373,14 @@ def _rows(
     codec: int, element: int, raw: npt.NDArray[np.uint64], raw_bytes: npt.NDArray[np.uint64],
     by: DeviceCalibration | None, known: npt.NDArray[np.int32],
 ) -> Records:  # fmt: skip
-    """Parts as the kernels have them, all but their encoded bytes."""
+    """The rows for the kernels, without encoded bytes."""
     width = ITEM[element]
     if (raw % width).any():
-        raise ValueError(f"parts: at no multiple of {width} bytes, as their elements are")
+        raise ValueError(f"parts: addresses are not aligned to elements of {width} bytes")
     if (raw_bytes > MOST_BYTES).any():
-        raise ValueError(f"parts: {raw_bytes.max()} bytes, more than {MOST_BYTES}")
+        raise ValueError(f"parts: {raw_bytes.max()} bytes, at most {MOST_BYTES} are possible")
     if by is not None and by.codec != codec:
-        raise ValueError(f"codec: {codec} by a calibration for {by.codec}")
+        raise ValueError(f"codec: {codec} with a calibration for {by.codec}")
     rows = np.zeros(len(raw), PART)
     rows["raw"], rows["raw_bytes"], rows["element"] = raw, raw_bytes, element
     rows["bits"] = BITS.get(codec, 0)
@@ -396,7 +401,7 @@ def _symbols(
     element: int, raw_bytes: npt.NDArray[np.uint64], by: DeviceCalibration | None,
     known: npt.NDArray[np.int32],
 ) -> tuple[Numbers, Numbers]:  # fmt: skip
-    """How many symbols and how many anchors parts have; none of either where one is not made up of its
+    """The number of symbols and of anchors of each part; zero if a part does not consist of its
     channels."""
     none = np.zeros(len(raw_bytes), np.int64)
     if by is None or element > 2:

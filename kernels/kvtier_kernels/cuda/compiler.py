@@ -1,4 +1,5 @@
-"""Kernels from their text to machine code, by NVRTC: torch's CUDA build brings it, and the toolkit does."""
+"""Compiles kernels to machine code with NVRTC, which torch's CUDA build and the CUDA toolkit
+contain."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from pathlib import Path
 from kvtier_kernels.cuda.driver import CudaError
 
 PATTERN = "libnvrtc.so*"
-# What codecs say of numbers holds for floats that are rounded after each operation and keep denormals.
+# The codecs define results of floats that are rounded after each operation and keep denormals.
 OPTIONS = (b"--std=c++17", b"--fmad=false", b"--ftz=false", b"--prec-div=true")
-# What kernels include: ours, and as much of the standard's as they use, which no driver brings.
+# The headers of the kernels: those of this project, and the used part of the standard library,
+# which no driver contains.
 HEADERS = (
     "lanes.h", "parts.h", "streams.h", "codec/lossless.h", "codec/quantized.h", "codec/calibrated.h",
 )  # fmt: skip
@@ -36,13 +38,13 @@ using uintptr_t = unsigned long;
 
 
 def source(name: str) -> str:
-    """The text of a kernel of ours, or of what kernels include."""
+    """The source of a kernel, or of a header of kernels."""
     return (resources.files(__package__) / name).read_text()
 
 
 def _candidates() -> list[str]:
     found = []
-    # NVIDIA's wheels, wherever they keep it this time.
+    # NVIDIA's wheels; their layout changes between versions.
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     for folder in folders:
@@ -58,11 +60,12 @@ def _library() -> ctypes.CDLL:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise CudaError("no NVRTC: install nvidia-cuda-nvrtc")
+    raise CudaError("NVRTC is not installed: install nvidia-cuda-nvrtc")
 
 
 def compile_kernel(text: str, architecture: str) -> bytes:
-    """Machine code for one architecture, as sm_90. Raises CudaError with what the compiler says."""
+    """Return machine code for one architecture, such as sm_90. Raise CudaError with the compiler's
+    message."""
     nvrtc = _library()
     nvrtc.nvrtcGetErrorString.restype = c_char_p
     program = c_void_p()

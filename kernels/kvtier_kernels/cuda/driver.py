@@ -1,7 +1,7 @@
-"""The functions of the CUDA driver that are needed here, by ctypes: no toolkit, no torch.
+"""The required functions of the CUDA driver through ctypes, without toolkit and torch.
 
-Nothing is opened before a Driver is made. That makes a context: only processes that hold a cache on the
-device may. Every call leaves the GIL.
+No library is opened before a Driver is created. A Driver creates a context, so only processes that
+hold a cache on the device may create one. Every call releases the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 LIBRARY = "libcuda.so.1"
 
-# What the driver exports, as cuda.h declares it.
+# The functions of the driver, as cuda.h declares them.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 BATCH_ARGUMENTS = (
     c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p,
 )  # fmt: skip
-# By driver: since 13.0; since 12.8, which also says which of the copies is wrong.
+# By driver version: since 13.0; since 12.8, which also returns the index of a wrong copy.
 BATCH: dict[str, tuple[Any, ...]] = {
     "cuMemcpyBatchAsync_v2": BATCH_ARGUMENTS,
     "cuMemcpyBatchAsync": (*BATCH_ARGUMENTS, c_void_p),
@@ -67,7 +67,7 @@ STREAM_ORDER = 1
 
 
 class CudaError(RuntimeError):
-    """The driver, or the compiler, said no."""
+    """The driver or the compiler returned an error."""
 
 
 class _Location(ctypes.Structure):
@@ -88,26 +88,26 @@ class Event:
         driver.call("cuEventCreate", byref(handle), BLOCKING_SYNC | NO_TIMING)
         self._driver = driver
         self._handle = handle
-        # The driver keeps what a stream still waits for.
-        self.free = weakref.finalize(self, driver.let_go, "cuEventDestroy_v2", handle)
+        # The driver keeps the event while a stream waits for it.
+        self.free = weakref.finalize(self, driver.try_call, "cuEventDestroy_v2", handle)
         self.free.atexit = False
 
     def record(self, stream: int | None) -> Event:
-        """This is where the stream is now."""
+        """Set this to the current end of the stream."""
         self._driver.call("cuEventRecord", self._handle, stream)
         return self
 
     def wait(self) -> None:
-        """Sleep until the stream has come to it. Raises what went wrong on the device before it."""
+        """Sleep until the stream has reached it. Raise errors of earlier work on the device."""
         self._driver.call("cuEventSynchronize", self._handle)
 
     def hold(self, stream: int | None) -> None:
-        """What this stream is told from now on begins after it."""
+        """Let all later work of this stream wait for the event."""
         self._driver.call("cuStreamWaitEvent", stream, self._handle, 0)
 
 
 class Driver:
-    """One device and its primary context, which is torch's too. Any thread may call."""
+    """One device and its primary context, which torch uses too. Thread-safe."""
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
         try:
@@ -129,14 +129,14 @@ class Driver:
         self._checked("cuInit", 0)
         self._checked("cuDeviceGet", byref(self._device), device)
         self._checked("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
-        # A slot has one address, for the host and for the device.
+        # A slot must have one address for both the host and the device.
         for attribute in (UNIFIED_ADDRESSING, REGISTERED_BY_HOST_POINTER):
             if not self.attribute(attribute):
                 self.close()
-                raise CudaError(f"{self.name}: can't use the host's addresses ({attribute})")
+                raise CudaError(f"{self.name}: cannot use host addresses ({attribute})")
 
     def close(self) -> None:
-        """Let the context go. Nothing made by this is of use any more."""
+        """Release the context. Objects created by this driver become unusable."""
         self._checked("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def _checked(self, name: str, *arguments: Any) -> None:
@@ -147,19 +147,19 @@ class Driver:
             raise CudaError(f"{name}: {(text.value or b'').decode() or result}")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function in the device's context. Raises CudaError with the driver's name for it."""
+        """Call a function in the device's context. Raise CudaError with the driver's name for the
+        error."""
         if not getattr(self._thread, "ready", False):
             self._checked("cuCtxSetCurrent", self._context)
             self._thread.ready = True
         self._checked(name, *arguments)
 
     def own_thread(self) -> None:
-        """This thread is ours: what it does is allowed, and spoils nothing, while the engine's records a
-        graph."""
-        self.let_go("cuThreadExchangeStreamCaptureMode", byref(c_int(RELAXED)))
+        """Allow this thread to call the driver, without effect on a graph that the engine records."""
+        self.try_call("cuThreadExchangeStreamCaptureMode", byref(c_int(RELAXED)))
 
-    def let_go(self, name: str, *arguments: Any) -> None:
-        """Free something, at an end where nobody could do anything about a failure."""
+    def try_call(self, name: str, *arguments: Any) -> None:
+        """Free something where a failure could not be handled, and ignore errors."""
         try:
             self.call(name, *arguments)
         except CudaError:
@@ -185,7 +185,7 @@ class Driver:
         return bool(self._batch)
 
     def stream(self) -> int:
-        """A new stream that waits for no other."""
+        """A new non-blocking stream."""
         handle = c_void_p()
         self.call("cuStreamCreate", byref(handle), NON_BLOCKING)
         assert handle.value is not None
@@ -198,25 +198,26 @@ class Driver:
         return address.value
 
     def pinned_memory(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-        """New memory of the host's that the device can reach. Freed by `free_pinned`."""
+        """New memory of the host that the device can access. Free it with `free_pinned`."""
         address = c_void_p()
         self.call("cuMemHostAlloc", byref(address), nbytes, PORTABLE | MAPPED)
         assert address.value is not None
         return (ctypes.c_uint8 * nbytes).from_address(address.value)
 
     def free_pinned(self, memory: ctypes.Array[ctypes.c_uint8]) -> None:
-        self.let_go("cuMemFreeHost", ctypes.addressof(memory))
+        self.try_call("cuMemFreeHost", ctypes.addressof(memory))
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin memory of the host's, and let the device reach it."""
+        """Pin memory of the host, and map it for the device."""
         self.call("cuMemHostRegister_v2", address, nbytes, PORTABLE | MAPPED)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self.call("cuMemcpyAsync", to, source, nbytes, stream)
 
     def copy_batch(self, to: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        """Many copies by one call; three arrays of 64-bit numbers at these addresses, read before it
-        returns. In no order among themselves, after all that the stream was told before."""
+        """Copy many ranges with one call; the arguments are addresses of three arrays of 64-bit
+        numbers, read before it returns. The copies have no order among themselves, and follow all
+        earlier work of the stream."""
         attributes, first = _Attributes(order=STREAM_ORDER), c_size_t(0)
         arguments = [to, sources, sizes, count, byref(attributes), byref(first), 1]
         if len(BATCH[self._batch]) > len(BATCH_ARGUMENTS):
@@ -224,7 +225,7 @@ class Driver:
         self.call(self._batch, *arguments, stream)
 
     def load(self, binary: bytes, name: str) -> tuple[int, int]:
-        """A module of machine code and a kernel in it."""
+        """A module of machine code, and a kernel in it."""
         module = c_void_p()
         self.call("cuModuleLoadData", byref(module), binary)
         assert module.value is not None
@@ -240,7 +241,7 @@ class Driver:
     def launch(
         self, function: int, grid: int, threads: int, arguments: list[Any], stream: int
     ) -> None:
-        """Run a kernel of one dimension; its arguments as ctypes numbers."""
+        """Run a one-dimensional kernel; its arguments are ctypes numbers."""
         places = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         self.call(
             "cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, 0, stream, places, None

@@ -1,4 +1,5 @@
-"""The arena's extents, registered with the device one after the other, while copies go on without."""
+"""Registers the arena's extents with the device, one after another, while copies continue without
+them."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from kvtier_kernels.cuda.driver import CudaError, Driver
 
 log = logging.getLogger(__name__)
 
-KEPT_ARENAS = 3  # of the last runs of the daemon; older ones go when no copy uses them any more
+KEPT_ARENAS = 3  # of the daemon's last runs; older ones are unregistered after their last copy
 
 Extents = Sequence[Mapping | None]
 
 
-class Pinned:
-    """One list of extents, which may grow, and which of them are `ready`. Unregistered when nobody has this
-    any more; the mappings last until then. That
-    may take seconds: `Pins.drop` is for whoever can't wait."""
+class PinnedExtent:
+    """A list of extents, which may grow; `ready` contains the registered ones. They are
+    unregistered with the last reference, and their mappings exist until then. That may take
+    seconds: a thread that must not wait uses `ExtentPins.drop`."""
 
     def __init__(self, driver: Driver, extents: Extents) -> None:
         self.extents = extents
@@ -42,34 +43,34 @@ class Pinned:
 
 def _unregister(driver: Driver, registered: list[Mapping]) -> None:
     for extent in registered:
-        driver.let_go("cuMemHostUnregister", extent.address)
+        driver.try_call("cuMemHostUnregister", extent.address)
     registered.clear()
 
 
-class Pins:
-    """Registers what it is shown, in a thread of its own. What the device refuses stays as it is: that is
-    said once."""
+class ExtentPins:
+    """Registers extents in its own thread. Extents that the device refuses stay unregistered; this
+    is logged once."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._arenas: list[Pinned] = []
+        self._arenas: list[PinnedExtent] = []
         self._refused = False
-        self._todo: queue.SimpleQueue[tuple[Pinned, int] | list[Pinned] | None] = (
+        self._todo: queue.SimpleQueue[tuple[PinnedExtent, int] | list[PinnedExtent] | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._run, name="kvtier-pin", daemon=True)
         self._thread.start()
 
-    def of(self, extents: Extents) -> Pinned:
-        """What is known of these extents; those that are new are registered soon. Hold it while a copy
-        uses them."""
+    def of(self, extents: Extents) -> PinnedExtent:
+        """The state of these extents; new ones will be registered. Keep the reference while a copy
+        uses it."""
         with self._lock:
             for arena in self._arenas:
                 if arena.extents is extents:
                     break
             else:
-                arena = Pinned(self._driver, extents)
+                arena = PinnedExtent(self._driver, extents)
                 self._arenas.append(arena)
                 if len(self._arenas) > KEPT_ARENAS:
                     self._arenas[0].old = True
@@ -80,7 +81,7 @@ class Pins:
         return arena
 
     def forget(self, extents: Extents) -> None:
-        """Nobody begins a copy of these any more: they go with the last one that uses them."""
+        """No new copy will use these extents: unregister them after the last one that does."""
         with self._lock:
             for at in range(len(self._arenas)):
                 if self._arenas[at].extents is extents:
@@ -88,14 +89,14 @@ class Pins:
                     self._todo.put([self._arenas.pop(at)])
                     return
 
-    def drop(self, users: list[Pinned]) -> None:
-        """A copy uses these no more, and the list is not the caller's any more. What nobody else has goes,
-        and not in the caller's thread."""
+    def drop(self, users: list[PinnedExtent]) -> None:
+        """Release these references in the other thread, after a copy. The list must not be used
+        again."""
         if any(arena.old for arena in users):
             self._todo.put(users)
 
     def close(self) -> None:
-        """Let everything go. Nothing may be copied any more."""
+        """Unregister everything. No copy may be in progress."""
         self._todo.put(None)
         self._thread.join()
         self._arenas = []
@@ -107,13 +108,13 @@ class Pins:
                 task.clear()
             else:
                 self._register(*task)
-            del task  # waiting for the next must not keep this one
+            del task  # do not keep the task alive while waiting for the next
 
-    def _register(self, arena: Pinned, number: int) -> None:
+    def _register(self, arena: PinnedExtent, number: int) -> None:
         try:
             arena.register(self._driver, number)
         except CudaError as error:
             if not self._refused:
-                text = "kvtier: extents stay unregistered, and copies slower: %s"
+                text = "kvtier: cannot register extents with the CUDA driver, copies are slower: %s"
                 log.warning(text, str(error))
             self._refused = True

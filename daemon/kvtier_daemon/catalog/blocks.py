@@ -1,0 +1,305 @@
+"""The blocks of one tenant: keeps the store, which has their records, and the policy in step.
+
+The policy may select exactly the blocks that may be evicted: those that are READY and that no lease holds. It
+may also select blocks that only a write to the disk holds.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from itertools import compress
+from typing import Any
+
+from kvtier.errors import Refused
+from kvtier.key import Keys
+from kvtier.wire import CAME, DISK, MEMORY, WENT
+from kvtier_daemon.catalog.admission import Admission
+from kvtier_daemon.catalog.changes import ChangeFeed
+from kvtier_daemon.catalog.expiring import Expiring
+from kvtier_daemon.catalog.miss_log import (
+    EVICTED,
+    FORGOTTEN,
+    GONE,
+    ONCE,
+    SLOW_DISK,
+    UNWRITTEN,
+    MissLog,
+)  # fmt: skip
+from kvtier_daemon.catalog.policy import Policy
+from kvtier_daemon.catalog.spaces import KnownSpace
+from kvtier_kernels import Store
+
+ID_BYTES = 4
+COLD, PROMOTING = 5, 6  # states that `Store.states` returns in addition to the wire's outcomes
+FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, 0
+FRAME_BYTES = FRAME.size
+PLACE_BYTES = 8  # the first two fields: where the frame is
+LIMIT_QUEUED = 1 << 16  # blocks and events; above this, the policy gets all of them at once
+WHY_EVICTED = (
+    "capacity",  # evicted for other blocks; it was only in memory
+    "demoted",  # evicted for other blocks; it is on disk
+    "forgotten",
+    "lost",  # was only on disk, in a segment that is reused
+    "spoilt",  # was only on disk, and its frame is damaged
+)
+
+
+class DeferredPolicy:
+    """A Policy that passes the events of lookups to another one after the lookup was answered.
+
+    The policy takes longer for a use than the lookup itself, and no answer depends on it. So these events are
+    queued until `settle`; every other call passes the queue on first. The policy gets the same events in the
+    same order. Each use contains the names of its blocks, so it stays correct if an id is reused in
+    between."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._queue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._queued = 0
+
+    def settle(self) -> None:
+        """Pass the queue to the policy, oldest event first."""
+        if self._queue:
+            queue, self._queue, self._queued = self._queue, [], 0
+            for event, arguments in queue:
+                event(*arguments)
+
+    def _later(self, blocks: int, event: Callable[..., None], *arguments: Any) -> None:
+        self._queue.append((event, arguments))
+        self._queued += 1 + blocks
+        if self._queued > LIMIT_QUEUED:
+            self.settle()
+
+    # Events of lookups.
+
+    def now(self, seconds: float) -> None:
+        self._later(0, self.policy.now, seconds)
+
+    def wanted(self, ids: bytes, names: bytes = b"") -> None:
+        self._later(len(ids) // ID_BYTES, self.policy.wanted, ids, names)
+
+    def refreshed(self, ids: bytes) -> None:
+        self._later(len(ids) // ID_BYTES, self.policy.refreshed, ids)
+
+    def held(self, ids: bytes) -> None:
+        self._later(len(ids) // ID_BYTES, self.policy.held, ids)
+
+    def freed(self, ids: bytes) -> None:
+        self._later(len(ids) // ID_BYTES, self.policy.freed, ids)
+
+    # Events of saves, evictions and forgets.
+
+    def added(self, ids: bytes, names: bytes = b"", parents: bytes = b"") -> None:
+        self.settle()
+        self.policy.added(ids, names, parents)
+
+    def left(self, ids: bytes) -> None:
+        self.settle()
+        self.policy.left(ids)
+
+    def gone(self, ids: bytes) -> None:
+        if ids:
+            self.settle()
+            self.policy.gone(ids)
+
+    def demoted(self, ids: bytes) -> None:
+        self.settle()
+        self.policy.demoted(ids)
+
+    def hinted(self, ids: bytes, importance: float) -> None:
+        self.settle()
+        self.policy.hinted(ids, importance)
+
+    def victims(self, n: int) -> bytes:
+        self.settle()
+        return self.policy.victims(n)
+
+    def __len__(self) -> int:
+        self.settle()
+        return len(self.policy)
+
+    def memory_bytes(self) -> int:
+        return self.policy.memory_bytes()
+
+
+class BlockTable:
+    """Changes store and policy together. `miss_log` gets the reason for each block that goes."""
+
+    def __init__(
+        self, store: Store, policy: Policy, changes: ChangeFeed, miss_log: MissLog
+    ) -> None:
+        self.store = store
+        self.changes = changes
+        self.policy = policy
+        self.evicted: Counter[str] = Counter(dict.fromkeys(WHY_EVICTED, 0))
+        self.miss_log = miss_log
+        self.admission = Admission()
+        self.expiring = Expiring()
+        # Blocks that were evicted without a write to disk, by reason.
+        self.unwritten: Counter[str] = Counter(dict.fromkeys(UNWRITTEN, 0))
+        self.why_unwritten = EVICTED  # the reason now; EVICTED: there is no disk
+        self._writing: set[int] = set()  # held by a write to the disk, unknown to the policy
+        self.dead_frames = bytearray()  # segment and page of frames that no block uses
+
+    def lease(self, batches: list[bytes]) -> None:
+        """Hold the blocks of all batches, or of none. A batch must not contain a block twice."""
+        taken: list[bytes] = []
+        try:
+            for ids in batches:
+                self.store.lease(ids)
+                taken.append(ids)
+        except (OverflowError, ValueError) as error:
+            for ids in taken:
+                self.store.unlease(ids)
+            if isinstance(error, ValueError):
+                raise Refused("bad_request", "a key is given twice") from error
+            raise Refused("too_many", "a block is held by too many leases") from error
+        for ids in taken:
+            self.policy.held(ids)
+            self._end_write_holds(ids)
+
+    def _end_write_holds(self, ids: bytes) -> None:
+        if self._writing:
+            self._writing.difference_update(array("I", ids))
+
+    def unlease(self, ids: bytes) -> None:
+        evictable, freed = self.store.unlease(ids)
+        self.policy.freed(evictable)
+        self.gone(freed, "forgotten")
+
+    def gone(self, ids: bytes, why: str) -> None:
+        """These blocks are neither in memory nor on disk now."""
+        if self.expiring.time_of:
+            self.expiring.drop(ids)
+        self.policy.gone(ids)
+        self.evicted[why] += len(ids) // ID_BYTES
+
+    def hold_for_write(self, victims: bytes) -> None:
+        """Hold blocks that the policy selected while they are written to the disk. They keep their places in
+        its order."""
+        self.store.lease(victims)
+        self._writing.update(array("I", victims))
+
+    def end_write(self, ids: bytes) -> None:
+        """End such holds. Blocks that were read meanwhile return to the policy as recent, in eviction order:
+        the tails of chains first."""
+        evictable, freed = self.store.unlease(ids)
+        read = array("I", (one for one in array("I", evictable) if one not in self._writing))
+        self._writing.difference_update(array("I", ids))
+        read.reverse()
+        self.policy.freed(read.tobytes())
+        self.gone(freed, "forgotten")
+
+    def commit(self, ids: bytes, checksums: bytes, is_new: bool = True) -> None:
+        """The slots of these blocks are written: make them READY. `is_new` is set for one group and shard of
+        each key, so that a save counts once."""
+        self.store.commit(ids, checksums)
+        if self.changes.watched:
+            self.changes.add(CAME, MEMORY, self.changes.name(ids))
+        if self.admission.is_on and is_new:
+            self.admission.note(self.store.keys_of(ids))
+        self.came(ids)
+
+    def came(self, ids: bytes) -> None:
+        """These blocks are READY from now on."""
+        self.policy.added(ids, self.store.names(ids), self.store.parents(ids))
+
+    def forget(self, ids: bytes) -> bool:
+        """No match finds these blocks from now on. True if some of them stay until their lease, or their read
+        from the disk, ends."""
+        names = self.changes.name(ids) if self.changes.watched else b""
+        self.miss_log.note(self.store.keys_of(ids), FORGOTTEN)
+        freed, orphans, dead = self.store.forget(ids)
+        self.expiring.drop(ids)
+        for tier in (MEMORY, DISK):
+            self.changes.add(WENT, tier, names)
+        self._end_write_holds(ids)
+        self.policy.held(ids)  # those that stay must not be selected
+        self.gone(freed, "forgotten")
+        self.policy.demoted(orphans)
+        self.dead_frames += dead
+        return len(freed) < len(ids)
+
+    def _note_victims(self, victims: bytes) -> dict[int, int]:
+        """Log the reason for the case that these are evicted. Where the reasons differ, return the reason of
+        each block that is only in memory."""
+        lasting = victims
+        if self.expiring.time_of:
+            lasting = self.expiring.lasting(victims)
+            self.miss_log.note(self.store.keys_of(_without(victims, lasting)), EVICTED)
+        if self.why_unwritten != ONCE:
+            self.miss_log.note(self.store.keys_of(lasting), self.why_unwritten)
+            return {}
+        dirty = self.store.dirty(lasting)
+        keys = self.store.keys_of(dirty)
+        again = self.admission.admitted(keys)
+        self.miss_log.note(keys, ONCE)
+        self.miss_log.note(b"".join(compress(Keys(keys), again)), SLOW_DISK)
+        codes = (SLOW_DISK if one else ONCE for one in again)
+        return dict(zip(array("I", dirty), codes, strict=True))
+
+    def _count_unwritten(self, dirty: dict[int, int], evicted: bytes, cold: bytes) -> None:
+        """Count evicted blocks that should have been written. Blocks that expire are never written."""
+        lasting = self.expiring.lasting(evicted) if self.expiring.time_of else evicted
+        dropped = max(0, len(lasting) - len(cold)) // ID_BYTES
+        if self.why_unwritten == EVICTED or not dropped:
+            return
+        if self.why_unwritten != ONCE:
+            self.unwritten[GONE[self.why_unwritten]] += dropped
+            return
+        self.unwritten.update(GONE[dirty[one]] for one in array("I", evicted) if one in dirty)
+
+    def make_room(self, space: int, group: int, wanted: int) -> None:
+        """Evict, coldest first, until `wanted` slots are free or no other block may be evicted."""
+        store, policy = self.store, self.policy
+        victims = b""  # the first pass uses slots that other spaces left empty
+        while (short := wanted - store.room(space, group, wanted)) > 0:
+            dirty = self._note_victims(victims) if victims else {}
+            evicted, orphans, cold = store.make_room(space, group, wanted, victims)
+            if self.changes.watched:
+                self.changes.add(WENT, MEMORY, self.changes.evicted())
+            policy.left(cold)
+            policy.gone(_without(evicted, cold))
+            policy.demoted(orphans)
+            self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES
+            self.evicted["demoted"] += len(cold) // ID_BYTES
+            self._count_unwritten(dirty, evicted, cold)
+            if self.expiring.time_of:
+                self.expiring.drop(evicted)
+            if victims and not evicted:
+                break
+            victims = policy.victims(short + len(self._writing))
+            if not victims:
+                break
+
+    def resident(self, space: KnownSpace, keys: bytes) -> bytes:
+        """The ids of these keys' blocks in every group and shard, in memory and on disk, each once."""
+        space.check_keys(keys)
+        return self.store.resident(space.index, keys) if space.index >= 0 else b""
+
+    def memory_bytes(self) -> int:
+        return self.store.memory_bytes() + self.policy.memory_bytes()
+
+    @property
+    def notes_bytes(self) -> int:
+        """The memory for notes on evicted and on requested blocks: constant, however many there are."""
+        return self.miss_log.memory_bytes() + self.admission.memory_bytes()
+
+
+def _without(ids: bytes, some: bytes) -> bytes:
+    if not some:
+        return ids
+    left_out = set(array("I", some))
+    return array("I", (one for one in array("I", ids) if one not in left_out)).tobytes()
+
+
+def last_first(ids: bytes) -> bytes:
+    """The same ids in reverse order. A policy expects the tail of a chain first."""
+    if len(ids) <= ID_BYTES:
+        return ids
+    order = array("I", ids)
+    order.reverse()
+    return order.tobytes()

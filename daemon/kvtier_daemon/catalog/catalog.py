@@ -1,0 +1,357 @@
+"""The catalog of one tenant: which blocks exist, where they are, who uses them. Synchronous, without I/O.
+
+The store (native) has blocks, slots and the prefix tree; the policy selects victims; the catalog connects
+them and keeps the leases. It has no clock: calls that need the time get `now`, in seconds of a monotonic
+clock. No call awaits, so decisions cannot interleave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
+from kvtier.layout import KvSpec
+from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
+from kvtier_daemon.catalog.blocks import (
+    COLD,
+    ID_BYTES,
+    PROMOTING,
+    BlockTable,
+    last_first,
+)
+from kvtier_daemon.catalog.changes import ChangeFeed
+from kvtier_daemon.catalog.demotion import Demotions
+from kvtier_daemon.catalog.explain import find_reason
+from kvtier_daemon.catalog.holds import Holds
+from kvtier_daemon.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
+from kvtier_daemon.catalog.miss_log import NOTES_BYTES, MissLog
+from kvtier_daemon.catalog.pins import PinnedPrefixes
+from kvtier_daemon.catalog.policy import Policy
+from kvtier_daemon.catalog.promotion import Promotions
+from kvtier_daemon.catalog.reading import Lookups, ReadLeases
+from kvtier_daemon.catalog.segment_frames import SegmentFrames
+from kvtier_daemon.catalog.spaces import KnownSpace, SpaceTable
+from kvtier_daemon.catalog.watch import SpaceWatch
+from kvtier_daemon.catalog.writing import Granted, WriteLeases
+from kvtier_daemon.planning import COMPUTE
+from kvtier_kernels import Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvtier_kernels._native import Counts
+
+LIMIT_LEASE_S = 3600.0
+WHY_MISSED = (
+    "absent",
+    "incomplete",  # a part of the block is missing
+    "in_progress",  # it is being saved
+    "cold",  # it is on disk, and is not read
+    "promoting",  # it is being read, and the request does not wait
+    "not_read",  # it was being read, and the read failed
+    *sorted(COMPUTE),  # it is on disk, and computing is faster
+)
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The answer of a match. `coming` blocks after the `ready` ones are on disk or being read. The first
+    `skipped` blocks count as ready because the client has them."""
+
+    ready: int
+    coming: int
+    lease: LeaseId = NO_LEASE
+    token: bytes = b""
+    parts: tuple[Part, ...] = ()
+    skipped: int = 0
+
+
+class Usage:
+    """What clients of one tenant looked up, found, saved and used."""
+
+    def __init__(self, blocks: BlockTable) -> None:
+        self._blocks = blocks
+        self.lookup_tokens = 0
+        self.hit_tokens: Counter[str] = Counter(warm=0, cold=0)
+        self.miss_tokens: Counter[str] = Counter()
+        self.last_miss = ""  # why the last counted lookup did not find all blocks
+        self.saved_tokens = 0
+        self.saved_bytes = 0
+        # The tokens of hits that clients report as used, and their bytes.
+        self.used_tokens: Counter[str] = Counter(warm=0, cold=0)
+        self.loaded_bytes = 0
+        self.avoided_s = 0.0  # time to compute the hits, if clients reported it
+        self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
+
+    def count_lookup(self, space: KnownSpace, keys: bytes, ready: int, from_disk: int) -> None:
+        tokens = space.spec.block_tokens
+        blocks = len(keys) // KEY_BYTES
+        self.lookup_tokens += blocks * tokens
+        self.hit_tokens["warm"] += ready * tokens
+        self.hit_tokens["cold"] += from_disk * tokens
+        if space.prefill is not None:
+            self.count_avoided(space, ready)
+        found = ready + from_disk
+        if self._blocks.admission.is_on:
+            self._blocks.admission.note(keys[: found * KEY_BYTES])
+        self.last_miss = ""
+        if found < blocks:
+            self.last_miss = self._why_missing(space, keys, found)
+            self.miss_tokens[self.last_miss] += (blocks - found) * tokens
+
+    def count_lost(self, space: KnownSpace, blocks: int, why: str = "not_read") -> None:
+        """Count blocks as missed that were counted as coming and will not come."""
+        if not blocks:
+            return
+        tokens = blocks * space.spec.block_tokens
+        self.hit_tokens["cold"] -= tokens
+        self.miss_tokens[why] += tokens
+
+    def count_avoided(self, space: KnownSpace, blocks: int, before: int = 0) -> None:
+        """Count the time to compute these blocks, which follow `before` others, as avoided."""
+        if blocks and space.prefill is not None:
+            self.avoided_s += space.recompute_s(blocks, before)
+
+    def count_used(self, space: KnownSpace | None, warm: int, cold: int, nbytes: int) -> None:
+        """A client used `warm` tokens from memory and `cold` ones from disk, of this many bytes."""
+        self.used_tokens["warm"] += warm
+        self.used_tokens["cold"] += cold
+        self.loaded_bytes += nbytes
+        if space is not None:
+            space.used_tokens += warm + cold
+            space.loaded_bytes += nbytes
+
+    def _why_missing(self, space: KnownSpace, keys: bytes, at: int) -> str:
+        """Why the prefix ends at block `at`: the worst state of its parts."""
+        if space.index < 0:
+            return "absent"
+        states = self._blocks.store.states(space.index, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        if IN_PROGRESS in states:
+            return "in_progress"
+        if GRANTED in states:
+            return "absent"
+        if COLD in states:
+            return "cold"
+        return "promoting" if PROMOTING in states else "incomplete"
+
+
+class Catalog:
+    """The records of one tenant. Another tenant has another catalog; they share nothing."""
+
+    def __init__(
+        self, store: Store, policy: Policy, notes_bytes: int = NOTES_BYTES, policy_name: str = ""
+    ) -> None:
+        """`policy_name` is what `explain` calls the policy."""
+        self._store = store
+        self._policy = policy
+        self._policy_name = policy_name
+        self.spaces = SpaceTable(store)
+        self._changes = ChangeFeed(store, self.spaces)
+        self.blocks = BlockTable(store, policy, self._changes, MissLog(notes_bytes))
+        self.leases = Leases()
+        self._reading = ReadLeases(self.blocks, self.leases)
+        self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
+        self.pins = PinnedPrefixes(self.blocks, self._reading)
+        self.holds = Holds(self.blocks)
+        self.promotions = Promotions(self.blocks, self.holds)
+        self.demotions = Demotions(self.blocks, self.spaces)
+        self.segments = SegmentFrames(self.blocks, self.spaces, self.demotions)
+        self.usage = Usage(self.blocks)
+        self.lookups = Lookups()
+        self.growing = False  # the tenant's memory will grow
+
+    def add_extent(self, nbytes: int, generations: Buffer) -> int:
+        """Add memory for blocks, usable from this call on. `generations` is its generation table."""
+        return self._store.add_extent(nbytes, generations)
+
+    def counts(self) -> Counts:
+        return self._store.counts()
+
+    def open(self, identity: bytes, spec: KvSpec, session: SessionId = NOBODY) -> KnownSpace:
+        """The space of this identity; created at its first use."""
+        return self.spaces.open(identity, spec, session)
+
+    def space(self, number: int) -> KnownSpace:
+        """The space of this number. Numbers are never reused."""
+        return self.spaces.at(number)
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def match(
+        self, space: KnownSpace, keys: bytes, count: bool = True, reads: bool = False
+    ) -> Found:
+        """Find the longest prefix that every group can restore, and mark it as used. `count`: the lookup was
+        not counted before. `reads`: blocks on disk will be read, and are no miss."""
+        space.check_keys(keys)
+        ready, coming, parts = self._reading.find(space, keys)
+        self._reading.note_use(space, parts, keys, count)
+        if count:
+            self.usage.count_lookup(space, keys, ready, coming if reads else 0)
+        return Found(ready, coming)
+
+    def load(
+        self,
+        session: SessionId,
+        space: KnownSpace,
+        keys: bytes,
+        deadline_s: float,
+        shards: Sequence[int],
+        now: float,
+        count: bool = True,
+        reads: bool = False,
+        first: int = 0,
+    ) -> Found:
+        """Match, and take a lease on the ready blocks. Without a ready block, there is no lease (id 0). The
+        client has the blocks before `first` itself: if some of them are on disk, they count as ready."""
+        space.check_keys(keys)
+        ready, coming, held = self._reading.find(space, keys)
+        skipped = first if ready < first < ready + coming else 0
+        if skipped:
+            self._reading.note_use(space, held, keys, count)
+            ready, coming, held = self._reading.find_after(space, keys, skipped)
+        parts = self._reading.slots_of(held, shards)
+        self._policy.now(now)
+        self._reading.note_use(space, held, keys, count)
+        if count:
+            self.usage.count_lookup(space, keys, ready, coming if reads else 0)
+        if not held:
+            return Found(ready, coming, skipped=skipped)
+        deadline = now + min(deadline_s, LIMIT_LEASE_S)
+        lease = self._reading.hold(session, space, held, ready, deadline)
+        return Found(ready, coming, lease.id, lease.token, parts, skipped)
+
+    def adopt(self, session: SessionId, token: bytes, shards: Sequence[int]) -> Found:
+        """Join the lease with this token. It lasts until all sessions that joined it have released it."""
+        lease = self._reading.with_token(token)
+        parts = self._reading.slots_of(lease.parts, shards)
+        self._reading.join(session, lease)
+        return Found(lease.prefix_blocks, 0, lease.id, lease.token, parts)
+
+    def release(
+        self, session: SessionId, lease_id: LeaseId, warm: int = 0, cold: int = 0, nbytes: int = 0
+    ) -> None:
+        """End the session's part of this lease. It used `warm` tokens from memory and `cold` ones from disk,
+        of `nbytes`. An expired lease is no error."""
+        if lease_id in self._writing.of:
+            raise Refused("unknown_lease", f"lease {lease_id} is a write lease, not a read lease")
+        space = self._reading.release(session, lease_id)
+        if nbytes:
+            self.usage.count_used(space, warm, cold, nbytes)
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def reserve(
+        self, session: SessionId, space: KnownSpace, group: int, shard: int, parent: bytes, keys: bytes,
+        expires_at: float = math.inf,
+    ) -> Granted:  # fmt: skip
+        """Find out which keys are new, and reserve slots for them; evict if necessary.
+
+        If not all new keys have room, the leading ones get slots. Never evicts a block of this chain. Blocks
+        that expire stay in memory only; `forget_expired` forgets them.
+        """
+        space.check_keys(keys)
+        space.check_place(group, shard)
+        if len(parent) not in (0, KEY_BYTES):
+            raise Refused(
+                "bad_request", f"parent: got {len(parent)} bytes, expected {KEY_BYTES} or none"
+            )
+        granted = self._writing.reserve(session, space, group, shard, parent, keys, expires_at)
+        if self.growing:
+            outcomes = granted.outcomes.replace(bytes((NO_ROOM,)), bytes((GROWING,)))
+            granted = replace(granted, outcomes=outcomes)
+        for code, reason in enumerate(OUTCOMES):
+            if code != GRANTED:
+                blocks = granted.outcomes.count(code)
+                self.usage.refused_tokens[reason] += blocks * space.spec.block_tokens
+        return granted
+
+    def commit(
+        self, session: SessionId, lease_id: LeaseId, first: int, count: int, checksums: bytes = b""
+    ) -> bytes:
+        """Make the blocks [first, first + count) of the lease READY; return their ids, for write-through."""
+        lease, ids = self._writing.commit(session, lease_id, first, count, checksums)
+        spec = lease.space.spec
+        self.usage.saved_tokens += count * spec.block_tokens
+        self.usage.saved_bytes += count * spec.group_block_bytes(lease.group)
+        return ids
+
+    def abort(self, session: SessionId, lease_id: LeaseId) -> None:
+        """Free the slots that the lease has not committed. The writer must not write to them from now on."""
+        self._writing.abort(session, lease_id)
+
+    # --- hints, and the end of blocks ----------------------------------------------------------
+
+    def hint(self, space: KnownSpace, keys: bytes, importance: float) -> int:
+        """Tell the policy the importance of these blocks, from 0 (evict first) to 1."""
+        ids = self.blocks.resident(space, keys)
+        if importance > 0:
+            self._policy.hinted(ids, importance)
+        else:
+            self._policy.demoted(last_first(ids))
+        return len(ids) // ID_BYTES
+
+    def forget(self, space: KnownSpace, keys: bytes) -> int:
+        """Forget these blocks in memory and on disk: no match finds them from now on. Blocks that are being
+        read stay until the read ends."""
+        ids = self.blocks.resident(space, keys)
+        if ids and self.blocks.forget(ids):
+            self.pins.unpin_forgotten()
+            self.holds.end_forgotten()
+        return len(ids) // ID_BYTES
+
+    def forget_expired(self, now: float) -> None:
+        """Forget some of the expired blocks. Until all are forgotten, no match finds any block."""
+        expiring = self.blocks.expiring
+        if not expiring.times or expiring.times[0] > now:
+            return
+        ids = expiring.take_due(now)
+        if ids and self.blocks.forget(ids):
+            self.pins.unpin_forgotten()
+
+    # --- observing -----------------------------------------------------------------------------
+
+    def watch(self, session: SessionId, space: KnownSpace, wake: Callable[[], None]) -> SpaceWatch:
+        """Keep changes of this space for the session until it takes them, up to a limit."""
+        watch = space.watches.get(session)
+        if watch is None:
+            if session not in space.users:
+                raise Refused("bad_request", f"space {space.number} is not open in this session")
+            watch = space.watches[session] = SpaceWatch(wake)
+            self._changes.update()
+        return watch
+
+    def explain(self, key: bytes, space: KnownSpace | None = None) -> dict[str, Any]:
+        """Where this block is, or why it is not stored; in this space or in any."""
+        return find_reason(self.blocks, self.spaces, self._policy_name, key, space)
+
+    # --- sessions and deadlines ----------------------------------------------------------------
+
+    def expire_leases(self, now: float) -> int:
+        """End some of the read leases whose deadline has passed; return how many. A client that still reads
+        detects by the generation that its slot was reused."""
+        self._policy.now(now)
+        self.holds.expire(now)
+        return self._reading.expire(now)
+
+    def end_session(self, session: SessionId, gone: bool) -> bool:
+        """End the session's leases: those for reading now or in the next calls of `expire_leases`. Its
+        uncommitted slots are freed at once if its process is `gone` or has declared that it does not write;
+        otherwise they are quarantined. True if any are."""
+        leases = self.leases.of(session)
+        written = [lease_id for lease_id in leases if lease_id in self._writing.of]
+        quarantined = self._writing.end_session(session, written, gone)
+        self._reading.end_session(session, self.leases.of(session))
+        self.holds.end_session(session)
+        self.spaces.leave(session)
+        self._changes.update()
+        return quarantined
+
+    def process_gone(self, session: SessionId) -> None:
+        """Free the quarantined slots of an ended session: its process has ended."""
+        self._writing.process_gone(session)

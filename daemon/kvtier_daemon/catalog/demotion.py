@@ -1,0 +1,192 @@
+"""Plans to write blocks from memory to disk, and their outcomes. No I/O.
+
+Planned blocks cannot be evicted until they are reported, in any number of parts, to `demoted` or
+`not_demoted`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from itertools import islice
+
+from kvtier.wire import CAME, DIGEST_BYTES, DISK, SLOT_BYTES
+from kvtier_daemon.catalog.blocks import FRAME_BYTES, ID_BYTES, PLACE_BYTES, BlockTable
+from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace, SpaceTable
+from kvtier_daemon.codec.frame import Identity
+
+FEW_VICTIMS = 64
+SWEEP_IDS, SWEEP_TURNS = 4096, 8  # ids per step, and steps per call of `sweep`: a millisecond
+LEAST_RECORD_BYTES = 32  # a block's record in the store takes more
+LOOK_BLOCKS = 4096  # most blocks to search for some that admission accepts
+MOST_VICTIMS = 16_384  # most victims to search in one call: a millisecond
+
+
+@dataclass(slots=True, frozen=True)
+class WritePlan:
+    """A block to write, with the content of its frame's header. `parent` is empty at a root, and `checksum`
+    if the writer sent none."""
+
+    space: KnownSpace
+    identity: Identity
+    parent: bytes
+    checksum: bytes
+    slot: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Demotion:
+    """Blocks to write to the disk. They stay in memory until the write has ended."""
+
+    ids: bytes
+    blocks: tuple[WritePlan, ...]
+
+
+class Demotions:
+    """The writes of one tenant."""
+
+    def __init__(self, blocks: BlockTable, spaces: SpaceTable) -> None:
+        self._blocks = blocks
+        self._spaces = spaces
+        self._writing: dict[int, bool] = {}  # planned blocks; True: the policy selected the block
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    def plan(self, limit_bytes: int, watermark_bytes: int, limit_blocks: int = 1 << 31) -> Demotion:
+        """Select blocks that are only in memory, among the `watermark_bytes` that would be evicted first,
+        coldest first. The limits are approximate. Searches at most MOST_VICTIMS blocks."""
+        counts = self._blocks.store.counts()
+        blocks = max(1, counts["blocks"]["ready"])
+        nbytes = max(1, counts["bytes"]["ready"])
+        admission, expiring = self._blocks.admission, self._blocks.expiring
+        if admission.strict:  # search more blocks than are taken
+            limit_blocks = min(limit_blocks, max(1, limit_bytes * blocks // nbytes))
+            limit_bytes = LOOK_BLOCKS * nbytes // blocks
+        else:
+            limit_bytes = min(limit_bytes, limit_blocks * nbytes // blocks)
+        most = min(blocks, MOST_VICTIMS)
+        ask = FEW_VICTIMS + watermark_bytes * blocks // nbytes
+        while True:
+            victims = self._blocks.policy.victims(min(ask, most))
+            if expiring.time_of:
+                victims = expiring.lasting(victims)
+            ids, enough = self._blocks.store.coldest(victims, watermark_bytes, limit_bytes)
+            if enough or ask >= most:
+                if admission.strict:
+                    ids = admission.filter(ids, self._blocks.store.keys_of)
+                    ids = ids[: limit_blocks * ID_BYTES]
+                self._blocks.hold_for_write(ids)
+                return self._planned(ids, victims=True)
+            ask *= 2
+
+    def plan_write_through(self, ids: bytes, limit_blocks: int | None = None) -> Demotion:
+        """Select the blocks of these that are only in memory and not being written. Never selects blocks that
+        expire."""
+        new = self._lasting(self._blocks.store.dirty(ids))
+        fresh = (one for one in array("I", new) if one not in self._writing)
+        ids = array("I", islice(fresh, limit_blocks)).tobytes()
+        if self._blocks.admission.strict:
+            ids = self._blocks.admission.filter(ids, self._blocks.store.keys_of)
+        self._blocks.lease([ids])
+        return self._planned(ids, victims=False)
+
+    def _lasting(self, ids: bytes) -> bytes:
+        return self._blocks.expiring.lasting(ids) if self._blocks.expiring.time_of else ids
+
+    def _planned(self, ids: bytes, victims: bool) -> Demotion:
+        self._writing.update(dict.fromkeys(array("I", ids), victims))
+        return Demotion(ids, tuple(self.described(ids, self._blocks.store.slots(ids))))
+
+    def described(self, ids: bytes, slots: bytes = b"") -> list[WritePlan]:
+        """The content of these blocks' frame headers. The ids must still be in use."""
+        store = self._blocks.store
+        digests, has_digest = store.checksums(ids)
+        blocks = []
+        names = IDENTITY.iter_unpack(store.identities(ids))
+        for at, (index, group, shard, has_parent, key, parent) in enumerate(names):
+            space = self._spaces.at_index(index)
+            digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            blocks.append(
+                WritePlan(
+                    space, Identity(space.identity, group, shard, key),
+                    parent if has_parent else b"", digest if has_digest[at] else b"",
+                    slots[at * SLOT_BYTES : (at + 1) * SLOT_BYTES],
+                )
+            )  # fmt: skip
+        return blocks
+
+    def demoted(self, ids: bytes, frames: bytes, digests: bytes = b"") -> int:
+        """These blocks have these frames from now on; return how many were forgotten during the write.
+
+        The digests are those of the payloads. They may be omitted if all blocks have a checksum and the
+        payloads are the blocks themselves.
+        """
+        assert all(one in self._writing for one in array("I", ids)), (
+            "a block is not part of a demotion"
+        )
+        late = self._blocks.store.framed(ids, frames, digests)
+        changes = self._blocks.changes
+        if changes.watched:
+            gone = set(array("I", late))
+            kept = array("I", (one for one in array("I", ids) if one not in gone))
+            changes.add(CAME, DISK, changes.name(kept.tobytes()))
+        note_dead_frames(self._blocks, ids, late, frames)
+        self._end_writes(ids)
+        return len(late) // ID_BYTES
+
+    def not_demoted(self, ids: bytes) -> None:
+        """These blocks could not be written: they stay only in memory."""
+        self._end_writes(ids)
+
+    def _end_writes(self, ids: bytes) -> None:
+        ended = array("I", ids)
+        victims = array("I", (one for one in ended if self._writing[one]))
+        others = array("I", (one for one in ended if not self._writing[one]))
+        for one in ended:
+            del self._writing[one]
+        self._blocks.end_write(victims.tobytes())
+        self._blocks.unlease(others.tobytes())
+
+    @property
+    def in_memory_alone(self) -> int:
+        """How many blocks are READY and have no frame."""
+        counts = self._blocks.store.counts()
+        blocks = counts["blocks"]
+        clean = counts["framed_blocks"] - blocks["cold"] - blocks["promoting"]
+        return max(0, blocks["ready"] - clean)
+
+    def dirty(self, ids: bytes) -> bytes:
+        """The blocks of these that are only in memory, and not forgotten."""
+        return self._blocks.store.dirty(ids)
+
+    def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int, bytes]:
+        """Select some blocks that are only in memory, in no particular order, from record `begin` on. Return
+        the plan; where to continue, 0 at the end; and blocks on the way that are being written already.
+        Searches a bounded number of records."""
+        store = self._blocks.store
+        most = store.memory_bytes() // LEAST_RECORD_BYTES
+        found, writing, at = array("I"), array("I"), begin
+        for _ in range(SWEEP_TURNS):
+            step = min(SWEEP_IDS, max(1, limit_blocks - len(found)) * 8)
+            dirty = store.dirty(array("I", range(at, at + step)).tobytes())
+            new = array("I", self._lasting(dirty))
+            fresh = [one for one in new if one not in self._writing][: limit_blocks - len(found)]
+            found.extend(fresh)
+            at = found[-1] + 1 if len(found) == limit_blocks else at + step
+            writing.extend(one for one in new if one < at and one in self._writing)
+            if at >= most or len(found) == limit_blocks:
+                break
+        ids = found.tobytes()
+        self._blocks.lease([ids])
+        plan = self._planned(ids, victims=False)
+        return plan, at if at < most else 0, writing.tobytes()
+
+
+def note_dead_frames(blocks: BlockTable, ids: bytes, late: bytes, frames: bytes) -> None:
+    """Note the frames of the blocks that are in `late`: they were written and are not used."""
+    gone = set(array("I", late))
+    for at, one in enumerate(array("I", ids) if gone else ()):
+        if one in gone:
+            blocks.dead_frames += frames[at * FRAME_BYTES : at * FRAME_BYTES + PLACE_BYTES]

@@ -1,0 +1,184 @@
+"""Plans to read blocks from disk into memory, and their outcomes. No I/O.
+
+Every planned block must be reported, in any number of parts, to `promoted`, `unpromoted` or `spoilt`.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+from kvtier.key import KEY_BYTES
+from kvtier.wire import CAME, DISK, MEMORY, WENT
+from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
+from kvtier_daemon.catalog.holds import Holds, Request
+from kvtier_daemon.catalog.miss_log import LOST, SPOILT
+from kvtier_daemon.catalog.spaces import KnownSpace
+
+Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
+
+
+@dataclass(slots=True, frozen=True)
+class Promotion:
+    """Blocks to read into their slots, in the order of the chain.
+
+    The blocks in `joined` are being read for an earlier plan. `left_out` more are on disk, and are not read:
+    because of limits, or because their segment cannot be read."""
+
+    ids: bytes = b""
+    slots: bytes = b""
+    frames: bytes = b""
+    digests: bytes = b""
+    joined: bytes = b""
+    left_out: int = 0
+    sizes: Sequence[int] = ()  # of the blocks, in bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Survey:
+    """The frames that a promotion would read, and the ids of blocks that are being read already."""
+
+    frames: bytes
+    joined: bytes
+
+
+class Promotions:
+    """The reads of one tenant."""
+
+    def __init__(self, blocks: BlockTable, holds: Holds) -> None:
+        self._blocks = blocks
+        self._holds = holds
+        self.reading = 0  # blocks
+        self.failed: Counter[str] = Counter()  # blocks that could not be read, by reason
+
+    def plan(
+        self,
+        space: KnownSpace,
+        keys: bytes,
+        limit_blocks: int,
+        out_of_reach: Set[int] = frozenset(),
+        accept: Callable[[Survey], bool] | None = None,
+    ) -> Promotion:
+        """Take slots for the blocks on disk that a match of these keys needs, if `accept` agrees. `accept` is
+        called if there is something to read or to wait for.
+
+        The prefix is shortened if it would put more than `limit_blocks` in flight, or if it needs a segment
+        that is `out_of_reach`. Never evicts a block of this chain. Never reads a block twice.
+        """
+        space.check_keys(keys)
+        if space.index < 0:
+            return Promotion()
+        store = self._blocks.store
+        ready, whole, _ = store.match(space.index, keys)
+        if ready == whole:
+            return Promotion()
+        wanted = store.cold(space.index, keys, whole)
+        asked = sum(len(cold) + len(promoting) for _, _, cold, promoting in wanted) // ID_BYTES
+        limit_blocks = max(0, limit_blocks - self.reading)
+        prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
+        reads_any = any(cold for _, _, cold, _ in wanted)
+        if accept is not None and wanted:
+            on_disk = b"".join(cold for _, _, cold, _ in wanted)
+            coming = b"".join(promoting for _, _, _, promoting in wanted)
+            if (on_disk or coming) and not accept(Survey(store.frames(on_disk)[0], coming)):
+                return Promotion(left_out=asked)
+        present = self._present(space, keys[: prefix * KEY_BYTES]) if reads_any else []
+        ids, joined, sizes = b"", b"", array("I")
+        self._blocks.lease(present)
+        try:
+            for group, _, cold, promoting in wanted:
+                joined += promoting
+                if cold:
+                    self._blocks.make_room(space.index, group, len(cold) // ID_BYTES)
+                    promoted = store.promote(cold)[0]
+                    ids += promoted
+                    size = space.spec.group_block_bytes(group)
+                    sizes += array("I", [size]) * (len(promoted) // ID_BYTES)
+        finally:
+            for held in reversed(present):
+                self._blocks.unlease(held)
+        taken = len(ids) // ID_BYTES
+        self.reading += taken
+        frames, digests = store.frames(ids)
+        left_out = asked - taken - len(joined) // ID_BYTES
+        return Promotion(ids, store.slots(ids), frames, digests, joined, left_out, sizes)
+
+    def _present(self, space: KnownSpace, keys: bytes) -> list[bytes]:
+        """The READY blocks of this prefix, for each shard of each group."""
+        return [
+            self._blocks.store.present(space.index, at, shard, keys)
+            for at, group in enumerate(space.spec.cache_groups)
+            for shard in range(group.shards)
+        ]
+
+    def _within(
+        self,
+        space: KnownSpace,
+        keys: bytes,
+        prefix: int,
+        wanted: list[Missing],
+        limit_blocks: int,
+        out_of_reach: Set[int],
+    ) -> tuple[int, list[Missing]]:
+        """This prefix and the blocks it needs; or a shorter one that needs at most this many blocks, and no
+        block that is out of reach."""
+        store = self._blocks.store
+
+        def fits(parts: list[Missing]) -> bool:
+            if sum(len(cold) for _, _, cold, _ in parts) > limit_blocks * ID_BYTES:
+                return False
+            ids = b"".join(cold + promoting for _, _, cold, promoting in parts if out_of_reach)
+            segments = {one[0] for one in struct.iter_unpack("<I12x", store.frames(ids)[0])}
+            return segments.isdisjoint(out_of_reach)
+
+        if fits(wanted):
+            return prefix, wanted
+        best: tuple[int, list[Missing]] = (0, [])
+        low, high = 0, prefix
+        enough = 1 if out_of_reach else 1 + limit_blocks // 8
+        while high - low > enough:
+            middle = (low + high) // 2
+            shorter = store.match(space.index, keys[: middle * KEY_BYTES])[1]
+            parts = store.cold(space.index, keys, shorter)
+            if fits(parts):
+                low, best = middle, (shorter, parts)
+            else:
+                high = middle
+        return best
+
+    def promoted(self, ids: bytes, waiting: Sequence[Request] = (), now: float = 0.0) -> bytes:
+        """These blocks are in their slots, verified. Return those that are READY; the others were forgotten.
+        The READY ones are held for the requests that wait for them."""
+        ready, gone = self._blocks.store.promoted(ids)
+        if self._blocks.changes.watched:
+            self._blocks.changes.add(CAME, MEMORY, self._blocks.changes.name(ready))
+        self._blocks.came(ready)
+        self._blocks.gone(gone, "forgotten")
+        self.reading -= len(ids) // ID_BYTES
+        self._holds.hold(ready, waiting, now)
+        return ready
+
+    def unpromoted(self, ids: bytes, reason: str) -> None:
+        """These blocks were not read. Their frames may be good: they stay on disk."""
+        self._blocks.miss_log.note(self._blocks.store.keys_of(ids), LOST)  # in case they go
+        gone, orphans = self._blocks.store.unpromoted(ids)
+        self._not_read(ids, reason, orphans)
+        self._blocks.gone(gone, "lost")
+
+    def spoilt(self, ids: bytes, reason: str) -> None:
+        """The frames of these blocks are damaged: drop the blocks."""
+        names = self._blocks.changes.name(ids)
+        self._blocks.miss_log.note(self._blocks.store.keys_of(ids), SPOILT)
+        gone, orphans, dead = self._blocks.store.spoilt(ids)
+        self._blocks.changes.add(WENT, DISK, names)
+        self._not_read(ids, reason, orphans)
+        self._blocks.gone(gone, "spoilt")
+        self._blocks.dead_frames += dead
+
+    def _not_read(self, ids: bytes, reason: str, orphans: bytes) -> None:
+        self._blocks.policy.demoted(orphans)
+        self.failed[reason] += len(ids) // ID_BYTES
+        self.reading -= len(ids) // ID_BYTES

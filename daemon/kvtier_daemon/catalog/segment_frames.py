@@ -1,0 +1,180 @@
+"""The frames of one tenant's blocks in each segment: which are used, damaged, copied, dropped or restored.
+
+Segments are numbers that the cold tier assigns. No I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from dataclasses import dataclass
+from itertools import compress, islice
+
+from kvtier.layout import KvSpec
+from kvtier.wire import DIGEST_BYTES, DISK, WENT
+from kvtier_daemon.catalog.blocks import FRAME, FRAME_BYTES, ID_BYTES, PLACE_BYTES, BlockTable
+from kvtier_daemon.catalog.demotion import Demotions, WritePlan, note_dead_frames
+from kvtier_daemon.catalog.leases import NOBODY
+from kvtier_daemon.catalog.miss_log import LOST, SPOILT
+from kvtier_daemon.catalog.spaces import SpaceTable
+from kvtier_daemon.codec.frame import PAGE, Identity, pages
+
+ROW_BYTES = 128  # of a footer's entry
+USED, ONLY_THERE = 1, 2  # flags of `Store.in_segment`
+WANTED = bytes(flag == USED | ONLY_THERE for flag in range(256))
+
+
+@dataclass(slots=True, frozen=True)
+class Rescue:
+    """Frames to copy out of a segment before it is reused."""
+
+    ids: bytes
+    frames: bytes
+    digests: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Framed:
+    """A block's frame, and the content of its header."""
+
+    id: int
+    frame: bytes
+    digest: bytes
+    identity: Identity
+
+
+class SegmentFrames:
+    def __init__(self, blocks: BlockTable, spaces: SpaceTable, demotions: Demotions) -> None:
+        self._blocks = blocks
+        self._spaces = spaces
+        self._described = demotions.described
+
+    def in_segment(self, segment: int) -> bytes:
+        """The ids of the blocks with a frame in this segment, in the order of the frames."""
+        return self._blocks.store.in_segment(segment)[0]
+
+    def frames_in(self, segment: int) -> dict[int, int]:
+        """The first page of each used frame in this segment, and its number of pages."""
+        store = self._blocks.store
+        frames, _ = store.frames(store.still(store.in_segment(segment)[0], segment))
+        return {
+            page: header_pages + pages(payload_bytes) // PAGE
+            for _, page, payload_bytes, _, header_pages, _, _ in FRAME.iter_unpack(frames)
+        }
+
+    def lossy(self, ids: bytes) -> bytes:
+        """The blocks of these whose bytes in memory were decoded from a lossy frame."""
+        return self._blocks.store.lossy(ids)
+
+    def depths(self, ids: bytes) -> bytes:
+        """The number of known keys before each of these blocks; 4 bytes each."""
+        return self._blocks.store.depths(ids)
+
+    def still(self, ids: bytes, segment: int) -> bytes:
+        """The blocks of these whose frames are in this segment, and that are not forgotten."""
+        return self._blocks.store.still(ids, segment)
+
+    def described_in(self, ids: bytes, segment: int) -> dict[int, WritePlan]:
+        """The header content of the blocks of these whose frames are still in this segment."""
+        ids = self._blocks.store.still(ids, segment)
+        return dict(zip(array("I", ids), self._described(ids), strict=True))
+
+    def still_in(self, ids: bytes, segment: int) -> list[Framed]:
+        """The blocks of these whose frames are still in this segment."""
+        ids = self._blocks.store.still(ids, segment)
+        frames, digests = self._blocks.store.frames(ids)
+        return [
+            Framed(
+                number, frames[at * FRAME_BYTES : (at + 1) * FRAME_BYTES],
+                digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES], block.identity,
+            )
+            for at, (number, block) in enumerate(
+                zip(array("I", ids), self._described(ids), strict=True)
+            )
+        ]  # fmt: skip
+
+    def damaged(self, ids: bytes, frames: bytes) -> tuple[int, bytes]:
+        """These frames are damaged: forget those that their blocks still use. Return how many these were, and
+        which of the blocks are only in memory now. A block that is being read is left to its read."""
+        store, changes = self._blocks.store, self._blocks.changes
+        names = b""
+        if changes.watched:
+            names = changes.name(
+                b"".join(
+                    store.still(array("I", [one]).tobytes(), segment)
+                    for one, (segment,) in zip(
+                        array("I", ids), struct.iter_unpack("<I12x", frames), strict=True
+                    )
+                )
+            )
+        for segment in {one[0] for one in struct.iter_unpack("<I12x", frames)}:
+            used = store.still(ids, segment)
+            self._blocks.miss_log.note(store.keys_of(used), SPOILT)
+        gone, orphans, dead = store.damaged(ids, frames)
+        changes.add(WENT, DISK, names if dead else b"")
+        self._blocks.gone(gone, "spoilt")
+        self._blocks.policy.demoted(orphans)
+        self._blocks.dead_frames += dead
+        return len(dead) // PLACE_BYTES, store.dirty(ids) if dead else b""
+
+    def take_used(self, limit: int) -> bytes:
+        """Segment and page, 4 bytes each, of frames whose blocks were requested for the first time since
+        their write. Returns each once, and at most `limit` per call."""
+        return self._blocks.store.take_used(limit)
+
+    def reclaim(self, segment: int, keep: int) -> Rescue:
+        """Select the frames of this segment for a second chance: the first `keep` blocks, in the order of
+        their frames, that are only on disk and were requested since their write, or that were requested in
+        three rounds before and got no second chance for that yet. Resets these records of use. `drop_segment`
+        must follow after `rescued`."""
+        store = self._blocks.store
+        ids, flags = store.in_segment(segment, True)
+        wanted = compress(array("I", ids), flags.translate(WANTED))
+        kept = array("I", islice(wanted, keep)).tobytes()
+        return Rescue(kept, *store.frames(kept))
+
+    def rescued(self, ids: bytes, before: bytes, frames: bytes) -> int:
+        """The frames `before` are copied to `frames`. Return how many of these blocks have gone, or got
+        another frame, in between."""
+        late = self._blocks.store.moved(ids, before, frames)
+        note_dead_frames(self._blocks, ids, late, frames)
+        return len(late) // ID_BYTES
+
+    def drop_segment(self, segment: int) -> int:
+        """The segment is about to be reused: drop its frames; return how many blocks were only there."""
+        store, ids = self._blocks.store, self.in_segment(segment)
+        self._blocks.miss_log.note(store.keys_of(ids), LOST)
+        names = self._blocks.changes.name(ids)
+        gone, orphans = store.drop_segment(segment)
+        self._blocks.changes.add(WENT, DISK, names)
+        self._blocks.gone(gone, "lost")
+        self._blocks.policy.demoted(orphans)
+        return len(gone) // ID_BYTES
+
+    def restore(
+        self, identity: bytes, spec: KvSpec, rows: bytes, segment: int, used: bytes = b""
+    ) -> tuple[int, int]:
+        """Restore the blocks of this space that a segment's footer lists. Return (blocks that were not on
+        disk before, rows that do not fit the space).
+
+        If a block has two frames, the one restored later is used; a block in memory without a frame gets this
+        one. `used` has the pages, 4 bytes each in ascending order, of frames whose blocks were requested
+        since their write. If the space is open with another description, none of the rows fits."""
+        known = self._spaces.named(identity)
+        if known is not None and known.spec != spec:
+            return 0, len(rows) // ROW_BYTES
+        space = self._spaces.open(identity, spec, NOBODY)
+        try:
+            self._spaces.settle(space)
+            made, unfit, dead = self._blocks.store.restore(space.index, rows, segment, used)
+            self._blocks.dead_frames += dead
+            return made, unfit
+        finally:
+            self._spaces.leave_one(NOBODY, space)
+
+    def take_dead_frames(self) -> bytes:
+        """Segment and page, 4 bytes each, of the frames that became unused since the last call: their blocks
+        were forgotten, or they are damaged. Frames of dropped segments are not included."""
+        dead = bytes(self._blocks.dead_frames)
+        self._blocks.dead_frames.clear()
+        return dead

@@ -1,0 +1,125 @@
+"""Parts of tables: bars, shares, and numbers as text. Imports rich only when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+BAR_CELLS = 24
+
+
+class Bar(Protocol):
+    """Draws a part of a whole as a bar."""
+
+    def __call__(self, part: float, whole: float, cells: int = BAR_CELLS) -> Text: ...
+
+
+def console_of() -> Console:
+    """Return a console that prints text unchanged, without markup."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # `Commands.invoke` handles it for all commands
+
+    return Plain(highlight=False, markup=False, emoji=False)
+
+
+def bar_of(full: str, empty: str) -> Bar:
+    from rich.text import Text
+
+    def bar(part: float, whole: float, cells: int = BAR_CELLS) -> Text:
+        filled = min(cells, round(cells * part / whole)) if whole else 0
+        if part and not filled:  # a small part must be visible
+            filled = 1
+        return Text.assemble((full * filled, "cyan"), (empty * (cells - filled), "dim"))
+
+    return bar
+
+
+def table_of(*headings: str, least: Sequence[int] = ()) -> Table:
+    """Return a table without lines. A heading that begins with > is for a column of numbers.
+
+    A heading that ends in ~ is for a column of text that wraps if space is short. `least` has the minimum
+    widths of the first columns, so that the columns do not move when the table is drawn again.
+    """
+    from rich.table import Table
+
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        show_header=any(heading.strip(">~") for heading in headings),
+    )
+    for heading, min_width in zip_longest(headings, least):
+        justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
+        gives_way = heading.endswith("~")
+        table.add_column(
+            heading.strip(">~"),
+            justify=justify,
+            no_wrap=not gives_way,
+            overflow="fold",
+            min_width=min_width,
+        )
+    return table
+
+
+def row(table: Table, *cells: str | Text) -> None:
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def share_rows(
+    table: Table, label: str, whole: int, parts: Mapping[str, int], bar: Bar, cells: int = BAR_CELLS
+) -> None:
+    """Add a row for the whole, and a row with a bar for each of its parts."""
+    row(table, label, "", "", f"{whole:,}")
+    for name, part in parts.items():
+        row(table, f"  {name}", bar(part, whole, cells), percent(part, whole), f"{part:,}")
+
+
+def falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the counts above 0, the largest first."""
+    return sorted(((name, n) for name, n in counts.items() if n), key=lambda item: -item[1])
+
+
+def percent(part: float, whole: float) -> str:
+    """Return the share in whole percent; 100% only for the whole and 0% only for nothing."""
+    if not whole or not part:
+        return "0%"
+    share = 100 * part / whole
+    if share < 1:
+        return "<1%"
+    return ">99%" if 99 < share < 100 else f"{share:.0f}%"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# Outcomes of tokens that were not saved again, but not lost either.
+KEPT_ALREADY = {"present": "already stored", "in_progress": "save in progress"}
+
+
+def not_taken(why: str) -> str:
+    """Return the label of offered tokens that were not saved for this reason."""
+    return KEPT_ALREADY.get(why, f"refused {why}")
+
+
+def duration(seconds: float) -> str:
+    """Return the two largest units: enough to see a recent restart."""
+    left = int(seconds)
+    parts: list[str] = []
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])

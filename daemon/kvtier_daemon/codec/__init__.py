@@ -1,0 +1,1 @@
+"""Codecs, which convert a block to the payload of a frame and back, and the frame format."""

@@ -1,0 +1,136 @@
+"""The interface of a codec, and how encoded parts become entries of a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvtier.errors import FrameError
+from kvtier_daemon.codec.frame import RAW, ZERO_DIGEST, Entry
+from kvtier_daemon.codec.grid import Grid
+from kvtier_kernels import Recipe, decode_parts, encode_parts
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 1, 2, 3, 4, 5, 6, 7, 8, 9
+# Numbers of the kernels. Other element types have no exponent to encode.
+ELEMENTS = {
+    "bfloat16": 0,
+    "float16": 1,
+    "float32": 2,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 4,
+}
+
+
+class Codec(Protocol):
+    """Encodes the parts of a block into a payload, and decodes entries of a payload. Has no state between
+    calls, so all threads may call it; long work runs without the GIL. A lossless codec treats a part as a
+    row of elements and needs no layout: an opaque block is one part. A lossy codec works on channels: it
+    needs the grids of the parts, and stores parts without a grid raw. Never encode what a lossy codec
+    decoded with a lossy codec again: the errors would add up."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """The number of the codec in frames."""
+
+    @property
+    def lossy(self) -> bool: ...
+    @property
+    def native(self) -> bool:
+        """Whether the kernels encode and decode its frames. Then a disk's workers decode what they read."""
+
+    @property
+    def profile(self) -> bytes:
+        """The name of the profile that the codec was made for; zeros if it needs none."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How the kernels encode and decode whole frames, if the codec is lossy."""
+
+    def bound(self, nbytes: int) -> int:
+        """Return the largest encoded size of a block of `nbytes`."""
+
+    def encode(
+        self,
+        block: Buffer,
+        parts: Sequence[Entry],
+        dtype: str,
+        into: Buffer,
+        grids: Sequence[Grid] = (),
+        position: int = 0,
+    ) -> tuple[Entry, ...]:
+        """Write the encoded parts consecutively to the front of `into`, which has room for the bound.
+        `parts` make up the block in order (`block_parts.entries`). Returns their entries without digests;
+        the last entry shows where the payload ends. A part that does not shrink is stored raw. `grids` has
+        one grid per part, or is empty. `position` is the position of the first token, if it is known: a
+        wrong one only costs K more bits."""
+
+    def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
+        """Write the decoded bytes of these entries (one, some or all) consecutively to the front of `into`.
+        Raises FrameError if an entry is damaged; the content of `into` is then undefined. Does not compare
+        digests: the caller must do that."""
+
+
+class Native:
+    """A codec of the kernels. A lossy one returns elements of the same type, identical on every
+    processor."""
+
+    native = True
+    profile = ZERO_DIGEST
+
+    def __init__(self, name: str, number: int, *, lossy: bool = False) -> None:
+        self.name = name
+        self.number = number
+        self.lossy = lossy
+        self.recipe = Recipe.by_grids(number) if lossy else None
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes
+
+    def encode(
+        self,
+        block: Buffer,
+        parts: Sequence[Entry],
+        dtype: str,
+        into: Buffer,
+        grids: Sequence[Grid] = (),
+        position: int = 0,
+    ) -> tuple[Entry, ...]:
+        number = self.number if dtype in ELEMENTS else RAW
+        sizes = [part.raw_bytes for part in parts]
+        lies = [(one.rows, one.channels, one.head, one.by_token) for one in grids]
+        found = encode_parts(number, ELEMENTS.get(dtype, 0), block, sizes, into, lies)
+        return placed(parts, found)
+
+    def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
+        expect(entries, self.number)
+        places = [(one.codec, one.offset, one.nbytes, one.raw_bytes) for one in entries]
+        sound = decode_parts(ELEMENTS.get(dtype, 0), payload, places, into)
+        if sound != len(entries):
+            raise damaged(entries[sound], self.name)
+
+
+def placed(parts: Sequence[Entry], found: Iterable[tuple[int, int]]) -> tuple[Entry, ...]:
+    """Return the entries of parts that were encoded consecutively."""
+    entries, at = [], 0
+    for part, (codec, nbytes) in zip(parts, found, strict=True):
+        entries.append(Entry(part.layer, part.part, codec, at, nbytes, part.raw_bytes))
+        at += nbytes
+    return tuple(entries)
+
+
+def expect(entries: Sequence[Entry], number: int) -> None:
+    """Raise FrameError if an entry has another codec. Raw entries are always accepted."""
+    for entry in entries:
+        if entry.codec not in (RAW, number):
+            raise FrameError(
+                f"layer {entry.layer}, part {entry.part}: codec is {entry.codec}, expected {number}"
+            )
+
+
+def damaged(entry: Entry, name: str) -> FrameError:
+    return FrameError(f"layer {entry.layer}, part {entry.part}: {name}: encoded data is damaged")

@@ -1,0 +1,169 @@
+"""Encodes a block into a frame and decodes whole frames or single layers.
+
+The kernels process frames of native codecs in one call without the GIL. The same in Python is for the other
+codecs, and for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.errors import FrameError
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.base import ELEMENTS, Codec
+from kvtier_daemon.codec.frame import (
+    DIGEST_BYTES,
+    RAW,
+    RAW_DIGEST_AT,
+    ZERO_DIGEST,
+    Entry,
+    Frame,
+)
+from kvtier_daemon.codec.grid import Grid
+from kvtier_daemon.codec.table import BY_NUMBER
+from kvtier_kernels import encode_frame, encode_lossy_frame, xxh3_128
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+ONCE = 1  # has been through a lossy codec, and must not be again
+
+
+def suits(codec: Codec, dtype: str) -> bool:
+    """Return whether this codec can encode elements of this type."""
+    return not _by_kernels(codec) or dtype in ELEMENTS
+
+
+def encode(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
+    """Encode a block into the front of `into`, describe the encoding in its blank header, and return the
+    size of the payload. If that is not less than the block's size, header and payload are undefined."""
+    if _by_kernels(codec):
+        return encode_frame(codec.number, ELEMENTS[dtype], header, block, into)
+    return encode_by(codec, dtype, header, block, into)
+
+
+def _by_kernels(codec: Codec) -> bool:
+    return codec.native and not codec.lossy and codec.number != RAW
+
+
+def encode_by(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
+    """Do the same with the codec's own `encode`."""
+    size = len(memoryview(block).cast("B"))
+    found = codec.encode(block, entries_of(header), dtype, into)
+    nbytes = sum(entry.nbytes for entry in found)
+    if nbytes >= size:
+        return size
+    describe(header, codec, found)
+    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
+        header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
+    return nbytes
+
+
+def encode_lossy(
+    codec: Codec,
+    dtype: str,
+    header: bytearray,
+    block: Buffer,
+    into: Buffer,
+    grids: Sequence[Grid],
+    position: int,
+) -> int:
+    """Do the same with a lossy codec. The frame describes the decoded block, so its raw digest is of that
+    block, and this includes decoding. A block that does not have the digest in its header is not encoded,
+    because the frame would make it look undamaged."""
+    assert codec.recipe is not None, "a lossless codec"
+    lies = [(one.rows, one.channels, one.head, one.by_token) for one in grids]
+    element = ELEMENTS[dtype]
+    return encode_lossy_frame(codec.recipe, element, header, block, into, lies, position)
+
+
+def describe(header: bytearray, codec: Codec, found: Sequence[Entry]) -> None:
+    """Write into a header how its block is encoded."""
+    fields = list(frame.HEADER.unpack_from(header))
+    fields[2], fields[5] = codec.number, sum(entry.nbytes for entry in found)
+    frame.HEADER.pack_into(header, 0, *fields)
+    for number, e in enumerate(found):
+        at = frame.HEADER.size + number * frame.ENTRY.size
+        frame.ENTRY.pack_into(
+            header, at, e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest
+        )
+
+
+def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
+    """Return the entries of a header. Does not check them."""
+    count = frame.HEADER.unpack_from(header)[14]
+    return tuple(
+        Entry(*frame.ENTRY.unpack_from(header, frame.HEADER.size + number * frame.ENTRY.size))
+        for number in range(count)
+    )
+
+
+def decode(
+    text: Buffer,
+    header_bytes: int,
+    digest: bytes,
+    dtype: str,
+    into: Buffer,
+    lossy: Codec | None = None,
+) -> None:
+    """Write the block of a frame (its header, then its payload) to `into`, which has its size. Raises
+    FrameError if the frame is damaged, or if its codec is lossy and not the given one; `into` is then
+    undefined. `digest` is the payload's."""
+    source, target = memoryview(text).cast("B"), memoryview(into).cast("B")
+    one = frame.decode(bytes(source[:header_bytes]))
+    payload = source[header_bytes : header_bytes + one.payload_bytes]
+    whole = len(payload) == one.payload_bytes and one.payload_digest == digest
+    if not whole or xxh3_128(payload) != digest:
+        raise FrameError("payload digest mismatch: the frame is damaged")
+    if one.raw_bytes != len(target):
+        raise FrameError(f"block has {one.raw_bytes} bytes, expected {len(target)}")
+    _codec_of(one, lossy).decode(payload, one.entries, dtype, target)
+    if xxh3_128(target) != one.raw_digest:
+        raise FrameError("block digest mismatch after decoding")
+
+
+def layer(one: Frame, number: int) -> tuple[Entry, ...]:
+    """Return the entries of a layer, which are consecutive in the payload."""
+    found = tuple(entry for entry in one.entries if entry.layer == number)
+    if not found:
+        raise FrameError(f"the frame has no layer {number}")
+    return found
+
+
+def decode_entries(
+    one: Frame,
+    entries: Sequence[Entry],
+    piece: Buffer,
+    dtype: str,
+    into: Buffer,
+    lossy: Codec | None = None,
+) -> None:
+    """Write the decoded bytes of consecutive entries of a frame. `piece` is the payload from the first to
+    the last of them; the rest need not be read. Raises FrameError if a digest differs."""
+    view, start, at = memoryview(piece).cast("B"), entries[0].offset, 0
+    moved = []
+    for entry in entries:
+        text = view[entry.offset - start : entry.offset - start + entry.nbytes]
+        if xxh3_128(text) != entry.digest:
+            raise FrameError(f"layer {entry.layer}, part {entry.part}: digest mismatch")
+        moved.append(
+            Entry(entry.layer, entry.part, entry.codec, entry.offset - start, entry.nbytes, entry.raw_bytes)
+        )  # fmt: skip
+        at += entry.raw_bytes
+    _codec_of(one, lossy).decode(view, moved, dtype, memoryview(into).cast("B")[:at])
+
+
+def _codec_of(one: Frame, lossy: Codec | None) -> Codec:
+    """Return the codec that decodes the frame: a lossy one only if it is given and has the frame's
+    profile."""
+    if lossy is not None and one.codec == lossy.number:
+        if one.profile != lossy.profile or one.lossy_generation != ONCE:
+            raise FrameError(
+                f"the frame was encoded by {lossy.name} with another profile, or more than once"
+            )
+        return lossy
+    codec = BY_NUMBER.get(one.codec)
+    if codec is None or codec.lossy:
+        raise FrameError(f"the frame has codec {one.codec}, which this space does not use")
+    return codec

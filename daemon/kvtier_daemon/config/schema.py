@@ -1,0 +1,385 @@
+"""The schema of the configuration: reads all sources, checks them, and computes plain numbers.
+
+defaults < file < conf.d/*.toml in its directory < environment (KVTIER_WARM__SIZE) < flags (--warm-size)
+
+A later source replaces an earlier one key by key. The annotation of a struct's field contains its parser;
+any other key is unknown.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier.units import GIB, MIB, format_bytes, parse_share
+from kvtier_daemon.config import sources, values
+from kvtier_daemon.config.problems import Problems
+from kvtier_daemon.config.sources import KeyPath, Leaf, Section, dotted, unfit
+from kvtier_daemon.config.values import EVERYONE, PAGE_BYTES, whole_pages
+
+HUGE_PAGE_BYTES: Final = 2 * MIB
+LEAST_SEGMENTS: Final = 4
+SYSTEM_SOCKET: Final = Path("/run/kvtier/kvtier.sock")
+SYSTEM_STATE: Final = Path("/var/lib/kvtier")
+SYSTEM_FILE: Final = Path("/etc/kvtier/kvtier.toml")
+
+
+class WarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The warm tier: memory of the host that clients map. Sizes are whole pages."""
+
+    size_bytes: Annotated[int, values.SIZE] = msgspec.field(name="size")
+    extent_bytes: Annotated[int, values.EXTENT] = msgspec.field(name="extent")
+    policy: Annotated[str, values.POLICY] = "auto"
+    lock: Annotated[bool, values.SWITCH] = False
+    huge_pages: Annotated[bool, values.SWITCH] = False
+
+
+class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The cold tier: files in directories, one directory per disk. `size` limits all files together."""
+
+    directories: Annotated[tuple[Path, ...], values.PATHS]
+    size_bytes: Annotated[int, values.SIZE] = msgspec.field(name="size")
+    segment_bytes: Annotated[int, values.SIZE] = msgspec.field(name="segment")
+    codec: Annotated[str, values.CODEC] = "auto"
+    codecs: Annotated[tuple[tuple[str, str], ...], values.MODEL_CODECS] = ()
+    profiles: Annotated[tuple[Path, ...], values.PATHS] = ()
+    write: Annotated[str, values.WRITE] = "back"
+    engine: Annotated[str, values.ENGINE] = "auto"
+    admission: Annotated[str, values.ADMISSION] = "auto"
+    daily_bytes: Annotated[int, values.BUDGET] = msgspec.field(name="daily_writes", default=0)
+    scrub_bytes: Annotated[int, values.RATE] = msgspec.field(name="scrub", default=16 * MIB)
+
+
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The read-only HTTP server. It has no passwords: every client that can connect can read everything."""
+
+    listen: Annotated[tuple[str, int], values.ADDRESS]
+    allow_remote: Annotated[bool, values.SWITCH] = False
+    hosts: Annotated[tuple[str, ...], values.HOSTS] = ()
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The users that share blocks, and their part of the arena; `uids` contains "*" or numbers."""
+
+    uids: Annotated[tuple[int | str, ...], values.UIDS]
+    quota_bytes: Annotated[int, values.SHARE] = msgspec.field(name="quota")
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The complete configuration with computed values: no value depends on the machine or on another
+    value."""
+
+    socket: Annotated[Path, values.PATH]
+    socket_mode: Annotated[int, values.MODE] = 0o660
+    socket_group: Annotated[int | None, values.GROUP] = None
+    state: Annotated[Path, values.PATH]
+    log_level: Annotated[str, values.LEVEL] = "info"
+    max_clients: Annotated[int, values.CLIENTS] = 256
+    history_bytes: Annotated[int, values.SIZE] = msgspec.field(name="history", default=MIB)
+    warm: WarmConfig
+    cold: ColdConfig | None
+    http: HttpConfig | None = None
+    tenants: dict[str, TenantConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration, and the source of the value of each dotted key."""
+
+    config: Config
+    origins: Mapping[str, str]
+    file: Path | None = None
+    flags: Mapping[str, object] = field(default_factory=dict)
+
+    def again(self) -> "LoadedConfig":
+        """Read the same sources again."""
+        return load(self.file, self.flags)
+
+
+def settled(config: Config) -> dict[str, object]:
+    """Return every value by its dotted key, as plain data; amounts are bytes."""
+    tree = msgspec.to_builtins(config, enc_hook=str)
+    tree["socket_mode"] = f"{config.socket_mode:04o}"
+    return {
+        dotted(path): value
+        for path, value in sources.flatten(tree)
+        if path not in {("cold",), ("http",)}  # the section is absent
+    }
+
+
+def tenant_of(config: Config, uid: int) -> str | None:
+    """Return the tenant of `uid`: one that names it, otherwise the one that accepts every uid.
+
+    None means that no tenant accepts this user, and the connection must be refused.
+    """
+    everyones = None
+    for name, tenant in config.tenants.items():
+        if uid in tenant.uids:
+            return name
+        if EVERYONE in tenant.uids:
+            everyones = name
+    return everyones
+
+
+# --- where things lie by default -----------------------------------------------------------------
+
+
+def system_file() -> Path | None:
+    """Return the file of the installed service if it exists: the default of commands."""
+    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+
+
+def default_socket(environ: Mapping[str, str], uid: int) -> Path:
+    """Return the default socket of a daemon of this user."""
+    if uid == 0:
+        return SYSTEM_SOCKET
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if Path(runtime).is_absolute():
+        return Path(runtime) / "kvtier" / "kvtier.sock"
+    return Path(tempfile.gettempdir()) / f"kvtier-{uid}" / "kvtier.sock"
+
+
+def default_state(environ: Mapping[str, str], uid: int) -> Path:
+    """Return the default state directory of a daemon of this user."""
+    if uid == 0:
+        return SYSTEM_STATE
+    state = environ.get("XDG_STATE_HOME", "")
+    if Path(state).is_absolute():
+        return Path(state) / "kvtier"
+    home = environ.get("HOME", "")
+    if Path(home).is_absolute():
+        return Path(home) / ".local" / "state" / "kvtier"
+    return Path(tempfile.gettempdir()) / f"kvtier-{uid}" / "state"
+
+
+def default_extent(size_bytes: int) -> int:
+    """Return the extent for a warm tier of `size_bytes`: at most 64 extents from 64 GiB on.
+
+    A smaller tier has 16, so that it can be used while it grows, but none below 64 MiB: each costs two
+    descriptors and a mapping in every client.
+    """
+    if size_bytes < 16 * GIB:
+        return whole_pages(min(size_bytes, max(size_bytes // 16, 64 * MIB)))
+    return whole_pages(max(GIB, size_bytes // 64))
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+_SCHEMA = sources.section_of(Config)
+_SECTIONS = frozenset(key for key, below in _SCHEMA.keys.items() if isinstance(below, Section))
+
+
+def dotted_keys() -> Iterator[str]:
+    """Yield all dotted keys; NAME stands for a name that users choose."""
+    return _SCHEMA.dotted_keys()
+
+
+def load(
+    file: Path | None,
+    flags: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    uid: int | None = None,
+) -> LoadedConfig:
+    """Return the configuration of all sources; `flags` has dotted keys, None is unset.
+
+    Never returns one with an unknown key or an invalid value. The ConfigError contains all problems in one
+    line: each key, where it was written, and what was expected.
+    """
+    environ = os.environ if environ is None else environ
+    uid = os.geteuid() if uid is None else uid
+    leaves: sources.Leaves = {
+        ("socket",): Leaf(str(default_socket(environ, uid)), "default"),
+        ("state",): Leaf(str(default_state(environ, uid)), "default"),
+    }
+    problems = Problems("errors in the configuration")
+    files = [] if file is None else [file, *sorted((file.parent / "conf.d").glob("*.toml"))]
+    for each in files:
+        with problems.noted():
+            leaves |= sources.of_file(each)
+    leaves |= sources.of_environment(environ)
+    leaves |= sources.of_flags(flags or {})
+    parsed = {}
+    for path, leaf in leaves.items():
+        with problems.noted():
+            parsed[path] = (sources.parse(_SCHEMA, path, leaf), leaf)
+    # Values that depend on others are checked only if those are valid: an invalid size is not a missing one.
+    problems.refuse()
+    loaded = _settle(parsed, f"{file}: " if file is not None else "", problems)
+    return replace(loaded, file=file, flags=dict(flags or {}))
+
+
+# --- settling: what depends on other values ------------------------------------------------------
+
+_Parsed = Mapping[KeyPath, tuple[Any, Leaf]]
+
+
+def _settle(parsed: _Parsed, place: str, problems: Problems) -> LoadedConfig:
+    origins = {dotted(path): leaf.origin for path, (_, leaf) in parsed.items()}
+    if ("warm", "size") not in parsed:
+        problems.note(
+            f'{place}warm.size: is not set, but required; write size = "64GiB" under [warm], '
+            "or pass --warm-size 64GiB"
+        )
+    shares = _shares(parsed, problems)
+    problems.refuse()
+    size_bytes = parsed[("warm", "size")][0]
+    quotas = _quotas(shares, size_bytes, place)
+    extent_bytes = _settled_extent(parsed, size_bytes, quotas)
+    tenants = {name: TenantConfig(uids=uids, quota_bytes=quotas[name]) for name, uids, _ in shares}
+    cold = _settled_cold(parsed, min(quotas.values()) / size_bytes, place)
+    http = _settled_http(parsed, place)
+
+    warm = {path[1]: value for path, (value, _) in parsed.items() if path[:-1] == ("warm",)}
+    top = {path[0]: value for path, (value, _) in parsed.items() if path[0] not in _SECTIONS}
+    if "history" in top:
+        top["history_bytes"] = top.pop("history")
+    warm.pop("size")
+    warm.pop("extent", None)
+    config = Config(
+        **top,
+        warm=WarmConfig(size_bytes=size_bytes, extent_bytes=extent_bytes, **warm),
+        cold=cold,
+        http=http,
+        tenants=tenants,
+    )
+    named = {name: f"tenants.{name}." for name in tenants}
+    every = [key for key in dotted_keys() if "NAME" not in key]
+    for section, there in (("cold.", cold), ("http.", http)):
+        if there is None:
+            every = [key for key in every if not key.startswith(section)]
+    every += [prefix + key for prefix in named.values() for key in ("uids", "quota")]
+    return LoadedConfig(config, {key: origins.get(key, "default") for key in every})
+
+
+_TenantShare = tuple[str, tuple[int | str, ...], str | int]
+
+
+def _shares(parsed: _Parsed, problems: Problems) -> list[_TenantShare]:
+    """Return each tenant's name, users and share. Without tenants there is `default`, for every user."""
+    names = dict.fromkeys(path[1] for path in parsed if path[0] == "tenants" and len(path) > 1)
+    if not names:
+        return [("default", (EVERYONE,), "100%")]
+    shares = []
+    claimed: dict[int | str, str] = {}
+    for name in names:
+        path = ("tenants", name, "uids")
+        if path not in parsed:
+            place_of = next(leaf.place for path, (_, leaf) in parsed.items() if name in path[1:2])
+            got = f'is not set; expected {values.UIDS.expects}, such as ["*"]'
+            problems.note(unfit(path, place_of, got))
+            continue
+        uids, leaf = parsed[path]
+        for uid in uids:
+            other = claimed.setdefault(uid, name)
+            if other != name:
+                who = 'everyone ("*")' if uid == EVERYONE else f"uid {uid}"
+                what = f"{who} already belongs to tenant {other}; a user has one tenant"
+                problems.note(unfit(path, leaf.place, what))
+        quota, _ = parsed.get(("tenants", name, "quota"), ("100%", None))
+        shares.append((name, uids, quota))
+    return shares
+
+
+def _quotas(shares: list[_TenantShare], size_bytes: int, place: str) -> dict[str, int]:
+    """Return each tenant's part of the arena in whole pages. The parts divide it: nothing is shared."""
+    exact = {name: parse_share(quota, size_bytes) for name, _, quota in shares}
+    total = sum(exact.values())
+    if total > size_bytes:
+        parts = ", ".join(f"{name} {_of(amount, size_bytes)}" for name, amount in exact.items())
+        raise ConfigError(
+            f"{place}tenants: the quotas sum to {_of(total, size_bytes)} of warm.size "
+            f"{format_bytes(size_bytes)} ({parts}); they divide it, so at most 100% in sum"
+        )
+    quotas = {name: whole_pages(amount) for name, amount in exact.items()}
+    for name, amount in quotas.items():
+        if amount == 0:
+            raise ConfigError(f"{place}tenants.{name}.quota: is less than a page, {PAGE_BYTES} B")
+    return quotas
+
+
+def _of(amount: int, whole: int) -> str:
+    return f"{amount * 100 / whole:.6g}%"
+
+
+def _settled_cold(parsed: _Parsed, least_share: float, place: str) -> ColdConfig | None:
+    """Return the cold tier, or None. Every tenant has its own segments in each directory."""
+    said = {path[1]: pair for path, pair in parsed.items() if path[:-1] == ("cold",)}
+    if not said:
+        return None
+    for key, example in (("directories", '["/var/lib/kvtier/cold"]'), ("size", '"2TiB"')):
+        if key not in said:
+            raise ConfigError(
+                f"{place}cold.{key}: is not set; write {key} = {example} under [cold]"
+            )
+    values_said = {key: value for key, (value, _) in said.items()}
+    size, directories = values_said.pop("size"), values_said.pop("directories")
+    smallest = int(size / len(directories) * least_share)
+    segment = values_said.pop("segment", None)
+    renamed = {"daily_writes": "daily_bytes", "scrub": "scrub_bytes"}
+    amounts = {renamed[key]: values_said.pop(key) for key in renamed if key in values_said}
+    if segment is None:
+        segment = max(MIB, whole_pages(min(GIB, size // 64, smallest // 8)))
+    if segment > size // 64 and "segment" in said:
+        what = f"{format_bytes(segment)} is more than 1/64 of cold.size {format_bytes(size)}"
+        raise unfit(("cold", "segment"), said["segment"][1].place, what)
+    if smallest < LEAST_SEGMENTS * segment:
+        what = (
+            f"{format_bytes(size)} is too little: the smallest tenant would have "
+            f"{format_bytes(smallest)} in a directory, but needs {LEAST_SEGMENTS} segments of "
+            f"{format_bytes(segment)}"
+        )
+        raise unfit(("cold", "size"), said["size"][1].place, what)
+    return ColdConfig(
+        directories=directories, size_bytes=size, segment_bytes=segment, **amounts, **values_said
+    )  # fmt: skip
+
+
+def _settled_http(parsed: _Parsed, place: str) -> HttpConfig | None:
+    """Return the HTTP server, or None. It listens beyond this machine only if that is configured."""
+    said = {path[1]: pair for path, pair in parsed.items() if path[:-1] == ("http",)}
+    if not said:
+        return None
+    if "listen" not in said:
+        example = 'write listen = "127.0.0.1:9410" under [http]'
+        raise ConfigError(f"{place}http.listen: is not set; {example}")
+    http = HttpConfig(**{key: value for key, (value, _) in said.items()})
+    if not ip_address(http.listen[0]).is_loopback and not http.allow_remote:
+        what = (
+            f"{http.listen[0]} can be reached from other machines, and any client that reaches "
+            f"it can read the figures of all tenants; write 127.0.0.1:{http.listen[1]}, or add "
+            "allow_remote = true if that is intended"
+        )
+        raise unfit(("http", "listen"), said["listen"][1].place, what)
+    return http
+
+
+def _settled_extent(parsed: _Parsed, size_bytes: int, quotas: Mapping[str, int]) -> int:
+    """Return the size of an extent. An extent belongs to one tenant, so it is at most the smallest quota."""
+    page = HUGE_PAGE_BYTES if parsed.get(("warm", "huge_pages"), (False,))[0] else PAGE_BYTES
+    name, least = min(quotas.items(), key=lambda item: item[1])
+    if least < page:
+        raise ConfigError(f"tenants.{name}.quota: {format_bytes(least)} is less than a huge page")
+    if ("warm", "extent") not in parsed:
+        return whole_pages(max(page, min(default_extent(size_bytes), least)), page)
+    extent_bytes, leaf = parsed[("warm", "extent")]
+    path = ("warm", "extent")
+    if extent_bytes > size_bytes:
+        what = f"{format_bytes(extent_bytes)} is more than warm.size {format_bytes(size_bytes)}"
+        raise unfit(path, leaf.place, what)
+    if extent_bytes > least:
+        what = (
+            f"{format_bytes(extent_bytes)} is more than tenants.{name}.quota,"
+            f" {format_bytes(least)}; an extent belongs to one tenant, so make it smaller"
+        )
+        raise unfit(path, leaf.place, what)
+    if extent_bytes < page:
+        what = f"{format_bytes(extent_bytes)} is less than a huge page"
+        raise unfit(path, leaf.place, what)
+    return whole_pages(extent_bytes, page)

@@ -1,0 +1,238 @@
+"""The figures of the daemon: what `kvtier status --json` prints, and the source of all other reports."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import kvtier
+from kvtier.units import format_bytes
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.config.current import CurrentConfig
+from kvtier_daemon.observing.hints import Hints
+from kvtier_daemon.observing.loop_lag import LoopLag
+from kvtier_daemon.observing.metrics import WARM_STATES
+from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
+from kvtier_daemon.tiers.cold.tier import ColdTier
+from kvtier_daemon.tiers.warm import WarmTier
+
+if TYPE_CHECKING:
+    from kvtier_daemon.serving.context import Report
+    from kvtier_daemon.serving.server import Server
+    from kvtier_kernels._native import Counts
+
+
+class StatusFigures:
+    """The figures of a daemon that has just started. Only reads what it reports."""
+
+    def __init__(
+        self,
+        settings: CurrentConfig,
+        tenants: Mapping[str, Tenant],
+        warm: WarmTier,
+        cold: ColdLifecycle,
+        shown_at: str,
+    ) -> None:
+        self.stopping = False
+        self.hints = Hints()
+        self._started_at = time.monotonic()
+        self._began_s = round(time.time(), 3)
+        self._settings = settings
+        self._tenants = tenants
+        self._warm = warm
+        self._cold = cold
+        self._shown_at = shown_at
+        self._server: Server | None = None
+        self._lag: LoopLag | None = None
+
+    def serving(self, server: Server, lag: LoopLag) -> None:
+        """Report on clients and the event loop from now on."""
+        self._server, self._lag = server, lag
+
+    def packed(self, tenant: Tenant | None) -> Report:
+        """Return the figures, encoded."""
+        body = self.of(tenant)
+        return {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in body.items()}
+
+    def line(self) -> str:
+        """Return a summary for `systemctl status`."""
+        assert self._server is not None
+        counts = [tenant.catalog.counts() for tenant in self._tenants.values()]
+        used = sum(count["bytes"]["ready"] for count in counts)
+        parts = [f"warm {format_bytes(used)} of {format_bytes(self._warm.capacity_bytes)}"]
+        if not self._warm.complete:
+            parts[0] += f" ({format_bytes(self._warm.allocated_bytes)} allocated so far)"
+        if (tier := self._cold.tier) is not None:
+            framed = sum(count["framed_bytes"] for count in counts)
+            state = self._cold.state("cold")
+            parts.append(f"cold {format_bytes(framed)} of {format_bytes(tier.size_bytes)}")
+            if state != "on":
+                parts[-1] += f" ({state})"
+            if tier.failure:
+                parts.append(tier.failure)
+        parts.append(f"clients {sum(session.greeted for session in self._server.sessions)}")
+        return ", ".join(parts)
+
+    def of(self, tenant: Tenant | None) -> dict[str, Any]:
+        """Return the figures of one tenant, or of all."""
+        assert self._server is not None and self._lag is not None
+        tenants = list(self._tenants.values()) if tenant is None else [tenant]
+        sessions = Counter(
+            session.tenant.name
+            for session in self._server.sessions
+            if session.tenant and session.requests.spaces.opened
+        )
+        engines = Counter(
+            name
+            for name, _ in {
+                (session.tenant.name, session.engine)
+                for session in self._server.sessions
+                if session.tenant and session.requests.spaces.opened
+            }
+        )
+        waiting: Counter[str] = Counter()
+        coming: Counter[str] = Counter()
+        for session in self._server.sessions:
+            if session.tenant:
+                lookups = session.requests.lookups.counted
+                waiting[session.tenant.name] += lookups.waiting
+                coming[session.tenant.name] += lookups.pending_tokens
+        counts = [each.catalog.counts() for each in tenants]
+        catalogs = [each.catalog for each in tenants]
+        have = sum(count["capacity_bytes"] for count in counts)
+        allocated = self._warm.allocated_bytes if tenant is None else have
+        body: dict[str, Any] = {
+            "version": kvtier.__version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
+            "started_at_s": self._began_s,
+            "stopping": self.stopping,
+            "tiers": {"warm": self._warm_tier(tenants, counts, allocated)},
+            "lookup_tokens": sum(catalog.usage.lookup_tokens for catalog in catalogs),
+            "hit_tokens": self._hits(catalogs),
+            "miss_tokens": _sum(catalog.usage.miss_tokens for catalog in catalogs),
+            "used_tokens": _sum(catalog.usage.used_tokens for catalog in catalogs),
+            "coming_tokens": sum(coming[each.name] for each in tenants),
+            "waiting_lookups": sum(waiting[each.name] for each in tenants),
+            "recompute_avoided_s": sum(catalog.usage.avoided_s for catalog in catalogs),
+            "saved_tokens": sum(catalog.usage.saved_tokens for catalog in catalogs),
+            "refused_tokens": _sum(catalog.usage.refused_tokens for catalog in catalogs),
+            "evicted_blocks": _sum(catalog.blocks.evicted for catalog in catalogs),
+            "bytes": {
+                "saved": sum(catalog.usage.saved_bytes for catalog in catalogs),
+                "loaded": sum(catalog.usage.loaded_bytes for catalog in catalogs),
+            },
+            "notes_bytes": sum(catalog.blocks.notes_bytes for catalog in catalogs)
+            + sum(each.tier.stats().notes_bytes for each in tenants),
+            "catalog_bytes": sum(catalog.blocks.memory_bytes() for catalog in catalogs),
+            "sessions": sum(sessions[each.name] for each in tenants),
+            "engines": sum(engines[each.name] for each in tenants),
+            "failures": dict(self._server.failures) if tenant is None else {},
+            "loop": self._lag.report(),
+            "tenants": {
+                each.name: {
+                    "capacity_bytes": each.quota_bytes,
+                    "used_bytes": count["bytes"]["ready"],
+                    "blocks": count["blocks"]["ready"],
+                    "spaces": len(each.catalog.spaces),
+                    "sessions": sessions[each.name],
+                    "engines": engines[each.name],
+                    "leases": len(each.catalog.leases),
+                    "pinned_bytes": each.catalog.pins.nbytes,
+                    "lookup_tokens": each.catalog.usage.lookup_tokens,
+                    "hit_tokens": each.catalog.usage.hit_tokens.total(),
+                    "used_tokens": each.catalog.usage.used_tokens.total(),
+                    "coming_tokens": coming[each.name],
+                }
+                for each, count in zip(tenants, counts, strict=True)
+            },
+        }
+        if self._cold.tier is not None:
+            body["tiers"]["cold"] = self._cold_tier(self._cold.tier, tenants, counts)
+        if tenant is None:
+            body |= {
+                "connections": len(self._server.sessions),
+                "latencies": self._server.latencies.report(),
+                "cpu_s": round(time.process_time(), 3),
+                "http": self._shown_at,
+            }
+            body["hints"] = self.hints.of(body)
+        return body
+
+    def _hits(self, catalogs: Iterable[Catalog]) -> dict[str, int]:
+        hits = _sum(catalog.usage.hit_tokens for catalog in catalogs)
+        return hits if self._cold.tier is not None else {"warm": hits["warm"]}
+
+    def _warm_tier(
+        self, tenants: Sequence[Tenant], counts: Sequence[Counts], allocated_bytes: int
+    ) -> dict[str, Any]:
+        return {
+            "capacity_bytes": sum(each.quota_bytes for each in tenants),
+            "allocated_bytes": allocated_bytes,
+            "used_bytes": sum(count["bytes"]["ready"] for count in counts),
+            "blocks": sum(count["blocks"]["ready"] for count in counts),
+            "policy": self._settings.config.warm.policy,
+            "state": self._cold.state("warm"),
+            "states": {
+                state: sum(count["blocks"][state] for count in counts)
+                for state in ("writing", "ready", "doomed", "quarantined")
+            },
+            "state_bytes": {
+                state: sum(count["bytes"][state] for count in counts) for state in WARM_STATES
+            },
+            "failure": self._warm.failure,
+        }
+
+    def _cold_tier(
+        self, tier: ColdTier, tenants: Sequence[Tenant], counts: Sequence[Counts]
+    ) -> dict[str, Any]:
+        config = self._settings.config
+        assert config.cold is not None
+        stats = [tenant.tier.stats() for tenant in tenants]
+        share = sum(each.quota_bytes for each in tenants) / config.warm.size_bytes
+        return {
+            "capacity_bytes": int(tier.size_bytes * share),
+            "used_bytes": sum(count["framed_bytes"] for count in counts),
+            "blocks": sum(count["framed_blocks"] for count in counts),
+            "states": _sum(each.counts for each in stats),
+            "bytes": _sum(each.moved_bytes for each in stats),
+            "day_bytes": sum(each.day_bytes for each in stats),
+            "day_limit_bytes": int(config.cold.daily_bytes * share),
+            "loads": _sum(each.verdicts for each in stats),
+            "unasked": sum(self._cold.unasked[tenant.name] for tenant in tenants),
+            "unwritten": _sum(tenant.catalog.blocks.unwritten for tenant in tenants),
+            "not_read": _sum(tenant.catalog.promotions.failed for tenant in tenants),
+            "reading": sum(tenant.catalog.promotions.reading for tenant in tenants),
+            "writing": sum(tenant.catalog.demotions.writing for tenant in tenants),
+            "leaving": tier.leaving,
+            "coding": {
+                "link_bytes_s": [round(link) for link in tier.bandwidths(tenants[0].name)],
+                "failures": tier.coding.failures,
+                "staged_bytes": tier.coding.staging.used,
+                "staged_limit_bytes": tier.coding.staging.most,
+                "waited": tier.coding.staging.waited,
+                "refused": tier.coding.staging.refused,
+                "spaces": [one for each in tenants for one in each.tier.codec_report()],
+            },
+            "engine": tier.engine,
+            "on": tier.is_on and tier.takes,
+            "state": self._cold.state("cold"),
+            "given_up": tier.given_up,
+            "faults": tier.faults,
+            "failure": tier.failure,
+            "scrub": self._cold.scrub.stats() if self._cold.scrub is not None else None,
+        }
+
+
+def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        for name, count in counter.items():
+            total[name] += count
+    return dict(total)

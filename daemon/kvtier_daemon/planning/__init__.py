@@ -1,0 +1,7 @@
+"""Which blocks to read from the disks, in which order, and which to recompute."""
+
+from kvtier_daemon.planning.links import DiskLink
+from kvtier_daemon.planning.planner import PATIENCE_S, Planner
+from kvtier_daemon.planning.read_requests import COMPUTE, LOADS, WHY, Verdict
+
+__all__ = ["COMPUTE", "LOADS", "PATIENCE_S", "WHY", "DiskLink", "Planner", "Verdict"]

@@ -1,0 +1,1 @@
+"""Serves clients: connections, requests, answers."""

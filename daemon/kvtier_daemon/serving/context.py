@@ -1,0 +1,76 @@
+"""The roles of session and server for the modules below them, and refusals that several requests use.
+
+The roles keep the modules of this package in one order: context, turns, requests, session, server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from kvtier import wire
+from kvtier.errors import Refused
+from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.serving.peer import Peer
+from kvtier_daemon.serving.recorder import Recorder
+from kvtier_daemon.tenant import Tenant
+
+LONGEST_WAIT_S = 60.0  # for which a request may wait
+Report = dict[str, msgspec.Raw]
+# Each gets the tenant and the request. None: the answer is sent later.
+Handlers = dict[type[wire.Message], Callable[[Any, Any], wire.Reply | None]]
+
+
+class Operated(Protocol):
+    """Orders of an operator. Raises KvtierError if an order cannot be carried out."""
+
+    async def settings(self, order: str) -> dict[str, Any]: ...
+    async def tier(self, tier: str, order: str) -> dict[str, Any]: ...
+
+
+class Requester(Protocol):
+    """The session of a request, which sends its answer."""
+
+    id: SessionId
+    name: str
+    peer: Peer
+    read_only: bool
+
+    def send(self, message: wire.Message) -> None: ...
+    def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
+    def serve_later(self, request: wire.Request) -> None: ...
+
+
+class Host(Protocol):
+    """The parts of the server that requests use."""
+
+    loop: asyncio.AbstractEventLoop
+    clock: Callable[[], float]
+    stats: Callable[[Tenant | None], Report]
+    recorder: Recorder
+    operated: Operated | None
+    answering: set[asyncio.Task[None]]  # tasks of deferred answers
+    tenants: Mapping[str, Tenant]
+    events: EventFeed
+    failures: Counter[str]
+
+    def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]: ...
+
+
+def not_durable(failure: str) -> str:
+    """The text of a forget that did not reach the disk."""
+    return f"forgotten in memory, but it may return from disk after a restart: {failure}"
+
+
+def need_id() -> Refused:
+    return Refused("bad_request", "this request needs an id, as its answer must be read")
+
+
+def check_may_write(session: Requester) -> None:
+    if session.read_only:
+        raise Refused("read_only", "this session is read-only")

@@ -1,0 +1,327 @@
+"""Requests of one session that find and read blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from kvtier import wire
+from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
+from kvtier.layout import LIMIT_SHARDS
+from kvtier_daemon.catalog import Catalog, Found, KnownSpace, LeaseId
+from kvtier_daemon.catalog.holds import Request
+from kvtier_daemon.catalog.reading import Lookup
+from kvtier_daemon.observing.events import KEY_DIGITS
+from kvtier_daemon.planning import COMPUTE, PATIENCE_S
+from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Requester, need_id
+from kvtier_daemon.serving.deferred_answers import DeferredAnswers
+from kvtier_daemon.tenant import Tenant
+
+LIMIT_WAITING = 4096
+LIMIT_COUNTED = 2048
+
+LookupName = tuple[int, int, bytes]
+
+
+class CountedLookup(msgspec.Struct):
+    """A lookup that was counted, and that the client may repeat to ask for progress."""
+
+    name: LookupName
+    loaded: bool  # by a load, not only by a match
+    has_verdict: bool = False
+    reported: int = 0  # blocks in the last answer, ready or coming
+    coming: int = 0  # of these
+    pending: int = 0  # blocks that count as hits and are not in memory yet
+    block_tokens: int = 0
+    log_entry: Lookup | None = None
+
+
+class CountedLookups:
+    """The lookups of one session that were counted, by the client's number of the request. All lookups
+    without a number share the number 0, and the last one is kept."""
+
+    def __init__(self) -> None:
+        self.of: OrderedDict[int, CountedLookup] = OrderedDict()
+        self.waiting = 0  # lookups with pending blocks
+        self.pending_tokens = 0
+
+    def is_new(self, request: wire.MatchPrefix | wire.Load) -> bool:
+        """Whether this request is a new lookup, and remember it. A repeated one is not counted again."""
+        number, name = request.request, lookup_name(request)
+        known = self.of.get(number)
+        loads = isinstance(request, wire.Load)
+        if known is not None and known.name == name:
+            if number:
+                return False
+            # Without a number, a load directly after a match is the same lookup, and so is another match
+            # while blocks are coming.
+            if (not known.loaded) if loads else known.coming:
+                known.loaded |= loads
+                return False
+        if known is not None:
+            self.forget(number)
+        if len(self.of) >= LIMIT_COUNTED:
+            self.forget(next(iter(self.of)))
+        self.of[number] = CountedLookup(name, loads)
+        return True
+
+    def forget(self, request: int) -> None:
+        known = self.of.pop(request, None)
+        if known is not None and known.pending:
+            self._set_pending(known, 0)
+
+    def _set_pending(self, lookup: CountedLookup, blocks: int) -> None:
+        self.waiting += (blocks > 0) - (lookup.pending > 0)
+        self.pending_tokens += (blocks - lookup.pending) * lookup.block_tokens
+        lookup.pending = blocks
+
+    def settle(
+        self, catalog: Catalog, space: KnownSpace, found: Found, lookup: CountedLookup, is_new: bool,
+        coming: int, why: str,
+    ) -> None:  # fmt: skip
+        """Count the blocks that were reported as coming: as lost, or as read."""
+        # Blocks that were ready when they were counted, and are on disk now, are no hits of the disk.
+        pending = lookup.reported - found.ready if is_new else lookup.pending
+        lost = max(0, min(lookup.reported - found.ready - coming, pending))
+        catalog.usage.count_lost(space, lost, why if why in COMPUTE else "not_read")
+        self._set_pending(lookup, min(pending - lost, coming))
+        read = pending - lost - lookup.pending
+        catalog.usage.count_avoided(space, read, max(0, found.ready - read))
+
+
+class LookupRequests:
+    """Matches, loads and their leases."""
+
+    def __init__(self, session: Requester, server: Host) -> None:
+        self._session = session
+        self._server = server
+        self.counted = CountedLookups()
+        # Leases of requests that wait for more blocks; and the last lease of each request.
+        self._waiting: dict[LeaseId, int] = {}
+        self._last_lease: dict[int, LeaseId] = {}
+        self._log_entries: dict[LeaseId, Lookup] = {}
+        self._deferred = DeferredAnswers(session, server)
+
+    def handlers(self) -> Handlers:
+        return {
+            wire.MatchPrefix: self.match,
+            wire.Prefetch: self.prefetch,
+            wire.Load: self.load,
+            wire.Adopt: self.adopt,
+            wire.Release: self.release,
+            wire.Cancel: self.cancel,
+        }
+
+    def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
+        catalog = tenant.catalog
+        space = catalog.space(request.space)
+        reads = tenant.tier.is_on
+        is_new = self.counted.is_new(request)
+        found = catalog.match(space, request.keys, is_new, reads)
+        if is_new and self._server.recorder.is_on:
+            self._record(tenant, space, request.keys)
+        coming, eta_ms, why = 0, 0.0, ""
+        if found.coming:
+            coming, eta_ms, why = self._start_reads(tenant, space, request, found)
+        self._answered(tenant, space, request, found, is_new, reads, coming, why)
+        return wire.Matched(request.id, found.ready, coming, eta_ms, why)
+
+    def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
+        space = tenant.catalog.space(request.space)
+        found = tenant.catalog.match(space, request.keys, False)
+        coming, eta_ms, why = 0, 0.0, ""
+        if found.coming:
+            name = (self._session.id, ("prefetch", lookup_name(request)))
+            coming, eta_ms, why = tenant.tier.promote(
+                space, request.keys, found.coming, request=name, urgent=False
+            )
+        return wire.Matched(request.id, found.ready, coming, eta_ms, why)
+
+    def load(self, tenant: Tenant, request: wire.Load) -> wire.Reply | None:
+        catalog, number = tenant.catalog, request.request
+        space = catalog.space(request.space)
+        _check_parts(request)
+        if request.deadline_ms < 1:
+            raise Refused(
+                "bad_request", f"deadline_ms is {request.deadline_ms}, it must be at least 1"
+            )
+        if not 0 <= request.first <= len(request.keys) // KEY_BYTES:
+            raise Refused(
+                "bad_request",
+                f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}",
+            )
+        deferred = self._deferred
+        if (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.tier, request):
+            return None
+        if self._waits_for_recovery(tenant, space, request):
+            return None
+        is_new = self.counted.is_new(request)
+        if is_new and self._server.recorder.is_on:
+            self._record(tenant, space, request.keys)
+        reads = tenant.tier.is_on
+        found = catalog.load(
+            self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
+            self._server.clock(), is_new, reads, request.first,
+        )  # fmt: skip
+        coming, eta_ms, why = 0, 0.0, ""
+        if found.coming:
+            if request.bring and found.ready + found.coming > request.first:
+                coming, eta_ms, why = self._start_reads(tenant, space, request, found)
+            else:
+                coming = found.coming  # the client does not need them
+        if not coming and catalog.holds.of:
+            catalog.holds.end(self._name(request))
+        self._answered(tenant, space, request, found, is_new, reads, coming, why)
+        if found.lease:
+            self._note_lease(found.lease, number, coming)
+        return _loaded(request.id, found, coming, eta_ms, why)
+
+    def adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
+        _check_parts(request)
+        return _loaded(
+            request.id, tenant.catalog.adopt(self._session.id, request.token, request.shards)
+        )
+
+    def release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
+        used = (request.warm_tokens, request.cold_tokens, request.nbytes)
+        if not 0 <= min(used) <= max(used) <= wire.LIMIT_USED:
+            raise Refused(
+                "bad_request", f"used amounts are {used}, each must be 0 to {wire.LIMIT_USED}"
+            )
+        lease = LeaseId(request.lease)
+        tenant.catalog.release(self._session.id, lease, *used)
+        log_entry = self._log_entries.pop(lease, None)
+        if log_entry is not None:
+            log_entry.used += sum(used[:2]) // log_entry.space.spec.block_tokens
+        number = self._waiting.pop(lease, 0)
+        # A request that asks for progress gets its next lease before it releases the last one.
+        if number and self._last_lease.get(number) == lease:
+            del self._last_lease[number]
+            tenant.tier.released((self._session.id, number))
+        return wire.Done(request.id)
+
+    def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
+        self.counted.forget(request.request)
+        self._deferred.cancel(request.request)
+        tenant.catalog.holds.end((self._session.id, request.request))
+        tenant.tier.cancel((self._session.id, request.request))
+        return wire.Done(request.id)
+
+    # --- reads from disk -----------------------------------------------------------------------
+
+    def _waits_for_recovery(self, tenant: Tenant, space: KnownSpace, request: wire.Load) -> bool:
+        """Whether the answer is deferred because recovery may still find missing blocks on disk. This happens
+        once per request with a number, and not for longer than computing takes."""
+        if not tenant.tier.is_recovering or request.request in self.counted.of:
+            return False
+        found = tenant.catalog.match(space, request.keys, False, tenant.tier.is_on)
+        known = found.ready + found.coming
+        missing = len(request.keys) // KEY_BYTES - known
+        return missing > 0 and self._deferred.until_recovered(
+            tenant.tier, request, space.recompute_s(missing, known)
+        )
+
+    def _start_reads(
+        self,
+        tenant: Tenant,
+        space: KnownSpace,
+        request: wire.MatchPrefix | wire.Load,
+        found: Found,
+    ) -> tuple[int, float, str]:
+        """Start to read the blocks on disk if that is faster than computing. Return how many blocks will
+        come, in how many milliseconds, and the reason."""
+        keys = request.keys[found.skipped * KEY_BYTES :]
+        within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
+        queued_s = max(0, request.queued_ms) / 1000
+        outlook = tenant.tier.promote(
+            space, keys, found.coming, request=self._name(request),
+            within_s=min(within_s, LONGEST_WAIT_S),
+            recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
+        )  # fmt: skip
+        counted, why = self.counted.of[request.request], outlook[2]
+        if not counted.has_verdict and why in ("slower", "unreliable"):
+            note = tenant.tier.recomputes if why == "slower" else tenant.tier.probe
+            note(self._session.id, space, keys, found.ready - found.skipped, found.coming)
+        counted.has_verdict = True
+        return outlook
+
+    def _name(self, request: wire.MatchPrefix | wire.Load) -> Request:
+        """The name of this request, the same each time it asks."""
+        return self._session.id, request.request or lookup_name(request)
+
+    def _note_lease(self, lease: LeaseId, number: int, coming: int) -> None:
+        if coming and number:
+            if len(self._waiting) >= LIMIT_WAITING:
+                self._waiting.clear()
+                self._last_lease.clear()
+            self._waiting[lease] = number
+            self._last_lease[number] = lease
+        log_entry = self.counted.of[number].log_entry
+        if log_entry is not None:
+            if len(self._log_entries) >= LIMIT_WAITING:
+                self._log_entries.clear()
+            self._log_entries[lease] = log_entry
+
+    # --- counts and logs -----------------------------------------------------------------------
+
+    def _answered(
+        self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
+        is_new: bool, reads: bool, coming: int, why: str,
+    ) -> None:  # fmt: skip
+        """Count the answer. Blocks that were counted as coming and are lost at the next answer become
+        misses."""
+        lookup = self.counted.of[request.request]
+        coming = found.coming if reads and coming else 0
+        if is_new:
+            lookup.reported = found.ready + found.coming if reads else found.ready
+            lookup.block_tokens = space.spec.block_tokens
+        if lookup.reported > found.ready or lookup.pending:
+            self.counted.settle(tenant.catalog, space, found, lookup, is_new, coming, why)
+        if is_new:
+            lookup.log_entry = self._log(tenant, space, request.keys, found, coming, why)
+        lookup.reported, lookup.coming = found.ready + coming, coming
+
+    def _log(
+        self, tenant: Tenant, space: KnownSpace, keys: bytes, found: Found, coming: int, why: str
+    ) -> Lookup:
+        """Log the answer for `kvtier explain`."""
+        got, blocks = found.ready + coming, len(keys) // KEY_BYTES
+        missing = keys[got * KEY_BYTES : (got + 1) * KEY_BYTES]
+        last_miss = tenant.catalog.usage.last_miss
+        reason = "" if not missing else why if why in COMPUTE else last_miss or why
+        entry = tenant.catalog.lookups.note(
+            self._server.clock(), self._session.name, space, blocks, found.ready, coming, reason,
+            missing,
+        )  # fmt: skip
+        if self._server.events.on:
+            self._server.events.tell(
+                "lookup", tenant.name, client=self._session.name, space=space.number, blocks=blocks,
+                ready=found.ready, coming=coming, why=reason, key=missing.hex()[:KEY_DIGITS],
+            )  # fmt: skip
+        return entry
+
+    def _record(self, tenant: Tenant, space: KnownSpace, keys: bytes) -> None:
+        self._server.recorder.looked_up(tenant.name, space.number, space.spec.block_tokens, keys)
+
+
+def lookup_name(request: wire.MatchPrefix | wire.Load | wire.Prefetch) -> LookupName:
+    """The name of a lookup: the last key of a chain names all keys before it."""
+    return request.space, len(request.keys), request.keys[-KEY_BYTES:]
+
+
+def _loaded(
+    request_id: int, found: Found, coming: int = 0, eta_ms: float = 0.0, why: str = ""
+) -> wire.Loaded:
+    return wire.Loaded(
+        request_id, found.ready, coming, eta_ms, found.lease, found.token, list(found.parts), why
+    )
+
+
+def _check_parts(request: wire.Load | wire.Adopt) -> None:
+    if len(request.shards) > LIMIT_SHARDS:
+        text = f"{len(request.shards)} shards in one request, at most {LIMIT_SHARDS}"
+        raise Refused("bad_request", text)
+    if not request.id:
+        raise need_id()

@@ -1,0 +1,85 @@
+"""Requests of one session that save blocks."""
+
+from __future__ import annotations
+
+import math
+
+from kvtier import wire
+from kvtier.errors import Refused
+from kvtier.key import KEY_BYTES
+from kvtier_daemon.catalog import LeaseId
+from kvtier_daemon.catalog.expiring import expiry_time
+from kvtier_daemon.catalog.pins import LIMIT_PIN_S
+from kvtier_daemon.serving.context import Handlers, Host, Requester, check_may_write, need_id
+from kvtier_daemon.tenant import Tenant
+
+
+class SaveRequests:
+    """Reservations, commits and aborts. The state is in the catalog."""
+
+    def __init__(self, session: Requester, server: Host) -> None:
+        self._session = session
+        self._server = server
+
+    def handlers(self) -> Handlers:
+        return {
+            wire.Reserve: self.reserve,
+            wire.Commit: self.commit,
+            wire.Abort: self.abort,
+        }
+
+    def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
+        check_may_write(self._session)
+        if not request.id:
+            raise need_id()
+        if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
+            count = len(request.keys) // KEY_BYTES
+            text = f"{count} keys in one reserve, at most {wire.LIMIT_RESERVED}: split the request"
+            raise Refused("bad_request", text)
+        space = tenant.catalog.space(request.space)
+        if not 0 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
+            longest = f"{LIMIT_PIN_S:.0f} s, a week"
+            text = f"blocks that expire after {request.ttl_ms / 1000:g} s: 1 ms to {longest}"
+            raise Refused("bad_request", text)
+        expires_at = math.inf
+        if request.ttl_ms:
+            expires_at = expiry_time(self._server.clock(), request.ttl_ms / 1000)
+        granted = tenant.catalog.reserve(
+            self._session.id, space, request.group, request.shard, request.parent, request.keys,
+            expires_at,
+        )  # fmt: skip
+        recorder = self._server.recorder
+        if recorder.is_on and (request.group, request.shard) == (0, 0):
+            recorder.saved(
+                tenant.name, space.number, space.spec.block_tokens, request.parent, request.keys
+            )
+        if self._server.events.on:
+            outcomes = {
+                name: n
+                for code, name in enumerate(wire.OUTCOMES)
+                if (n := granted.outcomes.count(code))
+            }
+            self._server.events.tell(
+                "save", tenant.name, client=self._session.name, space=space.number, what="reserved",
+                **outcomes,
+            )  # fmt: skip
+        return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
+
+    def commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
+        ids = tenant.catalog.commit(
+            self._session.id,
+            LeaseId(request.lease),
+            request.first,
+            request.count,
+            request.checksums,
+        )
+        tenant.tier.saved(ids)
+        if self._server.events.on:
+            self._server.events.tell(
+                "save", tenant.name, client=self._session.name, what="committed", blocks=request.count
+            )  # fmt: skip
+        return wire.Done(request.id)
+
+    def abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
+        tenant.catalog.abort(self._session.id, LeaseId(request.lease))
+        return wire.Done(request.id)

@@ -1,0 +1,93 @@
+"""Requests of one session about its spaces: open, pins, hints, forget."""
+
+from __future__ import annotations
+
+import math
+
+from kvtier import wire
+from kvtier.errors import Refused
+from kvtier_daemon.catalog.pins import LIMIT_PIN_S
+from kvtier_daemon.serving.context import Handlers, Host, Requester, check_may_write, not_durable
+from kvtier_daemon.tenant import Tenant
+
+LIMIT_SESSION_SPACES = 256
+
+
+class SpaceRequests:
+    """Keeps which spaces the session has opened."""
+
+    def __init__(self, session: Requester, server: Host) -> None:
+        self._session = session
+        self._server = server
+        self.opened: set[bytes] = set()  # identities
+
+    def handlers(self) -> Handlers:
+        return {
+            wire.Open: self.open,
+            wire.Prefill: self.prefill,
+            wire.Pin: self.pin,
+            wire.Unpin: self.unpin,
+            wire.Hint: self.hint,
+            wire.Forget: self.forget,
+        }
+
+    def open(self, tenant: Tenant, request: wire.Open) -> wire.Reply:
+        spec = request.spec.checked()
+        identity = tenant.identity_of(spec)
+        if identity not in self.opened and len(self.opened) >= LIMIT_SESSION_SPACES:
+            raise Refused("too_many", f"this session has {LIMIT_SESSION_SPACES} spaces already")
+        space = tenant.catalog.open(identity, spec, self._session.id)
+        self.opened.add(identity)
+        if self._server.events.on:
+            self._server.events.tell(
+                "space", tenant.name, client=self._session.name, space=space.number, model=spec.model
+            )  # fmt: skip
+        return wire.Opened(request.id, space.number, identity, tenant.secret_of(identity))
+
+    def prefill(self, tenant: Tenant, request: wire.Prefill) -> wire.Reply:
+        space = tenant.catalog.space(request.space)
+        fit = (request.token_s, request.context_s)
+        if not (all(map(math.isfinite, fit)) and min(fit) >= 0 and max(fit) > 0):
+            raise Refused("bad_request", f"invalid prefill times: {fit} seconds")
+        space.prefill = fit
+        return wire.Done(request.id)
+
+    def pin(self, tenant: Tenant, request: wire.Pin) -> wire.Reply:
+        check_may_write(self._session)
+        space = tenant.catalog.space(request.space)
+        if not 1 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
+            longest = f"{LIMIT_PIN_S:.0f} s, a week"
+            text = (
+                f"a pin of {request.ttl_ms / 1000:g} s is not possible: pins last 1 ms to {longest}"
+            )
+            raise Refused("bad_request", text)
+        now = self._server.clock()
+        blocks = tenant.catalog.pins.pin(space, request.keys, request.ttl_ms / 1000, now)
+        return wire.Counted(request.id, blocks)
+
+    def unpin(self, tenant: Tenant, request: wire.Unpin) -> wire.Reply:
+        check_may_write(self._session)
+        space = tenant.catalog.space(request.space)
+        return wire.Counted(request.id, tenant.catalog.pins.unpin(space, request.keys))
+
+    def hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
+        check_may_write(self._session)
+        space = tenant.catalog.space(request.space)
+        if not 0.0 <= request.importance <= 1.0:
+            raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
+        blocks = tenant.catalog.hint(space, request.keys, request.importance)
+        return wire.Counted(request.id, blocks)
+
+    def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
+        check_may_write(self._session)
+        space = tenant.catalog.space(request.space)
+        count = tenant.catalog.forget(space, request.keys)
+
+        def done(failure: str) -> None:
+            if failure:
+                self._session.fail(request.id, "disk_failed", not_durable(failure))
+            else:
+                self._session.send(wire.Counted(request.id, count))
+
+        waits = tenant.tier.forget(space, request.keys, done if request.id else None)
+        return None if waits else wire.Counted(request.id, count)

@@ -1,0 +1,241 @@
+"""Accepts clients on the unix socket, keeps the sessions, and disconnects clients that do not respond."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import logging
+import resource
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtier import wire
+from kvtier_daemon.catalog import SessionId
+from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.spans import Latencies
+from kvtier_daemon.serving.context import Operated, Report
+from kvtier_daemon.serving.peer import Peer
+from kvtier_daemon.serving.recorder import Recorder
+from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, Session
+from kvtier_daemon.serving.turns import Share, Turns
+from kvtier_daemon.tenant import Tenant
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 1 << 18
+RUN_BYTES = 16
+HELLO_S = 10.0
+TAKE_S = 10.0  # how long a client that sends nothing may leave descriptors or answers unread
+ACCEPTS_AT_ONCE = 4
+PAUSE_S = 0.5
+LIMIT_GHOSTS = 16
+LIMIT_LISTED = 256
+LIMIT_STRANGERS = 16  # clients of one tenant without a Hello; or its share of clients
+
+
+class Server:
+    """The listening socket and the sessions. `tenant_of` maps a peer's uid to its tenant; `stats` reports on
+    one tenant or on all. Each tenant has an equal share of `max_clients`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        tenant_of: Callable[[int], Tenant | None],
+        tenants: Mapping[str, Tenant],
+        stats: Callable[[Tenant | None], Report],
+        max_clients: int,
+        recorder: Recorder,
+        operated: Operated | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.loop = loop
+        self.stats = stats
+        self.clock = clock
+        self.recorder = recorder
+        self.operated = operated
+        self.answering: set[asyncio.Task[None]] = set()  # deferred answers
+        self.tenants = tenants
+        self.events = EventFeed(time.time)
+        self.run = secrets.token_bytes(RUN_BYTES)
+        self.receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self.receive_first = self.receive_buffer[:RECEIVE_FIRST_BYTES]
+        # Root and the daemon's user have a share of their own if they have no tenant.
+        self.turns = Turns(loop, len(tenants) + 1)
+        self._shares: dict[str, Share] = {}
+        self.sessions: set[Session] = set()
+        self.ghosts: set[Session] = set()
+        self.failures: Counter[str] = Counter(dict.fromkeys(wire.CODES, 0))
+        self.latencies = Latencies()
+        self._listener = listener
+        self._tenant_of = tenant_of
+        self.limit_clients(max_clients)
+        # The kernel limits a user's descriptors in transit to its limit of open files.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._parking = max(64, min(soft, 1 << 16) // 2)
+        self._ids = itertools.count(1)
+        loop.add_reader(listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    raise
+                # The client stays in the backlog: pause, because the loop would report it again at once.
+                log.error("cannot accept a client: %s", error.strerror)
+                self.loop.remove_reader(self._listener.fileno())
+                self.loop.call_later(PAUSE_S, self._resume)
+                return
+            sock.setblocking(False)
+            try:
+                peer = Peer.of(sock)
+            except OSError as error:
+                log.error("cannot watch a client's process: %s", error.strerror)
+                self._turn_away(
+                    sock,
+                    "too_many",
+                    "the daemon has no file descriptors left; raise its limit of open files",
+                )
+                continue
+            peer.tenant = self._tenant_of(peer.uid)
+            strangers = sum(
+                not other.greeted and other.tenant is peer.tenant for other in self.sessions
+            )
+            if peer.tenant is None and not peer.privileged:
+                peer.close()
+                self._turn_away(sock, "no_tenant", f"no tenant is configured for uid {peer.uid}")
+            elif strangers >= max(LIMIT_STRANGERS, self._clients_each):
+                peer.close()
+                self._turn_away(
+                    sock,
+                    "too_many",
+                    f"{strangers} clients are connected without a Hello: try again",
+                )
+            else:
+                self.sessions.add(Session(self, sock, peer, SessionId(next(self._ids))))
+
+    def share_of(self, tenant: Tenant | None) -> Share:
+        return self._shares.setdefault(tenant.name if tenant else "", Share())
+
+    def refusal(self, peer: Peer) -> str:
+        """The reason to refuse this client at its Hello; empty if it may stay. Ghosts count as clients."""
+        connected = [*(each for each in self.sessions if each.greeted), *self.ghosts]
+        if len(connected) >= self._max_clients:
+            return (
+                f"{len(connected)} clients are connected, the limit is reached: raise max_clients"
+            )
+        theirs = [other for other in connected if other.tenant is peer.tenant]
+        if len(theirs) >= self._clients_each:
+            return (
+                f"{self._clients_each} clients of this tenant are already connected, its "
+                "limit is reached"
+            )
+        # Processes in another pid namespace all have number 0.
+        if (
+            peer.pid
+            and sum(other in self.ghosts and other.peer.pid == peer.pid for other in theirs)
+            >= LIMIT_GHOSTS
+        ):
+            return (
+                f"{LIMIT_GHOSTS} connections of this process were lost and still hold "
+                "slots: restart the process"
+            )
+        return ""
+
+    def limit_clients(self, max_clients: int) -> None:
+        """Set the limit of connected clients. Clients above it stay connected."""
+        self._max_clients = max_clients
+        self._clients_each = max(1, max_clients // max(1, len(self.tenants)))
+
+    def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]:
+        """The connected clients of one tenant or of all, the oldest first; at most LIMIT_LISTED."""
+        now = self.clock()
+        listed = [each for each in self.sessions if each.greeted and tenant in (None, each.tenant)]
+        listed.sort(key=lambda each: each.opened_at)
+        return [
+            {
+                "client": each.name,
+                "tenant": each.tenant.name if each.tenant else "",
+                "pid": each.peer.pid,
+                "uid": each.peer.uid,
+                "spaces": len(each.requests.spaces.opened),
+                "up_s": round(now - each.opened_at, 1),
+            }
+            for each in listed[:LIMIT_LISTED]
+        ]
+
+    def _turn_away(self, sock: socket.socket, code: str, text: str) -> None:
+        self.failures[code] += 1
+        with sock, contextlib.suppress(OSError):
+            sock.send(wire.encode(wire.Failed(0, code, text, True)))
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def may_park(self, session: Session, descriptors: int) -> bool:
+        """Whether this many more descriptors may be in transit to this client. Above half of the limit, a
+        client may have one extent in transit, so that a client that does not receive them cannot block
+        others."""
+        if self._parked() + descriptors > self._parking // 2:
+            for other in self.sessions:
+                if other.outbox.parked:
+                    other.outbox.update_parked()
+        parked = self._parked()
+        if parked + descriptors > self._parking:
+            return False
+        return not session.outbox.parked or parked + descriptors <= self._parking // 2
+
+    def _parked(self) -> int:
+        return sum(session.outbox.parked for session in self.sessions)
+
+    def end_for_good(self, tenant: Tenant | None, token: bytes) -> None:
+        """End the session with this token, and free its slots, if it is the tenant's. Only its client knows
+        the token."""
+        for session in [*self.ghosts, *self.sessions]:
+            if session.token == token and session.tenant is tenant:
+                session.end_for_good()
+
+    def memory_grew(self) -> None:
+        """Announce new extents to clients with a request that waits for memory, and answer it."""
+        for session in list(self.sessions):
+            feeds = session.requests.feeds
+            if session.tenant is not None and feeds.growing:
+                session.announce()
+                feeds.send_growth(session.tenant, feeds.growing)
+
+    def check_clients(self) -> None:
+        """Disconnect clients that sent no Hello, sent half a request, or do not receive their answers."""
+        now = self.clock()
+        for session in list(self.sessions):
+            if session.outbox.parked:
+                session.outbox.update_parked()
+            if not session.greeted and now - session.opened_at > HELLO_S:
+                session.end("sent no Hello in time")
+            elif session.inbox.is_overdue(now):
+                text = f"a request was incomplete {HALF_S:.0f} s after it began: send it again"
+                session.fail(0, "bad_frame", text, fatal=True)
+            elif now - session.alive_at > TAKE_S and (
+                session.outbox.is_blocked or session.outbox.parked
+            ):
+                session.end("does not read its answers")
+
+    def close(self, reason: str) -> None:
+        """Disconnect all clients. The caller must close the listener."""
+        self.loop.remove_reader(self._listener.fileno())
+        for session in list(self.sessions):
+            session.send(wire.GoingDown(0, reason))
+            session.end(reason)
+        for session in list(self.ghosts):
+            session.abandon()
+        self.ghosts.clear()

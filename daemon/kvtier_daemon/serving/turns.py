@@ -1,0 +1,114 @@
+"""Divides the loop's time and the memory for requests among tenants, independent of their connections.
+
+A turn is an iteration of the loop. In each turn a tenant is served for TURN_S, or for one request if that
+takes longer; the excess is deducted from its next turns (deficit round robin). If no tenant exceeds its turn,
+nothing is queued, and no iteration is added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, Protocol
+
+from kvtier.wire import LIMIT_FRAME_BYTES
+
+TURN_S: Final = 0.001
+DEBT_S: Final = 0.1  # a larger excess is ignored
+RECEIVING_BYTES: Final = 64 << 20  # of all tenants' incomplete requests
+UNSENT_BYTES: Final = 64 << 20  # of all tenants' answers that clients have not received
+
+
+class TurnTaker(Protocol):
+    """A session that waits for its tenant's turn, for memory, or until its tenant's clients receive
+    answers."""
+
+    def turn(self) -> None: ...
+    def receive_rest(self) -> bool: ...
+    def answer_again(self) -> None: ...
+
+
+class Share:
+    """One tenant's part of the loop's time, and of the memory for requests and answers."""
+
+    __slots__ = (
+        "is_unread", "receiving_bytes", "room_for", "unanswered", "unsent_bytes", "used_s", "waiting",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.used_s = 0.0  # in this turn, and the excess of earlier ones
+        self.waiting: deque[TurnTaker] = deque()  # to be served
+        self.receiving_bytes = 0  # reserved for incomplete requests
+        self.room_for: deque[TurnTaker] = deque()  # sessions that wait for such memory
+        self.unsent_bytes = 0
+        self.is_unread = False  # above the limit: no further requests are answered
+        self.unanswered: deque[TurnTaker] = (
+            deque()
+        )  # sessions that wait until fewer bytes are unsent
+
+
+class Turns:
+    """The turns of one daemon. `shares` tenants divide the memory."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, shares: int) -> None:
+        self._loop = loop
+        self._receiving_most = max(LIMIT_FRAME_BYTES, RECEIVING_BYTES // shares)
+        self._unsent_most = max(LIMIT_FRAME_BYTES, UNSENT_BYTES // shares)
+        self._busy: dict[Share, None] = {}  # with waiting sessions, or an excess
+        self._scheduled = False
+        self.rounds = 0
+
+    def used_up(self, share: Share) -> None:
+        """Serve other tenants next if the turn of this one is over."""
+        if share.used_s >= TURN_S:
+            share.used_s = min(share.used_s, DEBT_S)
+            self._schedule(share)
+
+    def wait(self, share: Share, session: TurnTaker) -> None:
+        """Serve this session when it is its tenant's turn."""
+        share.waiting.append(session)
+        self._schedule(share)
+
+    def _schedule(self, share: Share) -> None:
+        self._busy[share] = None
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._round)
+
+    def _round(self) -> None:
+        """Give each busy tenant its turn."""
+        self._scheduled = False
+        self.rounds += 1
+        for share in list(self._busy):
+            share.used_s = max(0.0, share.used_s - TURN_S)
+            while share.waiting and share.used_s < TURN_S:
+                share.waiting.popleft().turn()
+            if share.used_s < TURN_S:
+                del self._busy[share]
+        if self._busy and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._round)
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def unsent(self, share: Share, nbytes: int) -> None:
+        """The number of unsent bytes has grown by `nbytes`, or shrunk."""
+        share.unsent_bytes += nbytes
+        share.is_unread = share.unsent_bytes > self._unsent_most
+        if not share.is_unread:
+            while share.unanswered:
+                share.unanswered.popleft().answer_again()
+
+    def may_receive(self, share: Share, nbytes: int) -> bool:
+        """Reserve this much memory for the rest of a request until `received`. False if there is not
+        enough."""
+        if share.receiving_bytes + nbytes > self._receiving_most:
+            return False
+        share.receiving_bytes += nbytes
+        return True
+
+    def received(self, share: Share, nbytes: int) -> None:
+        """Free the memory of a request, and let other sessions use it."""
+        share.receiving_bytes -= nbytes
+        while share.room_for and share.room_for[0].receive_rest():
+            share.room_for.popleft()

@@ -1,0 +1,415 @@
+"""What a restart wants to know and sealed segments do not say: which blocks were used, and the spaces of
+frames in open segments. In LMDB, written by one thread, so that the loop never waits for a disk.
+
+Each record has a digest and is verified when it is read; one that fails it is dropped. A lost index costs the
+order of eviction, and the blocks of an open segment whose space no other segment describes; it never causes
+wrong bytes, and never brings back a forgotten block: tombstones are in the segments.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import queue
+import resource
+import select
+import signal
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn, TypeAlias
+
+import lmdb
+
+from kvtier.errors import TierError
+from kvtier_daemon.tiers.cold import index_pages, index_records
+from kvtier_daemon.tiers.cold.index_records import FORMAT
+
+log = logging.getLogger(__name__)
+
+TABLES: Final = (b"meta", b"spaces", b"segments")
+FIRST_MAP_BYTES: Final = 16 << 20
+RESERVE_BYTES: Final = 1 << 20
+LOCK_BYTES: Final = 4096
+# LMDB copies every page that it changes; a transaction may need as many pages again as it has entries.
+PAGES_PER_ENTRY: Final = 4
+COALESCED: Final = 4096
+KEPT: Final = 262_144
+RETRY_S: Final = 1.0
+CLOSE_S: Final = 10.0
+CHECK_S: Final = 10.0
+CHECK_BYTES_PER_S: Final = 8 << 20
+# What the child that looks at a file exits with, or an errno.
+SOUND: Final = 0
+DAMAGED: Final = 255
+NO_ANSWER: Final = 254
+DEATHS: Final = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+# What has no class of its own is an error of the system too: it says nothing of the file.
+OF_THE_SYSTEM: Final = (lmdb.LockError, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError)
+META: Final = struct.Struct(
+    "<40xI92xQ"
+)  # of a first page: bytes of a page, and the last page's number
+UNKNOWN_FORMAT: Final = (
+    "LMDB data format"  # of the file, and still an error without a class of its own
+)
+
+Change: TypeAlias = dict[tuple[bytes, bytes], bytes | None]
+Entry: TypeAlias = tuple[bytes, bytes, bytes | None]
+Table: TypeAlias = Any  # what lmdb makes of a table's name; it has no public type
+
+
+class ChangeQueue:
+    """The changes of tables of bytes on their way to one thread, `work`, and the answers of that thread."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._queue: queue.SimpleQueue[Entry | int | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=work, name="kvtier-index", daemon=True)
+        self._thread.start()
+
+    def drop(self, table: bytes, key: bytes) -> None:
+        self._queue.put((table, key, None))
+
+    def flush(self, token: int) -> None:
+        """`done` has this token when all that was put before is on disk, or can't be."""
+        self._queue.put(token)
+
+    def done(self) -> Iterator[tuple[int, str]]:
+        """Tokens since the last call, each with nothing if all that was put before it is on disk, or why
+        not. `event_fd` is readable if there are any."""
+        try:
+            os.eventfd_read(self.event_fd)
+        except BlockingIOError:
+            return
+        while True:
+            try:
+                yield self._done.get_nowait()
+            except queue.Empty:
+                return
+
+
+class Index(ChangeQueue):
+    """Tables of bytes. `put` and `drop` return at once; `flush` tells by `done` when they are on disk.
+
+    `limit_bytes` is what its file may grow to. Raises TierError if the folder can't be used; a file that is
+    damaged or of another format is removed and a new one begun. A change that can't be written is kept and
+    tried again.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder = folder
+        self.failure = ""
+        self.damaged = 0  # records that failed their digests and were dropped
+        self._limit_bytes = limit_bytes
+        self._env, self._tables = _opened(folder, min(FIRST_MAP_BYTES, limit_bytes - RESERVE_BYTES))
+        super().__init__(self._write)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What its files may take without asking again."""
+        return int(self._env.info()["map_size"])
+
+    def entries(self, table: bytes) -> list[tuple[bytes, bytes]]:
+        """The sound records of a table, in the order of its keys; the damaged ones are dropped. Waits for the
+        disk: at start only."""
+        with self._env.begin() as reading, reading.cursor(self._tables[table]) as cursor:
+            sound, damaged = index_records.split(table, cursor)
+        for key in damaged:
+            self.drop(table, key)
+        if damaged:
+            self.damaged += len(damaged)
+            log.error(
+                "the index %s: %d records of table %s fail their digests and are dropped; if "
+                "this repeats, check the disk with smartctl, and check the memory",
+                self.folder, len(damaged), table.decode(),
+            )  # fmt: skip
+        return sound
+
+    def put(self, table: bytes, key: bytes, value: bytes) -> None:
+        self._queue.put((table, key, index_records.seal(table, key, value)))
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Write what is left, and close. Waits for the disk; False if that was for nothing."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._env.close()
+        os.close(self.event_fd)
+        return True
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(
+        self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        kept: Change = {}  # what is not on disk yet
+        more, failed, lost, again_at = True, "", "", 0.0
+        while more:
+            tokens: list[int] = []
+            try:
+                more = self._take(self._queue.get(timeout=RETRY_S if kept else None), kept, tokens)
+                for _ in range(COALESCED):
+                    if not more:
+                        break
+                    more = self._take(self._queue.get_nowait(), kept, tokens)
+            except queue.Empty:
+                pass
+            if kept and (tokens or not more or not failed or time.monotonic() >= again_at):
+                failed = self._commit_all(kept)
+                again_at = time.monotonic() + RETRY_S
+            if len(kept) > KEPT:
+                if not lost:
+                    lost = (
+                        f"the index {self.folder} could not be written for too long: the "
+                        "oldest changes are lost"
+                    )
+                    log.error("%s", lost)
+                for name in list(kept)[: len(kept) - KEPT]:
+                    del kept[name]
+            self.failure = lost or failed
+            for token in tokens:
+                self._done.put((token, self.failure))
+            if tokens:
+                os.eventfd_write(self.event_fd, 1)
+
+    def _take(
+        self,
+        item: Entry | int | None,
+        changes: Change,
+        tokens: list[int],
+    ) -> bool:
+        """Add an item to the batch; False if it is the last there will be."""
+        if item is None:
+            return False
+        if isinstance(item, int):
+            tokens.append(item)
+        else:
+            table, key, value = item
+            changes[table, key] = value
+        return True
+
+    def _commit_all(self, kept: Change) -> str:
+        """Write what is kept, and keep what can't be written; what went wrong, or nothing."""
+        parts = [list(kept)]
+        if self.failure:  # for want of room, perhaps: what makes some goes first
+            parts = [
+                [name for name in kept if (kept[name] is None) is drops] for drops in (True, False)
+            ]
+        for part in parts:
+            for first in range(0, len(part), COALESCED):
+                batch = {name: kept[name] for name in part[first : first + COALESCED]}
+                failure = self._commit(batch)
+                if failure:
+                    return failure
+                for name in batch:
+                    del kept[name]
+        return ""
+
+    def _commit(self, changes: Change) -> str:
+        """Write the batch in one transaction; what went wrong, or nothing."""
+        nbytes = sum(len(key) + len(value or b"") for (_, key), value in changes.items())
+        try:
+            only_drops = all(value is None for value in changes.values())
+            self._grow(nbytes + 4096 * PAGES_PER_ENTRY * len(changes), only_drops)
+            with self._env.begin(write=True) as writing:
+                for (table, key), value in changes.items():
+                    if value is None:
+                        writing.delete(key, db=self._tables[table])
+                    else:
+                        writing.put(key, value, db=self._tables[table])
+        except (lmdb.Error, OSError) as error:
+            if not self.failure:
+                log.error("cannot write the index %s: %s", self.folder, error)
+            return f"cannot write the index {self.folder}: {error}"
+        return ""
+
+    def _grow(self, wanted: int, only_drops: bool) -> None:
+        """Room for so many bytes more, before they are written. To drop something takes room too: some is
+        kept for that."""
+        limit = self._limit_bytes - (0 if only_drops else RESERVE_BYTES)
+        info, page = self._env.info(), self._env.stat()["psize"]
+        used, size = (info["last_pgno"] + 1) * page, info["map_size"]
+        if used + wanted <= size or size >= limit:
+            return
+        while size < used + wanted:
+            size *= 2
+        self._env.set_mapsize(min(size, limit))
+
+
+def _opened(folder: Path, map_bytes: int) -> tuple[lmdb.Environment, dict[bytes, Table]]:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            _check(folder, map_bytes)
+            return _open(folder, map_bytes)
+        except lmdb.Error as error:
+            if _of_the_system(error):
+                raise
+            log.error("the index %s is damaged (%s): replacing it with a new one", folder, error)
+            (folder / "data.mdb").unlink()
+            return _open(folder, map_bytes)
+    except (lmdb.Error, OSError) as error:
+        raise TierError(f"cannot open the index {folder}: {error}") from error
+
+
+def _of_the_system(error: lmdb.Error) -> bool:
+    if type(error) is lmdb.Error:
+        return UNKNOWN_FORMAT not in str(error)
+    return isinstance(error, OF_THE_SYSTEM)
+
+
+def _check(folder: Path, map_bytes: int) -> None:
+    """Let a child go through the file: LMDB ends the process that meets some kinds of damage. Raises
+    CorruptedError if it did, OSError if nothing can be said."""
+    try:
+        size = (folder / "data.mdb").stat().st_size
+    except FileNotFoundError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of threads: `_look` needs nothing of theirs
+        child = os.fork()
+        if child == 0:
+            _look(folder, map_bytes)
+    watched = os.pidfd_open(child)
+    try:
+        over = select.poll()
+        over.register(watched, select.POLLIN)
+        limit_s = CHECK_S + size / CHECK_BYTES_PER_S
+        if not over.poll(limit_s * 1000):
+            os.kill(child, signal.SIGKILL)
+            # Its end may wait for the disk too.
+            threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()
+            raise TimeoutError(
+                f"the disk is too slow: the file was not read within {limit_s:.0f} s"
+            )
+    finally:
+        os.close(watched)
+    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if -told in DEATHS:
+        raise lmdb.CorruptedError(f"reading it ended a process with {signal.Signals(-told).name}")
+    if told == DAMAGED:
+        raise lmdb.CorruptedError("its entries are damaged")
+    if told < 0 or told == NO_ANSWER:
+        raise OSError(f"the process that checks it was ended ({told})")
+    if told != SOUND:
+        raise OSError(told, os.strerror(told))
+
+
+def _look(folder: Path, map_bytes: int) -> NoReturn:
+    """What the child does. There may have been threads: nothing of the process but LMDB is used."""
+    told = NO_ANSWER
+    try:
+        gc.disable()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        told = _told(folder, map_bytes)
+    except OSError as error:
+        told = error.errno or NO_ANSWER
+    finally:
+        os._exit(told)
+
+
+def _told(folder: Path, map_bytes: int) -> int:
+    # A place that the disk can't read is an error here, and a signal where it is mapped.
+    fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+    first, size = b"", 0
+    while part := os.read(fd, 1 << 20):
+        first, size = first or part, size + len(part)
+    if _outgrown(first, size):
+        return DAMAGED
+    if size:
+        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as text:
+            if not index_pages.fit_together(text):
+                return DAMAGED
+    try:
+        # Without a lock: its file is mapped, and to write to it ends the process where the disk is full.
+        env, tables = _open(folder, map_bytes, lock=False)
+    except lmdb.Error:
+        return SOUND  # who opens it next hears the same
+    try:
+        with env.begin() as reading:
+            for table in tables.values():
+                before, count = b"", 0
+                for key, _ in reading.cursor(table):
+                    if key <= before:
+                        return DAMAGED
+                    before, count = key, count + 1
+                if count != reading.stat(table)["entries"]:
+                    return DAMAGED
+        # These go through the lists of free pages, all of them and the way that a write does.
+        env.copyfd(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), compact=True)
+        with env.begin(write=True) as writing:
+            writing.put(b"format", FORMAT, db=tables[b"meta"])
+    except lmdb.MapFullError:
+        return SOUND
+    except lmdb.Error as error:
+        return SOUND if _of_the_system(error) else DAMAGED
+    return SOUND
+
+
+def _outgrown(text: bytes, size: int) -> bool:
+    """Whether one of the first two pages says that there are pages beyond the end of the file: LMDB would map
+    as much as they say, and fail as if there were too little memory."""
+    if len(text) < META.size:
+        return False
+    page = META.unpack_from(text)[0]
+    places = (0, page) if len(text) >= page + META.size else (0,)
+    return any((META.unpack_from(text, at)[1] + 1) * page > size for at in places)
+
+
+def _reserve(path: Path) -> None:
+    """See to it that LMDB's lock, which it maps, has its page: to write to one that a full disk can't give
+    ends the process."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, LOCK_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _open(
+    folder: Path, map_bytes: int, *, lock: bool = True
+) -> tuple[lmdb.Environment, dict[bytes, Table]]:
+    # Without `metasync` a power cut, or a file system that becomes read-only, loses the last commit: a forget
+    # that was answered, or the only description of what an open segment holds. Without `sync` a file opens
+    # cleanly after one and has wrong values.
+    if lock:
+        _reserve(folder / "lock.mdb")
+    env = lmdb.open(
+        str(folder), map_size=map_bytes, max_dbs=len(TABLES), metasync=True, sync=True, mode=0o600,
+        max_readers=4, readahead=False, lock=lock,
+    )  # fmt: skip
+    try:
+        have = (folder / "data.mdb").stat().st_size
+        if have < (env.info()["last_pgno"] + 1) * env.stat()["psize"]:
+            # To read what is mapped and not there would be the end of this process.
+            raise lmdb.CorruptedError(f"truncated to {have} bytes")
+        tables = {name: env.open_db(name) for name in TABLES}
+        with env.begin(write=True) as writing:
+            version = writing.get(b"format", db=tables[b"meta"])
+            if version is None:
+                writing.put(b"format", FORMAT, db=tables[b"meta"])
+            elif version != FORMAT:
+                raise lmdb.VersionMismatchError(
+                    f"format is {version!r}, this build uses {FORMAT!r}"
+                )
+    except BaseException:
+        env.close()
+        raise
+    return env, tables

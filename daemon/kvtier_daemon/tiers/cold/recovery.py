@@ -1,0 +1,218 @@
+"""What segment files hold, found out after a start. Reads them; writes nothing; believes only what adds up.
+
+Runs in a thread: each call is a few long ones without the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.errors import FrameError, TierError
+from kvtier.layout import KvSpec
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.frame import PAGE, Frame, pages
+from kvtier_daemon.tiers.cold.ownership import distrust
+from kvtier_daemon.tiers.cold.segment import (
+    ENTRY,
+    FooterEntry,
+    Head,
+    Trailer,
+    check_rows,
+    encode_row,
+    end_of,
+    first_frame,
+    one_space,
+    pages_of,
+    space_of,
+    split_rows,
+)
+from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages, without
+from kvtier_kernels import xxh3_128
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A segment as it was found. Without a head it holds nothing that counts, and can be used as it is."""
+
+    path: Path
+    nbytes: int
+    head: Head | None = None
+    sealed: bool = False
+    torn: bool = False  # it was sealed after a kill had left it open
+    spaces: list[tuple[bytes, KvSpec]] = field(default_factory=list)
+    rows: bytes = b""  # of frames that count
+    table: bytes = b""  # of all
+    parts: list[tuple[bytes, KvSpec, bytes]] = field(default_factory=list)  # rows by space
+    tombstones: TombstonePages = field(default_factory=lambda: TombstonePages(0))
+    end: int = 0  # of the frames
+    remark: str = ""
+    warning: str = ""  # why something of it is not used that a daemon has written
+    foreign: bool = False  # of another secret, tenant or directory: nothing of it will ever count
+    used: bytes = b""  # pages of frames that were wanted, 4 bytes each, in ascending order
+
+    def split(self) -> None:
+        """Sort the rows by their spaces. Long where there are several."""
+        if len(self.spaces) == 1 and one_space(self.rows):
+            self.parts = [(*self.spaces[0], self.rows)]
+            return
+        rows: dict[int, list[bytes]] = {}
+        for row in split_rows(self.rows):
+            rows.setdefault(space_of(row), []).append(row)
+        self.parts = [
+            (*self.spaces[number], b"".join(theirs))
+            for number, theirs in rows.items()
+            if number < len(self.spaces)
+        ]
+
+
+def recover(
+    path: Path,
+    owner: bytes | None,
+    described: Mapping[bytes, KvSpec] | None,
+    uid: int | None = None,
+) -> Recovered:
+    """What the file holds and was not forgotten: by its footer, or frame by frame where it has none.
+
+    A segment of another owner is foreign; None accepts any. `described` has the spaces that an open segment's
+    frames may be of: one that is not described there is lost. With None, open segments are not walked. `uid`
+    is whose the file may be, other than root's: the process's if it is None. Raises TierError if the file
+    can't be read, or could be another user's.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            why, fix = distrust(path, there := os.fstat(fd), file=True, uid=uid)
+            if why:
+                raise TierError(f"{why}; not using this file: run `{fix}`")
+            found = Recovered(path, there.st_size)
+            _look(fd, found, owner, described)
+            found.table = found.rows
+            if found.tombstones:
+                rows = split_rows(found.rows)
+                found.rows = b"".join(without(rows, pages_of(found.rows), found.tombstones))
+            # What was read here is not wanted again soon.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return found
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise TierError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _look(
+    fd: int, found: Recovered, owner: bytes | None, described: Mapping[bytes, KvSpec] | None
+) -> None:
+    page = os.pread(fd, PAGE, 0)
+    try:
+        head = Head.decode(page)
+    except FrameError as error:
+        found.remark = f"no head: {error}"
+        found.warning = f"{found.remark}; its blocks are not used" if any(page) else ""
+        return
+    found.warning = _refused(found, head, owner)
+    if found.warning:
+        found.remark = found.warning
+        return
+    found.head, found.end = head, first_frame(head.nbytes)
+    text = os.pread(fd, found.end - PAGE, PAGE)
+    found.tombstones, damaged = TombstonePages.decode(text, head.epoch, head.nbytes)
+    if damaged:
+        found.warning = (
+            f"tombstone pages {damaged} are damaged; not using the blocks that they cover"
+        )
+    _list(fd, found, head, described)
+
+
+def _refused(found: Recovered, head: Head, owner: bytes | None) -> str:
+    """Why nothing of this segment is used, if so."""
+    if head.nbytes != found.nbytes:
+        return (
+            f"the file has {found.nbytes} bytes, its head says {head.nbytes}; its blocks are "
+            "not used"
+        )
+    if owner is not None and head.owner != owner:
+        found.foreign = True
+        return (
+            "it was written under another secret, or in another directory; its blocks are not used"
+        )
+    return ""
+
+
+def refuse_copies(found: Sequence[Recovered]) -> list[Recovered]:
+    """The same segments of one tenant and directory, without what copies hold: a copy may have blocks that
+    were forgotten since. A file that was renamed is no copy if the file of its old name is another one's."""
+    numbers = {int(one.path.name): one.head.number for one in found if one.head is not None}
+    return [
+        Recovered(
+            one.path, one.nbytes,
+            warning=f"it is a copy of segment {one.head.number}; its blocks are not used",
+        )
+        if one.head is not None
+        and one.head.number != int(one.path.name)
+        and numbers.get(one.head.number, one.head.number) == one.head.number
+        else one
+        for one in found
+    ]  # fmt: skip
+
+
+def _list(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec] | None) -> None:
+    try:
+        trailer = Trailer.decode(os.pread(fd, PAGE, head.nbytes - PAGE), head)
+        table = os.pread(fd, trailer.table_bytes, trailer.table_at)
+        spaces, rows = trailer.split(table)
+        if len(rows) % ENTRY.size or len(rows) // ENTRY.size != trailer.entries:
+            raise FrameError("the table's length does not match its entries")
+        check_rows(rows, found.end, trailer.table_at)
+        found.spaces, found.rows = spaces, rows
+        found.sealed, found.torn = True, trailer.torn
+        found.end = end_of(rows, head.nbytes)
+    except FrameError as error:
+        found.remark = f"no footer: {error}"
+        if described is not None:
+            _walk(fd, found, head, described)
+
+
+def _walk(fd: int, found: Recovered, head: Head, described: Mapping[bytes, KvSpec]) -> None:
+    """Go from frame to frame, until one is none or its payload is not what its header says."""
+    numbers: dict[bytes, int] = {}
+    rows: list[bytes] = []
+    while found.end < head.nbytes - PAGE:
+        one = _frame_at(fd, found.end, head)
+        if one is None:
+            break
+        space = one.identity.space
+        if space in described:
+            if space not in numbers:
+                numbers[space] = len(numbers)
+                found.spaces.append((space, described[space]))
+            rows.append(encode_row(FooterEntry.of(one, found.end // PAGE), numbers[space]))
+        found.end += one.total_bytes
+    found.rows = b"".join(rows)
+
+
+def _frame_at(fd: int, at: int, head: Head) -> Frame | None:
+    try:
+        page = os.pread(fd, PAGE, at)
+        size = frame.peek(page)
+        text = page if size == PAGE else os.pread(fd, size, at)
+        one = frame.decode(text, head.epoch)
+    except FrameError:
+        return None
+    if at + one.total_bytes > head.nbytes:
+        return None
+    payload = os.pread(fd, one.payload_bytes, at + one.header_bytes)
+    good = len(payload) == one.payload_bytes and xxh3_128(payload) == one.payload_digest
+    return one if good else None
+
+
+def entries_of(found: Recovered) -> int:
+    """How many frames it lists."""
+    return len(found.rows) // ENTRY.size
+
+
+def free_bytes(found: Recovered) -> int:
+    """What may still be written to it."""
+    return found.nbytes - found.end - pages(len(found.rows)) - PAGE

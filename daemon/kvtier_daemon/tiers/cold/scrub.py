@@ -1,0 +1,217 @@
+"""Reads frames again, slowly, to find damage before a request does.
+
+It reads header and payload of each frame into its own memory, starting with the segment whose last scrub is
+the
+oldest. It pauses while requests wait for reads. The catalog forgets a damaged frame, and its block if there
+is no
+other copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kvtier.errors import FrameError
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.catalog.blocks import ID_BYTES
+from kvtier_daemon.catalog.segment_frames import Framed
+from kvtier_daemon.codec import frame
+from kvtier_daemon.codec.frame import PAGE, pages
+from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from kvtier_daemon.tiers.cold.frames import DAMAGED, FRAME
+from kvtier_daemon.tiers.cold.segment import Head
+from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
+from kvtier_daemon.tiers.cold.segment_store import SegmentStore
+from kvtier_daemon.tiers.cold.tier import ColdTier
+from kvtier_daemon.tiers.cold.transfers import Incoming
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+IDLE_S = 1.0
+AT_ONCE = 32  # blocks per query of the catalog
+TRIES = 2
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Pace:
+    """Limits a rate in bytes per second; unused time is not saved up."""
+
+    def __init__(self, rate: int, clock: Callable[[], float], sleep: Sleep) -> None:
+        self.rate = rate
+        self._clock = clock
+        self._sleep = sleep
+        self._due = clock()
+
+    async def take(self, nbytes: int) -> None:
+        """Return when this many bytes may be read."""
+        while not self.rate:
+            await self._sleep(IDLE_S)
+        if (left := self._due - self._clock()) > 0:
+            await self._sleep(left)
+        self._due = max(self._due, self._clock()) + nbytes / self.rate
+
+
+class Scrubber:
+    """Scrubs the segments of all tenants. `dirty` gets blocks that are only in memory because their frames
+    were damaged."""
+
+    def __init__(
+        self,
+        cold: ColdTier,
+        catalogs: Mapping[str, Catalog],
+        dirty: Callable[[str, bytes], None],
+        rate: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.counts: Counter[str] = Counter(bytes=0, frames=0, damaged=0)
+        self.last_round_s: float | None = None
+        self.rate = rate
+        self._cold = cold
+        self._catalogs = catalogs
+        self._dirty = dirty
+        self._clock = clock
+        self._sleep = sleep
+        self._pace = Pace(rate, clock, sleep)
+        self._looked: dict[
+            int, tuple[Head, float]
+        ] = {}  # by segment: head and time of its last scrub
+        self._memory: tuple[int, int] | None = None
+
+    def set_rate(self, rate: int) -> None:
+        """Read this many bytes per second from now on; 0 stops the scrub."""
+        self.rate = self._pace.rate = rate
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.counts, "last_round_s": self.last_round_s, "rate": self.rate}
+
+    async def run(self) -> None:
+        """Scrub until the task is cancelled."""
+        while True:
+            if self.rate:
+                await self.round()
+            await self._sleep(IDLE_S)
+
+    async def round(self) -> int:
+        """Scrub every sealed segment; return their number."""
+        began = self._clock()
+        todo = sorted(self._cold.sealed(), key=lambda one: self._when(one[1]))
+        for store, segment in todo:
+            await self._look_at(store, segment)
+            await asyncio.sleep(0)  # it may hold no blocks
+        if todo:
+            self.last_round_s = round(self._clock() - began, 3)
+        return len(todo)
+
+    def _when(self, segment: Segment) -> float:
+        head, at = self._looked.get(segment.number, (None, 0.0))
+        return at if head is segment.head else float("-inf")
+
+    async def _look_at(self, store: SegmentStore, segment: Segment) -> None:
+        segments, head = self._catalogs[store.tenant].segments, segment.head
+        if head is None:
+            return
+        ids = segments.in_segment(segment.number)
+        for at in range(0, len(ids), AT_ONCE * ID_BYTES):
+            for one in segments.still_in(ids[at : at + AT_ONCE * ID_BYTES], segment.number):
+                damaged = await self._is_damaged(one, segment, head, store.disk)
+                if not _lasts(segment, head) or not store.disk.reads.is_on:
+                    return
+                if damaged:
+                    self._tell(store.tenant, one, segment)
+        self._looked[segment.number] = (head, self._clock())
+
+    async def _wait(self, one: Framed, disk: DirectoryDisk) -> None:
+        """Wait until the rate permits this frame, and no request waits for a read."""
+        await self._pace.take(_nbytes(one))
+        while disk.reads.is_on and disk.worker.queued[0]:
+            await self._sleep(PAUSE_S)
+
+    async def _is_damaged(
+        self, one: Framed, segment: Segment, head: Head, disk: DirectoryDisk
+    ) -> bool:
+        """Whether the frame is damaged or cannot be read. A failed read is repeated; a disk that fails all
+        reads says nothing about its frames."""
+        code, good = 0, disk.reads.good
+        for _ in range(TRIES):
+            await self._wait(one, disk)
+            if not _lasts(segment, head) or not disk.reads.is_on:
+                return False
+            code, header, payload = await self._read(one)
+            self.counts["bytes"] += _nbytes(one)
+            if not code:
+                self.counts["frames"] += 1
+                return payload in DAMAGED or not _names(header, head.epoch, one)
+        return code == errno.EIO and disk.reads.good > good
+
+    async def _read(self, one: Framed) -> tuple[int, bytes, int]:
+        """Return the error of the disk or 0, the header, and the error of the payload."""
+        loop = asyncio.get_running_loop()
+        header: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+        payload: asyncio.Future[int] = loop.create_future()
+
+        def have_header(code: int, text: bytes) -> None:
+            if not header.cancelled():
+                header.set_result((code, text))
+
+        def have_payload(_: Incoming, code: int) -> None:
+            if not payload.cancelled():
+                payload.set_result(code)
+
+        segment, page, nbytes, _, header_pages, _, _ = FRAME.unpack(one.frame)
+        block = Incoming(
+            one.id, segment, page, header_pages, nbytes, one.digest, self._memory_of(nbytes), 0
+        )
+        self._cold.read_header(block, have_header)
+        self._cold.read([block], have_payload, urgent=False)
+        (head_code, text), code = await header, await payload
+        if head_code == errno.ENODATA:
+            return 0, b"", errno.ENODATA
+        return head_code or (0 if code in DAMAGED else code), text, code
+
+    def _tell(self, tenant: str, one: Framed, segment: Segment) -> None:
+        ids = array("I", [one.id]).tobytes()
+        forgotten, dirty = self._catalogs[tenant].segments.damaged(ids, one.frame)
+        if not forgotten:
+            return
+        self.counts["damaged"] += 1
+        again = "the block is in memory and is written again" if dirty else "the block is lost"
+        page = FRAME.unpack(one.frame)[1]
+        log.warning("cold: %s: the frame at page %d is damaged; %s", segment.path, page, again)
+        if dirty:
+            self._dirty(tenant, dirty)
+
+    def _memory_of(self, nbytes: int) -> int:
+        """Return the number of memory outside the arena with at least this size."""
+        if self._memory is None or self._memory[1] < nbytes:
+            self._memory = self._cold.room(nbytes)
+        return self._memory[0]
+
+
+def _lasts(segment: Segment, head: Head) -> bool:
+    """Whether the segment is sealed and was not reused. The scrub does not keep it from being reused."""
+    return segment.head is head and segment.stage is Stage.SEALED
+
+
+def _nbytes(one: Framed) -> int:
+    """Return how many bytes are read for this frame."""
+    _, _, payload_bytes, _, header_pages, _, _ = FRAME.unpack(one.frame)
+    return int(header_pages * PAGE + pages(payload_bytes))
+
+
+def _names(header: bytes, epoch: int, one: Framed) -> bool:
+    """Whether this is the header of this frame."""
+    try:
+        found = frame.decode(header, epoch)
+    except FrameError:
+        return False
+    return found.identity == one.identity and found.payload_digest == one.digest

@@ -1,0 +1,156 @@
+"""The segment files of one tenant in one directory, and the bytes that they may take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvtier.errors import TierError
+from kvtier.layout import KvSpec
+from kvtier_daemon.tiers.cold.directory import ColdDirectory, space_key, spaces_of
+from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from kvtier_daemon.tiers.cold.recovery import Recovered, recover, refuse_copies
+from kvtier_daemon.tiers.cold.segment_log import Segment
+
+log = logging.getLogger(__name__)
+
+LEAST_SEGMENTS = 3  # with fewer, none can be reclaimed while others are written
+
+
+class SegmentFiles:
+    """Creates, finds and removes the files; never reads or writes a segment that is in use."""
+
+    def __init__(
+        self, tenant: str, directory: ColdDirectory, disk: DirectoryDisk, segment_bytes: int, most: int,
+        owner: bytes,
+    ) -> None:  # fmt: skip
+        self.segment_bytes = segment_bytes
+        self.most_bytes = most * segment_bytes
+        self.described: dict[bytes, KvSpec] = {}  # spaces that the scan found
+        self.unreadable = 0  # files that can neither be used nor be removed
+        self._tenant = tenant
+        self._directory = directory
+        self._disk = disk
+        self._owner = owner
+        self._held_bytes = 0
+        self._next_number = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more file fits."""
+        return self._held_bytes + self.segment_bytes <= self.most_bytes
+
+    def hold(self, segment: Segment) -> None:
+        """Count this segment's file."""
+        self._held_bytes += segment.nbytes
+
+    def create(self) -> tuple[Path, asyncio.Future[int]]:
+        """Start to create a file of the configured size; the future has its descriptor."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        path = self._directory.segment_path(self._tenant, number)
+        return path, self._disk.run_in_thread(self._directory.make, path, self.segment_bytes)
+
+    def remove(self, segment: Segment) -> None:
+        """Close and remove the file of a segment, in the thread that also creates files."""
+        self._held_bytes -= segment.nbytes
+        fd, segment.fd = segment.fd, -1
+
+        def remove() -> None:
+            os.close(fd)
+            self._unlink(Path(segment.path))
+
+        self._disk.run_in_thread(remove)
+
+    def lose_room(self, path: Path | None = None) -> None:
+        """Count a file that takes room and cannot be used."""
+        self.unreadable += 1
+        nbytes = self.segment_bytes
+        if path is not None:
+            with contextlib.suppress(OSError):
+                nbytes = max(nbytes, path.lstat().st_size)
+        self.most_bytes -= nbytes
+
+    async def scan(self) -> list[Recovered]:
+        """Return the content of the files that fit, oldest first; remove the other files."""
+        described = await self._disk.run_in_thread(spaces_of, self._directory, self._tenant)
+        found = []
+        for path in await self._disk.run_in_thread(self._directory.files, self._tenant):
+            self._next_number = max(self._next_number, int(path.name) + 1)
+            if (one := await self._scan_file(path, None)) is not None:
+                found.append(one)
+        found = refuse_copies(found)
+        # A footer may describe a space whose description the index has lost.
+        footers = {identity: spec for one in found for identity, spec in one.spaces}
+        for at, one in enumerate(found):
+            if one.head is not None and not one.sealed:
+                found[at] = await self._scan_file(one.path, footers | described) or one
+        found.sort(key=lambda one: one.head.sequence if one.head else -1)
+        kept = self._select_fitting(found)
+        paths = {one.path for one in kept}
+        if others := sum(one.nbytes != self.segment_bytes for one in kept):
+            log.warning(
+                "cold: %s: %d segments of tenant %s have another size than cold.segment (%d "
+                "bytes): each is used until it would be reused, then replaced",
+                self._directory.path, others, self._tenant, self.segment_bytes,
+            )  # fmt: skip
+        for one in found:
+            if one.warning:
+                log.warning("cold: %s: %s", one.path, one.warning)
+            if one.path not in paths:
+                await self._disk.run_in_thread(self._unlink, one.path)
+        self.described = self._drop_unused(described, kept)
+        return kept
+
+    def _select_fitting(self, found: Sequence[Recovered]) -> list[Recovered]:
+        """Return the newest files that fit. A file of another size is kept for its blocks, unless fewer than
+        three of that size fit: then it could never be reclaimed."""
+        kept, room = [], self.most_bytes
+        for one in reversed(found):
+            other = one.nbytes != self.segment_bytes
+            unfit = other and (one.head is None or one.nbytes > self.most_bytes // LEAST_SEGMENTS)
+            if not (one.foreign or unfit) and one.nbytes <= room:
+                kept.append(one)
+                room -= one.nbytes
+        return kept[::-1]
+
+    async def _scan_file(
+        self, path: Path, described: Mapping[bytes, KvSpec] | None
+    ) -> Recovered | None:
+        """Return the content of a file; None if it cannot be read."""
+        try:
+            return await self._disk.run_in_thread(self._recover, path, described)
+        except TierError as error:
+            log.error("cold: %s", error)
+            self.lose_room(path)
+            return None
+
+    def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
+        one = recover(path, self._owner, described)
+        if one.head is not None:
+            one.used = self._directory.uses.pages(one.head.epoch)
+            one.split()
+        return one
+
+    def _drop_unused(
+        self, described: Mapping[bytes, KvSpec], found: Sequence[Recovered]
+    ) -> dict[bytes, KvSpec]:
+        """Return the descriptions of spaces that have frames, and drop the others from the index. Drops none
+        if more frames may be found later: in an unreadable file, or behind a damaged frame."""
+        if self.unreadable or not all(one.sealed for one in found if one.head is not None):
+            return dict(described)
+        used = {identity for one in found for identity, _ in one.spaces}
+        for identity in described.keys() - used:
+            self._directory.index.drop(b"spaces", space_key(self._tenant, identity))
+        return {identity: spec for identity, spec in described.items() if identity in used}
+
+    def _unlink(self, path: Path) -> None:
+        log.warning("cold: removing %s: it is unusable, or cold.size has no room for it", path)
+        try:
+            path.unlink()
+        except OSError as error:
+            log.error("cold: cannot remove %s: %s", path, error)
+            self.lose_room(path)

@@ -1,0 +1,493 @@
+"""The segments of one tenant in one directory: writes blocks to the open segment, and prepares the next one.
+
+A write puts header and payload into the open segment, then calls fdatasync; only then is the block reported
+as written. `SegmentLog` has the stages of the segments."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from kvtier.errors import TierError
+from kvtier_daemon.codec.block_parts import entries
+from kvtier_daemon.codec.frame import GENERATION_AT, PAGE, RAW, Identity, Template, pages, stamp
+from kvtier_daemon.codec.framing import ONCE
+from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
+from kvtier_daemon.tiers.cold.disk import DirectoryDisk, Over
+from kvtier_daemon.tiers.cold.eraser import erase
+from kvtier_daemon.tiers.cold.recovery import Recovered, entries_of, free_bytes
+from kvtier_daemon.tiers.cold.segment import (
+    FooterEntry,
+    described_bytes,
+    encode_footer,
+    encode_row,
+    first_frame,
+    footer_bytes,
+    space_bytes,
+)
+from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS, SegmentFiles
+from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage, Taken
+from kvtier_daemon.tiers.cold.segment_tombstones import SegmentTombstones
+from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, WriteBatch, Wrote
+
+log = logging.getLogger(__name__)
+
+RETRY_GROW_S = 30.0
+RETRY_S = 1.0
+TEMPLATES_BYTES = 8 << 20
+MOST_BATCHES = 4  # in flight, if the disk is too slow for anything to wait for it
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BEFORE_ERASE = (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.FREEING)
+ERASE_POLL_S = 0.005
+RESUME_SHARE = 4  # writing to a segment is resumed if a fourth of it is free
+
+
+class SegmentNumbers:
+    """Numbers the segments and frames of all stores of a daemon, and caches the headers of frames."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.stores: list[SegmentStore] = []  # of each segment
+        self.sequence = 1
+        self._templates: dict[tuple[bytes, int, int], Template] = {}
+        self._templates_bytes = 0
+
+    def add(self, store: SegmentStore, segment: Segment) -> None:
+        segment.number = len(self.segments)
+        self.segments.append(segment)
+        self.stores.append(store)
+
+    def template(self, block: Outgoing) -> Template:
+        """Return the header that all frames of this kind share."""
+        key = (block.space, block.group, block.shard)
+        kind = self._templates.get(key)
+        if kind is None:
+            pieces = entries(block.spec, block.group)
+            kind = Template(block.space, block.group, block.shard, RAW, pieces)
+            self._templates_bytes += kind.header_bytes
+            if self._templates_bytes > TEMPLATES_BYTES:
+                self._templates, self._templates_bytes = {}, kind.header_bytes
+            self._templates[key] = kind
+        return kind
+
+    def blank(self, block: Outgoing) -> bytearray:
+        """Return a header for this block, without its place."""
+        text = self.template(block).blank(block.digest)
+        if block.lossy:
+            text[GENERATION_AT] = ONCE
+        return text
+
+    def fits(self, block: Outgoing, segment_bytes: int) -> bool:
+        """Whether an empty segment of this size has room for the block."""
+        footer = footer_bytes(described_bytes(space_bytes((block.space, block.spec))), 1)
+        frame_bytes = self.template(block).total_bytes
+        return first_frame(segment_bytes) + frame_bytes + footer <= segment_bytes
+
+    def close_files(self, store: SegmentStore) -> None:
+        """Close the files of this store's segments."""
+        for segment, other in zip(self.segments, self.stores, strict=True):
+            if other is store and segment.fd >= 0:
+                os.close(segment.fd)
+
+
+class SegmentStore:
+    """`reclaim(store, segment)` is called when the oldest segment is to be reused: the callee copies the
+    blocks that were requested again, then calls `release_segment`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tenant: str,
+        directory: ColdDirectory,
+        disk: DirectoryDisk,
+        numbering: SegmentNumbers,
+        segment_bytes: int,
+        most: int,
+        reclaim: Callable[[SegmentStore, Segment], None],
+        is_lost: Callable[[int], bool],
+        clock: Callable[[], float] = time.monotonic,
+        secret: bytes = b"",
+    ) -> None:
+        self.tenant = tenant
+        self.owner = directory.owner(tenant, secret)
+        self.directory = directory
+        self.disk = disk
+        self.in_flight: set[WriteBatch] = set()
+        self.releasing: dict[Segment, asyncio.Future[None]] = {}  # no block uses them; not free yet
+        self.closing = False
+        self.ready = False  # its files have been scanned
+        self.log = SegmentLog()
+        self.files = SegmentFiles(tenant, directory, disk, segment_bytes, most, self.owner)
+        self.tombstones = SegmentTombstones(loop, disk, self._free_if_unused, clock)
+        self._loop = loop
+        self._numbering = numbering
+        self._reclaim = reclaim
+        self._is_lost = is_lost
+        self._clock = clock
+        self._creating = False
+        self._full = False  # a segment is being reclaimed
+        self._grows_at = 0.0  # after a file system without room for another file
+        self._tries_at = 0.0  # after another failure
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def has_place(self) -> bool:
+        """Whether the open segment accepts a batch now. Prepares a segment if none is open."""
+        if self.log.open is None:
+            self.prepare()
+            return False
+        return len(self.in_flight) < MOST_BATCHES
+
+    def write(self, blocks: Sequence[Outgoing], done: Wrote) -> int:
+        """Start to write as many of the leading blocks as have a place now; return their number."""
+        segment = self.log.open
+        if not self.has_place() or segment is None or segment.head is None:
+            return 0
+        batch = WriteBatch(segment, done, self._loop.create_future())
+        ops, headers, full = bytearray(), bytearray(), False
+        for block in blocks:
+            kind, coded, nbytes = self._numbering.template(block), block.coded, block.payload_bytes
+            frame_bytes = kind.header_bytes + pages(nbytes)
+            taken = segment.take(frame_bytes, (block.space, block.spec))
+            if taken is None:
+                full = True
+                break
+            sequence = self._numbering.sequence
+            self._numbering.sequence += 1
+            header = bytearray(coded.header) if coded is not None else self._numbering.blank(block)
+            lossy = header[GENERATION_AT] > 0
+            stamp(header, block.key, block.parent, segment.head.epoch, sequence)
+            ops += self.disk.frame_op(
+                segment.fd, taken.page * PAGE, nbytes, *block.place, (len(headers), len(header)),
+                _frame_done(batch, block, kind, taken, sequence, lossy, self._is_lost),
+            )  # fmt: skip
+            headers += header
+            batch.ops += 1
+        if batch.ops:
+            segment.writing += 1
+            self.in_flight.add(batch)
+            self.disk.write(segment.fd, ops, headers, self._wrote_all(batch))
+        if full:
+            self.seal()
+        return batch.ops
+
+    def _wrote_all(self, batch: WriteBatch) -> Over:
+        def over(code: int, _: bytes | None) -> None:
+            segment = batch.segment
+            segment.writing -= 1
+            if code or batch.failed:
+                if code != errno.EFAULT:  # that is a page of the slot, not the disk
+                    self.disk.write_fault(f"{segment.path}: write failed", code or errno.EIO)
+                batch.failed += [one.id for one in batch.landed]
+                batch.landed = []
+                segment.failed = True
+                if segment.stage is Stage.OPEN:
+                    self.log.failed(segment)
+            elif segment.stage in (Stage.OPEN, Stage.SEALING):
+                for at, row in batch.rows:
+                    segment.list_frame(at, row)
+            self.in_flight.discard(batch)
+            try:
+                batch.done(batch.landed, batch.failed + batch.lost)
+            finally:
+                batch.settled.set_result(None)
+            self.prepare()
+            self._free_if_unused(segment)
+            if segment.stage is Stage.SEALING and not segment.writing:
+                self._write_footer(segment)
+
+        return over
+
+    # --- segments ----------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Close the open segment for writing, and prepare the next one."""
+        segment = self.log.seal()
+        if not segment.writing:
+            self._write_footer(segment)
+        self.prepare()
+
+    def _write_footer(self, segment: Segment) -> None:
+        assert segment.head is not None
+        rows = segment.rows() if segment.failed else bytes(segment.table)
+        at, text = encode_footer(segment.head, segment.spaces, rows, segment.end)
+        what = f"{segment.path}: cannot write its footer"
+        self.disk.write_text(
+            segment.fd, at, text, self._stage_done(segment, self.log.now_sealed, what)
+        )
+
+    def _stage_done(self, segment: Segment, good: Callable[[Segment], None], what: str) -> Over:
+        """Return the callback of a write after which the segment has its next stage."""
+
+        def over(code: int, _: bytes | None) -> None:
+            if code:
+                self.disk.write_fault(what, code)
+                self.log.failed(segment)
+            else:
+                good(segment)
+            self.prepare()
+
+        return over
+
+    def prepare(self) -> None:
+        """Begin a segment if none is open, and get one more free segment: a new file, or the oldest
+        segment."""
+        books = self.log
+        if self.closing or not self.ready or not self.disk.writes.is_on:
+            return  # the next write calls it again
+        if self._clock() < self._tries_at:
+            return
+        for releasing in list(self.releasing):
+            self._free_if_unused(releasing)
+        beginning = any(one.stage is Stage.BEGINNING for one in books.others)
+        if books.free and books.open is None and not beginning:
+            self._begin()
+        if books.free or self._creating or self._full:
+            return
+        if self.files.has_room and self._clock() >= self._grows_at:
+            self._create()
+        elif len(books) >= LEAST_SEGMENTS and (segment := books.reclaim()) is not None:
+            self._full = True
+            self._reclaim(self, segment)
+
+    def _begin(self) -> None:
+        epoch = secrets.randbits(64)
+        segment = self.log.begin(epoch, self._numbering.sequence, self.owner)
+        assert segment.head is not None
+        marks = segment.tombstones
+
+        def over(code: int, _: bytes | None) -> None:
+            if code:
+                self.disk.write_fault(f"{segment.path}: cannot write its head", code)
+                self.log.not_begun(segment)
+            else:
+                self._begun(segment)
+                self.prepare()
+
+        text = segment.head.encode() + marks.encode(epoch, 0, marks.count)
+        self.disk.write_text(segment.fd, 0, text, over)
+
+    def _begun(self, segment: Segment) -> None:
+        self.log.begun(segment)
+        if self.closing:
+            self.seal()
+
+    def _create(self) -> None:
+        """Create a file for one more segment."""
+        self._creating = True
+        path, creating = self.files.create()
+
+        def created(future: asyncio.Future[int]) -> None:
+            if future.cancelled():
+                return
+            self._creating = False
+            error = future.exception()
+            if error is not None:
+                code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+                self._create_failed(path, code)
+            elif self.closing:
+                os.close(future.result())
+            else:
+                self.disk.short = ""
+                new = Segment(
+                    0, str(path), future.result(), self.files.segment_bytes, leftover=False
+                )
+                self.files.hold(new)
+                self._numbering.add(self, new)
+                self.log.add(new)
+            self.prepare()
+
+        creating.add_done_callback(created)
+
+    def _create_failed(self, path: Path, code: int) -> None:
+        """Retry later. Without room, the existing segments are reused until then."""
+        what = f"cannot create {path}"
+        if code in NO_ROOM:
+            self.disk.faults += 1
+            self.disk.short = f"{what}: {os.strerror(code)}"
+            log.error(
+                "cold: %s; reusing existing segments, retrying in %.0f s",
+                self.disk.short,
+                RETRY_GROW_S,
+            )
+            self._grows_at = self._clock() + RETRY_GROW_S
+        else:
+            self.disk.write_fault(what, code)
+            self._tries_at = self._clock() + RETRY_S
+
+    def release_segment(self, segment: Segment) -> None:
+        """Free this segment, which no block uses, as soon as no read uses it."""
+        self.releasing[segment] = self._loop.create_future()
+        self._free_if_unused(segment)
+
+    def read_ended(self, segment: Segment) -> None:
+        """Note the end of a read of this segment."""
+        segment.reading -= 1
+        self._free_if_unused(segment)
+
+    def _free_if_unused(self, segment: Segment) -> None:
+        if segment not in self.releasing or not segment.idle or segment.stage is not Stage.LEAVING:
+            return
+        self.log.freeing(segment)
+
+        def over(code: int, _: bytes | None) -> None:
+            if code:
+                # A start would still find its frames, so it is not free.
+                self.disk.write_fault(
+                    f"{segment.path}: cannot clear its head, so it cannot be reused yet", code
+                )
+                self._tries_at = self._clock() + RETRY_S
+                self.log.not_freed(segment)
+                return
+            self._recycle(segment)
+
+        # Otherwise a start would find its frames, also those that were forgotten.
+        self.disk.write_text(segment.fd, 0, bytes(PAGE), over)
+
+    def _recycle(self, segment: Segment) -> None:
+        """Use the file again; replace it if new files have another size."""
+        assert segment.head is not None
+        self.tombstones.drop(segment)
+        self.directory.uses.drop(segment.head.epoch)
+        if segment.nbytes == self.files.segment_bytes:
+            self.log.freed(segment)
+        else:
+            self.log.retired(segment)
+            self.files.remove(segment)
+        self.releasing.pop(segment).set_result(None)
+        self._full = False
+        self.prepare()
+
+    # --- erasing -----------------------------------------------------------------------------
+
+    async def erase(self, segment: Segment, live: Callable[[int], dict[int, int]]) -> None:
+        """Erase all bytes of the segment's file except the frames `live`: pages of each frame, by first page.
+        The segment is not reused meanwhile. Raises OSError or TierError."""
+        # A write in progress may be of frames that no block has yet, or of a footer that lists all frames.
+        while segment.stage in BEFORE_ERASE or segment.writing:
+            if segment.stage is Stage.OPEN:
+                if _is_clean(segment, live):
+                    return
+                self.seal()
+            await asyncio.sleep(ERASE_POLL_S)
+        if segment.fd < 0:
+            return  # its file was removed
+        if self.disk.is_over:
+            raise TierError(f"{self.directory.path} was closed meanwhile")
+        was_free = segment.stage is Stage.FREE
+        if was_free:
+            self.log.hold_back(segment)
+        else:
+            segment.reading += 1
+        head, pages_of = (None, {}) if was_free else (segment.head, live(segment.number))
+        job = self.disk.run_in_thread(
+            erase, Path(segment.path), segment.fd, head, pages_of,
+            partial(spaces_of, self.directory, self.tenant),
+        )  # fmt: skip
+
+        def over(done: asyncio.Future[None]) -> None:
+            if not was_free:
+                self.read_ended(segment)
+                return
+            self.log.freed(segment)
+            segment.leftover = done.cancelled() or done.exception() is not None
+            self.prepare()
+
+        job.add_done_callback(over)
+        await asyncio.shield(job)  # the caller may time out; the writes go on
+
+    # --- start -------------------------------------------------------------------------------
+
+    def adopt(self, one: Recovered, fd: int) -> Segment:
+        """Add a segment that the scan found; `fd` is its file."""
+        segment = Segment(0, str(one.path), fd, one.nbytes)
+        self.files.hold(segment)
+        self._numbering.add(self, segment)
+        if one.head is None:
+            self.log.add(segment)
+            return segment
+        segment.head = one.head
+        self.log.add_sealed(segment)
+        self._numbering.sequence = max(
+            self._numbering.sequence, one.head.sequence + entries_of(one) + 1
+        )
+        segment.tombstones = one.tombstones
+        if not one.sealed:
+            self._write_late_footer(segment, one)
+        return segment
+
+    def _write_late_footer(self, segment: Segment, one: Recovered) -> None:
+        """Write the footer that a killed daemon did not write, so that the next start need not walk the
+        frames."""
+        if free_bytes(one) < described_bytes(sum(map(space_bytes, one.spaces))):
+            return
+        assert one.head is not None
+        at, text = encode_footer(one.head, one.spaces, one.table, one.end, torn=True)
+        segment.writing += 1
+
+        def over(code: int, _: bytes | None) -> None:
+            segment.writing -= 1
+            if code:
+                self.disk.write_fault(f"{segment.path}: cannot write its footer", code)
+            self._free_if_unused(segment)
+
+        self.disk.write_text(segment.fd, at, text, over)
+
+    def resume(self, found: Sequence[Recovered]) -> None:
+        """Continue to write to the newest segment, if a fourth of it is free. Never to one that a killed
+        daemon left open: unfinished writes of the same epoch lie behind its last good frame."""
+        newest = self.log.sealed[-1] if self.log.sealed else None
+        one = next((one for one in found if newest and str(one.path) == newest.path), None)
+        if newest is None or one is None or not one.sealed or one.torn:
+            return
+        if free_bytes(one) < one.nbytes // RESUME_SHARE:
+            return
+        newest.resume(one.spaces, one.table, one.end)
+        self.log.resume(newest)
+        what = f"{newest.path}: cannot continue to write"
+        # With a footer, a start would not look for frames that the footer does not list.
+        self.disk.write_text(
+            newest.fd, newest.nbytes - PAGE, bytes(PAGE),
+            self._stage_done(newest, self._begun, what),
+        )  # fmt: skip
+
+
+def _is_clean(segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
+    """Whether the file of an open segment holds only frames of blocks."""
+    clean = not segment.leftover and not segment.writing and not segment.failed
+    return clean and segment.taken == len(live(segment.number))
+
+
+def _frame_done(
+    batch: WriteBatch, block: Outgoing, kind: Template, taken: Taken, sequence: int, lossy: bool,
+    is_lost: Callable[[int], bool],
+) -> Over:  # fmt: skip
+    """Return the callback of one frame's write, which notes the frame in the batch."""
+
+    def over(code: int, digest: bytes | None) -> None:
+        if code or digest is None:
+            batch.failed.append(block.id)
+            return
+        if is_lost(block.extent):
+            batch.lost.append(block.id)  # the frame is not the block: no entry names it
+            return
+        header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
+        entry = FooterEntry(
+            Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
+            header_pages + pages(nbytes) // PAGE, header_pages, block.codec, nbytes, kind.raw_bytes,
+            sequence, digest, lossy,
+        )  # fmt: skip
+        batch.rows.append((taken.at, encode_row(entry, taken.space)))
+        number = batch.segment.number
+        batch.landed.append(
+            Landed(block.id, number, taken.page, header_pages, nbytes, digest, block.codec, lossy)
+        )
+
+    return over

@@ -1,0 +1,67 @@
+"""What may be written to the disks in a day, for their sake. No I/O; its clock is handed in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+SCARCE = 1 / 2  # of an hour's budget
+DAY_S = 86_400.0
+HOUR_S = 3600.0
+
+
+class WriteBudget:
+    """Bytes that may be written, by the day; nothing is saved up for longer than an hour."""
+
+    def __init__(self, daily_bytes: int, clock: Callable[[], float]) -> None:
+        self._rate = daily_bytes / DAY_S
+        self._most = daily_bytes / 24
+        self._clock = clock
+        self._left = self._most
+        self._at = clock()
+        self._hours: deque[tuple[int, int]] = deque()  # number of the hour, bytes
+
+    def limit(self, daily_bytes: int) -> None:
+        """So much may be written in a day from now on; what this hour has left stays, as far as it fits."""
+        before = self._most
+        left = self.left() if before else float("inf")
+        self._rate, self._most = daily_bytes / DAY_S, daily_bytes / 24
+        self._left = min(left, self._most)
+        self._at = self._clock()
+
+    def inherit(self, other: WriteBudget) -> None:
+        """Go on where another one ended."""
+        self._left, self._at = min(other._left, self._most), other._at
+        self._hours = other._hours
+
+    @property
+    def is_limited(self) -> bool:
+        return self._rate > 0
+
+    @property
+    def scarce(self) -> float:
+        """With fewer bytes left than this, not everything should be written."""
+        return self._most * SCARCE
+
+    def left(self) -> float:
+        """How many bytes may be written now."""
+        if not self._rate:
+            return float("inf")
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._at) * self._rate)
+        self._at = now
+        return self._left
+
+    def spend(self, nbytes: int) -> None:
+        if self._rate:
+            self._left -= nbytes
+        hour, spent = int(self._clock() // HOUR_S), 0
+        if self._hours and self._hours[-1][0] == hour:
+            _, spent = self._hours.pop()
+        self._hours.append((hour, spent + nbytes))
+
+    def day_bytes(self) -> int:
+        """How many bytes were written in this hour and the 23 before it."""
+        while self._hours and self._hours[0][0] <= self._clock() // HOUR_S - 24:
+            self._hours.popleft()
+        return sum(nbytes for _, nbytes in self._hours)

@@ -1,0 +1,1 @@
+"""The work of commands. The serving parts never import it."""

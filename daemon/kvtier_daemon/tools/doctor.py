@@ -1,0 +1,545 @@
+"""Checks of the machine, its configuration and its daemon: one for each problem that has occurred, with the
+measured value and the command that solves it.
+
+The environment is a parameter: files under `root`, limits, libraries. A check only reads, except for a probe
+file that it removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import resource
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.units import GIB, MIB, format_bytes
+from kvtier_daemon.config import preflight
+from kvtier_daemon.config.schema import Config, LoadedConfig
+from kvtier_daemon.observing.hints import LOST
+from kvtier_daemon.tiers.cold.ownership import distrust_cold
+from kvtier_daemon.tiers.states import is_away, is_drained, meaning, remedy
+
+PROBE_BYTES: Final = 64 * 1024
+PAGE: Final = 4096
+SHM_LEAST: Final = GIB
+COLLAPSES: Final = (6, 1)  # the first kernel with MADV_COLLAPSE
+NO_DISKS: Final = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's layer"}
+ELSEWHERE: Final = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "virtiofs", "lustre")
+COPYING: Final = ("btrfs", "zfs", "bcachefs")
+GOOD_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+NVIDIA: Final = "0x10de"
+LOST_SHARE: Final = 0.01  # of the blocks that were to be written
+DAEMON: Final = "daemon"  # the check whether the daemon answers
+
+
+class Severity(StrEnum):
+    ok = "ok"
+    warn = "warn"
+    fail = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check; `fix` is the remedy, or empty."""
+
+    name: str
+    level: Severity
+    value: str
+    fix: str = ""
+
+
+def _ok(name: str, value: str) -> Finding:
+    return Finding(name, Severity.ok, value)
+
+
+def _warn(name: str, value: str, fix: str) -> Finding:
+    return Finding(name, Severity.warn, value, fix)
+
+
+def _fail(name: str, value: str, fix: str) -> Finding:
+    return Finding(name, Severity.fail, value, fix)
+
+
+def _loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The machine that is examined."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    getrlimit: preflight.Limits = resource.getrlimit
+    loadable: Callable[[str], bool] = _loadable
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+    device: Callable[[Path], int] = lambda path: path.stat().st_dev
+    release: str = field(default_factory=lambda: os.uname().release)
+
+    def text(self, path: str) -> str:
+        """Return the content of a file; empty if it does not exist."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def there(self, path: str) -> bool:
+        return (self.root / path).exists()
+
+    def under(self, path: str, pattern: str) -> list[Path]:
+        return sorted((self.root / path).glob(pattern))
+
+    @property
+    def gpus(self) -> list[Path]:
+        """The display controllers of NVIDIA."""
+        return [
+            device
+            for device in self.under("sys/bus/pci/devices", "*")
+            if (device / "vendor").exists()
+            and (device / "vendor").read_text().strip() == NVIDIA
+            and (device / "class").read_text().startswith("0x03")
+        ]
+
+
+def examine(
+    world: World, loaded: LoadedConfig | None, stats: Mapping[str, Any] | None, trouble: str
+) -> list[Finding]:
+    """Run all checks except those of engines. `stats` is the daemon's status, or `trouble` the reason why
+    there is no status."""
+    found = [daemon(stats, trouble), huge_pages(world), clock(world), shared_memory(world)]
+    found += [gpu_driver(world), gpu_direct(world), udev(world)]
+    if stats is not None:
+        found.append(listening(world, int(stats.get("pid", 0))))
+        if "cold" in stats.get("tiers", {}):
+            found.append(cold_engine(stats["tiers"]["cold"]))
+            found.append(lost_unwritten(stats["tiers"]["cold"]))
+        found.append(lately(stats))
+    if loaded is None:
+        return found
+    config = loaded.config
+    serves = stats is not None
+    found += started(loaded, serves)
+    found.append(registered_memory(world, config))
+    if config.warm.huge_pages:
+        found.append(reserved_huge_pages(world, config))
+    directories = config.cold.directories if config.cold is not None else ()
+    for directory in directories:
+        found += [file_system(world, directory), direct_io(directory), owned(directory)]
+    if config.cold is not None:
+        found.append(free_space(world, directories, config.cold.size_bytes))
+    found.append(nodes(world, directories))
+    return found
+
+
+# --- the daemon ----------------------------------------------------------------------------------
+
+
+def daemon(stats: Mapping[str, Any] | None, trouble: str) -> Finding:
+    """Check whether the daemon answers and has this version."""
+    import kvtier
+
+    if stats is None:
+        what, _, advice = trouble.partition("; ")
+        return _fail(DAEMON, what, advice or "see its log")
+    version = stats.get("version", "")
+    if version != kvtier.__version__:
+        fix = "restart it: systemctl restart kvtierd"
+        return _warn(
+            DAEMON, f"the daemon is kvtier {version}, this command is {kvtier.__version__}", fix
+        )
+    if failure := stats.get("tiers", {}).get("warm", {}).get("failure"):
+        return _fail(
+            DAEMON, f"the warm tier is incomplete: {failure}", "free memory, then restart it"
+        )
+    return _ok(DAEMON, f"kvtier {version} answers, process {stats.get('pid')}")
+
+
+def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
+    """Run the checks of a start. If the daemon runs, its memory is not needed a second time."""
+    config = loaded.config
+    looks = [preflight.open_files(config), preflight.socket_path(config.socket)]
+    if not serves:
+        looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
+    looks.append(preflight.state_directory(config.state))
+    return [
+        _ok(look.what, look.value) if look.ok else _fail(look.what, look.value, look.fix)
+        for look in looks
+    ]
+
+
+def cold_engine(cold: Mapping[str, Any]) -> Finding:
+    """Report how the daemon accesses its disks."""
+    name = "cold tier"
+    if is_away(cold) or (is_drained(cold) and not cold.get("failure")):
+        return _warn(name, meaning("cold", cold), "kvtier tier on cold")
+    if cold.get("given_up") or not cold.get("on", True):
+        failure = str(cold.get("failure") or "it does not accept writes")
+        again = "then restart the daemon" if cold.get("given_up") else "the daemon retries"
+        return _fail(name, f"off: {failure}", f"{remedy(failure)}; {again}")
+    if cold.get("engine") != "io_uring":
+        fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
+        return _warn(name, f"uses {cold.get('engine')}, not io_uring", fix)
+    if cold.get("failure"):
+        return _warn(name, f"{cold['failure']}", remedy(str(cold["failure"])))
+    return _ok(name, "uses io_uring")
+
+
+def lost_unwritten(cold: Mapping[str, Any]) -> Finding:
+    """Check whether blocks were evicted before they were on disk, since the daemon's start."""
+    name = "blocks lost unwritten"
+    written = cold.get("states", {}).get("written", 0)
+    unwritten = cold.get("unwritten", {})
+    lost = {why: unwritten.get(why, 0) for why in LOST}
+    total = sum(lost.values())
+    value = ", ".join(f"{why} {n:,}" for why, n in lost.items() if n)
+    if total > LOST_SHARE * (total + written):
+        worst = max(lost, key=lambda why: lost[why])
+        return _warn(name, f"{value}; {written:,} were written", LOST[worst])
+    return _ok(name, value or "none")
+
+
+def lately(stats: Mapping[str, Any]) -> Finding:
+    """Report the hints of the daemon, if it has any."""
+    name = "last minutes"
+    if "hints" not in stats:
+        return _ok(name, "not shown to this user: run this as root, or as the daemon's user")
+    hints = [str(hint) for hint in stats["hints"]]
+    if not hints:
+        return _ok(name, "no blocks lost unwritten, no disk too slow, no drop of the hit rate")
+    what, _, advice = hints[0].partition("; ")
+    return _warn(name, what, "; ".join([advice, *hints[1:]]))
+
+
+def owned(directory: Path) -> Finding:
+    """Check whether only the directory's owner could have written segments there."""
+    name = f"owner of {directory}"
+    try:
+        why, fix = distrust_cold(directory, directory.stat().st_uid)
+    except FileNotFoundError:
+        return _ok(name, "the directory does not exist yet")
+    except OSError as error:
+        return _fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
+    return _fail(name, why, fix) if why else _ok(name, "only the daemon's user can write there")
+
+
+def listening(world: World, pid: int) -> Finding:
+    """Check that the daemon listens on TCP ports beyond loopback only if that is configured."""
+    name = "ports"
+    mine = set()
+    for link in world.under(f"proc/{pid}/fd", "*"):
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if match := re.fullmatch(r"socket:\[(\d+)\]", target):
+            mine.add(match[1])
+    ports = [at for at, inode in _listeners(world) if inode in mine]
+    if outside := [at for at in ports if not at.startswith(("127.", "[::1]"))]:
+        fix = 'set http.listen to a loopback address, such as "127.0.0.1:9410"'
+        return _warn(name, f"the daemon listens on {', '.join(outside)}", fix)
+    return _ok(name, f"listens on {', '.join(ports)}" if ports else "no TCP port is open")
+
+
+def _listeners(world: World) -> Iterator[tuple[str, str]]:
+    """Yield the address and the inode of each listening socket."""
+    for table in ("proc/net/tcp", "proc/net/tcp6"):
+        for line in world.text(table).splitlines()[1:]:
+            words = line.split()
+            if len(words) > 9 and words[3] == "0A":
+                host, port = words[1].split(":")
+                yield f"{_address(host)}:{int(port, 16)}", words[9]
+
+
+def _address(host: str) -> str:
+    words = struct.pack(
+        f"={len(host) // 8}I", *(int(host[at : at + 8], 16) for at in range(0, len(host), 8))
+    )
+    text = socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
+    return text if len(words) == 4 else f"[{text}]"
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def registered_memory(world: World, config: Config) -> Finding:
+    """Check whether the arena can be registered with io_uring, and pinned by engines."""
+    name = "memlock"
+    soft, _ = world.getrlimit(resource.RLIMIT_MEMLOCK)
+    need = preflight.arena_bytes(config.warm)
+    said = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        return _ok(name, said)
+    if preflight._has_capability(world.root / "proc", preflight._CAP_IPC_LOCK):
+        return _ok(name, f"{said}, lifted by CAP_IPC_LOCK")
+    fix = "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited` as root before the start"
+    return _warn(
+        name, f"{said}, the arena has {format_bytes(need)}: it cannot be registered as a whole", fix
+    )
+
+
+def huge_pages(world: World) -> Finding:
+    """Check whether the kernel can use huge pages for the arena (MADV_COLLAPSE)."""
+    name = "huge pages"
+    place = "sys/kernel/mm/transparent_hugepage"
+    shmem = re.search(r"\[(\w+)\]", world.text(f"{place}/shmem_enabled"))
+    numbers = [int(word) for word in re.findall(r"\d+", world.release)[:2]]
+    if not world.there(place):
+        fix = "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE; without, clients map 150 times slower"
+        return _warn(name, "this kernel does not support them", fix)
+    if tuple(numbers) < COLLAPSES:
+        fix = f"echo advise > /{place}/shmem_enabled, or use Linux 6.1 or later"
+        return _warn(name, f"Linux {world.release} cannot collapse pages of shared memory", fix)
+    if shmem and shmem[1] == "deny":
+        return _warn(name, "shmem_enabled is deny", f"echo never > /{place}/shmem_enabled")
+    return _ok(name, f"by collapse (shmem_enabled {shmem[1] if shmem else 'unknown'})")
+
+
+def reserved_huge_pages(world: World, config: Config) -> Finding:
+    """Check whether the pages for warm.huge_pages are reserved."""
+    name = "hugetlbfs"
+    table = preflight._table(world.root / "proc" / "meminfo")
+    each = table.get("Hugepagesize:", 2048) * 1024
+    total = table.get("HugePages_Total:", 0) * each
+    need = preflight.arena_bytes(config.warm)
+    if total >= need:
+        return _ok(name, f"{format_bytes(total)} set aside")
+    value = f"{format_bytes(total)} set aside, the arena has {format_bytes(need)}"
+    fix = f"sysctl vm.nr_hugepages={-(-need // each)}, or warm.huge_pages = false"
+    return _fail(name, value, fix)
+
+
+def shared_memory(world: World) -> Finding:
+    """Check whether /dev/shm has space for an engine's workers. kvtier's own memory is not there."""
+    name = "/dev/shm"
+    try:
+        found = world.statvfs(world.root / "dev/shm")
+    except OSError as error:
+        return _warn(name, str(error.strerror), "mount -t tmpfs tmpfs /dev/shm; engines need it")
+    size = found.f_frsize * found.f_blocks
+    if size < SHM_LEAST:
+        fix = "mount -o remount,size=8g /dev/shm, or --shm-size=8g for the container"
+        return _warn(name, f"{format_bytes(size)}: little for an engine of several workers", fix)
+    return _ok(
+        name, f"{format_bytes(found.f_frsize * found.f_bavail)} free of {format_bytes(size)}"
+    )
+
+
+def nodes(world: World, directories: Sequence[Path]) -> Finding:
+    """Check whether memory, disks and GPUs are on one NUMA node."""
+    name = "NUMA"
+    count = len(world.under("sys/devices/system/node", "node[0-9]*"))
+    if count <= 1:
+        return _ok(name, "one node")
+    status = re.search(r"Mems_allowed_list:\s*(\S+)", world.text("proc/self/status"))
+    memory = status[1] if status else ""
+    places = {f"disk of {one}": _disk_node(world, one) for one in directories}
+    places |= {f"GPU {gpu.name}": _node(gpu / "numa_node") for gpu in world.gpus}
+    known = {name: node for name, node in places.items() if node >= 0}
+    value = ", ".join(f"{place} on {node}" for place, node in known.items())
+    value = f"{count} nodes, memory from {memory}" + (f"; {value}" if value else "")
+    wanted = set(known.values())
+    if len(wanted) > 1:
+        fix = "run one daemon for each node, with the disks and the GPUs of that node"
+        return _warn(name, value, fix)
+    if wanted and memory != str(*wanted):
+        node = str(*wanted)
+        return _warn(name, value, f"numactl --cpunodebind={node} --membind={node} kvtier serve")
+    return _ok(name, value)
+
+
+def _disk_node(world: World, directory: Path) -> int:
+    try:
+        device = world.device(directory)
+    except OSError:
+        return -1
+    place = world.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for above in [place.resolve(), *place.resolve().parents]:
+        if (above / "device" / "numa_node").exists():
+            return _node(above / "device" / "numa_node")
+        if (above / "numa_node").exists():
+            return _node(above / "numa_node")
+    return -1
+
+
+def _node(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+def file_system(world: World, directory: Path) -> Finding:
+    """Check whether the cold directory is on a local disk."""
+    name = f"file system of {directory}"
+    kind, point = _mounted(world, directory)
+    fix = "use a directory on a local NVMe in cold.directories (ext4 or xfs)"
+    if kind in NO_DISKS:
+        return _fail(name, f"{kind}, which is {NO_DISKS[kind]}, at {point}", fix)
+    if kind in ELSEWHERE or kind.startswith("fuse"):
+        return _warn(name, f"{kind} at {point}: not a local disk", fix)
+    if kind in COPYING:
+        return _warn(name, f"{kind} at {point} copies on every overwrite", f"chattr +C, or {fix}")
+    return _ok(name, f"{kind or 'unknown'} at {point}")
+
+
+def _mounted(world: World, directory: Path) -> tuple[str, str]:
+    """Return the type and the mount point of the file system of a directory."""
+    best = ("", "")
+    for line in world.text("proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        if directory.is_relative_to(point) and len(point) >= len(best[1]):
+            best = after.split()[0], point
+    return best
+
+
+def direct_io(
+    directory: Path,
+    write: Callable[[int, mmap.mmap], int] = lambda fd, data: os.pwrite(fd, data, 0),
+) -> Finding:
+    """Write a file without the page cache, read it, and remove it."""
+    name = f"O_DIRECT in {directory}"
+    path = directory / f".kvtier-doctor-{os.getpid()}"
+    there = next((place for place in (directory, *directory.parents) if place.is_dir()), directory)
+    if there != directory:
+        return _ok(name, f"{directory} will be created in {there}; nothing to test yet")
+    wrong = "use a directory on ext4 or xfs in cold.directories"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        fix = wrong if error.errno == errno.EINVAL else f"chown it to the daemon's user, or {wrong}"
+        return _fail(name, f"{error.strerror}", fix)
+    try:
+        with mmap.mmap(-1, PROBE_BYTES) as data:
+            data[:] = os.urandom(PROBE_BYTES)
+            wanted = bytes(data)
+            if write(fd, data) != PROBE_BYTES or os.preadv(fd, [data], 0) != PROBE_BYTES:
+                return _fail(name, "a write or a read was cut short", wrong)
+            if bytes(data) != wanted:
+                return _fail(
+                    name, "the bytes read differ from the bytes written", "replace this disk"
+                )
+    except OSError as error:
+        return _fail(name, f"{error.strerror}", wrong)
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+    return _ok(name, f"{PROBE_BYTES // 1024} KiB written and read")
+
+
+def io_uring(make: Callable[[], Any] | None = None) -> Finding:
+    """Check whether the kernel allows io_uring for this process."""
+    name = "io_uring"
+    if make is None:
+        make = _disk_worker
+    engine, why = make()
+    if engine == "io_uring":
+        return _ok(name, "allowed")
+    fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
+    return _warn(name, f"refused ({why}): using threads instead", fix)
+
+
+def _disk_worker() -> tuple[str, str]:
+    from kvtier_kernels import Disk
+
+    fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    try:
+        disk = Disk(fd)
+        try:
+            return disk.engine, disk.why
+        finally:
+            disk.stop()
+    finally:
+        os.close(fd)
+
+
+def free_space(world: World, directories: Sequence[Path], size_bytes: int) -> Finding:
+    """Check whether there is space for everything that the cold tier may still write."""
+    name = "space for the cold tier"
+    free, seen = 0, set()
+    for directory in directories:
+        there = next((one for one in (directory, *directory.parents) if one.exists()), directory)
+        try:
+            device = world.device(there)
+            found = world.statvfs(there)
+        except OSError as error:
+            return _fail(name, f"{there}: {error.strerror}", "set cold.directories")
+        if device not in seen:
+            seen.add(device)
+            free += found.f_frsize * found.f_bavail
+        free += sum(part.stat().st_blocks * 512 for part in (directory / "segments").glob("*/*"))
+    value = f"{format_bytes(free)} free or used by it, {format_bytes(size_bytes)} needed"
+    if free >= size_bytes:
+        return _ok(name, value)
+    return _fail(
+        name, value, f"set cold.size to less than {format_bytes(max(MIB, free))}, or free space"
+    )
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def gpu_driver(world: World) -> Finding:
+    """Check whether the GPUs have a driver."""
+    name = "libcuda"
+    if not world.gpus:
+        return _ok(name, "no NVIDIA GPU here: not needed")
+    if world.loadable("libcuda.so.1"):
+        return _ok(name, f"installed, {len(world.gpus)} GPUs")
+    fix = "install NVIDIA's driver, or start the container with --gpus all"
+    return _fail(name, f"{len(world.gpus)} GPUs, but libcuda.so.1 cannot be loaded", fix)
+
+
+def gpu_direct(world: World) -> Finding:
+    """Check whether GPUDirect Storage is direct, or silently falls back to copies."""
+    name = "GPUDirect Storage"
+    if not world.gpus:
+        return _ok(name, "no NVIDIA GPU here: not needed")
+    if not world.loadable("libcufile.so.0"):
+        return _warn(name, "libcufile.so.0 cannot be loaded", "pip install nvidia-cufile-cu12")
+    if not world.there("proc/driver/nvidia-fs"):
+        fix = "modprobe nvidia-fs (package nvidia-gds); without it libcufile copies through memory"
+        return _warn(name, "nvidia-fs is not loaded: libcufile falls back", fix)
+    stats = world.text("proc/driver/nvidia-fs/stats")
+    reads = re.search(r"Reads\s*:.*?\bn=(\d+)", stats)
+    return _ok(name, f"nvidia-fs is loaded, {int(reads[1]) if reads else 0:,} reads by it so far")
+
+
+def udev(world: World) -> Finding:
+    """Check whether libcufile can ask udev which disk contains a file."""
+    name = "/run/udev"
+    if not world.gpus:
+        return _ok(name, "no NVIDIA GPU here: not needed")
+    if world.there("run/udev"):
+        return _ok(name, "there")
+    return _warn(name, "missing", "mount it into the container: -v /run/udev:/run/udev:ro")
+
+
+# --- the rest ------------------------------------------------------------------------------------
+
+
+def clock(world: World) -> Finding:
+    """Check whether the clock can be read without a system call."""
+    name = "clock"
+    place = "sys/devices/system/clocksource/clocksource0"
+    source = world.text(f"{place}/current_clocksource")
+    if not source or source in GOOD_CLOCKS:
+        return _ok(name, source or "unknown")
+    fix = f"echo tsc > /{place}/current_clocksource"
+    return _warn(name, f"{source}: slow to read", fix)

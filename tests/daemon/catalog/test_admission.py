@@ -1,0 +1,102 @@
+"""What is worth writing where writes are scarce, and what is said of the rest."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+
+from kvtier.layout import space_id
+from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.miss_log import BUDGET, ONCE, SLOW_DISK
+from kvtier_daemon.catalog.policy import make
+from kvtier_kernels import Store
+from support.specs import spec_of
+from support.stores import PAGE, key
+
+ME = SessionId(1)
+SLOTS = 32
+SPEC = spec_of("admission", layers=1, kv_heads=1, head_dim=64)
+FRAME = struct.Struct("<IIIBBBB")
+
+
+class Tenant:
+    def __init__(self, shut: bool = True) -> None:
+        self.catalog = Catalog(Store(), make("lru"))
+        self.catalog.add_extent(SLOTS * PAGE, bytearray(8 * SLOTS))
+        self.space = self.catalog.open(space_id(SPEC, "t"), SPEC, ME)
+        self.catalog.blocks.admission.turn_on()
+        self.catalog.blocks.admission.strict = shut
+        self.catalog.blocks.why_unwritten = ONCE if shut else SLOW_DISK
+
+    def save(self, *names: int) -> bytes:
+        ids = b""
+        for name in names:
+            granted = self.catalog.reserve(ME, self.space, 0, 0, b"", key(name))
+            ids += self.catalog.commit(ME, granted.lease, 0, 1)
+        return ids
+
+    def written(self, limit: int = 128) -> set[bytes]:
+        """The keys of what a mover would write now."""
+        plan = self.catalog.demotions.plan(1 << 30, SLOTS * PAGE, limit)
+        self.catalog.demotions.not_demoted(plan.ids)
+        return {block.identity.key for block in plan.blocks}
+
+
+def test_what_is_wanted_again_is_written_and_what_is_before_it_in_the_way_is_not() -> None:
+    tenant = Tenant()
+    tenant.save(*range(20))
+    assert tenant.written() == set()
+    tenant.catalog.match(tenant.space, key(17))
+    tenant.catalog.match(tenant.space, key(19))
+    assert tenant.written(1) == {key(17)}
+    assert tenant.written() == {key(17), key(19)}
+    tenant.catalog.blocks.admission.strict = False
+    assert len(tenant.written()) == 20
+
+
+def test_what_is_saved_again_after_it_had_gone_is_written() -> None:
+    tenant = Tenant()
+    tenant.save(1)
+    tenant.save(*range(100, 100 + SLOTS))
+    assert tenant.catalog.match(tenant.space, key(1)).ready == 0
+    tenant.save(1)
+    assert tenant.written() == {key(1)}
+
+
+def test_write_through_asks_for_admission_too() -> None:
+    tenant = Tenant()
+    ids = tenant.save(1, 2)
+    tenant.catalog.match(tenant.space, key(2))
+    plan = tenant.catalog.demotions.plan_write_through(ids)
+    assert [block.identity.key for block in plan.blocks] == [key(2)]
+    tenant.catalog.demotions.not_demoted(plan.ids)
+
+
+def test_whatever_is_evicted_unwritten_is_counted_with_its_reason() -> None:
+    tenant = Tenant()
+    tenant.save(*range(SLOTS))
+    for name in (0, 1, 2):
+        tenant.catalog.match(tenant.space, key(name))
+    tenant.save(*range(100, 100 + SLOTS))
+    unwritten = tenant.catalog.blocks.unwritten
+    assert (unwritten["once"], unwritten["slow_disk"]) == (SLOTS - 3, 3)
+    assert tenant.catalog.explain(key(1))["why"] == "slow_disk"
+    assert tenant.catalog.explain(key(9))["why"] == "once"
+    tenant.catalog.blocks.why_unwritten = BUDGET
+    tenant.save(*range(200, 210))
+    assert unwritten["budget"] == 10
+    assert tenant.catalog.explain(key(100))["why"] == "budget"
+    assert sum(unwritten.values()) == tenant.catalog.blocks.evicted["capacity"]
+
+
+def test_what_is_on_disk_is_not_counted_as_unwritten() -> None:
+    tenant = Tenant(shut=False)
+    ids = tenant.save(*range(SLOTS))
+    plan = tenant.catalog.demotions.plan_write_through(ids)
+    frames = b"".join(FRAME.pack(0, at, PAGE, 0, 1, 0, 0) for at in range(SLOTS))
+    tenant.catalog.demotions.demoted(plan.ids, frames, bytes(16 * len(array("I", plan.ids))))
+    tenant.save(*range(100, 100 + SLOTS))
+    assert not sum(tenant.catalog.blocks.unwritten.values())
+    assert tenant.catalog.explain(key(1))["why"] == "on_disk"
+    tenant.catalog.segments.drop_segment(0)
+    assert tenant.catalog.explain(key(1))["why"] == "lost"

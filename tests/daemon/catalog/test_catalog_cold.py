@@ -1,0 +1,874 @@
+"""What moves between memory and disk: plans, how they end, and what is counted. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from array import array
+from functools import partial
+from hashlib import sha256
+
+import msgspec
+import pytest
+
+from kvtier import Group, KvSpec, Refused
+from kvtier.key import token_keys
+from kvtier.layout import space_id
+from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT
+from kvtier_daemon.catalog import Catalog, SessionId, SpaceWatch, demotion, holds
+from kvtier_daemon.catalog.blocks import PLACE_BYTES
+from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.holds import HOLD_S, HOLD_SHARE
+from kvtier_daemon.catalog.policy import Policy, make
+from kvtier_daemon.catalog.promotion import Promotion
+from kvtier_daemon.codec.frame import HAS_PARENT, Identity
+from kvtier_kernels import Store
+from models.kernels.store import Store as TwinStore
+from models.policies.lru import LruModel
+from support.specs import spec_of
+
+ME, YOU = SessionId(1), SessionId(2)
+SPEC = spec_of()
+SIZE = SPEC.block_bytes
+FRAME = struct.Struct("<IIIBBBB")
+ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
+counter = itertools.count()
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision is the same over the native store and policy and over their models."""
+    if request.param == "twin":
+        monkeypatch.setitem(globals(), "Store", TwinStore)
+        monkeypatch.setitem(globals(), "make", lambda name: LruModel())
+
+
+class Tenant:
+    """A catalog, and a disk that is a dictionary: what lies at (segment, page)."""
+
+    def __init__(self, blocks: int, spec: KvSpec = SPEC, block_bytes: int = SIZE) -> None:
+        self.store = Store()
+        self.policy: Policy = make("lru")
+        self.catalog = Catalog(self.store, self.policy)
+        self.catalog.add_extent(blocks * block_bytes, bytearray(blocks * block_bytes // 4096 * 8))
+        self.space = self.catalog.open(space_id(spec, "t"), spec)
+        self.disk: dict[tuple[int, int], tuple[Identity, bytes]] = {}
+        self.page = 1
+
+    def save(
+        self, keys: bytes, parent: bytes = b"", group: int = 0, checksums: bool = False
+    ) -> bytes:
+        granted = self.catalog.reserve(ME, self.space, group, 0, parent, keys)
+        n = len(granted.slots) // SLOT_BYTES
+        sums = bytes(16 * n) if checksums else b""
+        return self.catalog.commit(ME, granted.lease, 0, n, sums) if granted.lease else b""
+
+    def put(self, segment: int, entries: list[tuple[Identity, bytes]]) -> bytes:
+        """Frames of these blocks, one after the other in this segment."""
+        frames = b""
+        for entry in entries:
+            self.disk[segment, self.page] = entry
+            frames += FRAME.pack(segment, self.page, SIZE, 0, 1, bool(entry[1]), 0)
+            self.page += 2
+        return frames
+
+    def write(self, plan: Demotion, segment: int = 1) -> int:
+        frames = self.put(segment, [(one.identity, one.parent) for one in plan.blocks])
+        digests = b"".join(sha256(one.identity.key).digest()[:16] for one in plan.blocks)
+        return self.catalog.demotions.demoted(plan.ids, frames, digests)
+
+    def read(self, plan: Promotion) -> None:
+        """What is read is what the block is, and its digest is the one that was written."""
+        keys = self.store.keys_of(plan.ids)
+        for at, frame in enumerate(FRAME.iter_unpack(plan.frames)):
+            identity, _ = self.disk[frame[0], frame[1]]
+            assert identity.key == keys[32 * at : 32 * at + 32]
+            assert identity.space == self.space.identity
+            digest = sha256(identity.key).digest()[:16]
+            assert plan.digests[16 * at : 16 * at + 16] == digest
+
+    def move_out(self, keys: bytes, segment: int = 1) -> None:
+        """Write what there is of these, and evict it."""
+        groups = range(len(self.space.spec.cache_groups))
+        ids = b"".join(self.store.present(self.space.index, at, 0, keys) for at in groups)
+        plan = self.catalog.demotions.plan_write_through(ids)
+        assert self.write(plan, segment) == 0
+        self.store.evict(ids)
+        self.policy.left(ids)
+
+    def found(self, keys: bytes) -> tuple[int, int]:
+        found = self.catalog.match(self.space, keys, count=False)
+        return found.ready, found.coming
+
+    def rows(self, segment: int) -> bytes:
+        """The segment's footer."""
+        return b"".join(
+            ROW.pack(
+                one.key, parent, 0, one.group, one.shard, page, 2, 1, 0, SIZE, SIZE, page,
+                sha256(one.key).digest()[:16], HAS_PARENT if parent else 0,
+            )
+            for (number, page), (one, parent) in sorted(self.disk.items())
+            if number == segment
+        )  # fmt: skip
+
+    def check(self) -> None:
+        self.store.check()
+        counts = self.catalog.counts()["blocks"]
+        reads = self.catalog.promotions.reading
+        assert reads >= counts["promoting"]
+        if not self.catalog.demotions.writing:
+            held = array("I", self.catalog.holds._sizes).tobytes()
+            assert len(self.policy) == counts["ready"] - self.store.ready(held)
+
+
+def chain(blocks: int) -> bytes:
+    """The keys of a prompt nobody sent before."""
+    start = next(counter) * 1_000_000
+    return token_keys(bytes(32), list(range(start, start + 16 * blocks)), 16).packed
+
+
+def test_a_catalog_that_never_wrote_to_a_disk_has_nothing_coming() -> None:
+    tenant, keys = Tenant(8), chain(8)
+    tenant.save(keys)
+    tenant.save(chain(4))
+    assert tenant.found(keys) == (4, 0)
+    assert tenant.catalog.blocks.evicted["capacity"] == 4
+    assert tenant.catalog.blocks.evicted["demoted"] == 0
+    assert tenant.catalog.promotions.plan(tenant.space, keys, 100) == Promotion()
+
+
+def test_the_coldest_are_written_and_stay_the_coldest() -> None:
+    tenant, old, new = Tenant(8), chain(4), chain(4)
+    tenant.save(old)
+    tenant.save(new)
+    victims = tenant.policy.victims(8)
+    plan = tenant.catalog.demotions.plan(100 * SIZE, 3 * SIZE)
+    assert plan.ids == victims[:12]
+    tail_first = [old[at : at + 32] for at in (96, 64, 32)]
+    assert [one.identity.key for one in plan.blocks] == tail_first
+    assert [one.parent for one in plan.blocks] == [*tail_first[1:], old[:32]]
+    assert plan.blocks[0].identity == Identity(tenant.space.identity, 0, 0, tail_first[0])
+    assert {len(one.slot) for one in plan.blocks} == {SLOT_BYTES}
+    assert tenant.catalog.demotions.writing == 3
+    assert tenant.write(plan) == 0
+    assert tenant.policy.victims(8) == victims
+    tenant.save(chain(3))
+    assert tenant.catalog.blocks.evicted["demoted"] == 3
+    assert tenant.catalog.blocks.evicted["capacity"] == 0
+    assert (tenant.found(old), tenant.found(new)) == ((1, 3), (4, 0))
+    tenant.check()
+
+
+def test_no_more_is_written_than_the_watermark_and_the_limit_ask_for() -> None:
+    tenant = Tenant(200)
+    tenant.save(chain(200))
+    victims = tenant.policy.victims(200)
+    assert tenant.catalog.demotions.plan(0, 10 * SIZE).ids == b""
+    assert tenant.catalog.demotions.plan(100 * SIZE, 0).ids == b""
+    few = tenant.catalog.demotions.plan(100 * SIZE, 10 * SIZE, 3)
+    assert len(few.blocks) == 3
+    tenant.catalog.demotions.not_demoted(few.ids)
+    large = tenant.catalog.demotions.plan(1, 10 * SIZE)
+    assert large.ids == victims[:4], "one goes, however large"
+    tenant.catalog.demotions.not_demoted(large.ids)
+    first = tenant.catalog.demotions.plan(2 * SIZE + 1, 10 * SIZE)
+    assert first.ids == victims[:8]
+    second = tenant.catalog.demotions.plan(300 * SIZE, 6 * SIZE)
+    assert second.ids == victims[8:24], "what is being written is as good as clean"
+    assert (tenant.write(first), tenant.write(second)) == (0, 0)
+    assert tenant.catalog.demotions.plan(100 * SIZE, 6 * SIZE).ids == b"", "they are clean"
+    assert len(tenant.catalog.demotions.plan(300 * SIZE, 300 * SIZE).blocks) == 194
+    tenant.check()
+
+
+def test_a_watermark_reaches_over_many_small_blocks() -> None:
+    tenant = Tenant(200)
+    group = Group(layers=1, opaque_bytes=4096)
+    spec = KvSpec.groups([group], model="s", dtype="int8", block_tokens=16, weights="rev:1")
+    small = tenant.catalog.open(space_id(spec, "t"), spec)
+    granted = tenant.catalog.reserve(ME, small, 0, 0, b"", chain(300))
+    tenant.catalog.commit(ME, granted.lease, 0, 300)
+    tenant.save(chain(100))
+    plan = tenant.catalog.demotions.plan(1000 * SIZE, 300 * 4096)
+    assert [one.space for one in plan.blocks] == [small] * 300
+
+
+def test_no_more_victims_are_looked_at_than_a_turn_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demotion, "MOST_VICTIMS", 5)
+    tenant = Tenant(200)
+    tenant.save(chain(200))
+    assert len(tenant.catalog.demotions.plan(300 * SIZE, 300 * SIZE).blocks) == 5
+
+
+def test_what_is_being_written_is_not_evicted() -> None:
+    tenant, keys = Tenant(4), chain(4)
+    tenant.save(keys)
+    plan = tenant.catalog.demotions.plan(2 * SIZE, 4 * SIZE)
+    assert len(tenant.save(chain(4))) == 2 * 4
+    tenant.catalog.demotions.not_demoted(plan.ids)
+    assert tenant.catalog.demotions.writing == 0
+    assert tenant.store.dirty(plan.ids) == plan.ids
+    assert len(tenant.save(chain(4))) == 4 * 4
+    assert tenant.catalog.blocks.evicted["capacity"] == 6
+    tenant.check()
+
+
+def test_what_was_written_goes_in_the_order_in_which_it_would_have_gone() -> None:
+    tenant = Tenant(32)
+    for _ in range(8):
+        tenant.save(chain(4))
+    victims = tenant.policy.victims(32)
+    plans = [tenant.catalog.demotions.plan(4 * SIZE, 32 * SIZE) for _ in range(3)]
+    assert b"".join(plan.ids for plan in plans) == victims[: 3 * 16]
+    for plan in (plans[1], plans[0], plans[2]):
+        tenant.write(plan)
+    assert tenant.policy.victims(32) == victims
+    tenant.check()
+
+
+def test_what_is_read_while_it_is_written_is_recent_after() -> None:
+    tenant, chains = Tenant(16), [chain(4) for _ in range(4)]
+    for keys in chains:
+        tenant.save(keys)
+    victims = tenant.policy.victims(16)
+    plan = tenant.catalog.demotions.plan(12 * SIZE, 12 * SIZE)
+    first = tenant.catalog.load(ME, tenant.space, chains[0], 10.0, [0], now=0.0)
+    tenant.catalog.release(ME, first.lease)
+    second = tenant.catalog.load(ME, tenant.space, chains[1], 10.0, [0], now=0.0)
+    tenant.catalog.match(tenant.space, chains[2])
+    assert tenant.catalog.forget(tenant.space, chains[3]) == 4
+    tenant.write(plan)
+    matched, loaded = victims[32:48], victims[:16]
+    assert tenant.policy.victims(16) == matched + loaded
+    tenant.catalog.release(ME, second.lease)
+    assert tenant.policy.victims(16) == matched + loaded + victims[16:32]
+    tenant.check()
+
+
+def test_what_is_being_written_stands_in_nobodys_way() -> None:
+    tenant = Tenant(16)
+    tenant.save(chain(16))
+    plan = tenant.catalog.demotions.plan(12 * SIZE, 16 * SIZE)
+    assert len(tenant.save(chain(3))) == 3 * 4
+    tenant.catalog.demotions.not_demoted(plan.ids)
+    assert tenant.catalog.blocks.evicted["capacity"] == 3
+    tenant.check()
+
+
+def test_a_plan_may_end_in_parts() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    ids = tenant.save(keys, checksums=True)
+    plan = tenant.catalog.demotions.plan_write_through(ids)
+    assert plan.ids == ids and plan.blocks[0].checksum == bytes(16)
+    frames = tenant.put(1, [(one.identity, one.parent) for one in plan.blocks])
+    assert tenant.catalog.demotions.demoted(ids[:8], frames[:32]) == 0
+    tenant.catalog.demotions.not_demoted(ids[8:])
+    assert tenant.store.dirty(ids) == ids[8:]
+    tenant.check()
+
+
+def test_a_commit_is_written_through_once() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    ids = tenant.save(keys)
+    plan = tenant.catalog.demotions.plan_write_through(ids)
+    assert plan.ids == ids and plan.blocks[0].checksum == b""
+    assert [one.parent for one in plan.blocks[:2]] == [b"", keys[:32]]
+    assert tenant.catalog.demotions.plan_write_through(ids).ids == b""
+    tenant.write(plan)
+    assert tenant.catalog.demotions.plan_write_through(ids).ids == b""
+    tenant.check()
+
+
+def test_a_block_forgotten_while_it_is_written_leaves_a_dead_frame() -> None:
+    tenant, keys = Tenant(8), chain(2)
+    ids = tenant.save(keys)
+    plan = tenant.catalog.demotions.plan_write_through(ids)
+    assert tenant.catalog.forget(tenant.space, keys[32:]) == 1
+    assert tenant.write(plan, segment=3) == 1
+    assert tenant.catalog.segments.take_dead_frames() == struct.pack("<II", 3, 3)
+    assert tenant.catalog.segments.take_dead_frames() == b""
+    assert tenant.catalog.counts()["blocks"]["doomed"] == 0
+    assert tenant.found(keys) == (1, 0)
+    tenant.check()
+
+
+def test_a_prefix_on_disk_is_promoted_and_ready() -> None:
+    tenant, keys = Tenant(8), chain(6)
+    tenant.save(keys)
+    tenant.move_out(keys[64:])
+    found = tenant.catalog.load(ME, tenant.space, keys, 10.0, [0], now=0.0)
+    assert (found.ready, found.coming) == (2, 4)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert len(plan.ids) == 4 * 4 and len(plan.slots) == 4 * SLOT_BYTES
+    assert (plan.joined, plan.left_out, tenant.catalog.promotions.reading) == (b"", 0, 4)
+    tenant.read(plan)
+    again = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert (again.ids, again.joined) == (b"", plan.ids)
+    assert tenant.catalog.promotions.promoted(plan.ids) == plan.ids
+    assert tenant.found(keys) == (6, 0)
+    assert tenant.catalog.promotions.reading == 0
+    assert tenant.store.dirty(plan.ids) == b""
+    tenant.catalog.release(ME, found.lease)
+    tenant.check()
+    tenant.save(chain(4))
+    assert tenant.found(keys) == (4, 2), "the tail goes first, and to the disk only"
+
+
+def test_promoted_blocks_are_the_most_recent_and_heads_outlive_tails() -> None:
+    tenant, keys = Tenant(16), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    other = tenant.save(chain(2))
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    tenant.catalog.promotions.promoted(plan.ids)
+    order = array("I", tenant.policy.victims(9)).tolist()
+    assert order[:2] == array("I", other).tolist()[::-1]
+    assert order[2:] == array("I", plan.ids).tolist()[::-1]
+
+
+def test_a_load_of_what_is_on_disk_alone_says_that_it_is_coming() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    found = tenant.catalog.load(ME, tenant.space, keys, 10.0, [0], now=0.0)
+    assert (found.ready, found.coming, found.lease) == (0, 4, 0)
+
+
+def test_a_promotion_never_evicts_its_own_chain() -> None:
+    tenant, keys = Tenant(4), chain(6)
+    tenant.save(keys[:128])
+    tenant.move_out(keys[:32])
+    tenant.save(chain(1))
+    assert tenant.found(keys) == (0, 4)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    tenant.read(plan)
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.found(keys) == (4, 0)
+    tenant.check()
+
+
+def test_no_more_is_in_flight_than_allowed() -> None:
+    tenant, keys, other = Tenant(32), chain(16), chain(8)
+    tenant.save(keys)
+    tenant.save(other)
+    tenant.move_out(keys)
+    tenant.move_out(other)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 6)
+    assert plan.ids == tenant.store.resident(tenant.space.index, keys[: 6 * 32])
+    assert plan.left_out == 10
+    none = tenant.catalog.promotions.plan(tenant.space, other, 6)
+    assert (none.ids, none.left_out) == (b"", 8)
+    joins = tenant.catalog.promotions.plan(tenant.space, keys, 6)
+    assert (joins.ids, joins.joined, joins.left_out) == (b"", plan.ids, 10)
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.found(keys) == (6, 10)
+    assert len(tenant.catalog.promotions.plan(tenant.space, other, 6).ids) == 6 * 4
+    tenant.check()
+
+
+def test_a_small_part_of_a_long_prefix_is_found() -> None:
+    tenant, keys = Tenant(300), chain(300)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 2)
+    assert (len(plan.ids), plan.left_out) == (2 * 4, 298)
+    many = tenant.catalog.promotions.plan(tenant.space, keys, 202)
+    assert 200 - 26 <= len(many.ids) // 4 <= 200
+
+
+def test_where_room_is_short_the_head_comes_first() -> None:
+    tenant, keys = Tenant(4), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    held = chain(2)
+    tenant.save(held)
+    lease = tenant.catalog.load(ME, tenant.space, held, 10.0, [0], now=0.0).lease
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert (len(plan.ids), plan.left_out) == (2 * 4, 2)
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.found(keys) == (2, 2)
+    tenant.catalog.release(ME, lease)
+    tenant.check()
+
+
+def test_reads_that_bring_nothing_are_counted_by_their_reason() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    tenant.save(chain(2))
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    tenant.catalog.promotions.unpromoted(plan.ids[:8], "deadline")
+    tenant.catalog.promotions.promoted(plan.ids[12:])
+    tenant.catalog.promotions.spoilt(plan.ids[8:12], "damaged")
+    assert tenant.catalog.promotions.failed == {"deadline": 2, "damaged": 1}
+    assert tenant.catalog.blocks.evicted["spoilt"] == 1
+    assert tenant.catalog.segments.take_dead_frames() == struct.pack("<II", 1, 5)
+    assert tenant.catalog.promotions.reading == 0
+    assert tenant.found(keys) == (0, 2)
+    victims = tenant.policy.victims(1)
+    assert victims == plan.ids[12:], "what no match can reach goes first"
+    tenant.check()
+
+
+def test_a_miss_says_that_the_disk_has_it() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    tenant.catalog.match(tenant.space, keys)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys[:32], 100)
+    tenant.catalog.match(tenant.space, keys[:64])
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.catalog.usage.miss_tokens == {"cold": 4 * 16, "promoting": 2 * 16}
+
+
+def test_a_save_of_what_is_on_disk_costs_nothing() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys[64:])
+    longer = keys + chain(1)
+    granted = tenant.catalog.reserve(ME, tenant.space, 0, 0, b"", longer)
+    assert granted.outcomes == bytes([PRESENT] * 4 + [GRANTED])
+    tenant.catalog.commit(ME, granted.lease, 0, 1)
+    assert tenant.found(longer) == (2, 3)
+    tenant.check()
+
+
+def test_forgetting_reaches_the_disk() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(keys)
+    tenant.move_out(keys)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys[:64], 100)
+    assert tenant.catalog.forget(tenant.space, keys) == 4
+    assert tenant.found(keys) == (0, 0)
+    died = struct.iter_unpack("<II", tenant.catalog.segments.take_dead_frames())
+    assert sorted(died) == [(1, 1), (1, 3), (1, 5), (1, 7)]
+    assert tenant.catalog.promotions.reading == 2
+    assert tenant.catalog.promotions.promoted(plan.ids) == b""
+    assert tenant.catalog.blocks.evicted["forgotten"] == 4
+    assert tenant.catalog.counts()["free_bytes"] == 8 * SIZE
+    tenant.check()
+
+
+def test_used_blocks_of_a_segment_get_a_second_chance() -> None:
+    tenant, used, unused = Tenant(16), chain(4), chain(4)
+    tenant.save(used)
+    tenant.save(unused)
+    tenant.move_out(used)
+    tenant.move_out(unused)
+    tenant.found(used)
+    rescue = tenant.catalog.segments.reclaim(1, keep=3)
+    assert rescue.ids == tenant.store.resident(tenant.space.index, used)[:12]
+    tenant.catalog.forget(tenant.space, used[:32])
+    entries = [tenant.disk[1, page] for _, page, *_ in FRAME.iter_unpack(rescue.frames)]
+    frames = tenant.put(2, entries)
+    assert tenant.catalog.segments.rescued(rescue.ids, rescue.frames, frames) == 1
+    assert tenant.catalog.segments.take_dead_frames()[8:] == frames[:8]
+    assert tenant.catalog.segments.drop_segment(1) == 5
+    assert tenant.catalog.blocks.evicted["lost"] == 5
+    ids, flags = tenant.store.in_segment(2)
+    assert (ids, flags) == (rescue.ids[4:], bytes([2, 2]))
+    plan = tenant.catalog.promotions.plan(tenant.space, used[32:], 100)
+    tenant.read(plan)
+    assert len(plan.ids) == 8
+    assert tenant.catalog.segments.reclaim(2, keep=9).ids == b"", (
+        "what is being read is in memory soon"
+    )
+    tenant.check()
+
+
+def test_what_memory_has_too_is_written_again_after_its_segment_went() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    ids = tenant.save(keys)
+    tenant.write(tenant.catalog.demotions.plan_write_through(ids))
+    tenant.found(keys)
+    assert tenant.catalog.segments.reclaim(1, keep=9).ids == b""
+    assert tenant.catalog.segments.drop_segment(1) == 0
+    assert tenant.found(keys) == (4, 0)
+    assert len(tenant.catalog.demotions.plan(100 * SIZE, 100 * SIZE).blocks) == 4
+
+
+def test_what_hung_on_a_dropped_segment_goes_first() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    tenant.save(chain(2))
+    tenant.save(keys)
+    tenant.move_out(keys[:32])
+    below = tenant.store.present(tenant.space.index, 0, 0, keys)
+    assert tenant.catalog.segments.drop_segment(1) == 1
+    first = array("I", tenant.policy.victims(3))
+    assert sorted(first) == sorted(array("I", below))
+    tenant.check()
+
+
+def test_a_restart_finds_what_the_footers_list() -> None:
+    before, keys = Tenant(8), chain(4)
+    before.save(keys)
+    before.move_out(keys)
+    after = Tenant(8)
+    identity = before.space.identity
+    assert after.catalog.segments.restore(identity, SPEC, before.rows(1), 1) == (4, 0)
+    after.disk = before.disk
+    assert after.found(keys) == (0, 4)
+    plan = after.catalog.promotions.plan(after.space, keys, 100)
+    after.read(plan)
+    after.catalog.promotions.promoted(plan.ids)
+    assert after.found(keys) == (4, 0)
+    assert after.save(keys + chain(1)) != b""
+    after.check()
+    assert not after.catalog.segments.take_dead_frames()
+    assert after.catalog.segments.restore(identity, SPEC, before.rows(1), 2) == (0, 0)
+    assert len(after.catalog.segments.take_dead_frames()) == 4 * PLACE_BYTES, (
+        "of two frames of a block one is nothing"
+    )
+
+
+def test_a_space_of_which_a_segment_lists_nothing_usable_is_not_kept() -> None:
+    tenant = Tenant(8)
+    other = spec_of("other")
+    rows = bytearray(ROW.size)
+    struct.pack_into("<HH", rows, 68, 9, 0)
+    assert tenant.catalog.segments.restore(space_id(other, "t"), other, bytes(rows), 1) == (0, 1)
+    assert len(tenant.catalog.spaces) == 1
+    tenant.store.check()
+
+
+def test_a_space_is_opened_under_no_other_description_than_its_own() -> None:
+    """A damaged description gave a window of one block where five are needed."""
+    before = Tenant(8)
+    before.save(chain(4))
+    before.write(before.catalog.demotions.plan(4 * SIZE, 4 * SIZE))
+    identity, wrong = before.space.identity, msgspec.structs.replace(SPEC, model="another")
+    after = Tenant(8)
+    assert after.catalog.segments.restore(identity, wrong, before.rows(1), 1) == (0, 4), (
+        "it is open as it is"
+    )
+    late = Catalog(Store(), make("lru"))
+    assert late.segments.restore(identity, wrong, before.rows(1), 1) == (4, 0)
+    space = late.open(identity, SPEC, ME)
+    assert space.spec == SPEC and late.match(space, chain(4), reads=True).coming == 0
+    late.end_session(ME, True)
+    assert late.open(identity, SPEC, ME).spec == SPEC
+
+
+def test_groups_that_need_only_their_trailing_blocks_are_promoted_alone() -> None:
+    groups = [
+        Group(layers=2, kv_heads=2, head_dim=64),
+        Group(kind="window", layers=2, kv_heads=2, head_dim=64, window_tokens=32),
+    ]
+    spec = KvSpec.groups(groups, model="w", dtype="bfloat16", block_tokens=16, weights="rev:1")
+    tenant, keys = Tenant(64, spec), chain(8)
+    for group in range(2):
+        tenant.save(keys, group=group)
+    tenant.move_out(keys)
+    assert tenant.found(keys) == (0, 8)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert len(plan.ids) == 4 * (8 + 2)
+    tenant.catalog.promotions.promoted(plan.ids)
+    assert tenant.found(keys) == (8, 0)
+    tenant.move_out(keys)
+    few = tenant.catalog.promotions.plan(tenant.space, keys, 6)
+    assert len(few.ids) == 4 * 6, "four blocks and a window of two"
+    tenant.catalog.promotions.promoted(few.ids)
+    assert tenant.found(keys)[0] == 4
+    tenant.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_and_goes_a_read_finds_what_it_was_planned_for(seed: int) -> None:
+    rnd = random.Random(seed)
+    tenant = Tenant(24)
+    chains = [chain(rnd.randint(1, 9)) for _ in range(8)]
+    reads: list[bytes] = []
+    writes: list[Demotion] = []
+    segment = 4
+    for now in range(300):
+        keys = rnd.choice(chains)
+        act = rnd.randrange(11)
+        if act < 2:
+            tenant.save(keys)
+        elif act == 2:
+            writes.append(tenant.catalog.demotions.plan(rnd.randint(1, 9) * SIZE, 12 * SIZE))
+        elif act == 3 and writes:
+            plan = writes.pop(rnd.randrange(len(writes)))
+            if rnd.random() < 0.8:
+                tenant.write(plan, segment)
+            else:
+                tenant.catalog.demotions.not_demoted(plan.ids)
+        elif act < 6:
+            promotion = tenant.catalog.promotions.plan(tenant.space, keys, 8)
+            tenant.read(promotion)
+            reads += [promotion.ids] if promotion.ids else []
+        elif act == 6 and reads:
+            ids = reads.pop(rnd.randrange(len(reads)))
+            waiting = rnd.sample([(ME, 1), (ME, 2), (YOU, 1)], rnd.randrange(3))
+            rnd.choice(
+                [
+                    partial(tenant.catalog.promotions.promoted, waiting=waiting, now=now / 4),
+                    tenant.catalog.promotions.promoted,
+                    lambda ids: tenant.catalog.promotions.unpromoted(ids, "deadline"),
+                    lambda ids: tenant.catalog.promotions.spoilt(ids, "damaged"),
+                ]
+            )(ids)
+        elif act == 7 and rnd.random() < 0.3:
+            tenant.catalog.forget(tenant.space, keys[: 32 * rnd.randint(1, 3)])
+        elif act == 8 and rnd.random() < 0.4:
+            segment += 1
+            rescue = tenant.catalog.segments.reclaim(segment - 3, keep=2)
+            entries = [
+                tenant.disk[number, page] for number, page, *_ in FRAME.iter_unpack(rescue.frames)
+            ]
+            tenant.catalog.segments.rescued(rescue.ids, rescue.frames, tenant.put(segment, entries))
+            tenant.catalog.segments.drop_segment(segment - 3)
+            assert tenant.store.in_segment(segment - 3) == (b"", b"")
+        elif act == 9:
+            tenant.catalog.holds.end((ME, rnd.randint(1, 2)))
+        elif act == 10:
+            tenant.catalog.expire_leases(now / 4)
+            if rnd.random() < 0.2:
+                tenant.catalog.end_session(rnd.choice([ME, YOU]), gone=True)
+        ready, coming = tenant.found(keys)
+        assert 0 <= ready <= ready + coming <= len(keys) // 32
+        tenant.check()
+    for ids in reads:
+        tenant.catalog.promotions.promoted(ids)
+    for plan in writes:
+        tenant.catalog.demotions.not_demoted(plan.ids)
+    tenant.catalog.expire_leases(now / 4 + HOLD_S)
+    assert len(tenant.catalog.holds) == tenant.catalog.holds.nbytes == 0
+    assert tenant.catalog.promotions.reading == tenant.catalog.demotions.writing == 0
+    assert tenant.catalog.counts()["blocks"]["promoting"] == 0
+    tenant.check()
+    assert tenant.catalog.blocks.evicted["demoted"]
+
+
+# --- what is held for requests that wait -----------------------------------------------------
+
+
+def waits_for(tenant: Tenant, keys: bytes, *requests: tuple[int, int]) -> bytes:
+    """Save these, have them on disk alone, and read them for these requests."""
+    tenant.save(keys)
+    tenant.move_out(keys)
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert tenant.catalog.promotions.promoted(plan.ids, requests, 100.0) == plan.ids
+    tenant.check()
+    return plan.ids
+
+
+def test_what_was_read_for_a_request_that_waits_outlives_what_was_read_for_none() -> None:
+    tenant, waits, other = Tenant(16), chain(4), chain(4)
+    waits_for(tenant, waits, (ME, 1))
+    waits_for(tenant, other)
+    tenant.save(chain(12))
+    assert (tenant.found(waits), tenant.found(other)) == ((4, 0), (0, 4))
+    tenant.check()
+
+
+@pytest.mark.parametrize("how", ["answered", "session", "time"])
+def test_a_hold_ends_with_its_request(how: str) -> None:
+    tenant, keys = Tenant(16), chain(4)
+    waits_for(tenant, keys, (ME, 1))
+    tenant.catalog.holds.end((ME, 2))
+    tenant.catalog.holds.end((YOU, 1))
+    tenant.catalog.end_session(YOU, gone=True)
+    tenant.catalog.expire_leases(99.0 + HOLD_S)
+    assert (len(tenant.catalog.holds), tenant.catalog.holds.nbytes) == (4, 4 * SIZE)
+    if how == "answered":
+        tenant.catalog.holds.end((ME, 1))
+    elif how == "session":
+        tenant.catalog.end_session(ME, gone=True)
+    else:
+        tenant.catalog.expire_leases(100.0 + HOLD_S)
+    assert (len(tenant.catalog.holds), tenant.catalog.holds.nbytes) == (0, 0)
+    tenant.check()
+    tenant.save(chain(16))
+    assert tenant.found(keys) == (0, 4)
+
+
+def test_a_hold_s_time_begins_anew_with_each_block() -> None:
+    tenant, keys = Tenant(16), chain(4)
+    ids = waits_for(tenant, keys[:64], (ME, 1))
+    waits_for(tenant, chain(2), (ME, 2))
+    tenant.save(keys)
+    tenant.move_out(keys[64:])
+    plan = tenant.catalog.promotions.plan(tenant.space, keys, 100)
+    assert len(plan.ids) == len(ids)
+    tenant.catalog.promotions.promoted(plan.ids, [(ME, 1)], 103.0)
+    tenant.catalog.expire_leases(100.0 + HOLD_S)
+    assert len(tenant.catalog.holds) == 4
+    tenant.catalog.expire_leases(103.0 + HOLD_S)
+    assert len(tenant.catalog.holds) == 0
+
+
+def test_a_block_is_held_until_the_last_that_waits_for_it_is_answered() -> None:
+    tenant, keys = Tenant(16), chain(4)
+    waits_for(tenant, keys, (ME, 1), (YOU, 1))
+    assert tenant.catalog.holds.nbytes == 4 * SIZE
+    tenant.catalog.holds.end((ME, 1))
+    tenant.save(chain(16))
+    assert tenant.found(keys) == (4, 0)
+    tenant.catalog.holds.end((YOU, 1))
+    tenant.save(chain(16))
+    assert tenant.found(keys) == (0, 4)
+    tenant.check()
+
+
+def test_no_more_is_held_than_a_share_of_the_memory() -> None:
+    """A save finds the rest, however many wait."""
+    tenant = Tenant(16)
+    for number in range(3):
+        waits_for(tenant, chain(4), (ME, number))
+    assert tenant.catalog.holds.nbytes == 16 * SIZE * HOLD_SHARE
+    granted = tenant.catalog.reserve(YOU, tenant.space, 0, 0, b"", chain(16))
+    assert granted.outcomes.count(GRANTED) == 8
+    tenant.catalog.abort(YOU, granted.lease)
+    tenant.catalog.end_session(ME, gone=True)
+    granted = tenant.catalog.reserve(YOU, tenant.space, 0, 0, b"", chain(16))
+    assert granted.outcomes.count(GRANTED) == 16, "a slot is missing"
+
+
+def test_no_more_is_held_than_can_be_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holds, "LIMIT_HELD", 5)
+    tenant, keys = Tenant(16), chain(4)
+    waits_for(tenant, keys, (ME, 1), (ME, 2))
+    assert len(tenant.catalog.holds) == 2
+    tenant.catalog.holds.end((ME, 1))
+    waits_for(tenant, chain(4), (ME, 3))
+    assert len(tenant.catalog.holds) == 2 + 3
+    tenant.catalog.end_session(ME, gone=True)
+    assert len(tenant.catalog.holds) == 0
+    tenant.check()
+
+
+def test_what_is_forgotten_is_held_for_no_request() -> None:
+    tenant, keys = Tenant(8), chain(4)
+    waits_for(tenant, keys, (ME, 1))
+    tenant.catalog.forget(tenant.space, keys[64:96])
+    assert len(tenant.catalog.holds) == 0
+    assert tenant.catalog.counts()["free_bytes"] == 5 * SIZE
+    tenant.check()
+
+
+# --- who watches -----------------------------------------------------------------------------
+
+
+def watch_of(
+    tenant: Tenant, session: SessionId = ME, woken: list[bool] | None = None
+) -> SpaceWatch:
+    space = tenant.catalog.open(tenant.space.identity, tenant.space.spec, session)
+    return tenant.catalog.watch(session, space, lambda: (woken or []).append(True))
+
+
+def told(watch: SpaceWatch) -> list[tuple[int, int, bytes]]:
+    """What, tier and key of each change; there are none of other groups and shards here."""
+    missed, taken = watch.take(1 << 20)
+    found = [(what, tier, key) for what, tier, _, _, key in CHANGE.iter_unpack(taken)]
+    assert not missed and len(taken) == CHANGE.size * len(found)
+    return found
+
+
+def keys_in(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+
+def test_a_block_is_told_when_it_comes_and_when_it_is_forgotten() -> None:
+    tenant, keys = Tenant(8), chain(2)
+    watch = watch_of(tenant)
+    tenant.save(keys)
+    assert told(watch) == [(CAME, MEMORY, key) for key in keys_in(keys)]
+    tenant.catalog.forget(tenant.space, keys)
+    went = [(WENT, tier, key) for tier in (MEMORY, DISK) for key in keys_in(keys)]
+    assert sorted(told(watch)) == sorted(went)
+
+
+def test_another_space_s_blocks_are_not_told() -> None:
+    tenant = Tenant(8)
+    watch = watch_of(tenant)
+    other = spec_of("other")
+    space = tenant.catalog.open(space_id(other, "t"), other, ME)
+    granted = tenant.catalog.reserve(ME, space, 0, 0, b"", chain(2))
+    tenant.catalog.commit(ME, granted.lease, 0, 2)
+    assert told(watch) == []
+
+
+def test_only_who_has_a_space_open_may_watch_it() -> None:
+    tenant = Tenant(8)
+    with pytest.raises(Refused, match="not open"):
+        tenant.catalog.watch(YOU, tenant.space, lambda: None)
+
+
+def test_a_watch_ends_with_its_session() -> None:
+    tenant = Tenant(8)
+    watch = watch_of(tenant, YOU)
+    tenant.catalog.end_session(YOU, gone=True)
+    tenant.save(chain(1))
+    assert told(watch) == [] and not tenant.catalog._changes.watched
+
+
+def test_who_does_not_take_what_is_kept_hears_how_much_was_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier_daemon.catalog.watch.LIMIT_KEPT", 5)
+    tenant, keys, woken = Tenant(16), chain(8), [True]
+    watch = watch_of(tenant, woken=woken)
+    tenant.save(keys)
+    assert len(watch.kept) == 3 * CHANGE.size and len(woken) == 3
+    missed, taken = watch.take(2)
+    assert missed == 5
+    assert [CHANGE.unpack_from(taken, at * CHANGE.size)[4] for at in range(2)] == keys_in(keys)[5:7]
+    assert watch.take(2) == (0, CHANGE.pack(CAME, MEMORY, 0, 0, keys_in(keys)[7]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_told_adds_up_to_what_is_there(seed: int) -> None:
+    """Saves, promotions, demotions, damage, forgetting and reused segments, in any order."""
+    rnd = random.Random(seed)
+    tenant = Tenant(24)
+    watch = watch_of(tenant)
+    chains = [chain(rnd.randint(1, 9)) for _ in range(8)]
+    every = {key for keys in chains for key in keys_in(keys)}
+    there: dict[int, set[bytes]] = {MEMORY: set(), DISK: set()}
+    seen: set[tuple[int, int]] = set()
+    segment = 4
+    for _ in range(400):
+        keys = rnd.choice(chains)
+        act = rnd.randrange(7)
+        if act < 2:
+            tenant.save(keys)
+        elif act == 2:
+            tenant.write(
+                tenant.catalog.demotions.plan(rnd.randint(1, 9) * SIZE, 12 * SIZE), segment
+            )
+        elif act == 3:
+            plan = tenant.catalog.promotions.plan(tenant.space, keys, 8)
+            rnd.choice(
+                [
+                    tenant.catalog.promotions.promoted,
+                    lambda ids: tenant.catalog.promotions.spoilt(ids, "damaged"),
+                ]
+            )(plan.ids)
+        elif act == 4 and rnd.random() < 0.2:
+            tenant.catalog.forget(tenant.space, keys[: 32 * rnd.randint(1, 3)])
+        elif act == 5 and rnd.random() < 0.4:
+            ids = tenant.catalog.segments.in_segment(segment)[:4]
+            tenant.catalog.segments.damaged(ids, tenant.store.frames(ids)[0])
+        elif act == 6 and rnd.random() < 0.4:
+            segment += 1
+            rescue = tenant.catalog.segments.reclaim(segment - 3, keep=2)
+            entries = [
+                tenant.disk[number, page] for number, page, *_ in FRAME.iter_unpack(rescue.frames)
+            ]
+            tenant.catalog.segments.rescued(rescue.ids, rescue.frames, tenant.put(segment, entries))
+            tenant.catalog.segments.drop_segment(segment - 3)
+        for what, tier, key in told(watch):
+            seen.add((what, tier))
+            (there[tier].add if what == CAME else there[tier].discard)(key)
+        index = tenant.space.index
+        ids = b"".join(tenant.catalog.segments.in_segment(number) for number in range(segment + 1))
+        keys_on_disk = set(keys_in(tenant.store.keys_of(ids)))
+        assert there[DISK] == keys_on_disk
+        assert there[MEMORY] == {
+            key
+            for key in every
+            if index >= 0 and tenant.store.states(index, key) == bytes([PRESENT])
+        }
+    assert len(seen) == 4

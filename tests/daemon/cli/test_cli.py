@@ -1,0 +1,697 @@
+import io
+import json
+import os
+import pwd
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+import kvtier
+from kvtier.errors import KvtierError, ProtocolError, Unavailable
+from kvtier.units import GIB, MIB
+from kvtier_daemon.cli import main
+from kvtier_daemon.cli.status import draw
+from kvtier_daemon.config.schema import load, settled
+from kvtier_daemon.tiers.states import SWITCHED_OFF
+from kvtier_daemon.tools import config_check
+from support.daemons import kvtier as command
+
+STATS = {
+    "version": "0.1.0",
+    "uptime_s": 11523.25,
+    "tiers": {
+        "warm": {
+            "capacity_bytes": 64 * GIB,
+            "used_bytes": 40 * GIB,
+            "blocks": 162_304,
+            "allocated_bytes": 48 * GIB,
+            "states": {"ready": 160_000, "writing": 2304, "quarantined": 0},
+        }
+    },
+    "lookup_tokens": 10_000,
+    "hit_tokens": {"warm": 7000},
+    "miss_tokens": {"in_progress": 10, "absent": 2990},
+    "saved_tokens": 4000,
+    "refused_tokens": {"no_room": 1000},
+    "evicted_blocks": {"room": 12_000},
+    "tenants": {
+        "default": {
+            "capacity_bytes": 64 * GIB,
+            "used_bytes": 40 * GIB,
+            "blocks": 162_304,
+            "spaces": 2,
+            "sessions": 4,
+            "leases": 17,
+        }
+    },
+    "sessions": 4,
+    "used_tokens": {"warm": 2000, "cold": 0},
+    "bytes": {"saved": 40 * GIB, "loaded": 66 * GIB},
+}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run the command in this process; returns its exit code, its output and its errors."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("KVTIER_SOCKET", raising=False)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        captured = capsys.readouterr()
+        return left.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def daemon(monkeypatch):
+    """Stand in for the daemon's loop: keeps what it was started with."""
+    started = []
+    app = types.ModuleType("kvtier_daemon.app")
+    app.run = started.append
+    monkeypatch.setitem(sys.modules, "kvtier_daemon.app", app)
+    return started
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Let a daemon answer `stats` with this, or fail to; returns where it was looked for."""
+    asked = []
+
+    def answer(stats):
+        class Client:
+            @classmethod
+            def connect(cls, socket=None, **_):
+                asked.append(socket)
+                if isinstance(stats, BaseException):
+                    raise stats
+                return cls()
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                asked.append("closed")
+
+            def stats(self):
+                return stats
+
+        monkeypatch.setattr(kvtier, "Client", Client, raising=False)
+        return asked
+
+    return answer
+
+
+# --- the command itself ---------------------------------------------------------------------------
+
+
+def test_the_version_is_the_distributions(run):
+    assert run("--version") == (0, f"kvtier {version('kvtier')}\n", "")
+
+
+def test_help_lists_every_command(run):
+    for arguments in (["--help"], ["-h"]):
+        code, out, _ = run(*arguments)
+        assert code == 0
+        assert "serve " in out
+        assert "status " in out
+        assert "..." not in out.partition("Commands:")[2]  # each has a line that fits
+
+
+def test_a_misspelt_command_is_an_error(run):
+    for words, meant in ((["serv"], "serve"), (["tire"], "tier"), (["config", "chek"], "check")):
+        code, _, err = run(*words)
+        assert code == 2
+        assert f"No such command '{words[-1]}'. Did you mean '{meant}'" in err
+
+
+def test_a_configuration_is_checked_with_the_profiles_that_it_needs(run, tmp_path):
+    file, profile = tmp_path / "kvtier.toml", tmp_path / "llama.kvtp"
+    cold = (
+        f'[warm]\nsize = "1GiB"\n[cold]\nsize = "1GiB"\ndirectories = ["{tmp_path}"]\n'
+        f'profiles = ["{profile}"]\n'
+        'codecs = ["llama*={}"]\n'
+    )
+    file.write_text(cold.format("q8"))
+    assert run("config", "check", str(file))[0] == 0, "it needs none"
+    file.write_text(cold.format("ecsq-mid"))
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and f"cold.profiles: {profile}: No such file" in err
+    profile.write_bytes(b"no profile")
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and f"cold.profiles: {profile}: " in err and "kvtier calibrate" in err
+
+
+def test_a_check_finds_what_a_start_would_refuse(run, tmp_path):
+    file, missing = tmp_path / "kvtier.toml", tmp_path / "cold"
+    text = 'socket = "{}/k.sock"\nstate = "{}"\n[warm]\nsize = "{}"\n'
+    cold = f'[cold]\nsize = "1GiB"\ndirectories = ["{missing}"]\n'
+    file.write_text(text.format(tmp_path, tmp_path / "state", "64MiB") + cold)
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and err.count("\n") == 1
+    assert f"cold directory: {missing} does not exist" in err and f"mkdir -p {missing}" in err
+    missing.mkdir()
+    assert run("config", "check", str(file))[0] == 0
+    assert not (tmp_path / "state").exists(), "a check changes nothing"
+    file.write_text(text.format(tmp_path / "none", tmp_path, "8000TiB"))
+    code, _, err = run("config", "check", str(file))
+    assert code == 2 and "the machine has" in err and f"mkdir -p {tmp_path}/none" in err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can check as another user")
+def test_a_check_is_made_as_the_user_who_will_serve(tmp_path):
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # which that user can reach
+    try:
+        place.chmod(0o755)
+        (place / "state").mkdir()
+        (place / "run").mkdir()
+        (place / "cold").mkdir()
+        text = f'socket = "{place}/run/k.sock"\nstate = "{place}/state"\n[warm]\nsize = "64MiB"\n'
+        file = place / "kvtier.toml"
+        file.write_text(
+            f'{text}[cold]\nsize = "1GiB"\ndirectories = ["{place}/cold", "{place}/none"]\n'
+        )
+        check = ("config", "check", str(file))
+        as_root, as_other = command(*check), command(*check, "--user", "nobody", "--json")
+        assert as_root.stderr.count("\n") == 1, as_root.stderr  # the missing one
+        problems = json.loads(as_other.stdout)["problems"]
+        uid = pwd.getpwnam("nobody").pw_uid
+        for part in ("run", "state", "cold"):
+            assert any(f"{place}/{part} is not writable for uid {uid}" in one for one in problems)
+        assert any(f"chown nobody:nogroup {place}/none" in one for one in problems), problems
+        for part in ("run", "state", "cold"):
+            shutil.chown(place / part, "nobody")
+        left = command(*check, "--user", "nobody")
+        assert left.returncode == 2 and left.stderr.count("\n") == 1
+        (place / "none").mkdir()
+        shutil.chown(place / "none", "nobody")
+        done = command(*check, "--user", "nobody")
+        assert (done.returncode, done.stdout) == (0, f"{file}: ok for user nobody\n")
+        unknown = command(*check, "--user", "no-such-user")
+        assert unknown.returncode == 2 and "no such user" in unknown.stderr
+    finally:
+        shutil.rmtree(place)
+
+
+def test_a_check_finds_directories_that_the_installed_sandbox_hides(tmp_path, monkeypatch):
+    file, units = tmp_path / "kvtier.toml", tmp_path / "units"
+    places = [tmp_path / "one", tmp_path / "two"]
+    listed = ", ".join(f'"{place}"' for place in places)
+    file.write_text(f'[warm]\nsize = "64MiB"\n[cold]\nsize = "1GiB"\ndirectories = [{listed}]\n')
+    monkeypatch.setattr(config_check, "DROPINS", units)
+    monkeypatch.setattr(config_check, "SERVICE_USER", pwd.getpwuid(os.geteuid()).pw_name)
+
+    def hidden():
+        found = config_check.problems(file, config_check.SERVICE_USER)
+        return [one for one in found if "sandbox" in one]
+
+    assert hidden() == [], "no service is installed"
+    dropin = units / "kvtierd.service.d" / "cold.conf"
+    dropin.parent.mkdir(parents=True)
+    (units / "kvtierd.service").touch()
+    assert [str(place) in one for place, one in zip(places, hidden(), strict=True)] == [True, True]
+    dropin.write_text(f"[Service]\nReadWritePaths={places[0]}\n")
+    (left,) = hidden()
+    assert str(places[1]) in left and "kvtier install-service" in left
+    dropin.write_text(f"[Service]\nReadWritePaths=-{tmp_path}\n")
+    assert hidden() == []
+    dropin.write_text(f'[Service]\nReadWritePaths="{tmp_path}\n')
+    assert len(hidden()) == 2, "a line that systemd passes over"
+
+
+def test_a_refusal_has_a_priority_in_the_journal_alone(tmp_path):
+    command = [sys.executable, "-m", "kvtier_daemon.cli", "config", "show", "/none.toml"]
+    for to_journal in (True, False):
+        with open(tmp_path / "stderr", "w+") as stream:
+            found = os.fstat(stream.fileno() if to_journal else 0)
+            environ = {**os.environ, "JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+            subprocess.run(command, stderr=stream, env=environ, check=False)
+            stream.seek(0)
+            assert stream.read().startswith("<3>kvtier: " if to_journal else "kvtier: ")
+
+
+HELP = "import sys; from kvtier_daemon.cli import main\ntry: main(['--help'])\nexcept SystemExit: "
+
+
+def test_help_imports_nothing_that_it_does_not_need():
+    program = HELP + "print(*sys.modules, sep='\\n')"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "typer" in loaded
+    heavy = {
+        "rich",
+        "textual",
+        "msgspec",
+        "asyncio",
+        "uvloop",
+        "kvtier_kernels",
+        "kvtier_daemon.config.schema",
+    }
+    assert not heavy & loaded
+
+
+def test_help_comes_at_once():
+    """For about the work that it is to import the library of commands: others' work counts for nothing."""
+
+    def worked() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    programs = HELP + "pass", "import typer.main"
+    took: dict[str, list[float]] = {program: [] for program in programs}
+    for _ in range(5):
+        for program, each in took.items():
+            begin = worked()
+            subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+            each.append(worked() - begin)
+    ours, floor = map(min, took.values())
+    assert ours <= 1.6 * floor
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KvtierError("a\nb"), 2), (ProtocolError("a b"), 3), (Unavailable("x"), 3)]
+)
+def test_an_error_of_the_world_is_one_line_and_a_code(run, answer, error, code):
+    answer(error)
+    left, out, err = run("status")
+    assert (left, out) == (code, "")
+    assert err.startswith("kvtier: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_a_bug_of_ours_is_one_line_too_and_says_how_to_see_more(run, answer):
+    answer(ZeroDivisionError("of nothing"))
+    code, out, err = run("status")
+    assert (code, out) == (70, "")
+    assert err.startswith("kvtier: ZeroDivisionError: of nothing; this is an internal error")
+    assert "--debug" in err and "kvtier bugreport" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KvtierError("x"), OSError("x")])
+@pytest.mark.parametrize("words", [("--debug", "status"), ("status", "--debug")])
+def test_debug_shows_where_it_was(run, answer, error, words):
+    answer(error)
+    _, _, err = run(*words)
+    assert err.startswith("Traceback")
+    assert "in status" in err
+    assert err.splitlines()[-1].startswith("kvtier: ")
+
+
+def test_an_interrupt_has_its_own_code(run, answer):
+    answer(KeyboardInterrupt())
+    assert run("status")[0] == 130
+
+
+# --- serve ----------------------------------------------------------------------------------------
+
+
+def test_serve_starts_with_flags_alone(run, daemon, tmp_path):
+    code, _, err = run(
+        "serve", "--warm-size", "8MiB", "--socket", str(tmp_path / "k"), "--log-level", "debug"
+    )
+    assert (code, err) == (0, "")
+    (loaded,) = daemon
+    assert loaded.config.warm.size_bytes == 8 * MIB
+    assert loaded.config.socket == tmp_path / "k"
+    assert loaded.config.log_level == "debug"
+    assert loaded.origins["warm.size"] == "--warm-size"
+
+
+def test_flags_come_before_the_file(run, daemon, tmp_path):
+    (tmp_path / "k.toml").write_text(
+        f'socket = "{tmp_path}/k"\nstate = "{tmp_path}/s"\n[warm]\nsize = "4MiB"\n'
+    )
+    run("serve", "--config", str(tmp_path / "k.toml"), "--warm-size", "8MiB")
+    (loaded,) = daemon
+    assert loaded.config.warm.size_bytes == 8 * MIB
+    assert loaded.config.state == tmp_path / "s"
+
+
+@pytest.mark.parametrize("said", ["here.sock", "./here.sock", "~/here.sock"])
+def test_a_flag_may_name_a_socket_from_where_one_is(
+    run, daemon, answer, tmp_path, monkeypatch, said
+):
+    monkeypatch.chdir(tmp_path)
+    run("serve", "--warm-size", "8MiB", "--socket", said)
+    assert daemon[0].config.socket == tmp_path / "here.sock"
+    asked = answer(STATS)
+    run("status", "--socket", said)
+    assert asked[0] == str(tmp_path / "here.sock")
+
+
+@pytest.mark.parametrize("said", ["", "~no-such-user-here/k.sock"])
+@pytest.mark.parametrize("command", [["serve", "--warm-size", "8MiB"], ["status"]])
+def test_a_flag_that_names_no_path_is_refused(run, daemon, command, said):
+    code, _, err = run(*command, "--socket", said)
+    assert (code, daemon) == (2, [])
+    assert "Invalid value for '--socket'" in err
+
+
+def test_a_file_and_the_environment_name_a_socket_absolutely(run, daemon, tmp_path, monkeypatch):
+    (tmp_path / "k.toml").write_text("socket = 'here.sock'\n[warm]\nsize = '8MiB'\n")
+    code, _, err = run("serve", "--config", str(tmp_path / "k.toml"))
+    assert (code, daemon) == (2, [])
+    assert "k.toml:1: socket: expected an absolute path, got 'here.sock'" in err
+    monkeypatch.setenv("KVTIER_SOCKET", "here.sock")
+    code, _, err = run("serve", "--warm-size", "8MiB")
+    assert (code, daemon) == (2, [])
+    assert "environment KVTIER_SOCKET: socket: expected an absolute path" in err
+
+
+def test_the_clients_variable_is_the_daemons_too(run, daemon, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_SOCKET", str(tmp_path / "k.sock"))
+    run("serve", "--warm-size", "8MiB")
+    assert daemon[0].config.socket == tmp_path / "k.sock"
+
+
+def test_a_bad_configuration_starts_nothing(run, daemon, tmp_path):
+    (tmp_path / "k.toml").write_text("[wram]\nsize = 1\n")
+    code, out, err = run("serve", "--config", str(tmp_path / "k.toml"))
+    assert (code, out, daemon) == (2, "", [])
+    assert err == f"kvtier: {tmp_path}/k.toml: wram: unknown section; did you mean warm?\n"
+
+
+def test_a_machine_that_is_too_small_starts_nothing(run, daemon, tmp_path):
+    code, _, err = run("serve", "--warm-size", "4000TiB", "--socket", str(tmp_path / "k"))
+    assert (code, daemon) == (2, [])
+    assert err.startswith("kvtier: memory for the arena: ")
+    assert err.count("\n") == 1
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def test_status_as_json_is_what_the_daemon_said(run, answer):
+    asked = answer(STATS)
+    code, out, err = run("status", "--json", "--socket", "/tmp/there")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == STATS
+    assert asked == ["/tmp/there", "closed"]
+
+
+def test_status_looks_where_the_environment_says(run, answer, monkeypatch):
+    asked = answer(STATS)
+    monkeypatch.setenv("KVTIER_SOCKET", "/tmp/elsewhere")
+    run("status")
+    assert asked[0] == "/tmp/elsewhere"
+
+
+def test_status_looks_where_clients_do(run, answer, monkeypatch, tmp_path):
+    asked = answer(STATS)
+    monkeypatch.setattr("kvtier.client.DEFAULT_SOCKET", str(tmp_path / "system.sock"))
+    run("status")
+    own = tmp_path / "kvtier" / "kvtier.sock"
+    own.parent.mkdir()
+    own.touch()
+    run("status")
+    assert [place for place in asked if place != "closed"] == [
+        str(tmp_path / "system.sock"),
+        str(own),
+    ]
+
+
+def test_no_daemon_is_one_line_that_says_what_to_do(run, tmp_path):
+    there = tmp_path / "there"
+    code, out, err = run("status", "--socket", str(there))
+    assert (code, out) == (3, "")
+    assert err == (
+        f"kvtier: no daemon answers at {there}: No such file or directory; start one with"
+        " `kvtier serve --warm-size 8GiB`, or give its path with --socket\n"
+    )
+
+
+def test_a_path_that_is_too_long_is_said_once(run, tmp_path):
+    there = tmp_path / ("x" * 120)
+    code, _, err = run("status", "--socket", str(there))
+    nbytes = len(str(there))
+    assert (code, err) == (
+        3, f"kvtier: {there} has {nbytes} bytes, a socket's path has at most 107: use a shorter one\n"
+    )  # fmt: skip
+
+
+def test_a_daemon_that_hangs_is_told_from_one_that_is_not_there(run, answer, tmp_path):
+    answer(Unavailable("the daemon did not answer within 5.0 s"))
+    there = tmp_path / "k.sock"
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(there))
+        hung.listen(1)
+        code, _, err = run("status", "--socket", str(there))
+    assert code == 3
+    assert err.startswith(f"kvtier: process {os.getpid()} (")
+    assert err.endswith(
+        f") listens at {there} and does not serve: the daemon did not answer within 5.0 s; see its"
+        " log, and restart it if this continues\n"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may connect everywhere")
+def test_a_socket_that_is_closed_to_this_user_is_told(run, tmp_path):
+    there = tmp_path / "k.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(there))
+        listener.listen(1)
+        there.chmod(0o020)
+        code, _, err = run("status", "--socket", str(there))
+    assert code == 3
+    assert "may not connect to" in err and "mode 0020; become a member of group" in err
+
+
+def drawn(stats, width=80, encoding="utf-8"):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(width=width, file=file, highlight=False)
+    draw(stats, console)
+    file.seek(0)
+    return [line.rstrip() for line in file.read().splitlines()]
+
+
+def test_the_table_shows_fill_hit_rate_and_misses_by_reason():
+    assert drawn(STATS) == [
+        " kvtier 0.1.0   up 3 h 12 min   4 sessions",
+        "",
+        " warm  ███████████████░░░░░░░░░  62%  40 GiB of 64 GiB  162,304 blocks",
+        "       ██████████████████░░░░░░  75%  allocated so far",
+        "",
+        " tokens looked up                                   10,000",
+        "   hit               █████████████████░░░░░░░  70%   7,000",
+        "     hit warm        █████████████████░░░░░░░  70%   7,000",
+        "   used of these     █████░░░░░░░░░░░░░░░░░░░  20%   2,000",
+        "   miss absent       ███████░░░░░░░░░░░░░░░░░  30%   2,990",
+        "   miss in_progress  █░░░░░░░░░░░░░░░░░░░░░░░  <1%      10",
+        " tokens offered                                      5,000",
+        "   saved             ███████████████████░░░░░  80%   4,000",
+        "   refused no_room   █████░░░░░░░░░░░░░░░░░░░  20%   1,000",
+        "",
+        " bytes           saved 40 GiB, loaded 66 GiB",
+        " evicted blocks  room 12,000",
+        " warm blocks     ready 160,000, writing 2,304",
+        "",
+        " tenant   fill    used      of   blocks  spaces  sessions  leases",
+        " default   62%  40 GiB  64 GiB  162,304       2         4      17",
+        "",
+    ]
+
+
+COLD = {
+    "capacity_bytes": 2048 * GIB,
+    "used_bytes": 512 * GIB,
+    "blocks": 8_000_000,
+    "states": {"written": 9_000_000, "read": 70_000, "written_again": 900_000, "not_read": 3},
+    "bytes": {"written": 600 * GIB, "written_again": 60 * GIB, "read": 5 * GIB},
+    "day_bytes": 40 * GIB,
+    "day_limit_bytes": 1024 * GIB,
+    "not_read": {"EBADMSG": 2, "ETIMEDOUT": 3},
+    "on": True,
+    "given_up": False,
+    "faults": 0,
+    "failure": "",
+    "scrub": {
+        "bytes": 1,
+        "frames": 1_234_567,
+        "damaged": 2,
+        "last_round_s": 3725.5,
+        "rate": 16 << 20,
+    },
+}
+
+
+def cold_lines(**change):
+    tiers = STATS["tiers"] | {"cold": COLD | change}
+    lines = drawn(STATS | {"tiers": tiers})
+    first = next(at for at, line in enumerate(lines) if line.startswith(" cold blocks"))
+    return lines[first : lines.index("", first)]
+
+
+def test_the_table_says_how_the_disks_wear_and_what_was_found_on_them():
+    assert cold_lines() == [
+        " cold blocks     written 9,000,000, written_again 900,000, read 70,000, not_read",
+        "                 3",
+        " cold written    660 GiB, 1.10 for each new byte",
+        "   in 24 hours   40 GiB, 984 GiB left of 1 TiB",
+        " cold not read   ETIMEDOUT 3, EBADMSG 2",
+        " cold scrub      16 MiB/s, 1,234,567 frames, 2 damaged, last round 1 h 2 min",
+    ]
+    nothing = cold_lines(
+        states={"written": 1}, bytes={}, not_read={}, day_bytes=0, day_limit_bytes=0, scrub={}
+    )
+    assert nothing[1:] == ["   in 24 hours   0 B, no limit", " cold scrub      off"]
+    spaces = [
+        {"codec": "raw", "ratios": {"r32": 1.01}},
+        {"codec": "r32", "ratios": {"r32": 1.5, "fix4": 1.3}},
+        {"codec": "r32", "ratios": {"r32": 1.44}},
+    ]
+    assert cold_lines(coding={"spaces": spaces})[4] == (
+        " cold codecs     r32 in 2 spaces, 1.44 to 1.50 times smaller, raw in 1 space"
+    )
+    lossy = [{"codec": "q8", "lossy": True, "ratios": {"q8": 1.88}}]
+    assert cold_lines(coding={"spaces": lossy})[4] == (
+        " cold codecs     q8 (lossy) in 1 space, 1.88 times smaller"
+    )
+    spaces[0] |= {"asked": "q8", "why": "opaque"}
+    lines = " ".join(line.strip() for line in cold_lines(coding={"spaces": spaces}))
+    assert "raw in 1 space, no q8 in 1 space: opaque" in lines
+    new = COLD["scrub"] | {"last_round_s": None, "frames": 1, "damaged": 0}
+    assert cold_lines(scrub=new)[-1] == " cold scrub      16 MiB/s, 1 frame, 0 damaged, first round"
+
+
+def test_the_table_says_what_to_do_about_disks_that_fail():
+    def said(**change):
+        text = " ".join(line.strip() for line in cold_lines(**change))
+        return "cold faults" + text.partition("cold faults")[2].replace("    ", "")
+
+    failure = "/mnt/nvme0/segments/default/000017: write failed: Input/output error"
+    assert said(faults=3, failure=failure).startswith(
+        f"cold faults 3; {failure}; the daemon retries"
+    )
+    assert said(faults=3) == "cold faults 3, all disks work again"
+    off = said(faults=5, failure=failure, on=False)
+    assert off.startswith(f"cold faults 5; off: {failure}; the daemon retries") and "dmesg" in off
+    full = said(faults=1, failure="cannot create /mnt/000020: No space left on device")
+    assert "lower cold.size" in full and "smartctl" not in full
+    over = said(failure="cannot map an extent", on=False, given_up=True)
+    assert over == "cold faults off: cannot map an extent; repair that and restart the daemon"
+
+
+def test_the_table_says_which_tiers_are_switched_and_how_that_ends():
+    off = {"state": "off", "on": False, "failure": SWITCHED_OFF}
+    warm = STATS["tiers"]["warm"] | {"state": "drained", "allocated_bytes": 64 * GIB}
+    lines = drawn(STATS | {"tiers": {"warm": warm, "cold": COLD | off}})
+    assert (lines[3].split(), lines[5].split()) == (["drained"], ["off"])
+    said = " ".join(" ".join(lines).split())
+    assert (
+        "warm tier drained: all blocks are also on disk" in said
+        and "`kvtier tier on warm` ends" in said
+    )
+    assert (
+        "cold tier off: requested by an operator" in said
+        and "misses until `kvtier tier on cold`" in said
+    )
+    assert "dmesg" not in said, "no disk is at fault"
+    on = drawn(STATS | {"tiers": {"cold": COLD | {"state": "on"}}})
+    assert not any("cold tier" in line for line in on)
+
+
+def test_a_daemon_that_has_done_nothing_yet_has_a_table_too():
+    stats = {"version": "0.1.0", "tiers": {"warm": {"capacity_bytes": GIB}}}
+    assert drawn(stats)[2] == " warm  ░░░░░░░░░░░░░░░░░░░░░░░░  0%  0 B of 1 GiB  0 blocks"
+    assert drawn({})[0] == " kvtier    up 0 s   0 sessions"
+
+
+def test_a_terminal_without_block_characters_gets_a_table():
+    assert " warm  ###############---------  62%" in "\n".join(drawn(STATS, encoding="ascii"))
+
+
+def test_a_shown_configuration_is_one_that_says_the_same(run, tmp_path):
+    first = tmp_path / "first.toml"
+    first.write_text(
+        f"""socket = "{tmp_path}/k.sock"\nstate = "{tmp_path}"
+[warm]\nsize = 100000000
+[cold]\ndirectories = ["{tmp_path}/a", "{tmp_path}/b"]\nsize = "2TiB"\ndaily_writes = "700GiB"
+codecs = ["llama*=q8", "x:y=z=fp8"]
+[http]\nlisten = "[::1]:9410"\nhosts = ["here"]
+[tenants.a]\nuids = [7, "root"]\nquota = "40%"\n[tenants.b]\nuids = ["*"]\nquota = "60%"
+"""
+    )
+    code, shown, err = run("config", "show", str(first))
+    assert (code, err) == (0, "")
+    assert 'cold.size = "2 TiB"' in shown and 'http.listen = "[::1]:9410"' in shown
+    second = tmp_path / "second.toml"
+    second.write_text(shown)
+    assert settled(load(second).config) == settled(load(first).config)
+    code, _, err = run("bench", "compare", str(tmp_path / "gone"), str(first))
+    assert (code, err) == (2, f"kvtier: {tmp_path}/gone: No such file or directory\n")
+
+
+amounts = st.integers(0, 1 << 50)
+counts = st.integers(0, 10**9)
+reasons = st.dictionaries(st.sampled_from(["absent", "evicted", "in_progress", "no_room"]), counts)
+filled = st.tuples(amounts, amounts).map(
+    lambda pair: {"capacity_bytes": max(pair), "used_bytes": min(pair)}
+)
+
+
+def with_fill(**others):
+    return st.builds(lambda fill, rest: fill | rest, filled, st.fixed_dictionaries(others))
+
+
+small = st.integers(0, 99_999)
+tenants = with_fill(blocks=counts, spaces=small, sessions=small, leases=small)
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "version": st.just("0.1.0"),
+            "uptime_s": st.floats(0, 1e9),
+            "sessions": st.integers(0, 65_536),
+            "tiers": st.fixed_dictionaries(
+                {
+                    "warm": with_fill(blocks=counts, allocated_bytes=amounts, states=reasons),
+                    "cold": with_fill(
+                        blocks=counts,
+                        states=reasons,
+                        not_read=reasons,
+                        day_bytes=amounts,
+                        day_limit_bytes=amounts,
+                        faults=small,
+                        on=st.booleans(),
+                        failure=st.text("abc /", max_size=200),
+                        bytes=st.fixed_dictionaries({"written": amounts, "written_again": amounts}),
+                    ),
+                }
+            ),
+            "lookup_tokens": counts,
+            "hit_tokens": st.fixed_dictionaries({"warm": counts}),
+            "miss_tokens": reasons,
+            "saved_tokens": counts,
+            "refused_tokens": reasons,
+            "evicted_blocks": reasons,
+            "tenants": st.dictionaries(
+                st.from_regex(r"[a-z0-9][a-z0-9_-]{0,31}", fullmatch=True), tenants, max_size=3
+            ),
+        }
+    )
+)
+def test_the_table_keeps_to_80_columns_and_cuts_nothing_off(stats):
+    lines = drawn(stats)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert any(line.startswith(" tenant ") for line in lines) == bool(stats["tenants"])

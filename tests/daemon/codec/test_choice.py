@@ -1,0 +1,216 @@
+"""Which codec is taken: by the rule, for any bandwidths, rates and ratios; and what is learnt of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.layout import KvSpec
+from kvtier_daemon.codec.base import FIX4, R32, ZSTD
+from kvtier_daemon.codec.choice import (
+    BLOCK_MOST,
+    FIRST_TRIES,
+    GAIN,
+    LIMIT_SPACES,
+    TRY_EVERY,
+    Choice,
+    Rates,
+)
+from kvtier_daemon.codec.frame import RAW
+from support.specs import spec_of
+
+SPEC = spec_of("org/model")
+SPACE = b"s" * 32
+GB = 1e9
+MIB = 1 << 20
+
+
+def choice_of(
+    ratios: dict[int, float], rates: dict[int, float], threads: int = 1, spec: KvSpec = SPEC
+) -> Choice:
+    choice = Choice(Rates(threads))
+    for codec, ratio in ratios.items():
+        choice.shrank(SPACE, spec, codec, 1 << 20, int((1 << 20) / ratio))
+    for codec, rate in rates.items():
+        choice.rates.decoded(codec, spec.dtype, 1 << 30, (1 << 30) / rate)
+    return choice
+
+
+def gain(ratio: float, rate: float, link: float) -> float:
+    return min(ratio, rate / link)
+
+
+RATIO = st.floats(0.9, 8)
+RATE = st.floats(0.05 * GB, 50 * GB)
+
+
+@given(RATIO, RATE, RATIO, RATE, RATE, st.integers(1, 4))
+def test_the_gain_is_as_good_as_any_and_nothing_is_encoded_without_one(
+    fix4: float, fix4_rate: float, r32: float, r32_rate: float, link: float, threads: int
+) -> None:
+    choice = choice_of({FIX4: fix4, R32: r32}, {FIX4: fix4_rate, R32: r32_rate}, threads)
+    gains = {
+        RAW: 1.0,
+        FIX4: gain(fix4, fix4_rate * threads, link),
+        R32: gain(r32, r32_rate * threads, link),
+    }
+    taken = choice.codec(SPACE, SPEC, MIB, [link]).number
+    assert gains[taken] * GAIN * 1.001 >= max(gains.values())
+    if taken != RAW:
+        assert gains[taken] > 1, "r > 1 and C > B, or it does not pay"
+
+
+@given(RATIO, RATE, RATE)
+def test_what_is_chosen_stays_unless_another_is_better_by_a_bit(
+    r32: float, rate: float, link: float
+) -> None:
+    choice = choice_of({R32: r32}, {R32: rate})
+    taken = [
+        choice.codec(SPACE, SPEC, MIB, [link * nearly]).number
+        for nearly in (1.0, 0.99, 1.01, 1.0, 0.99, 1.01)
+    ]
+    assert sum(one != other for one, other in pairwise(taken)) <= 1, "back and forth"
+
+
+def test_a_disk_that_turns_out_faster_than_the_decoder_is_left_raw() -> None:
+    choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
+    assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).name == "r32"
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "fix4", "5/4 is less than 1.33"
+    assert choice.codec(SPACE, SPEC, MIB, [20 * GB]).name == "raw"
+    assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).name == "r32"
+
+
+def test_nothing_is_encoded_for_a_disk_that_nothing_is_known_of() -> None:
+    choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
+    assert choice.codec(SPACE, SPEC, MIB, [0.0, 0.0]).name == "raw"
+    assert choice.codec(SPACE, SPEC, MIB, [0.0, 1 * GB]).name == "r32", "the other is as fast"
+
+
+def test_a_codec_that_does_not_keep_up_with_saves_is_not_taken() -> None:
+    choice = choice_of({FIX4: 1.33, R32: 1.5}, {FIX4: 14 * GB, R32: 5 * GB})
+    choice.rates.encoded(R32, SPEC.dtype, int(GB), 1.0)
+    choice.rates.encoded(FIX4, SPEC.dtype, int(3 * GB), 1.0)
+    for saved, taken in (
+        (0.9, "r32"), (1.0, "r32"), (1.1, "fix4"), (1.0, "fix4"), (3.1, "raw"), (0.9, "r32"),
+    ):  # fmt: skip
+        choice.saved_bytes_s = saved * GB
+        assert choice.codec(SPACE, SPEC, MIB, [1 * GB]).name == taken, saved
+
+
+def test_the_rates_that_count_are_the_latest() -> None:
+    choice = choice_of({R32: 1.5}, {R32: 5 * GB})
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
+    for _ in range(100):
+        choice.rates.decoded(R32, SPEC.dtype, int(0.1 * GB), 0.1)  # the processors are busy
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "raw"
+    for _ in range(100):
+        choice.rates.decoded(R32, SPEC.dtype, int(0.5 * GB), 0.1)
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
+
+
+def test_a_busy_spell_is_forgotten_though_little_is_tried_after_it() -> None:
+    now, one = [0.0], 1 << 20
+    choice = Choice(Rates(1, lambda: now[0]))
+    choice.shrank(SPACE, SPEC, R32, 3 * one, 2 * one)
+    choice.rates.decoded(R32, SPEC.dtype, int(5 * GB), 1.0)
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32"
+    for _ in range(50):
+        now[0] += 0.1
+        choice.rates.decoded(R32, SPEC.dtype, int(0.1 * GB), 0.1)
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "raw"
+    tries = 0
+    while choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "raw":
+        tries += 1
+        now[0] += 6.0
+        choice.rates.decoded(R32, SPEC.dtype, one, one / (5 * GB))
+    assert 5 <= tries <= 30, "nor is one try enough"
+    for _ in range(3):
+        now[0] += 600.0
+        choice.rates.decoded(R32, SPEC.dtype, one, one / (4.5 * GB))
+    choice.rates.decoded(R32, SPEC.dtype, one, one / (2 * GB))
+    assert choice.codec(SPACE, SPEC, MIB, [4 * GB]).name == "r32", "one slow block"
+
+
+def test_several_disks_count_alike() -> None:
+    choice = choice_of({R32: 1.5}, {R32: 3 * GB})
+    assert choice.codec(SPACE, SPEC, MIB, [1 * GB, 1.2 * GB]).name == "r32"
+    assert choice.codec(SPACE, SPEC, MIB, [9 * GB, 9 * GB]).name == "raw"
+
+
+def test_a_new_space_is_tried_first_and_then_now_and_then() -> None:
+    choice = Choice(Rates())
+    assert choice.codec(SPACE, SPEC, MIB, [2 * GB]).number == RAW, "nothing is known"
+    assert choice.tries(SPACE, SPEC, MIB) == FIRST_TRIES and choice.encodes(SPACE, SPEC, MIB)
+    choice.wrote(SPACE, SPEC, FIRST_TRIES, FIRST_TRIES)
+    assert choice.tries(SPACE, SPEC, MIB) == 0 and not choice.encodes(SPACE, SPEC, MIB)
+    tried = 0
+    for _ in range(4 * TRY_EVERY):
+        some = choice.tries(SPACE, SPEC, MIB)
+        choice.wrote(SPACE, SPEC, 1, some)
+        tried += some
+    assert 3 <= tried <= 4
+
+
+def test_what_is_asked_for_is_taken_where_it_fits() -> None:
+    for asked in ("raw", "fix4", "r32", "zstd"):
+        choice = Choice(Rates(), asked)
+        assert choice.codec(SPACE, SPEC, MIB, [GB]).name == asked
+        assert choice.tries(SPACE, SPEC, MIB) == 0
+    odd = spec_of("odd", dtype="int8")
+    assert Choice(Rates(), "r32").codec(b"o" * 32, odd, MIB, [GB]).name == "raw"
+    assert Choice(Rates(), "zstd").codec(b"o" * 32, odd, MIB, [GB]).name == "zstd"
+    choice = choice_of({ZSTD: 1.5}, {ZSTD: 3 * GB}, spec=odd)
+    assert choice.codec(SPACE, odd, MIB, [GB]).name == "zstd"
+    assert [one.name for one in choice.candidates(odd)] == ["zstd"]
+
+
+def test_large_blocks_are_left_to_what_the_workers_decode() -> None:
+    large, odd = BLOCK_MOST + 1, spec_of("odd", dtype="int8")
+    choice = choice_of({ZSTD: 1.5}, {ZSTD: 3 * GB}, spec=odd)
+    assert choice.codec(SPACE, odd, BLOCK_MOST, [GB]).name == "zstd"
+    assert choice.codec(SPACE, odd, large, [GB]).name == "raw"
+    assert choice.encodes(SPACE, odd, BLOCK_MOST) and not choice.encodes(SPACE, odd, large)
+    assert choice.tries(SPACE, odd, BLOCK_MOST) and not choice.tries(SPACE, odd, large)
+    assert Choice(Rates(), "zstd").codec(SPACE, SPEC, large, [GB]).name == "raw"
+    assert choice.tries(b"n" * 32, SPEC, large) == FIRST_TRIES
+    assert [one.name for one in choice.candidates(SPEC, large)] == ["fix4", "r32"]
+    assert Choice(Rates(), "r32").codec(SPACE, SPEC, large, [GB]).name == "r32"
+
+
+def test_models_have_their_own() -> None:
+    choice = Choice(Rates(), "r32", [("org/*", "fix4"), ("org/model", "raw"), ("x", "zstd")])
+    assert choice.codec(SPACE, SPEC, MIB, [GB]).name == "fix4"
+    assert choice.codec(b"x" * 32, spec_of("x"), MIB, [GB]).name == "zstd"
+    assert choice.codec(b"y" * 32, spec_of("y"), MIB, [GB]).name == "r32"
+
+
+def test_only_so_many_spaces_are_known() -> None:
+    choice = Choice(Rates(), "r32")
+    for number in range(2 * LIMIT_SPACES):
+        choice.codec(number.to_bytes(32, "big"), SPEC, MIB, [GB])
+    assert len(choice.report()) == LIMIT_SPACES
+
+
+def test_a_read_costs_more_where_decoding_is_slower_than_the_link() -> None:
+    choice = choice_of({R32: 1.5}, {R32: 3 * GB})
+    slow = choice.slowness
+    assert slow(SPACE, SPEC, RAW, 50 * GB) == 1
+    assert slow(SPACE, SPEC, R32, 1 * GB) == 1, "decoded while more is read"
+    assert slow(SPACE, SPEC, R32, 6 * GB) == pytest.approx(3, rel=1e-3)
+    assert slow(SPACE, SPEC, FIX4, 6 * GB) == 1, "its rate is not known"
+
+
+def test_a_report_says_what_is_stored_how() -> None:
+    choice = choice_of({FIX4: 1.33, R32: 1.5}, {R32: 5 * GB})
+    choice.rates.encoded(R32, SPEC.dtype, 1 << 30, 0.25)
+    choice.codec(SPACE, SPEC, MIB, [GB])
+    (one,) = choice.report()
+    assert (one["model"], one["dtype"], one["asked"], one["codec"]) == (
+        "org/model", "bfloat16", "auto", "r32",
+    )  # fmt: skip
+    assert one["ratios"] == {"fix4": 1.33, "r32": 1.5}
+    assert one["decode_bytes_s"] == {"fix4": 0, "r32": pytest.approx(5 * GB, rel=1e-3)}
+    assert one["encode_bytes_s"] == {"fix4": 0, "r32": float(4 << 30)}

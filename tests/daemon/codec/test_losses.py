@@ -1,0 +1,157 @@
+"""Which spaces lose something, what they are called then, and who decodes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtier import Group, KvSpec
+from kvtier.errors import ProfileError
+from kvtier.layout import space_id
+from kvtier_daemon.codec.calibrated import Calibrated
+from kvtier_daemon.codec.choice import Choice, Rates
+from kvtier_daemon.codec.losses import NAMES, NO_PROFILE, OPAQUE, SHAPE, TYPE, Loss, Losses, fits
+from support.losses_by_twins import profile_of
+from support.specs import spec_of
+
+SPEC = spec_of("model")
+MLA = KvSpec.mla(
+    model="model", layers=2, latent_dim=32, rope_dim=16, dtype="bfloat16", block_tokens=16, weights="rev:1",
+)  # fmt: skip
+
+
+def losses(codec: str = "q8", **profile: Any) -> Losses:
+    return Losses([("model", codec)], [profile_of(SPEC, **profile)])
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_a_loss_is_part_of_the_identity(codec: str) -> None:
+    found = losses(codec)
+    identity = found.identity(SPEC, "t")
+    plain = space_id(SPEC, "t")
+    assert identity != plain and Losses().identity(SPEC, "t") == plain
+    assert losses("r32").identity(SPEC, "t") == plain
+    assert found.identity(spec_of("other"), "t") == space_id(spec_of("other"), "t")
+    loss = found.of(identity, SPEC, "t")
+    assert loss is not None and loss is found.look(SPEC)
+    codec_of = loss.codec(0, 0)
+    assert codec_of is not None and codec_of.name == codec and codec_of.lossy
+    # What is found of another configuration, or of none, is not taken for ours.
+    assert found.of(plain, SPEC, "t") is None
+    assert found.of(identity, SPEC, "u") is None
+    assert Losses().of(identity, SPEC, "t") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "model", "fit"),
+    [
+        ("org/model[v2]-x", "org/model[v2]-x", True),  # a name is a pattern of itself
+        ("org/model[v2]-*", "org/model[v2]-8b", True),
+        ("org/model[v2]-x", "org/modelv-x", False),
+        ("org/model-?b", "org/model-8b", True),
+        ("org/model-?b", "org/model-70b", False),
+        ("Org/*", "org/model", False),
+    ],
+)
+def test_only_stars_and_question_marks_stand_for_anything(
+    pattern: str, model: str, fit: bool
+) -> None:
+    assert fits(model, pattern) is fit
+
+
+def test_no_two_losses_have_one_identity() -> None:
+    named = [losses(codec).identity(SPEC, "t") for codec in NAMES]
+    named += [losses("ecsq-mid", step=1).identity(SPEC, "t")]
+    assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize(
+    ("spec", "codec", "why"),
+    [
+        (spec_of("model", dtype="float8_e4m3fn"), "q8", TYPE),
+        (spec_of("model", dtype="int8"), "ecsq-mid", TYPE),
+        (spec_of("model", layout="nobody knows"), "q4", OPAQUE),
+        (spec_of("model", layout="nobody knows"), "ecsq-mid", OPAQUE),
+        (spec_of("model", strides=(1, 2)), "ecsq-mid", OPAQUE),
+        (MLA, "q8", OPAQUE),
+        (spec_of("model", layers=5), "ecsq-mid", SHAPE),
+        (spec_of("model", kv_heads=8), "ecsq-mid", SHAPE),
+        (spec_of("model", head_dim=32), "cachegen-lo", SHAPE),
+        (spec_of("model2"), "ecsq-mid", NO_PROFILE),
+    ],
+)  # fmt: skip
+def test_where_it_can_not_be_had_a_space_is_lossless_and_says_why(
+    spec: KvSpec, codec: str, why: str
+) -> None:
+    found = Losses([("model*", codec)], [profile_of(SPEC)])
+    assert found.look(spec) == why
+    identity = found.identity(spec, "t")
+    assert identity == space_id(spec, "t")
+    choice = Choice(Rates(), "auto", [("model*", codec)], found, "t")
+    assert choice.lossy(identity, spec, 0, 0) is None and not choice.has_loss(identity, spec)
+    assert not choice.codec(identity, spec, spec.block_bytes, [1e9]).lossy
+    (said,) = choice.report()
+    assert (said["asked"], said["why"]) == (codec, why)
+
+
+def test_groups_that_are_opaque_stay_lossless_beside_others() -> None:
+    groups = [
+        Group(layers=2, kv_heads=2, head_dim=32),
+        Group(kind="state", layers=2, state_bytes=4096),
+        Group(layers=1, opaque_bytes=4096),
+    ]
+    spec = KvSpec.groups(groups, model="model", dtype="bfloat16", block_tokens=16, weights="w")
+    loss = losses("q8").look(spec)
+    assert isinstance(loss, Loss)
+    assert [loss.codec(number, 0) is not None for number in range(3)] == [True, False, False]
+
+
+def test_the_profile_of_the_weights_is_preferred_and_two_of_them_are_refused() -> None:
+    both = [profile_of(SPEC, weights="rev:1", step=1), profile_of(SPEC)]
+    asked = [("model", "ecsq-mid")]
+    assert Losses(asked, both).identity(SPEC, "t") == Losses(asked, both[:1]).identity(SPEC, "t")
+    other = spec_of("model", weights="rev:2")
+    assert Losses(asked, both).identity(other, "t") == Losses(asked, both[1:]).identity(other, "t")
+    assert Losses(asked, both[:1]).look(other) == NO_PROFILE
+    with pytest.raises(ProfileError, match="two profiles exist for model"):
+        Losses(asked, [both[1], both[1]])
+
+
+def test_ranks_have_shares_of_their_own() -> None:
+    spec = spec_of("model", tensor_parallel=2)
+    loss = losses("ecsq-mid").look(spec)
+    assert isinstance(loss, Loss)
+    codecs = [loss.codec(0, shard) for shard in range(3)]
+    assert codecs[2] is None
+    assert all(isinstance(one, Calibrated) for one in codecs[:2]) and codecs[0] is not codecs[1]
+
+
+def test_a_latent_has_the_codec_of_a_profile_that_keeps_as_many_dims() -> None:
+    fits, other = profile_of(MLA, exact_dims=16), profile_of(MLA, exact_dims=8)
+    assert isinstance(Losses([("model", "ecsq-mid")], [fits]).look(MLA), Loss)
+    assert Losses([("model", "ecsq-mid")], [other]).look(MLA) == SHAPE
+
+
+def test_who_needs_a_profile_is_told() -> None:
+    asked = [("model", "ecsq-mid"), ("mod*", "cachegen-lo"), ("*", "q8"), ("x", "ecsq-lo")]
+    assert Losses(asked, [profile_of(SPEC)]).wanting() == [("x", "ecsq-lo")]
+    assert len(Losses(asked).wanting()) == 3
+
+
+def test_many_spaces_of_one_model_share_their_codec() -> None:
+    found = losses("ecsq-mid")
+    some = {
+        id(loss.codec(0, 0))
+        for number in range(300)
+        if isinstance(loss := found.look(spec_of("model", engine=str(number))), Loss)
+    }
+    assert len(some) == 1
+
+
+def test_a_profile_that_differs_in_a_bit_is_another() -> None:
+    profile = profile_of(SPEC)
+    other = msgspec.structs.replace(profile, tokens=2)
+    names = {Losses([("model", "ecsq-mid")], [one]).identity(SPEC, "t") for one in (profile, other)}
+    assert len(names) == 2

@@ -1,0 +1,386 @@
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.units import GIB, MIB
+from kvtier_daemon.config import preflight
+from kvtier_daemon.config.preflight import MachineFinding
+from kvtier_daemon.config.schema import load
+
+as_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Load a configuration whose places are under the test's own directory."""
+
+    def make(size="64GiB", **flags):
+        values = {"warm.size": size, "socket": str(tmp_path / "k.sock"), "state": str(tmp_path)}
+        values |= {key.replace("__", "."): value for key, value in flags.items()}
+        return load(None, values, environ={})
+
+    return make
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Write a /proc and a /sys/fs/cgroup with what the test says."""
+
+    class Machine:
+        proc = tmp_path / "proc"
+        cgroup = tmp_path / "cgroup"
+
+        def has(self, available, groups=""):
+            (self.proc / "self").mkdir(parents=True)
+            rows = f"MemTotal:  999999999 kB\nMemAvailable: {available // 1024} kB\nBroken\n"
+            (self.proc / "meminfo").write_text(rows)
+            (self.proc / "self" / "cgroup").write_text(groups)
+
+        def write(self, directory, **files):
+            (self.cgroup / directory).mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (self.cgroup / directory / name.replace("__", ".")).write_text(f"{text}\n")
+
+        def look(self, warm):
+            return preflight.memory(warm, self.proc, self.cgroup)
+
+    return Machine()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_an_arena_that_fits_is_fine(make, machine):
+    machine.has(65 * GIB)
+    finding = machine.look(make("64GiB").config.warm)
+    assert finding.ok
+    assert "65 GiB available (MemAvailable)" in str(finding)
+
+
+def test_the_tables_of_the_generations_count_too(make, machine):
+    machine.has(64 * GIB)
+    warm = make("64GiB").config.warm
+    assert preflight.arena_bytes(warm) == 64 * GIB + 64 * GIB // 512
+    finding = machine.look(warm)
+    assert not finding.ok
+    assert finding.fix == "set warm.size to less than 63.9 GiB, or free memory"
+
+
+V2 = "0::/system.slice/kvtier.service\n"
+V1 = "9:name=systemd:/x\n4:cpu,memory:/docker/abc\n0::/\n"
+
+
+def test_a_control_group_leaves_less_than_the_machine(make, machine):
+    machine.has(100 * GIB, V2)
+    machine.write("system.slice/kvtier.service", memory__max=8 * GIB, memory__current=GIB)
+    finding = machine.look(make("8GiB").config.warm)
+    assert not finding.ok
+    assert "7 GiB available (memory limit of the control group" in finding.value
+    assert finding.fix == "set warm.size to less than 6.99 GiB, or raise the limit"
+    assert machine.look(make("6GiB").config.warm).ok
+
+
+def test_the_control_group_above_may_be_the_one_that_limits(make, machine):
+    machine.has(100 * GIB, V2)
+    machine.write("system.slice/kvtier.service", memory__max="max", memory__current=GIB)
+    machine.write("system.slice", memory__max=4 * GIB, memory__current=GIB)
+    assert "3 GiB available" in machine.look(make("8GiB").config.warm).value
+
+
+def test_pages_of_files_that_nobody_uses_are_available(make, machine):
+    machine.has(100 * GIB, V2)
+    machine.write(
+        "system.slice/kvtier.service",
+        memory__max=8 * GIB,
+        memory__current=7 * GIB,
+        memory__stat=f"anon 5\ninactive_file {5 * GIB}",
+    )
+    assert "6 GiB available" in machine.look(make("8GiB").config.warm).value
+
+
+def test_the_first_version_of_control_groups_limits_too(make, machine):
+    machine.has(100 * GIB, V1)
+    files = {"memory__limit_in_bytes": 4 * GIB, "memory__usage_in_bytes": 2 * GIB}
+    machine.write("memory/docker/abc", **files, memory__stat=f"total_inactive_file {GIB}")
+    assert "3 GiB available" in machine.look(make("8GiB").config.warm).value
+
+
+def test_in_a_container_the_mounted_root_is_the_group(make, machine):
+    machine.has(100 * GIB, V1)  # /docker/abc is the host's name of it
+    machine.write("memory", memory__limit_in_bytes=GIB, memory__usage_in_bytes=0)
+    assert "1 GiB available" in machine.look(make("8GiB").config.warm).value
+
+
+def test_a_path_outside_the_namespace_is_not_followed(make, machine):
+    machine.has(100 * GIB, "0::/../../other\n")
+    machine.write("", memory__max=GIB, memory__current=0)
+    assert "1 GiB available" in machine.look(make("8GiB").config.warm).value
+
+
+def test_a_group_without_a_limit_does_not_limit(make, machine):
+    machine.has(100 * GIB, V1)
+    no_limit = 9223372036854771712
+    machine.write("memory", memory__limit_in_bytes=no_limit, memory__usage_in_bytes=GIB)
+    assert "100 GiB available (MemAvailable)" in machine.look(make("8GiB").config.warm).value
+
+
+def test_a_group_that_uses_more_than_its_limit_leaves_nothing(make, machine):
+    machine.has(100 * GIB, V2)
+    machine.write("system.slice", memory__max=GIB, memory__current=2 * GIB)
+    finding = machine.look(make("8GiB").config.warm)
+    assert "0 B available" in finding.value
+    assert finding.fix == "raise the limit"  # no size would fit
+
+
+def test_a_machine_that_tells_nothing_is_not_refused(make, tmp_path):
+    assert preflight.memory(make().config.warm, tmp_path / "none", tmp_path / "none").ok
+
+
+def test_this_machine_tells_what_it_has(make):
+    assert preflight.memory(make("1MiB").config.warm).ok
+    finding = preflight.memory(make("4000TiB").config.warm)
+    assert not finding.ok
+    assert "available" in finding.value
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+class Limited:
+    """The limits of a process, owned by the test."""
+
+    def __init__(self, soft, hard, forbidden=False):
+        self.now = (soft, hard)
+        self.forbidden = forbidden
+
+    def getrlimit(self, kind):
+        return self.now
+
+    def setrlimit(self, kind, limits):
+        if self.forbidden:
+            raise ValueError("not allowed to raise maximum limit")
+        self.now = limits
+
+
+def files(loaded, limited):
+    return preflight.open_files(loaded.config, limited.getrlimit, limited.setrlimit)
+
+
+def test_enough_open_files_are_left_as_they_are(make):
+    limited = Limited(1344, 4096)
+    finding = files(make("64GiB"), limited)
+    assert finding.ok
+    assert finding.value.startswith("1344 needed for 64 extents and 256 clients")  # 256 + 1024 + 64
+    assert limited.now == (1344, 4096)
+
+
+def test_the_segments_of_a_cold_tier_are_counted_too(make):
+    loaded = make("64GiB", cold__directories="/d", cold__size="1TiB")
+    finding = files(loaded, Limited(1344 + 1024, 4096))
+    assert finding.value.startswith("2368 needed for 64 extents, 1024 segments and 256 clients")
+    assert finding.ok
+    finding = files(loaded, Limited(2367, 2367))
+    assert not finding.ok and "raise warm.extent or cold.segment" in finding.fix
+
+
+def test_the_soft_limit_of_open_files_is_raised_where_that_is_enough(make):
+    limited = Limited(256, 4096)
+    assert files(make("64GiB"), limited).ok
+    assert limited.now == (4096, 4096)
+
+
+def test_a_hard_limit_below_the_need_is_reported_and_left_alone(make):
+    limited = Limited(256, 1343)
+    finding = files(make("64GiB"), limited)
+    assert not finding.ok
+    assert limited.now == (256, 1343)
+    assert "LimitNOFILE=1344" in finding.fix
+
+
+def test_a_sandbox_that_forbids_raising_is_a_limit(make):
+    assert not files(make("64GiB"), Limited(256, 4096, forbidden=True)).ok
+
+
+def test_no_limit_is_enough(make):
+    assert files(make("64GiB"), Limited(resource.RLIM_INFINITY, resource.RLIM_INFINITY)).ok
+    limited = Limited(10, resource.RLIM_INFINITY)
+    assert files(make("64GiB"), limited).ok
+    assert limited.now[0] == resource.RLIM_INFINITY
+
+
+def test_a_tenants_last_extent_counts_though_it_is_a_small_one(make):
+    quota = {"tenants__a__uids": "1", "tenants__a__quota": "1.5GiB"}
+    loaded = make(
+        "4GiB", warm__extent="1GiB", **quota, tenants__b__uids="2", tenants__b__quota="25%"
+    )
+    assert preflight.extents(loaded.config) == 3
+
+
+def locked(warm, limited, tmp_path, capabilities="0", uid_map="0 0 4294967295"):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    (tmp_path / "self" / "uid_map").write_text(uid_map)
+    return preflight.locked_memory(warm, tmp_path, limited.getrlimit, limited.setrlimit)
+
+
+def test_memory_that_is_not_to_be_locked_needs_no_limit(make, tmp_path):
+    assert locked(make().config.warm, Limited(0, 0), tmp_path).ok
+
+
+def test_a_low_limit_of_locked_memory_is_reported(make, tmp_path):
+    finding = locked(make("1GiB", warm__lock=True).config.warm, Limited(MIB, MIB), tmp_path)
+    assert not finding.ok
+    assert "ulimit -l 1050624`" in finding.fix
+
+
+def test_the_soft_limit_of_locked_memory_is_raised_where_that_is_enough(make, tmp_path):
+    limited = Limited(MIB, 2 * GIB)
+    assert locked(make("1GiB", warm__lock=True).config.warm, limited, tmp_path).ok
+    assert limited.now == (2 * GIB, 2 * GIB)
+
+
+def test_the_capability_lifts_the_limit(make, tmp_path):
+    warm = make("1GiB", warm__lock=True).config.warm
+    assert locked(warm, Limited(0, 0), tmp_path, capabilities="0000000000004000").ok
+
+
+def test_a_capability_in_a_user_namespace_lifts_nothing(make, tmp_path):
+    warm = make("1GiB", warm__lock=True).config.warm
+    finding = locked(warm, Limited(0, 0), tmp_path, "000001ffffffffff", "0 1000 1")
+    assert not finding.ok
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "ok"), [(107, True), (108, False)])
+def test_the_kernel_holds_107_bytes_of_a_path(length, ok):
+    path = Path("/" + "é" * 53 + "x" * (length - 107))
+    assert len(os.fsencode(path)) == length
+    assert preflight.socket_path(path).ok is ok
+
+
+def test_a_missing_socket_directory_is_reported_and_not_made(tmp_path):
+    finding = preflight.socket_directory(tmp_path / "absent")
+    assert not finding.ok
+    assert f"mkdir -p {tmp_path / 'absent'}" in finding.fix
+    assert not (tmp_path / "absent").exists()
+
+
+def test_the_default_socket_directory_is_made(tmp_path):
+    before = os.umask(0o077)
+    try:
+        assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
+    finally:
+        os.umask(before)
+    mode = (tmp_path / "kvtier").stat().st_mode & 0o7777
+    assert mode == (0o755 if os.geteuid() == 0 else 0o700)
+    assert preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
+
+
+def test_a_default_directory_that_cannot_be_made_is_reported(tmp_path):
+    finding = preflight.socket_directory(tmp_path / "a" / "b", is_default=True)
+    assert not finding.ok
+    assert "cannot create" in finding.value
+
+
+def test_a_link_in_place_of_the_default_directory_is_refused(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert not preflight.socket_directory(tmp_path / "link", is_default=True).ok
+    assert preflight.socket_directory(tmp_path / "link").ok
+
+
+@as_user
+def test_a_default_directory_that_others_can_enter_is_refused(tmp_path):
+    (tmp_path / "kvtier").mkdir()
+    (tmp_path / "kvtier").chmod(0o755)
+    assert not preflight.socket_directory(tmp_path / "kvtier", is_default=True).ok
+
+
+def test_a_directory_in_which_anybody_can_swap_the_socket_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    finding = preflight.socket_directory(tmp_path)
+    assert not finding.ok
+    assert "chmod o-w" in finding.fix
+    tmp_path.chmod(0o1777)
+    assert preflight.socket_directory(tmp_path).ok
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").touch()
+    for finding in (
+        preflight.socket_directory(tmp_path / "file"),
+        preflight.socket_directory(tmp_path / "file" / "below"),
+        preflight.state_directory(tmp_path / "file"),
+        preflight.state_directory(tmp_path / "file" / "below"),
+    ):
+        assert not finding.ok
+        # Neither would help where a file is in the way.
+        assert "chown" not in finding.fix and "mkdir" not in finding.fix
+
+
+@as_user
+def test_directories_that_are_not_writable_are_reported(tmp_path):
+    (tmp_path / "shut").mkdir(mode=0o500)
+    assert "not writable" in preflight.socket_directory(tmp_path / "shut").value
+    assert "not writable" in preflight.state_directory(tmp_path / "shut").value
+    assert "cannot be created" in preflight.state_directory(tmp_path / "shut" / "a" / "b").value
+
+
+@as_user
+def test_a_directory_that_cannot_be_entered_is_reported(tmp_path):
+    (tmp_path / "dark" / "state").mkdir(parents=True)
+    (tmp_path / "dark").chmod(0o000)
+    finding = preflight.state_directory(tmp_path / "dark" / "state")
+    (tmp_path / "dark").chmod(0o700)
+    assert not finding.ok
+    assert "Permission denied" in finding.value
+
+
+@as_root
+def test_a_user_does_not_keep_state_in_a_directory_of_another_user(tmp_path, monkeypatch):
+    os.chown(tmp_path, 12345, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert "belongs to uid 12345" in preflight.state_directory(tmp_path / "state").value
+
+
+def test_a_state_directory_may_be_missing(tmp_path):
+    finding = preflight.state_directory(tmp_path / "a" / "b")
+    assert finding.ok
+    assert "will be created" in finding.value
+    assert not (tmp_path / "a").exists()
+
+
+# --- all together ---------------------------------------------------------------------------------
+
+
+def test_all_is_well_for_a_small_tier(make):
+    findings = preflight.require(make("1MiB"))
+    assert len(findings) == 7
+    assert all(finding.ok for finding in findings)
+
+
+def test_everything_that_is_wrong_is_said_at_once(make, tmp_path):
+    loaded = make("4000TiB", socket=str(tmp_path / ("x" * 120) / "k.sock"))
+    with pytest.raises(ConfigError) as caught:
+        preflight.require(loaded)
+    message = str(caught.value)
+    assert message.startswith("3 problems prevent the start: (1) memory for the arena: ")
+    assert "(2) length of the socket's path" in message
+    assert "(3) socket directory" in message
+    assert "\n" not in message
+
+
+def test_a_single_failure_stands_by_itself(make):
+    with pytest.raises(ConfigError, match=r"^memory for the arena: .*; set warm\.size"):
+        preflight.require(make("4000TiB"))
+
+
+def test_a_fine_finding_has_no_remedy_in_its_text():
+    assert str(MachineFinding(True, "a", "b", "c")) == "a: b"
+    assert str(MachineFinding(False, "a", "b", "c")) == "a: b; c"

@@ -1,0 +1,254 @@
+"""One session in this process: what a bug of ours costs, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import select
+import socket
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier import wire
+from kvtier_daemon.catalog import Catalog
+from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.serving.recorder import Recorder
+from kvtier_daemon.serving.server import Server
+from kvtier_daemon.tenant import Tenant
+from kvtier_kernels import Store
+from support.specs import spec_of
+
+LONGEST_S = 60.0
+
+
+def test_a_bug_of_ours_ends_one_session_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.setblocking(False)
+        tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")))
+        recorder = Recorder(tmp_path, loop.time)
+        server = Server(
+            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+        )
+        monkeypatch.setattr(Catalog, "match", bug)
+        answers = [
+            await loop.run_in_executor(None, talk, str(tmp_path / "s"), ask) for ask in (1, 0)
+        ]
+        assert isinstance(answers[0], wire.Failed)
+        assert (answers[0].code, answers[0].fatal) == ("internal", True)
+        assert answers[1] == wire.Done(3)
+        assert server.failures["internal"] == 1
+        server.close("done")
+        listener.close()
+
+    asyncio.run(run())
+    assert "planted" in caplog.text, "with where it happened"
+
+
+def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.setblocking(False)
+        mover: Any = SimpleNamespace(session_ended=bug)
+        tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
+        recorder = Recorder(tmp_path, loop.time)
+        server = Server(
+            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+        )
+        await loop.run_in_executor(None, talk, str(tmp_path / "s"), 0)
+        async with asyncio.timeout(60):
+            while server.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (len(tenant.catalog.spaces), server.ghosts) == (0, set())
+        assert server.failures["internal"] == 1
+        server.close("done")
+        listener.close()
+
+    asyncio.run(run())
+    assert "planted" in caplog.text
+
+
+class Connected:
+    """A client that has said hello."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    async def ask(self, request: wire.Message) -> wire.Reply:
+        loop, framer = asyncio.get_running_loop(), wire.Framer()
+        async with asyncio.timeout(LONGEST_S):
+            await loop.sock_sendall(self.sock, wire.encode(request))
+            while text := await loop.sock_recv(self.sock, 1 << 16):
+                for body in framer.feed(text):
+                    return wire.decode_reply(body)
+        raise EOFError("the daemon has hung up")
+
+
+class Serving:
+    """A server of these tenants, and its clients: theirs in turn."""
+
+    def __init__(self, folder: Path, max_clients: int, *names: str) -> None:
+        self.path = str(folder / "s")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.path)
+        self.listener.listen()
+        self.listener.setblocking(False)
+        tenants = [Tenant(name, bytes(32), 0, Catalog(Store(), make("lru"))) for name in names]
+        self.turns, loop = itertools.cycle(tenants), asyncio.get_running_loop()
+        self.server = Server(
+            loop, self.listener, lambda uid: next(self.turns), {one.name: one for one in tenants},
+            lambda tenant: {}, max_clients, Recorder(folder, loop.time),
+        )  # fmt: skip
+        self.tenants, self.clients = tenants, list[Connected]()
+
+    async def connect(self, **hello: Any) -> tuple[Connected, wire.Reply]:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        self.clients.append(Connected(sock))
+        await asyncio.get_running_loop().sock_connect(sock, self.path)
+        said = wire.Hello(1, wire.SCHEMA, "test", **hello)
+        return self.clients[-1], await self.clients[-1].ask(said)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.clients:
+            one.sock.close()
+        self.server.close("done")
+        self.listener.close()
+
+
+def test_a_tenant_has_exactly_its_share_of_the_clients(tmp_path: Path) -> None:
+    async def work() -> None:
+        with Serving(tmp_path, 6, "t", "u") as here:
+            here.turns = itertools.cycle(here.tenants[:1])
+            replies = [(await here.connect())[1] for _ in range(4)]
+            assert [type(reply) for reply in replies] == [wire.Welcome] * 3 + [wire.Failed]
+            assert getattr(replies[3], "code", "") == "too_many"
+            here.clients[0].sock.close()
+            while sum(each.greeted for each in here.server.sessions) == 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert isinstance((await here.connect())[1], wire.Welcome)
+            here.turns = itertools.cycle(here.tenants[1:])
+            assert isinstance((await here.connect())[1], wire.Welcome)
+
+    asyncio.run(work())
+
+
+def test_a_token_ends_a_session_of_its_own_tenant_alone(tmp_path: Path) -> None:
+    """The slots that a session still writes would be given away."""
+
+    async def work() -> None:
+        with Serving(tmp_path, 8, "t", "u") as here:
+            here.tenants[0].catalog.add_extent(1 << 20, bytearray(2048))
+            writer, welcome = await here.connect()
+            assert isinstance(welcome, wire.Welcome) and welcome.tenant == "t"
+            opened = await writer.ask(wire.Open(2, spec_of("token")))
+            assert isinstance(opened, wire.Opened)
+            reserved = await writer.ask(wire.Reserve(3, opened.space, 0, 0, b"", bytes(32)))
+            assert isinstance(reserved, wire.Reserved) and reserved.lease
+            _, theirs = await here.connect(ended=[welcome.token])
+            assert isinstance(theirs, wire.Welcome) and theirs.tenant == "u"
+            assert await writer.ask(wire.Commit(4, reserved.lease, 0, 1)) == wire.Done(4)
+            _, ours = await here.connect(ended=[welcome.token])
+            assert isinstance(ours, wire.Welcome) and ours.tenant == "t"
+            with pytest.raises((EOFError, BrokenPipeError)):
+                await writer.ask(wire.Ping(5))
+
+    asyncio.run(work())
+
+
+def talk(path: str, matches: int) -> wire.Reply:
+    """Say hello, open, perhaps match, ping; the answer after the Opened."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        sock.connect(path)
+        requests: list[wire.Message] = [
+            wire.Hello(1, wire.SCHEMA, "bug\nforged line"),
+            wire.Open(2, spec_of("bug")),
+        ]
+        requests += [wire.MatchPrefix(9, 0, bytes(32))] * matches
+        requests += [wire.Ping(3)]
+        sock.sendall(b"".join(map(wire.encode, requests)))
+        framer, replies = wire.Framer(), []
+        while len(replies) < 3:
+            replies += [wire.decode_reply(body) for body in framer.feed(sock.recv(1 << 16))]
+    return replies[2]
+
+
+def test_a_lookup_is_answered_before_its_policy_hears_of_it(tmp_path: Path) -> None:
+    """The policy looks whether the client has the answer already."""
+    path, answered, looked = str(tmp_path / "s"), [], threading.Event()
+
+    class Looking:
+        def wanted(self, ids: bytes, names: bytes = b"") -> None:
+            with contextlib.suppress(BlockingIOError):
+                answered.append(wire.decode_reply(client.recv(4096, socket.MSG_PEEK)[4:]))
+            looked.set()
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: b""
+
+    def ask(message: wire.Message, waits: bool = False) -> Any:
+        client.setblocking(True)
+        client.sendall(wire.encode(message))
+        client.setblocking(False)
+        if waits:
+            assert looked.wait(LONGEST_S)
+        select.select([client], [], [], LONGEST_S)
+        (body,) = wire.Framer().feed(client.recv(1 << 16))
+        return wire.decode_reply(body)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        listener.setblocking(False)
+        policy: Any = Looking()
+        uses = DeferredPolicy(policy)
+        tenant = Tenant("t", bytes(32), 0, Catalog(Store(), uses), uses=uses)
+        tenant.catalog.add_extent(1 << 20, bytearray(1 << 12))
+        recorder = Recorder(tmp_path, loop.time)
+        server = Server(
+            loop, listener, lambda uid: tenant, {"t": tenant}, lambda tenant: {}, 8, recorder
+        )
+        await loop.run_in_executor(None, talk_of_a_match)
+        server.close("done")
+        listener.close()
+
+    def talk_of_a_match() -> None:
+        client.connect(path)
+        ask(wire.Hello(1, wire.SCHEMA, "asks"))
+        space = ask(wire.Open(2, spec_of("m"))).space
+        key = bytes(range(32))
+        lease = ask(wire.Reserve(3, space, 0, 0, b"", key)).lease
+        ask(wire.Commit(4, lease, 0, 1, b""))
+        assert ask(wire.MatchPrefix(5, space, key), waits=True).ready == 1
+
+    with socket.socket(socket.AF_UNIX) as client:
+        asyncio.run(asyncio.wait_for(run(), LONGEST_S))
+    assert [reply.id for reply in answered] == [5]

@@ -1,0 +1,292 @@
+"""`kvtier sim`: what it says of a small trace, and of files that are none."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier_daemon.cli import main
+from kvtier_daemon.sim.report import percentiles, report, without_tiers
+from kvtier_daemon.sim.tiers import Machine, Simulation
+from kvtier_daemon.sim.trace import TraceRequests, read
+from kvtier_daemon.tools.sizing import PrefillCost
+
+SMALL = Path(__file__).parents[2] / "traces" / "small.jsonl"
+GIB = 1 << 30
+GOOD = {"timestamp": 5, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}
+Sim = Callable[..., Any]
+PINNED_HITS = {"memory": 0.0749, "nvme": 0.1469}
+PINNED_TTFT = {"p50": 2406.204, "p90": 5854.872, "p99": 7149.57}
+
+
+@pytest.fixture
+def sim(capsys: pytest.CaptureFixture[str]) -> Sim:
+    def run(*arguments: str) -> Any:
+        with pytest.raises(SystemExit) as left:
+            main(["sim", *arguments, "--json"])
+        told = capsys.readouterr()
+        assert not left.value.code, told.err
+        return json.loads(told.out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def small() -> TraceRequests:
+    return read(SMALL)
+
+
+def machine(**more: Any) -> Machine:
+    fields: dict[str, Any] = {
+        "memory_bytes": 4 * GIB, "nvme_bytes": 32 * GIB, "token_bytes": 131_072, "policy": "lru",
+        "prefill": PrefillCost(1e-4), "engines": 2, "nvme_read_bytes_s": 3e9,
+    }  # fmt: skip
+    return Machine(**fields | more)
+
+
+# --- one tier --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks", "hits"),
+    [("lru", 50, 163), ("lru", 200, 403), ("optimum", 50, 639), ("optimum", 200, 1007)],
+)
+def test_what_one_tier_hits_of_the_small_trace(
+    sim: Sim, policy: str, blocks: int, hits: int
+) -> None:
+    told = sim(str(SMALL), "--policy", policy, "--blocks", str(blocks))
+    assert told["hit_blocks"] == hits
+    assert told["hit_rate"] == pytest.approx(hits / told["looked_up_blocks"])
+    assert told["optimum_hit_rate"] >= told["hit_rate"]
+
+
+def test_sizes_and_policies_are_swept(sim: Sim, tmp_path: Path) -> None:
+    picture = tmp_path / "rates.svg"
+    told = sim(str(SMALL), "--policy", "lru,optimum", "--blocks", "5%,20%", "--plot", str(picture))
+    assert [(run["policy"], run["blocks"]) for run in told["runs"]] == [
+        ("lru", 84), ("optimum", 84), ("lru", 338), ("optimum", 338),
+    ]  # fmt: skip
+    drawn = ET.fromstring(picture.read_text())
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}circle")) == 4
+
+
+def test_recomputing_that_is_saved_and_left_is_all_of_it(sim: Sim, small: TraceRequests) -> None:
+    told = sim(str(SMALL), "--policy", "lru", "--blocks", "200", "--prefill-growth", "10000")
+    whole = sum(PrefillCost(1e-4, 1e-8).seconds(tokens) for tokens in small.inputs)
+    assert told["recompute_s"] + told["recompute_s_saved"] == pytest.approx(whole)
+
+
+# --- two tiers -------------------------------------------------------------------------------------
+
+
+def played(small: TraceRequests, one: Machine) -> dict[str, Any]:
+    simulation = Simulation(small, one)
+    simulation.run()
+    return report(small, one, simulation)
+
+
+def test_what_two_tiers_hit_of_the_small_trace_is_pinned(small: TraceRequests) -> None:
+    told = played(small, machine())
+    assert {tier: round(rate, 4) for tier, rate in told["hit_rate_by_tier"].items()} == PINNED_HITS
+    assert told["ttft_ms"] == PINNED_TTFT
+
+
+def test_a_disk_adds_hits_and_takes_from_the_wait(small: TraceRequests) -> None:
+    without, with_ = played(small, machine(nvme_bytes=0)), played(small, machine())
+    assert with_["hit_rate"] > without["hit_rate"] > 0
+    assert without["hit_rate_by_tier"]["nvme"] == 0 == without["nvme_bytes_written_a_day"]
+    assert (
+        with_["ttft_ms"]["p50"] < without["ttft_ms"]["p50"] < without_tiers(small, machine())["p50"]
+    )
+
+
+def test_a_disk_that_is_slower_than_computing_is_not_waited_for(small: TraceRequests) -> None:
+    told = played(small, machine(nvme_read_bytes_s=1e8))
+    computed = played(small, machine(nvme_bytes=0))
+    assert told["verdicts"].keys() & {"slower", "crowded", "late"}
+    assert told["ttft_ms"]["p99"] <= 1.05 * computed["ttft_ms"]["p99"] + 5
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e9])
+def test_what_computing_beats_comes_back_into_memory(small: TraceRequests, rate: float) -> None:
+    """The disk's copy keeps it from being saved there again."""
+    told = played(small, machine(nvme_read_bytes_s=rate))
+    computed = played(small, machine(nvme_bytes=0))
+    assert told["verdicts"]["slower"] > 10
+    assert told["hit_rate_by_tier"]["memory"] > computed["hit_rate_by_tier"]["memory"]
+
+
+def test_a_memory_for_everything_hits_what_the_optimum_does(small: TraceRequests) -> None:
+    one = machine(memory_bytes=200 * GIB, nvme_bytes=0, engines=0, prefill=PrefillCost(1e-9))
+    seen: set[int] = set()
+    hits = start = 0
+    nodes = memoryview(small.native.nodes()).cast("I")
+    for length in small.lengths:
+        request = nodes[start : start + length]
+        start += length
+        hits += next((i for i, node in enumerate(request) if node not in seen), length)
+        seen.update(request)
+    assert played(small, one)["hit_rate"] == pytest.approx(hits / small.looked_up_blocks)
+
+
+def test_a_codec_makes_room_on_the_disk(small: TraceRequests) -> None:
+    plain, packed = machine(nvme_bytes=8 * GIB), machine(nvme_bytes=8 * GIB, codec_ratio=0.5)
+    assert Simulation(small, packed).nvme_blocks == 2 * Simulation(small, plain).nvme_blocks
+    assert played(small, packed)["hit_rate"] > played(small, plain)["hit_rate"]
+
+
+def test_writes_keep_to_a_budget_and_go_to_what_comes_again(small: TraceRequests) -> None:
+    block = 131_072 * 512
+    daily = 24 * 200 * block
+    free, spare, all_ = (
+        played(small, machine(daily_bytes=limit, admission=admission))
+        for limit, admission in ((0, "auto"), (daily, "auto"), (daily, "all"))
+    )
+    for told in (spare, all_):  # an hour's at once, and what comes meanwhile
+        most = daily / 24 * (1 + small.span_s / 3600) + block
+        written = told["bytes"]["nvme_written"] + told["bytes"]["nvme_written_again"]
+        assert written <= most < free["bytes"]["nvme_written"]
+    assert spare["lost"]["once"] and all_["lost"]["budget"] and "once" not in all_["lost"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 400), st.integers(0, 2000), st.sampled_from([1e7, 1e9, 1e11]),
+    st.sampled_from([1e7, 1e9, 1e11]), st.integers(0, 3),
+    st.sampled_from([0, 10**11]), st.sampled_from(["auto", "all", "second-touch"]),
+)  # fmt: skip
+def test_every_request_gets_its_first_token_and_no_block_is_in_two_places_too_many(
+    memory: int,
+    nvme: int,
+    read_rate: float,
+    write_rate: float,
+    engines: int,
+    daily: int,
+    admission: str,
+) -> None:
+    requests = read(SMALL)
+    block = 131_072 * 512
+    one = machine(
+        memory_bytes=memory * block, nvme_bytes=nvme * block, nvme_read_bytes_s=read_rate,
+        nvme_write_bytes_s=write_rate, engines=engines, daily_bytes=daily, admission=admission,
+    )  # fmt: skip
+    simulation = Simulation(requests, one)
+    totals = simulation.run()
+    assert len(totals.waits_s) == len(requests) and min(totals.waits_s) >= 0
+    simulation.check()
+    hits = sum(totals.hit_blocks.values())
+    assert hits <= totals.looked_up_blocks == requests.looked_up_blocks
+
+
+def test_the_table_answers_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["sim", str(SMALL), "--policy", "lru", "--memory", "4GiB,64GiB", "--nvme", "0,32GiB"])
+    told = capsys.readouterr().out
+    assert not left.value.code
+    assert sum(line.endswith(" <") for line in told.splitlines()) == 1
+    assert "64 GiB of memory and 32 GiB of NVMe: the smallest" in told
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    assert percentiles([0.001 * n for n in range(1, 101)]) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([0.002]) == {"p50": 2, "p90": 2, "p99": 2}
+    assert percentiles([]) == {"p50": 0, "p90": 0, "p99": 0}
+
+
+# --- bad input -------------------------------------------------------------------------------------
+
+
+def without(name: str) -> str:
+    return json.dumps({key: value for key, value in GOOD.items() if key != name})
+
+
+BAD = {
+    "{": "truncated",
+    "[1, 2]": "object",
+    **{without(name): name for name in GOOD},
+    json.dumps(GOOD | {"hash_ids": "12"}): "hash_ids",
+    json.dumps(GOOD | {"hash_ids": [1, -1]}): "out of range",
+    json.dumps(GOOD | {"hash_ids": [1 << 64]}): "out of range",
+    json.dumps(GOOD | {"hash_ids": [1, 2.5]}): "hash_ids",
+    json.dumps(GOOD | {"hash_ids": [1, 2, 1]}): "twice",
+    json.dumps(GOOD | {"timestamp": 4}): "before",
+    json.dumps(GOOD | {"timestamp": -1}): "out of range",
+    json.dumps(GOOD | {"input_length": -1}): "out of range",
+    json.dumps(GOOD | {"timestamp": "5"}): "timestamp",
+    json.dumps(GOOD | {"block_tokens": 16}): "block_tokens",
+    "\xff": "3",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_line_is_told_by_its_number(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [json.dumps(GOOD), "", line, json.dumps(GOOD)]
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(ConfigError, match=BAD[line]) as told:
+        read(path)
+    assert str(told.value).startswith(f"{path}:3: ")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_requests_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="contains no requests"):
+        read(tmp_path / "trace.jsonl")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--blocks", "0"], ["--blocks", "x"], ["--blocks", "nan%"], ["--blocks", "5,,6"],
+     ["--policy", "best", "--blocks", "5"], ["--memory", "64G"], ["--policy", "optimum"],
+     ["--admission", "some"], ["--engines", "-1"], ["--codec-ratio", "0"]],
+)  # fmt: skip
+def test_a_wrong_flag_is_refused_in_words(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["sim", str(SMALL), *flags])
+    assert left.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--memory", "--nvme"])
+@pytest.mark.parametrize(("size", "why"), [("4", "no unit"), ("64KiB", "smaller than one block")])
+def test_a_size_without_a_unit_or_below_a_block_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, size: str, why: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", str(SMALL), flag, size])
+    assert ended.value.code == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_day_is_not_told_from_a_trace_of_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sim: Sim
+) -> None:
+    trace = tmp_path / "short.jsonl"
+    lines = [
+        {"timestamp": at * 100, "input_length": 512 * 4, "output_length": 1,
+         "hash_ids": [at * 4 + block for block in range(4)]}
+        for at in range(70)
+    ]  # fmt: skip
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (str(trace), "--memory", "1GiB", "--nvme", "10GiB")
+    (run,) = sim(*flags)["runs"]
+    assert run["bytes"]["nvme_written"] and run["nvme_bytes_written_a_day"] is None
+    with pytest.raises(SystemExit):
+        main(["sim", *flags])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the trace has 7 s and at least 600 s are needed" in told
+    assert "TiB" not in told

@@ -1,0 +1,323 @@
+"""What a cold tier finds in its directories, or is refused there, costs what it must and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from daemon.tiers import test_cold
+from daemon.tiers.test_cold import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
+from kvtier.errors import TierError
+from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold import segment_files as files
+from kvtier_daemon.tiers.cold.directory import ColdDirectory
+from kvtier_daemon.tiers.cold.recovery import Recovered, recover
+from kvtier_daemon.tiers.cold.segment_log import Stage
+from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
+from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+
+
+def filled(folder: Path, count: int = 100) -> None:
+    async def work() -> None:
+        bench = Bench([folder])
+        await bench.recover()
+        await bench.write(range(count))
+        await bench.tier.close()
+
+    run(work())
+
+
+def bytes_of(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def numbers_of(path: Path) -> set[int]:
+    one = recover(path, None, {})
+    return {int.from_bytes(one.rows[at : at + 32], "big") for at in range(0, len(one.rows), 128)}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_file_that_can_not_be_read_costs_its_blocks_and_counts_for_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    filled(tmp_path)
+    bad = files_of(tmp_path)[2]
+    lost = numbers_of(bad)
+    assert lost
+
+    def refusing(path: Path, *rest: object) -> Recovered:
+        if path == bad:
+            raise TierError(f"{path}: cannot be read: {os.strerror(code)}")
+        return recover(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files, "recover", refusing)
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert bench.tier.faults == 1
+        assert set(bench.on_disk) == set(range(100)) - lost
+        for first in range(1000, 1800, 64):
+            assert not await bench.write(range(first, first + 64))
+            assert used(tmp_path) <= SIZE
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+    assert bad.exists()
+
+
+def test_rows_of_the_index_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
+    filled(tmp_path)
+    no_text = msgspec.msgpack.encode(SPEC).replace(SPEC.dtype.encode(), b"\xff" * len(SPEC.dtype))
+    volume = ColdDirectory(tmp_path, None)
+    volume.index.put(b"spaces", b"t\0" + b"x" * 32, b"no description")
+    volume.index.put(b"spaces", b"t\0" + SPACE, b"\xc1")
+    volume.index.put(b"spaces", b"t\0" + b"y" * 32, no_text)
+    volume.close()
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("segment", [MIB // 2, 2 * MIB])
+def test_segments_of_another_size_are_used_until_their_turn_comes(
+    tmp_path: Path, segment: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The size of segments follows cold.size, and all blocks were deleted where that was changed."""
+    filled(tmp_path, 200)
+    monkeypatch.setattr(test_cold, "SEGMENT", segment)
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert set(bench.on_disk) == set(range(200))
+        await bench.all_read()
+        for first in range(1000, 2200, 64):
+            assert not await bench.write(range(first, first + 64))
+            assert used(tmp_path) <= SIZE
+        await bench.all_read()
+        assert not set(bench.on_disk) & set(range(200)), "the oldest have left"
+        await bench.tier.close()
+
+    run(work())
+    assert {path.stat().st_size for path in files_of(tmp_path)} == {segment}
+    assert "have another size than cold.segment" in caplog.text
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        await bench.write(range(30))
+        shutil.rmtree(tmp_path / "segments")
+        assert not await bench.write(range(30, 130))
+        await bench.all_read()
+        assert files_of(tmp_path) and bench.tier.is_on and not bench.tier.faults
+        await bench.tier.close()
+
+    run(work())
+    shutil.rmtree(tmp_path / "segments")
+    filled(tmp_path, 10)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_first_file_that_can_not_be_made_is_tried_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    made = ColdDirectory.make
+    tries = 0
+
+    def refusing(*_: object) -> int:
+        nonlocal tries
+        tries += 1
+        raise OSError(code, os.strerror(code))
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        (one,) = bench.tier.stores["t"]
+        now = 100.0
+        one._clock = lambda: now
+        monkeypatch.setattr(ColdDirectory, "make", refusing)
+        await bench.recover()
+        for _ in range(20):
+            assert one.write([], lambda *_: None) == 0
+            await asyncio.sleep(0.005)
+        assert tries == 1 and os.strerror(code) in bench.tier.failure
+        assert bench.tier.is_on, "what there is may be read"
+        monkeypatch.setattr(ColdDirectory, "make", made)
+        now += RETRY_GROW_S + 1
+        assert not await bench.write(range(8))
+        assert not bench.tier.failure
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+
+
+def test_a_file_that_fails_half_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, at: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    volume = ColdDirectory(tmp_path, None)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    path = volume.segment_path("t", 7)
+    with pytest.raises(OSError, match="No space"):
+        volume.make(path, MIB)
+    assert not path.exists()
+    volume.close()
+
+
+def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_path: Path) -> None:
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        await bench.write(range(40))
+        first = bench.tier.segments[bench.on_disk[0].segment]
+        first.reading += 1  # a slow reader
+        before = bytes_of(first.path)
+        writing = asyncio.create_task(bench.write(range(40, 1000)))
+        for _ in range(2000):
+            if first.stage is Stage.LEAVING:
+                break
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.3)
+        assert first.stage is Stage.LEAVING and not writing.done()
+        assert bytes_of(first.path) == before
+        bench.tier.stores["t"][0].read_ended(first)
+        assert not await writing
+        assert first.head is not None and bytes_of(first.path) != before
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+
+
+def test_a_segment_that_is_free_again_has_no_head(tmp_path: Path) -> None:
+    """A start would find its frames, those that were forgotten meanwhile among them."""
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        at, log = 0, bench.tier.stores["t"][0].log
+        while not bench.lost or not log.free:
+            assert at < 5000
+            await bench.write(range(at, at + 8))
+            at += 8
+            await asyncio.sleep(0.01)
+        for segment in log.free:
+            assert bytes_of(segment.path)[:PAGE] == bytes(PAGE)
+            assert recover(Path(segment.path), None, {}).head is None
+        await bench.tier.close()
+
+    run(work())
+
+
+def test_what_a_tenant_that_is_none_any_more_has_left_goes(tmp_path: Path) -> None:
+    filled(tmp_path)
+    shutil.copytree(tmp_path / "segments" / "t", tmp_path / "segments" / "gone")
+    filled(tmp_path)
+    assert not any((tmp_path / "segments" / "gone").iterdir())
+    assert files_of(tmp_path)
+
+
+def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (tmp_path / "segments" / "t" / "notes.txt").write_text("mine")
+    (tmp_path / "segments" / "t" / "000099").mkdir()
+
+    async def work() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        await bench.tier.close()
+
+    run(work())
+    assert (tmp_path / "segments" / "t" / "notes.txt").read_text() == "mine"
+
+
+def test_what_one_tenant_has_too_much_goes_before_another_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, most = 48 * MIB, 31
+    there = tmp_path / "segments" / "b"
+    there.mkdir(parents=True)
+    for number in range(most):
+        with (there / f"{number:06d}").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, SEGMENT)
+    made, beside = ColdDirectory.make, []
+
+    def making(volume: ColdDirectory, path: Path, nbytes: int) -> int:
+        beside.append(sum(1 for _ in (tmp_path / "segments").glob("*/*")))
+        return made(volume, path, nbytes)
+
+    async def nothing(*_: object) -> None: ...
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        tier = ColdTier(
+            loop, open_directories([tmp_path], size), size, SEGMENT, {"a": 0.8, "b": 0.2}, lambda *_: None
+        )  # fmt: skip
+        await tier.recover(nothing)
+        while not tier.stores["a"][0].log.open:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await tier.close()
+
+    monkeypatch.setattr(ColdDirectory, "make", making)
+    run(work())
+    assert beside and max(beside) < most
+
+
+def test_a_full_disk_takes_no_name_of_its_user_and_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    volume = ColdDirectory(tmp_path, SIZE)
+    assert "kvtier.lock: No space left on device" in caplog.text
+    with pytest.raises(TierError, match="used by another daemon"):
+        ColdDirectory(tmp_path, SIZE)
+    assert volume.close()
+
+
+def test_a_size_that_the_file_system_has_not_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
+    free = os.statvfs(tmp_path)
+    room = there + free.f_frsize * free.f_bavail
+    for size, said in ((SIZE, False), (room * 2, True)):
+        caplog.clear()
+        (volume,) = open_directories([tmp_path], size)
+        assert ("less than its part of cold.size" in caplog.text) == said
+        assert said == (volume.lacks_bytes() > 0)
+        assert volume.close()
+
+
+def test_what_it_has_already_is_no_room_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    (volume,) = open_directories([tmp_path], SIZE)
+    there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((PAGE,) * 2 + (0,) * 8))
+    assert there and volume.lacks_bytes() == volume.segments_bytes - there
+    assert volume.close()

@@ -1,0 +1,104 @@
+"""Damage to an index that LMDB overlooks when it opens the file, and meets when it writes."""
+
+from __future__ import annotations
+
+import random
+import select
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier_daemon.tiers.cold.index import Index
+from kvtier_daemon.tiers.cold.index_pages import META, fit_together
+
+LIMIT_BYTES = 64 << 20
+TABLE = b"segments"
+
+
+def flushed(index: Index) -> str:
+    """Why what was put is not on disk, if it is not."""
+    index.flush(1)
+    select.select([index.event_fd], [], [])
+    ((_, failure),) = index.done()
+    return failure
+
+
+def filled(folder: Path, seed: int, rounds: int = 12, each: int = 60) -> bytes:
+    """The file of an index after puts and drops of records of many sizes, some of several pages."""
+    chance = random.Random(seed)
+    for _ in range(rounds):
+        with Index(folder, LIMIT_BYTES) as index:
+            for _ in range(each):
+                key = b"key%04d" % chance.randrange(400)
+                if chance.random() < 0.3:
+                    index.drop(TABLE, key)
+                else:
+                    nbytes = chance.choice([0, 1, 40, 500, 2100, 9000])
+                    index.put(TABLE, key, chance.randbytes(nbytes))
+                if chance.random() < 0.1:
+                    assert not flushed(index)
+    return (folder / "data.mdb").read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_of_a_sound_index_fit_together(tmp_path: Path, seed: int) -> None:
+    assert fit_together(filled(tmp_path, seed, 1 + 8 * seed, 20 * (1 + seed) ** 2))
+
+
+def test_no_damage_is_an_error_in_the_look_itself(tmp_path: Path) -> None:
+    """The process that looks would end, and nothing would be known of the index."""
+    text = filled(tmp_path, 5, 3)
+    chance = random.Random(5)
+    for at in (
+        *range(160),
+        *range(4096, 4256),
+        *(chance.randrange(len(text)) for _ in range(5000)),
+    ):
+        for change in (255, 1 << chance.randrange(8)):
+            fit_together(text[:at] + bytes([text[at] ^ change]) + text[at + 1 :])
+        fit_together(text[:at])
+
+
+def latest(text: bytes) -> tuple[int, ...]:
+    return max((META.unpack_from(text, at) for at in (0, 4096)), key=lambda meta: meta[-1])
+
+
+def length_of_a_key(text: bytes, chance: random.Random) -> int:
+    """The place of the length of a record's key, in a page that is in use."""
+    pages = [at for at in range(8192, len(text), 4096) if text[at + 10 : at + 12] == b"\2\0"]
+    while True:
+        page = chance.choice(pages)
+        (lower,) = struct.unpack_from("<H", text, page + 12)
+        (node,) = struct.unpack_from("<H", text, page + chance.randrange(16, lower, 2))
+        place = page + node + 6
+        bad = text[:place] + bytes([text[place] ^ 255]) + text[place + 1 :]
+        if text[place + 2 : place + 5] == b"key" and not fit_together(bad):
+            return place
+
+
+def number_of_a_free_page(text: bytes, chance: random.Random) -> int:
+    page = latest(text)[3] * 4096
+    assert text[page + 10 : page + 12] == b"\2\0", "the list of free pages has one leaf"
+    (node,) = struct.unpack_from("<H", text, page + 16)
+    return page + node + 8 + 8 + 8  # behind a node's head, its key, and how many numbers there are
+
+
+@pytest.mark.parametrize("place_of", [length_of_a_key, number_of_a_free_page])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_index_whose_pages_do_not_fit_together_is_begun_anew(
+    tmp_path: Path, place_of: Callable[[bytes, random.Random], int], seed: int
+) -> None:
+    """To write to it would fail again and again, or end the process."""
+    text = filled(tmp_path, seed)
+    place = place_of(text, random.Random(seed))
+    bad = text[:place] + bytes([text[place] ^ 255]) + text[place + 1 :]
+    assert not fit_together(bad)
+    (tmp_path / "data.mdb").write_bytes(bad)
+    with Index(tmp_path, LIMIT_BYTES) as index:
+        assert index.entries(TABLE) == []
+        for number in range(300):
+            index.put(TABLE, b"new%04d" % number, bytes(200))
+        assert flushed(index) == ""
+        assert len(index.entries(TABLE)) == 300

@@ -1,0 +1,151 @@
+"""What is being written stays what it is until the disk has ended with it, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
+from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.tiers.cold import flusher
+from kvtier_daemon.tiers.cold import read_queue as reads_module
+from kvtier_daemon.tiers.cold.mover import Mover
+from kvtier_daemon.tiers.cold.transfers import Incoming, Outgoing, Read, Wrote
+from kvtier_daemon.tiers.cold.write_budget import WriteBudget
+from kvtier_kernels import Store
+from support.specs import pattern
+
+SLOTS = 64
+
+
+def places(slots: bytes) -> list[int]:
+    return [fields[2] // BLOCK for fields in struct.iter_unpack("<IIQQ", slots)]
+
+
+def keys(first: int, count: int) -> bytes:
+    return b"".join(key(number) for number in range(first, first + count))
+
+
+def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path: Path) -> None:
+    """Blocks without a checksum: the disk would seal whatever lies in their slots under their names."""
+
+    async def first() -> None:
+        bench = Bench([tmp_path], engine="threads")
+        await bench.recover()
+        await bench.write(range(2))
+        catalog = Catalog(Store(), make("lru"))
+        catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
+        mover = Mover("t", catalog, bench.tier, SLOTS * BLOCK, through=True)
+        mover.extents.append(bench.extent)
+        space = catalog.open(SPACE, SPEC, SessionId(1))
+        granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
+        ours = places(granted.slots)
+        for number, place in enumerate(ours):
+            bench.slot(place)[:] = pattern(key(100 + number), BLOCK)
+        ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
+        # Urgent reads keep the writes waiting.
+        one = bench.on_disk[0]
+        place = (bench.extent, (SLOTS - 1) * BLOCK)
+        ahead = Incoming(
+            0, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest, *place
+        )
+        bench.tier.read([ahead] * 4000, lambda *_: None)
+        mover.saved(ids)
+        moving = asyncio.create_task(mover.run())
+        while not bench.tier.disks[0].worker.queued[2] > 10:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        waiting = bench.tier.disks[0].worker.queued[2]
+        granted = catalog.reserve(SessionId(2), space, 0, 0, b"", keys(900, 60))
+        assert waiting > 2, "nothing was waiting: the test shows nothing"
+        for number, place_ in enumerate(places(granted.slots)):
+            bench.slot(place_)[:] = pattern(key(900 + number), BLOCK)
+        await bench.tier.close()
+
+    async def again() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert len(bench.on_disk) > 2
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(first())
+    run(again())
+
+
+def test_what_was_written_in_a_day_is_forgotten_by_the_hour() -> None:
+    now = 5000.0
+    budget = WriteBudget(0, lambda: now)
+    for nbytes in (1, 20, 300):
+        budget.spend(nbytes)
+        budget.spend(nbytes)
+        now += 3600
+    assert budget.day_bytes() == 642
+    now += 21 * 3600
+    assert budget.day_bytes() == 640
+    now += 3600
+    assert budget.day_bytes() == 600
+    now += 3600
+    assert budget.day_bytes() == 0
+
+
+def test_much_is_handed_to_the_disk_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it takes, nobody else is served."""
+    monkeypatch.setattr(flusher, "WRITE_BLOCKS", 8)
+    monkeypatch.setattr(reads_module, "READ_BLOCKS", 8)
+    handed: Counter[str] = Counter()
+
+    async def moves(through: bool) -> None:
+        folder = tmp_path / str(through)
+        folder.mkdir()
+        bench = Bench([folder])
+        await bench.recover()
+        read, write = bench.tier.read, bench.tier.write
+
+        def few_read(blocks: Sequence[Incoming], done: Read) -> None:
+            handed["read"] = max(handed["read"], len(blocks))
+            read(blocks, done)
+
+        def few_written(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
+            handed["written"] = max(handed["written"], len(blocks))
+            return write(tenant, blocks, done)
+
+        monkeypatch.setattr(bench.tier, "read", few_read)
+        monkeypatch.setattr(bench.tier, "write", few_written)
+        catalog = Catalog(Store(), make("lru"))
+        catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // 4096))
+        mover = Mover("t", catalog, bench.tier, 4 * SLOTS * BLOCK, through=through)
+        mover.extents.append(bench.extent)
+        space = catalog.open(SPACE, SPEC, SessionId(1))
+        granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
+        ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
+        mover.saved(ids)
+        moving = asyncio.create_task(mover.run())
+        await until(lambda: mover.counts["written"] == 32)
+        granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(900, SLOTS))
+        assert granted.outcomes == bytes(SLOTS), "they did not leave memory"
+        catalog.abort(SessionId(1), granted.lease)
+        assert mover.promote(space, keys(100, 32), 32)[0] == 32
+        await until(lambda: mover.counts["read"] == 32)
+        assert handed == {"read": 8, "written": 8}
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        await bench.tier.close()
+
+    run(moves(through=True))
+    run(moves(through=False))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

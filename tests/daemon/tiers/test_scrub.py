@@ -1,0 +1,355 @@
+"""The scrub finds damage that nobody asked about, mends what it can, and is in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
+from daemon.tiers.test_mover import keys, places
+from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.policy import make
+from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold.frames import FRAME
+from kvtier_daemon.tiers.cold.mover import Mover
+from kvtier_daemon.tiers.cold.scrub import Scrubber
+from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
+from kvtier_daemon.tiers.cold.segment_store import SegmentStore
+from kvtier_daemon.tiers.cold.transfers import Incoming
+from kvtier_kernels import Store
+from support.specs import pattern
+
+SLOTS = 64
+SAVED = 40  # blocks, 14 to a segment: two are full
+FULL = 28
+
+
+class Time:
+    """A clock that only moves when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.before_sleep: Callable[[], Awaitable[None]] | None = None
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.before_sleep is not None:
+            await self.before_sleep()
+        await asyncio.sleep(0)
+
+
+class Kept(Bench):
+    """A bench whose blocks a catalog knows, written through by a mover."""
+
+    def __init__(self, folder: Path, rate: int = 1 << 30) -> None:
+        super().__init__([folder])
+        self.catalog = Catalog(Store(), make("lru"))
+        self.catalog.add_extent(SLOTS * BLOCK, bytearray(8 * SLOTS * BLOCK // PAGE))
+        self.mover = Mover("t", self.catalog, self.tier, SLOTS * BLOCK, through=True)
+        self.mover.extents.append(self.extent)
+        self.time = Time()
+        self.scrub = Scrubber(
+            self.tier, {"t": self.catalog}, lambda _, ids: self.mover.saved(ids), rate,
+            self.time.clock, self.time.sleep,
+        )  # fmt: skip
+        self.ids = b""
+
+    def leave(self, shelf: SegmentStore, segment: Segment) -> None:
+        self.mover.reclaim(shelf, segment)
+
+    async def save(self, first: int = 0, known: int = 0) -> None:
+        """Save blocks, and wait until all are on disk, beside those that are known to be."""
+        await self.recover()
+        self.moving = asyncio.create_task(self.mover.run())
+        space = self.catalog.open(SPACE, SPEC, SessionId(1))
+        granted = self.catalog.reserve(SessionId(1), space, 0, 0, b"", keys(first, SAVED))
+        for number, place in enumerate(places(granted.slots)):
+            self.slot(place)[:] = pattern(key(first + number), BLOCK)
+        self.ids = self.catalog.commit(SessionId(1), granted.lease, 0, SAVED, b"")
+        self.mover.saved(self.ids)
+        while self.catalog.counts()["framed_blocks"] < known + SAVED:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        while len(self.tier.sealed()) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    def frame_of(self, number: int) -> tuple[Segment, int, int]:
+        """Segment, page and header pages of a block's frame."""
+        one = array("I", [array("I", self.ids)[number]]).tobytes()
+        segment, page, _, _, header_pages, _, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
+        return self.tier.segments[segment], page, header_pages
+
+    def text_of(self, number: int, payload_bytes: int = 0) -> bytes:
+        """A frame's header, and so much of its payload."""
+        segment, page, header_pages = self.frame_of(number)
+        with Path(segment.path).open("rb") as file:
+            return os.pread(file.fileno(), header_pages * PAGE + payload_bytes, page * PAGE)
+
+    def evict(self, number: int) -> None:
+        self.catalog._store.evict(self.ids[4 * number : 4 * number + 4])
+
+    def spoil(self, number: int, inside: int, text: bytes = b"\x55" * 64) -> None:
+        """Write over a frame, so far inside its payload, or its header if that is negative."""
+        segment, page, header_pages = self.frame_of(number)
+        fd = os.open(segment.path, os.O_RDWR)
+        os.pwrite(fd, text, (page + header_pages) * PAGE + inside)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+    async def close(self) -> None:
+        self.moving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.moving
+        self.tier.tombstone(self.catalog.segments.take_dead_frames())
+        await self.tier.close()
+
+
+def test_nothing_is_damaged_where_nothing_is(tmp_path: Path) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        assert await kept.scrub.round() == 2
+        assert kept.scrub.counts["frames"] == FULL and kept.scrub.counts["damaged"] == 0
+        assert kept.catalog.counts()["framed_blocks"] == SAVED
+        await kept.close()
+
+    run(work())
+
+
+def test_damage_is_found_and_what_is_in_memory_written_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        places_before = {number: kept.frame_of(number) for number in range(SAVED)}
+        kept.spoil(3, 1000)
+        kept.spoil(4, -200)
+        kept.spoil(20, BLOCK - 64)
+        for gone in (20, 21):
+            kept.evict(gone)
+        # All of another frame, which is good in itself.
+        kept.spoil(8, -kept.frame_of(8)[2] * PAGE, kept.text_of(9, BLOCK))
+        kept.spoil(10, -kept.frame_of(10)[2] * PAGE, kept.text_of(11))
+        await kept.scrub.round()
+        assert kept.scrub.counts["damaged"] == 5
+        assert kept.catalog.blocks.evicted["spoilt"] == 1
+        while kept.mover.counts["written"] < SAVED + 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert kept.catalog.counts()["framed_blocks"] == SAVED - 1
+        moved = {n for n in range(SAVED) if n != 20 and kept.frame_of(n) != places_before[n]}
+        assert moved == {3, 4, 8, 10}
+        await kept.close()
+
+    async def again() -> None:
+        bench = Bench([tmp_path])
+        await bench.recover()
+        assert set(bench.on_disk) == set(range(SAVED)) - {20}
+        await bench.all_read()
+        await bench.tier.close()
+
+    run(work())
+    run(again())
+
+
+def test_the_rate_is_kept(tmp_path: Path) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path, rate=1 << 20)
+        await kept.save()
+        began = kept.time.now
+        await kept.scrub.round()
+        frame = PAGE * (kept.frame_of(0)[2] + BLOCK // PAGE)
+        assert kept.scrub.counts["bytes"] == FULL * frame
+        seconds = (FULL - 1) * frame / (1 << 20)  # the first goes at once
+        assert kept.time.now - began == pytest.approx(seconds)
+        assert kept.scrub.last_round_s == pytest.approx(seconds, abs=1e-3)
+        # What was not read in an hour is not made up for.
+        kept.time.now += 3600
+        began = kept.time.now
+        await kept.scrub.round()
+        assert kept.time.now - began == pytest.approx(seconds)
+        await kept.close()
+
+    run(work())
+
+
+def test_who_wants_blocks_comes_first(tmp_path: Path) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        segment, page, header_pages = kept.frame_of(0)
+        digest = kept.catalog._store.frames(kept.ids[:4])[1]
+        wanted = Incoming(
+            0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK
+        )
+        kept.tier.read([wanted] * 4000, lambda *_: None)
+        going = asyncio.create_task(kept.scrub.round())
+        waited = 0
+        while (queued := kept.tier.disks[0].worker.queued)[0]:
+            assert not queued[1], "reads of the scrub are queued behind those that are wanted"
+            waited += 1
+            await asyncio.sleep(0)
+        assert waited > 3, "nothing was waiting: the test shows nothing"
+        await going
+        assert kept.scrub.counts["frames"] == FULL
+        await kept.close()
+
+    run(work())
+
+
+def test_nothing_is_asked_of_a_disk_that_is_off(tmp_path: Path) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path, rate=1 << 20)
+        await kept.save()
+        sleeps = 0
+
+        async def off() -> None:
+            nonlocal sleeps
+            sleeps += 1
+            if sleeps == 3:
+                kept.tier.give_up("a test")
+
+        kept.time.before_sleep = off
+        await kept.scrub.round()
+        assert kept.scrub.counts["frames"] == 3
+        assert await kept.scrub.round() == 0
+        assert kept.scrub.counts["frames"] == 3 and kept.scrub.counts["damaged"] == 0
+        await kept.close()
+
+    run(work())
+
+
+def test_a_segment_is_used_again_in_the_middle_of_it(tmp_path: Path) -> None:
+    """Its place is free while the scrub thinks that it has the half of it yet to read."""
+
+    async def work() -> None:
+        kept = Kept(tmp_path, rate=1 << 20)
+        await kept.save()
+        (shelf,) = kept.tier.stores["t"]
+        sleeps = 0
+
+        async def leave() -> None:
+            nonlocal sleeps
+            sleeps += 1
+            if sleeps == 3:
+                segment = shelf.log.reclaim()
+                assert segment is kept.frame_of(0)[0]
+                kept.leave(shelf, segment)
+                while segment.stage is Stage.LEAVING:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+
+        kept.time.before_sleep = leave
+        await kept.scrub.round()
+        assert sleeps > 3
+        assert kept.scrub.counts["frames"] == 3 + FULL // 2
+        assert kept.scrub.counts["damaged"] == 0
+        await kept.close()
+
+    run(work())
+
+
+def test_what_was_nothing_in_a_segment_is_not_told_of_after_its_end(tmp_path: Path) -> None:
+    """The same place may be another frame's by then, and that would be forgotten at the next start."""
+
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        (shelf,) = kept.tier.stores["t"]
+        spoilt, _, _ = kept.frame_of(3)
+        kept.spoil(3, 1000)
+        await kept.scrub.round()
+        while spoilt.stage is Stage.SEALED:  # they were sealed in either order
+            segment = shelf.log.reclaim()
+            assert segment is not None
+            kept.leave(shelf, segment)
+        while spoilt.stage is Stage.LEAVING:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert kept.catalog.segments.take_dead_frames() == b""
+        await kept.close()
+
+    run(work())
+
+
+def test_what_was_read_of_an_earlier_use_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        segment, _, _ = kept.frame_of(5)
+        read_header = kept.tier.read_header
+
+        def begun_again(block: Incoming, done: Callable[[int, bytes], None]) -> None:
+            if block.id == array("I", kept.ids)[5]:
+                assert segment.head is not None
+                segment.head = replace(segment.head)
+                kept.loop.call_soon(done, 0, b"another")
+            else:
+                read_header(block, done)
+
+        monkeypatch.setattr(kept.tier, "read_header", begun_again)
+        await kept.scrub.round()
+        assert kept.scrub.counts["frames"] == 6 + FULL // 2
+        assert kept.scrub.counts["damaged"] == 0
+        await kept.close()
+
+    run(work())
+
+
+def test_what_was_looked_at_longest_ago_is_next(tmp_path: Path) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path, rate=1 << 20)
+        await kept.save()
+        order: list[int] = []
+        look_at = kept.scrub._look_at
+
+        async def noted(shelf: SegmentStore, segment: Segment) -> None:
+            order.append(segment.number)
+            await look_at(shelf, segment)
+
+        kept.scrub._look_at = noted  # type: ignore[method-assign]
+        (shelf, first), (_, second) = kept.tier.sealed()
+        await look_at(shelf, first)
+        await kept.scrub.round()
+        await kept.scrub.round()
+        assert order == [second.number, first.number] * 2
+        await kept.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "damaged"),
+    [(errno.EIO, 1, 0), (errno.EIO, 2, 1), (errno.ENODEV, 2, 0), (errno.ENODATA, 1, 1)],
+)
+def test_what_the_disk_does_not_give_is_asked_for_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, times: int, damaged: int
+) -> None:
+    async def work() -> None:
+        kept = Kept(tmp_path)
+        await kept.save()
+        left, read_header = times, kept.tier.read_header
+
+        def fails(block: Incoming, done: Callable[[int, bytes], None]) -> None:
+            nonlocal left
+            if block.id == array("I", kept.ids)[5] and left:
+                left -= 1
+                kept.loop.call_soon(done, code, b"")
+            else:
+                read_header(block, done)
+
+        monkeypatch.setattr(kept.tier, "read_header", fails)
+        await kept.scrub.round()
+        assert not left and kept.scrub.counts["damaged"] == damaged
+        await kept.close()
+
+    run(work())

@@ -1,0 +1,393 @@
+"""Each check of `kvtier doctor`, for what is well and for what is not."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.units import GIB, MIB
+from kvtier_daemon.config.schema import load
+from kvtier_daemon.tools import doctor, doctor_vllm
+from kvtier_daemon.tools.doctor import Severity, World
+
+WARM = {"capacity_bytes": 1, "failure": ""}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Callable[..., World]:
+    """A machine with these files and no others."""
+
+    def world(files: Mapping[str, str] | None = None, **more: Any) -> World:
+        for name, text in (files or {}).items():
+            place = tmp_path / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+        more.setdefault("environ", {})
+        more.setdefault("release", "6.18.0")
+        more.setdefault("loadable", lambda library: False)
+        return World(root=tmp_path, **more)
+
+    return world
+
+
+def config(tmp_path: Path, **values: Any) -> Any:
+    flags = {"warm.size": "1GiB", "socket": str(tmp_path / "k.sock"), "state": str(tmp_path)}
+    return load(
+        None, flags | {key.replace("__", "."): one for key, one in values.items()}, environ={}
+    )
+
+
+GPU = {
+    "sys/bus/pci/devices/0000:41:00.0/vendor": "0x10de\n",
+    "sys/bus/pci/devices/0000:41:00.0/class": "0x030200\n",
+    "sys/bus/pci/devices/0000:41:00.0/numa_node": "1\n",
+}
+
+
+def test_a_daemon_that_answers_is_well() -> None:
+    stats = {"version": kvtier.__version__, "pid": 7, "tiers": {"warm": WARM}}
+    assert doctor.daemon(stats, "").level is Severity.ok
+    found = doctor.daemon(None, "no daemon answers at there; start one")
+    assert (found.level, found.value, found.fix) == (
+        Severity.fail, "no daemon answers at there", "start one",
+    )  # fmt: skip
+    assert doctor.daemon(stats | {"version": "0.0.1"}, "").level is Severity.warn
+    broken = {"warm": WARM | {"failure": "no memory left"}}
+    assert "no memory left" in doctor.daemon(stats | {"tiers": broken}, "").value
+
+
+def test_what_a_start_looks_at_fails_with_its_fix(tmp_path: Path) -> None:
+    assert {one.level for one in doctor.started(config(tmp_path), serves=True)} == {Severity.ok}
+    found = doctor.started(config(tmp_path, warm__size="4000TiB"), serves=False)
+    (memory,) = (one for one in found if one.level is Severity.fail and "memory" in one.name)
+    assert memory.fix.startswith("set warm.size")
+    served = doctor.started(config(tmp_path, warm__size="4000TiB"), serves=True)
+    assert not any("memory" in one.name for one in served), "it has its memory"
+
+
+def test_a_cold_tier_says_what_it_works_with() -> None:
+    well = {"engine": "io_uring", "on": True, "given_up": False, "failure": ""}
+    assert doctor.cold_engine(well).level is Severity.ok
+    assert doctor.cold_engine(well | {"engine": "threads"}).level is Severity.warn
+    assert doctor.cold_engine(well | {"on": False, "failure": "EIO"}).level is Severity.fail
+    assert doctor.cold_engine(well | {"failure": "late"}).level is Severity.warn
+
+
+@pytest.mark.parametrize("state", ["off", "drained"])
+def test_a_cold_tier_that_is_switched_or_full_is_no_broken_disk(state: str) -> None:
+    switched = {"engine": "io_uring", "on": False, "state": state, "failure": ""}
+    found = doctor.cold_engine(switched)
+    assert (found.level, found.fix) == (Severity.warn, "kvtier tier on cold")
+    assert found.value.startswith(f"{state}: ")
+    full = {
+        "engine": "io_uring",
+        "on": True,
+        "failure": "/d/000020 can't be made: No space left on device",
+    }
+    assert (
+        "cold.size" in doctor.cold_engine(full).fix
+        and "smartctl" not in doctor.cold_engine(full).fix
+    )
+    broken = switched | {"given_up": True, "failure": "/d: gone"}
+    assert doctor.cold_engine(broken).level is Severity.fail
+
+
+def tcp(address: str, inode: int) -> str:
+    head = "  sl  local_address rem_address   st\n"
+    rest = "00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0"
+    return f"{head}   0: {address} {rest} {inode} 1\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "address", "level", "said"),
+    [
+        ("tcp", "0100007F:24C2", Severity.ok, "127.0.0.1:9410"),
+        ("tcp", "00000000:24C2", Severity.warn, "0.0.0.0:9410"),
+        ("tcp6", "00000000000000000000000001000000:24C2", Severity.ok, "[::1]:9410"),
+        ("tcp6", "00000000000000000000000000000000:24C2", Severity.warn, "[::]:9410"),
+    ],
+)
+def test_ports_beyond_loopback_are_told(
+    world: Callable[..., World],
+    tmp_path: Path,
+    table: str,
+    address: str,
+    level: Severity,
+    said: str,
+) -> None:
+    machine = world({f"proc/net/{table}": tcp(address, 4711)})
+    fds = tmp_path / "proc/9/fd"
+    fds.mkdir(parents=True)
+    assert doctor.listening(machine, 9).value == "no TCP port is open"
+    (fds / "5").symlink_to("socket:[4711]")
+    found = doctor.listening(machine, 9)
+    assert (found.level, said in found.value) == (level, True), found
+
+
+def test_the_ports_of_a_real_process_are_found() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert f"127.0.0.1:{port}" in doctor.listening(World(), os.getpid()).value
+
+
+def test_memlock_below_the_arena_is_told(world: Callable[..., World], tmp_path: Path) -> None:
+    loaded = config(tmp_path).config
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert (
+        doctor.registered_memory(world(getrlimit=lambda _: unlimited), loaded).level is Severity.ok
+    )
+    found = doctor.registered_memory(world(getrlimit=lambda _: (8 * MIB, 8 * MIB)), loaded)
+    assert found.level is Severity.warn and "8 MiB" in found.value and "LimitMEMLOCK" in found.fix
+    root = {"proc/self/uid_map": "0 0 4294967295", "proc/self/status": "CapEff:\tffffffffff"}
+    lifted = doctor.registered_memory(world(root, getrlimit=lambda _: (8 * MIB, 8 * MIB)), loaded)
+    assert lifted.level is Severity.ok
+
+
+def test_huge_pages_need_a_kernel_that_has_them(world: Callable[..., World]) -> None:
+    assert doctor.huge_pages(world()).level is Severity.warn
+    place = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    assert doctor.huge_pages(world({place: "always [never] deny"})).level is Severity.ok
+    assert doctor.huge_pages(world(release="5.15.0-91")).level is Severity.warn
+    assert doctor.huge_pages(world({place: "always never [deny]"})).level is Severity.warn
+
+
+def test_reserved_huge_pages_must_hold_the_arena(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    loaded = config(tmp_path, warm__huge_pages=True).config
+    rows = "HugePages_Total:  {}\nHugepagesize: 2048 kB\n"
+    enough = world({"proc/meminfo": rows.format(600)})
+    assert doctor.reserved_huge_pages(enough, loaded).level is Severity.ok
+    found = doctor.reserved_huge_pages(world({"proc/meminfo": rows.format(10)}), loaded)
+    assert (found.level, found.fix.split(",")[0]) == (Severity.fail, "sysctl vm.nr_hugepages=513")
+
+
+def space(free: int, size: int) -> Callable[[Path], Any]:
+    return lambda path: SimpleNamespace(f_frsize=4096, f_bavail=free // 4096, f_blocks=size // 4096)
+
+
+def test_little_shared_memory_is_told(world: Callable[..., World]) -> None:
+    assert doctor.shared_memory(world(statvfs=space(GIB, 8 * GIB))).level is Severity.ok
+    found = doctor.shared_memory(world(statvfs=space(MIB, 64 * MIB)))
+    assert found.level is Severity.warn and "64 MiB" in found.value
+    assert doctor.shared_memory(world()).level is Severity.warn  # there is none
+
+
+def test_disks_gpus_and_memory_are_to_be_on_one_node(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    one = {"sys/devices/system/node/node0/x": ""}
+    assert doctor.nodes(world(one), []).value == "one node"
+    two = one | {
+        "sys/devices/system/node/node1/x": "",
+        "proc/self/status": "Mems_allowed_list:\t0-1",
+    }
+    assert doctor.nodes(world(two), []).level is Severity.ok
+    found = doctor.nodes(world(GPU), [])
+    assert found.level is Severity.warn and "--membind=1" in found.fix
+    disk = {"sys/dev/block/259:0/device/numa_node": "0"}
+    nvme = world(disk, device=lambda path: os.makedev(259, 0))
+    apart = doctor.nodes(nvme, [tmp_path])
+    assert apart.level is Severity.warn and "each node" in apart.fix
+    bound = world({"proc/self/status": "Mems_allowed_list:\t1"})
+    assert doctor.nodes(bound, []).level is Severity.ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        ("ext4", Severity.ok), ("xfs", Severity.ok), ("overlay", Severity.fail), ("tmpfs", Severity.fail),
+        ("nfs4", Severity.warn), ("fuse.sshfs", Severity.warn), ("btrfs", Severity.warn),
+    ],
+)  # fmt: skip
+def test_a_file_system_is_to_be_a_local_disks(
+    world: Callable[..., World], kind: str, level: Severity
+) -> None:
+    rows = "1 0 0:1 / / rw - ext4 /dev/root rw\n2 1 0:2 / /cold\\040one rw - {} /dev/x rw\n"
+    machine = world({"proc/self/mountinfo": rows.format(kind)})
+    found = doctor.file_system(machine, Path("/cold one/kvtier"))
+    assert (found.level, f"{kind}" in found.value) == (level, True)
+    assert doctor.file_system(machine, Path("/cold oneself")).value == "ext4 at /"
+
+
+def test_direct_io_is_tried(tmp_path: Path) -> None:
+    before = os.listdir(tmp_path)
+    found = doctor.direct_io(tmp_path)
+    assert found.level is Severity.ok, found
+    assert doctor.direct_io(tmp_path / "not yet").level is Severity.ok
+    cut = doctor.direct_io(tmp_path, write=lambda fd, data: 4096)
+    assert cut.level is Severity.fail and "cut short" in cut.value
+
+    def other(fd: int, data: mmap.mmap) -> int:
+        with mmap.mmap(-1, len(data)) as zeros:
+            return os.pwrite(fd, zeros, 0)
+
+    assert "differ from the bytes written" in doctor.direct_io(tmp_path, write=other).value
+
+    def failing(fd: int, data: mmap.mmap) -> int:
+        raise OSError(5, "Input/output error")
+
+    assert doctor.direct_io(tmp_path, write=failing).value == "Input/output error"
+    assert os.listdir(tmp_path) == before, "nothing is left behind"
+
+
+def test_io_uring_is_tried() -> None:
+    assert doctor.io_uring(lambda: ("io_uring", "")).level is Severity.ok
+    refused = doctor.io_uring(lambda: ("threads", "Operation not permitted"))
+    assert refused.level is Severity.warn and "Operation not permitted" in refused.value
+    assert doctor.io_uring().value  # the real one
+
+
+def test_space_must_hold_the_cold_tier(world: Callable[..., World], tmp_path: Path) -> None:
+    machine = world(statvfs=space(GIB, 8 * GIB))
+    assert doctor.free_space(machine, [tmp_path], GIB).level is Severity.ok
+    found = doctor.free_space(machine, [tmp_path, tmp_path / "again"], GIB + MIB)
+    assert (
+        found.level is Severity.fail
+        and found.fix == "set cold.size to less than 1 GiB, or free space"
+    )
+    (tmp_path / "segments" / "default").mkdir(parents=True)
+    (tmp_path / "segments" / "default" / "000001").write_bytes(os.urandom(2 * MIB))
+    os.sync()
+    assert doctor.free_space(machine, [tmp_path], GIB + MIB).level is Severity.ok, (
+        "what it has counts"
+    )
+
+
+def test_a_gpu_needs_a_driver(world: Callable[..., World]) -> None:
+    assert doctor.gpu_driver(world()).level is Severity.ok
+    assert doctor.gpu_driver(world(GPU)).level is Severity.fail
+    assert doctor.gpu_driver(world(GPU, loadable=lambda library: True)).level is Severity.ok
+
+
+def test_gpudirect_that_falls_back_is_told(world: Callable[..., World]) -> None:
+    assert doctor.gpu_direct(world()).level is Severity.ok
+    assert "libcufile" in doctor.gpu_direct(world(GPU)).value
+    fallen = doctor.gpu_direct(world(GPU, loadable=lambda library: True))
+    assert (
+        fallen.level is Severity.warn and "falls back" in fallen.value and "modprobe" in fallen.fix
+    )
+    stats = {
+        "proc/driver/nvidia-fs/stats": "GDS Version: 1.7\nReads\t\t\t\t: err=0 n=1234 ok=1234\n"
+    }
+    direct = doctor.gpu_direct(world(stats, loadable=lambda library: True))
+    assert direct.level is Severity.ok and "1,234 reads" in direct.value
+
+
+def test_udev_is_wanted_where_there_is_a_gpu(world: Callable[..., World]) -> None:
+    assert doctor.udev(world()).level is Severity.ok
+    assert doctor.udev(world(GPU)).level is Severity.warn
+    assert doctor.udev(world({"run/udev/data/x": ""})).value == "there"
+
+
+def test_a_slow_clock_is_told(world: Callable[..., World]) -> None:
+    place = "sys/devices/system/clocksource/clocksource0/current_clocksource"
+    assert doctor.clock(world({place: "tsc\n"})).level is Severity.ok
+    found = doctor.clock(world({place: "hpet\n"}))
+    assert found.level is Severity.warn and "hpet" in found.value
+
+
+def test_an_examination_looks_at_everything(world: Callable[..., World], tmp_path: Path) -> None:
+    (tmp_path / "cold").mkdir()
+    loaded = config(tmp_path, cold__directories=str(tmp_path / "cold"), cold__size="1GiB")
+    stats = {"version": "1", "pid": 1, "tiers": {"warm": WARM, "cold": {"engine": "threads"}}}
+    names = {one.name for one in doctor.examine(world(), loaded, stats, "")}
+    assert {"daemon", "huge pages", "clock", "/dev/shm", "libcuda", "GPUDirect Storage", "/run/udev",
+            "ports", "cold tier", "memlock", "NUMA", "space for the cold tier"} <= names  # fmt: skip
+    assert f"O_DIRECT in {tmp_path / 'cold'}" in names
+
+
+# --- vLLM ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("0.32.0", Severity.ok),
+        ("1.0.1+cpu", Severity.ok),
+        ("0.9.2", Severity.fail),
+        ("", Severity.fail),
+    ],
+)
+def test_the_version_is_to_be_one_that_is_known(version: str, level: Severity) -> None:
+    assert doctor_vllm.version(version).level is level
+
+
+def packages(tmp_path: Path, theirs: str, ours: str) -> tuple[Path, Path]:
+    base = tmp_path / "vllm" / doctor_vllm.BASE
+    base.parent.mkdir(parents=True, exist_ok=True)
+    base.write_text(f"class KVConnectorBase_V1:\n    {theirs}\nclass SupportsHMA:\n    pass\n")
+    plugin = tmp_path / "plugin"
+    plugin.mkdir(exist_ok=True)
+    (plugin / "connector.py").write_text(f"class KvtierConnector:\n    {ours}\n")
+    return tmp_path / "vllm", plugin
+
+
+def test_the_interface_is_compared_without_importing_it(tmp_path: Path) -> None:
+    theirs = "def start(self, one, two): raise SystemExit"
+    well = packages(tmp_path, theirs, "def start(self, one, other): ...")
+    assert doctor_vllm.interface(*well).level is Severity.ok
+    for ours in ("def start(self, one): ...", "def begin(self): ..."):
+        found = doctor_vllm.interface(*packages(tmp_path, theirs, ours))
+        assert found.level is Severity.fail and found.value.split()[-1] in ours
+    private = packages(tmp_path, theirs, "def _mine(self): ...")
+    assert doctor_vllm.interface(*private).level is Severity.ok
+    assert doctor_vllm.interface(None, well[1]).level is Severity.fail
+
+
+def test_a_plugin_that_is_left_out_is_told() -> None:
+    assert doctor_vllm.plugin({}, ["kvtier"]).level is Severity.ok
+    assert doctor_vllm.plugin({}, ["other"]).level is Severity.fail
+    assert doctor_vllm.plugin({"VLLM_PLUGINS": "lora,kvtier"}, ["kvtier"]).level is Severity.ok
+    found = doctor_vllm.plugin({"VLLM_PLUGINS": "lora"}, ["kvtier"])
+    assert found.level is Severity.fail and "VLLM_PLUGINS=lora,kvtier" in found.fix
+    assert doctor_vllm.plugin({"VLLM_PLUGINS": ""}, ["kvtier"]).level is Severity.fail
+
+
+def engine(transfer: Any, *flags: str, seed: str = "") -> dict[str, str]:
+    words = [
+        "/usr/bin/python3",
+        "/bin/vllm",
+        "serve",
+        "m",
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    ]
+    environ = f"PYTHONHASHSEED={seed}\0" if seed else "A=b\0"
+    return {"proc/77/cmdline": "\0".join([*words, *flags, ""]), "proc/77/environ": environ}
+
+
+@pytest.mark.parametrize(
+    ("files", "policy", "hashes"),
+    [
+        (engine({"kv_load_failure_policy": "recompute"}), Severity.ok, Severity.ok),
+        (engine({}), Severity.fail, Severity.ok),
+        (engine({}, "--prefix-caching-hash-algo=xxhash"), Severity.fail, Severity.fail),
+        (
+            engine({}, "--prefix-caching-hash-algo", "sha256_cbor", seed="5"),
+            Severity.fail,
+            Severity.warn,
+        ),
+        ({}, Severity.ok, Severity.ok),
+    ],
+)
+def test_engines_that_run_are_asked_how(
+    world: Callable[..., World], files: dict[str, str], policy: Severity, hashes: Severity
+) -> None:
+    engines = list(doctor_vllm.running(world(files)))
+    assert len(engines) == bool(files)
+    assert [one.level for one in doctor_vllm.policies(engines)] == [policy]
+    assert [one.level for one in doctor_vllm.hashes(engines, {})] == [hashes]
+    assert doctor_vllm.hashes([], {"PYTHONHASHSEED": "0"})[0].level is Severity.warn

@@ -1,0 +1,1 @@
+"""Slow, short models of product code. Tests compare the product with them."""

@@ -1,0 +1,1 @@
+"""Eviction policies in plain Python: models of the native ones."""

@@ -1,0 +1,98 @@
+"""The connection that the plugin keeps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier_vllm import daemon as plugin_daemon
+from kvtier_vllm.daemon import Reconnect
+from support.daemons import Daemon
+from support.specs import spec_of
+
+
+def test_a_session_that_was_lost_is_closed_where_no_other_is_made(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end may come before the thread that would have made one."""
+    line = Reconnect(shared_daemon.socket, spec_of("line"), "line", populate=False)
+    session = line.wait_first()
+    assert session is not None
+    with monkeypatch.context() as late:
+        late.setattr(line, "retry_now", lambda: None)
+        line.lost(session, "for this test")
+    line.close()
+    line._thread.join(60)
+    assert session.client.fileno() == -1
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.01)
+
+
+def test_an_idle_line_notices_the_end_of_the_daemon_and_connects_to_the_next(
+    daemon_of: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Nothing is asked meanwhile, as in an engine without requests."""
+    daemon = daemon_of(folder=tmp_path)
+    line = Reconnect(daemon.socket, spec_of("line"), "line", populate=False)
+    session = line.wait_first()
+    assert session is not None
+    for end in (Daemon.stop, lambda daemon: daemon.process.kill()):
+        before = line.session
+        end(daemon)
+        until(lambda before=before: line.session is not before)  # type: ignore[misc]
+        daemon = daemon_of(folder=tmp_path)
+        until(lambda: line.session is not None)
+    assert session.client.fileno() == -1
+    line.close()
+    line._thread.join(60)
+    assert not line._thread.is_alive()
+
+
+def test_a_line_that_populates_maps_what_grows_while_nothing_is_asked(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank connects to a daemon whose memory is still being made: its first load is to find all of it."""
+    monkeypatch.setattr(plugin_daemon, "PING_S", 0.01)
+    daemon = daemon_of(
+        folder=tmp_path, config='[warm]\nsize = "64MiB"\nextent = "4MiB"\n', wait=False
+    )
+    line = Reconnect(daemon.socket, spec_of("line"), "line", populate=True)
+    session = line.wait_first()
+    assert session is not None
+    until(lambda: session.reader.extents == 16)
+    line.close()
+
+
+def test_a_line_that_connects_says_to_what_and_what_there_is(
+    daemon_of: Callable[..., Daemon], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line for an engine: its ranks say nothing."""
+    daemon = daemon_of(folder=tmp_path)
+    spec = spec_of("line")
+    with daemon.connect() as client:
+        for other in ("another", "line"):
+            space = client.open(spec_of(other))
+            keys = space.keys(list(range(5 * space.spec.block_tokens)))
+            space.save(keys, bytes(5 * space.block_bytes))
+        assert space.kept() == (5, 0)
+        assert client.open(spec_of("nothing")).kept() == (0, 0)
+    with caplog.at_level(logging.INFO, "vllm.kvtier"):
+        for populate in (False, True):
+            line = Reconnect(daemon.socket, spec, "line", populate=populate)
+            assert line.wait_first() is not None
+            line.close()
+            line._thread.join(60)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in said
+    assert "warm 64 MiB" in said
+    assert "has 5 blocks in memory and 0 on disk" in said

@@ -1,0 +1,47 @@
+"""Run a daemon in the process of a test, which can then use its objects."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from kvtier_daemon.app import App
+from kvtier_daemon.claim import claim_socket, release_socket
+from kvtier_daemon.config.schema import load
+
+
+def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "") -> None:
+    """Run a daemon in this process until `work` has ended."""
+    (folder / "disk").mkdir()
+    file = folder / "kvtier.toml"
+    file.write_text(
+        f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\n'
+        f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n{more}'
+    )
+    loaded = load(file, environ={})
+    config = loaded.config
+    listener = claim_socket(config.socket, config.socket_mode, config.socket_group)
+
+    async def run() -> None:
+        app = App(loaded, {name: bytes(32) for name in config.tenants}, listener)
+        serving = asyncio.create_task(app.serve())
+        async with asyncio.timeout(60):
+            while app._server is None or app.cold is None:
+                if serving.done():
+                    await serving  # it has failed
+                await asyncio.sleep(0.01)
+            await app.cold.recovered.wait()
+            await work(app)
+            assert not serving.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+
+    try:
+        asyncio.run(run())
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        release_socket(listener)

@@ -1,0 +1,160 @@
+"""Start real daemons for tests, each in its own process, with a socket under tmp_path."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvtier import Client, Unavailable
+from kvtier_daemon.observing.metrics import SERIES
+from support import forked
+
+START_S = 60.0  # on a busy machine
+STOP_S = 20.0  # less than the limit of the daemon's own stop
+SERVE = (sys.executable, "-m", "kvtier_daemon.cli", "serve")
+server = cache(forked.Server)
+
+
+def checked(stats: dict[str, Any]) -> dict[str, Any]:
+    """Return the report; no reason and no state in it may be one that the metrics call "other"."""
+    for one in SERIES:
+        unknown = one.read(stats).keys() - set(one.values) if one.values else set()
+        assert not unknown, f"{one.name} knows no {one.label} {unknown}"
+    return stats
+
+
+@dataclass
+class Daemon:
+    """A running `kvtier serve`."""
+
+    process: subprocess.Popen[bytes] | forked.Process
+    socket: str
+    log: Path
+
+    def connect(self, **options: Any) -> Client:
+        options.setdefault("populate", False)
+        return Client.connect(self.socket, **options)
+
+    def stats(self) -> dict[str, Any]:
+        with self.connect() as client:
+            return checked(client.stats())
+
+    def wait_for(
+        self, holds: Callable[[dict[str, Any]], bool], seconds: float = 60.0
+    ) -> dict[str, Any]:
+        """Wait until `holds` is true for a report; return that report."""
+        deadline = time.monotonic() + seconds
+        with self.connect() as client:
+            while not holds(stats := checked(client.stats())):
+                assert time.monotonic() < deadline, f"still not so after {seconds} s: {stats}"
+                time.sleep(0.01)
+        return stats
+
+    def wait_for_start(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None, f"ended at its start: {self.log.read_text()}"
+            try:
+                self.connect().close()
+                return
+            except Unavailable:
+                assert time.monotonic() < deadline, (
+                    f"no daemon after {START_S} s: {self.log.read_text()}"
+                )
+                time.sleep(0.01)
+
+    def wait_for_arena(self) -> None:
+        def complete(stats: dict[str, Any]) -> bool:
+            warm = stats["tiers"]["warm"]
+            return bool(warm["allocated_bytes"] == warm["capacity_bytes"])
+
+        with self.connect() as client:
+            client.wait_ready(START_S)  # all of this tenant's memory is announced
+        self.wait_for(complete)
+
+    def wait_for_disks(self) -> None:
+        """Wait until the cold tier has opened and read its directories: a start does not wait for a directory
+        that takes longer than 5 s."""
+
+        def found(stats: dict[str, Any]) -> bool:
+            cold = stats["tiers"]["cold"]
+            return cold["state"] == "on" and "still being opened" not in cold["failure"]
+
+        self.wait_for(found)
+
+    def process_bytes(self) -> int:
+        """Return the anonymous memory of the process, without the arena."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def wait_for_open_files(self, count: int, seconds: float = 60.0) -> None:
+        """Wait until at most `count` files are open: those of a disconnected client close later."""
+        deadline = time.monotonic() + seconds
+        while self.open_files() > count:
+            assert time.monotonic() < deadline, f"{self.open_files()} files open, not {count}"
+            time.sleep(0.02)
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"not gone after {STOP_S} s: {self.log.read_text()[-3000:]}"
+            ) from None
+
+
+def start_daemon(
+    folder: Path,
+    warm: str = "64MiB",
+    config: str = "",
+    wait: bool = True,
+    command: Sequence[str] = SERVE,
+    env: Mapping[str, str] | None = None,
+) -> Daemon:
+    """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete."""
+    socket = str(folder / "kvtier.sock")
+    text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
+    if "[warm]" not in config:
+        text += f'[warm]\nsize = "{warm}"\n'
+    path = folder / "kvtier.toml"
+    path.write_text(text)
+    log = folder / "daemon.log"
+    with log.open("ab") as sink:
+        process: subprocess.Popen[bytes] | forked.Process
+        if command is SERVE and env is None:
+            process = server().start(["serve", "--config", str(path)], sink.fileno())
+        else:
+            process = subprocess.Popen([*command, "--config", str(path)], stderr=sink, env=env)
+    daemon = Daemon(process, socket, log)
+    try:
+        daemon.wait_for_start()
+        if wait:
+            daemon.wait_for_arena()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return daemon
+
+
+def kvtier(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command `kvtier` and wait until it ends."""
+    command = [sys.executable, "-m", "kvtier_daemon.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False,
+        env=dict(os.environ, **environment),
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""The fake engine on a device: its pages are in device memory, and its own stream computes asynchronously."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier_kernels.cuda import Copier, Driver
+from kvtier_vllm.device import DeviceSide
+from kvtier_vllm.layout import Pages
+from kvtier_vllm.worker import WorkerSide
+from support.fake_engine import BLOCK, LAYERS, FakeEngine, FakeRequest
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Gpu(Protocol):
+    """A device, real or fake."""
+
+    def driver(self) -> Driver: ...
+    def device(self, array: Bytes) -> Bytes:
+        """Let the device read and write this host memory."""
+        ...
+
+    def later(self, stream: int, work: Callable[[], None]) -> None:
+        """Enqueue a function in a stream, as an engine does with a kernel."""
+        ...
+
+
+class DeviceEngine(FakeEngine):
+    """Pages in device memory for every rank, and a stream that computes. `early` lists the pages that it read
+    before they were loaded."""
+
+    def __init__(self, gpu: Gpu, socket: str, *args: Any, **options: Any) -> None:
+        self.gpu = gpu
+        self.driver = gpu.driver()
+        self.stream = self.driver.stream()
+        self.early: list[tuple[int, int, int, int]] = []
+        super().__init__(socket, *args, **options)
+
+    def worker(self, rank: int, pages: Pages) -> WorkerSide:
+        memory = self.gpu.device(self.memory[rank].reshape(-1))
+        copier = Copier(self.gpu.driver(), self.options.gpu_copies)
+        where = [(memory.ctypes.data, memory.nbytes)]
+        device = DeviceSide(copier, pages, where, self.memory[rank].shape[2], lambda: self.stream)
+        return WorkerSide(self.layout, self.options, rank, pages, [], device=device)
+
+    def compute(self, request: FakeRequest, start: int, stop: int) -> None:
+        """Enqueue the work in the stream, which runs it later."""
+        found, written = [], []
+        for rank, group, layer in np.ndindex(len(self.memory), len(self.layout.groups), LAYERS):
+            parts = self.parts(group)
+            for at in range(stop // BLOCK * parts):
+                if page := request.pages[group][at]:
+                    data = self.content(rank, group, layer, request, at)
+                    known = at < start // BLOCK * parts
+                    (found if known else written).append(((rank, group, layer, page), data))
+
+        def later() -> None:
+            time.sleep(0.002)
+            self.early += [
+                place for place, data in found if bytes(self.memory[place[0]][place[1:]]) != data
+            ]
+            for place, data in written:
+                self.memory[place[0]][place[1:]] = np.frombuffer(data, np.uint8)
+
+        self.gpu.later(self.stream, later)
+
+    def wrong_pages(self, request: FakeRequest) -> list[tuple[int, int, int, int]]:
+        self.driver.call("cuStreamSynchronize", self.stream)
+        return super().wrong_pages(request)
+
+    def close(self) -> None:
+        super().close()
+        self.driver.try_call("cuStreamDestroy_v2", self.stream)
+        self.driver.close()

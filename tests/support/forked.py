@@ -1,0 +1,138 @@
+"""Start daemons without their imports: a process that has imported `kvtier serve` forks once per daemon.
+
+Importing takes 0.2 s of CPU time, more than most tests; the fork runs the same command from its first line.
+Run as a program, this file is that process: it reads requests from its standard input, a socket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FORK, WAIT = "fork", "wait"
+LONGEST = 1 << 20  # of a request, which consists mostly of the environment
+
+
+class Process:
+    """A forked process, with the interface of subprocess.Popen."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._ended = os.pidfd_open(pid)  # readable once it has ended
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._wait(timeout) is None:
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is not None:
+            return self.returncode
+        looking = select.poll()
+        looking.register(self._ended, select.POLLIN)
+        if looking.poll(None if timeout is None else timeout * 1000):
+            with self._lock:
+                if self.returncode is None:
+                    status = self._server.ask([WAIT, self.pid])
+                    os.close(self._ended)
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class Server:
+    """The connection of the tests to the process that forks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            for end in (self._socket, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
+            self._process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
+        atexit.register(self.close)
+
+    def start(self, words: list[str], stderr: int) -> Process:
+        """Run `kvtier` with these arguments, in the folder and the environment of this process."""
+        request = [FORK, words, os.getcwd(), dict(os.environ)]
+        return Process(self, self.ask(request, stderr))
+
+    def ask(self, request: list[Any], *descriptors: int) -> int:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            return int(self._socket.recv(64))
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # a fork of this process may also have it open
+        self._socket.close()
+        self._process.wait()
+
+
+def serve() -> list[str]:
+    """Fork and wait on request, until the socket closes. Returns only in the forks: their arguments."""
+    asked = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its parent
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 1)
+        if not text:
+            os._exit(0)
+        kind, *rest = json.loads(text)
+        if kind == WAIT:
+            asked.send(str(os.waitpid(rest[0], 0)[1]).encode())
+            continue
+        if child := os.fork():
+            os.close(descriptors[0])
+            asked.send(str(child).encode())
+            continue
+        asked.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        words, folder, environment = rest
+        os.dup2(descriptors[0], 2)
+        os.close(descriptors[0])
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        return list(words)
+
+
+if __name__ == "__main__":
+    for name in (
+        "uvloop",
+        "kvtier_daemon.app",
+        "kvtier_daemon.cli.serve",
+        "kvtier_daemon.config.preflight",
+    ):
+        import_module(name)
+    cli = import_module("kvtier_daemon.cli")
+    sys.path.pop(0)  # this file's folder, which a daemon does not have
+    sys.argv = [str(Path(cli.__file__ or "").with_name("__main__.py")), *serve()]
+    cli.main()
