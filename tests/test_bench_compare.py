@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 from compare import Row
 
 
@@ -27,3 +29,19 @@ def test_a_row_is_worse_beyond_the_limit_and_unclear_where_its_rounds_disagree(
     name: str, pairs: list[tuple[float, float]], verdict: str
 ) -> None:
     assert Row(name, pairs).verdict(0.05) == verdict
+
+
+def test_one_side_imports_only_what_earlier_trees_have_too() -> None:
+    product = {
+        f"{name} {one.name}"
+        for file in ("compare_side.py", "bench_control.py", "bench_warm.py", "harness.py")
+        for node in ast.parse((BENCHMARKS / file).read_text()).body
+        if isinstance(node, ast.ImportFrom) and (name := node.module or "").startswith("kvtier")
+        for one in node.names
+    }
+    clients = {f"kvtier {name}" for name in ("Client", "KvSpec", "Space", "wire")}
+    kernels = {
+        f"kvtier_kernels {name}"
+        for name in ("Pieces", "Store", "gather", "nt_loops", "scatter", "views")
+    }
+    assert product == clients | kernels | {"kvtier.layout space_id"}
