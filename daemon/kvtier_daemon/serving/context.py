@@ -39,7 +39,6 @@ class Requester(Protocol):
     id: SessionId
     name: str
     peer: Peer
-    read_only: bool
 
     def send(self, message: wire.Message) -> None: ...
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
@@ -69,8 +68,3 @@ def not_durable(failure: str) -> str:
 
 def need_id() -> Refused:
     return Refused("bad_request", "this request needs an id, as its answer must be read")
-
-
-def check_may_write(session: Requester) -> None:
-    if session.read_only:
-        raise Refused("read_only", "this session is read-only")

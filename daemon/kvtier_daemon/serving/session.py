@@ -16,7 +16,7 @@ from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.observing.spans import Latencies, Spans
 from kvtier_daemon.serving.context import Host
 from kvtier_daemon.serving.peer import Peer
-from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests
+from kvtier_daemon.serving.requests import WITHOUT_TENANT, WRITES, Requests
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import TURN_S, Share, Turns
 from kvtier_daemon.tenant import Tenant
@@ -296,11 +296,14 @@ class Session:
 
     def _answer(self, tenant: Tenant | None, request: wire.Request) -> wire.Reply | None:
         """The answer; None if it is sent later. Raises Refused or SpecError."""
+        kind = type(request)
         if tenant is not None:
             tenant.catalog.forget_expired(self._server.clock())
-        elif type(request) not in WITHOUT_TENANT:
+        elif kind not in WITHOUT_TENANT:
             raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
-        return self.requests.handlers[type(request)](tenant, request)
+        if self.read_only and kind in WRITES:
+            raise Refused("read_only", "this session is read-only")
+        return self.requests.handlers[kind](tenant, request)
 
     # --- answers -------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Asking:
             events=EventFeed(lambda: 0.0),
         )
         self.answers = Requests(
-            SimpleNamespace(id=1, name="one", read_only=False), server  # type: ignore[arg-type]
+            SimpleNamespace(id=1, name="one"), server  # type: ignore[arg-type]
         )  # fmt: skip
 
     def answer(self, request: wire.Request) -> None:

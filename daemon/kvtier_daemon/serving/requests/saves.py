@@ -10,7 +10,7 @@ from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import LeaseId
 from kvtier_daemon.catalog.expiring import expiry_time
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
-from kvtier_daemon.serving.context import Handlers, Host, Requester, check_may_write, need_id
+from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
 from kvtier_daemon.tenant import Tenant
 
 
@@ -29,7 +29,6 @@ class SaveRequests:
         }
 
     def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
-        check_may_write(self._session)
         if not request.id:
             raise need_id()
         if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
