@@ -44,7 +44,9 @@ class Asking:
         self.catalog._reading.hold = lambda *_: hold  # type: ignore
         self.tier: Any = SimpleNamespace(
             is_on=True,
-            promote=lambda *_, **__: (self.told[0], 1.0, self.told[1]),
+            promote=lambda *_, **__: (
+                (self.told[0], 1.0, self.told[1]) if self.tier.is_on else (0, 0.0, "off")
+            ),
             recomputes=lambda *_: None,
             probe=lambda *_: None,
             cancel=lambda _: None,

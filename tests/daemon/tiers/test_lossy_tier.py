@@ -282,7 +282,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert tenant.catalog.segments.lossy(again) == again
             # And where its new frame is brought away.
             await seal(tenant)
-            tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
+            tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0)
             tenant.evict_all()
             tenant.mover._reclaimer.second_chance_bytes = 1 << 30
             await tenant.leave()
@@ -323,7 +323,7 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
             await tenant.on_disk(2)
             await seal(tenant)
             space = tenant.spaces["bfloat16"]
-            tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0, True, False)
+            tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0)
             tenant.evict_all()
             before, header = tenant.frame(1), tenant.header(1)
             tenant.mover._reclaimer.second_chance_bytes = 1 << 30

@@ -117,15 +117,14 @@ class LookupRequests:
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
         space = catalog.space(request.space)
-        reads = tenant.tier.is_on
         is_new = self.counted.is_new(request)
-        found = catalog.match(space, request.keys, is_new, reads)
+        found = catalog.match(space, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
         coming, eta_ms, why = 0, 0.0, ""
         if found.coming:
             coming, eta_ms, why = self._start_reads(tenant, space, request, found)
-        self._answered(tenant, space, request, found, is_new, reads, coming, why)
+        self._answered(tenant, space, request, found, is_new, why != "off", coming, why)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
@@ -155,22 +154,22 @@ class LookupRequests:
         deferred = self._deferred
         if (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.tier, request):
             return None
-        if self._waits_for_recovery(tenant, space, request):
+        if number and request.within_ms > 0 and self._waits_for_recovery(tenant, space, request):
             return None
         is_new = self.counted.is_new(request)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
-        reads = tenant.tier.is_on
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
-            self._server.clock(), is_new, reads, request.first,
+            self._server.clock(), is_new, request.first,
         )  # fmt: skip
-        coming, eta_ms, why = 0, 0.0, ""
+        reads, coming, eta_ms, why = True, 0, 0.0, ""
         if found.coming:
             if request.bring and found.ready + found.coming > request.first:
                 coming, eta_ms, why = self._start_reads(tenant, space, request, found)
-            else:
-                coming = found.coming  # the client does not need them
+                reads = why != "off"
+            else:  # the client does not need them
+                reads, coming = tenant.tier.is_on, found.coming
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
         self._answered(tenant, space, request, found, is_new, reads, coming, why)
@@ -213,10 +212,10 @@ class LookupRequests:
 
     def _waits_for_recovery(self, tenant: Tenant, space: KnownSpace, request: wire.Load) -> bool:
         """Whether the answer is deferred because recovery may still find missing blocks on disk. This happens
-        once per request with a number, and not for longer than computing takes."""
+        once per request that has a number and waits, and not for longer than computing takes."""
         if not tenant.tier.is_recovering or request.request in self.counted.of:
             return False
-        found = tenant.catalog.match(space, request.keys, False, tenant.tier.is_on)
+        found = tenant.catalog.match(space, request.keys, False)
         known = found.ready + found.coming
         missing = len(request.keys) // KEY_BYTES - known
         return missing > 0 and self._deferred.until_recovered(
@@ -270,11 +269,13 @@ class LookupRequests:
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
         is_new: bool, reads: bool, coming: int, why: str,
     ) -> None:  # fmt: skip
-        """Count the answer. Blocks that were counted as coming and are lost at the next answer become
-        misses."""
+        """Count the answer. `reads`: blocks on disk can be read, and are no miss. Those that were counted as
+        coming and are lost at the next answer become misses."""
         lookup = self.counted.of[request.request]
         coming = found.coming if reads and coming else 0
         if is_new:
+            from_disk = found.coming if reads else 0
+            tenant.catalog.usage.count_lookup(space, request.keys, found.ready, from_disk)
             lookup.reported = found.ready + found.coming if reads else found.ready
             lookup.block_tokens = space.spec.block_tokens
         if lookup.reported > found.ready or lookup.pending:
