@@ -16,6 +16,7 @@ from kvtier import wire
 from kvtier.errors import Refused
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
@@ -56,6 +57,7 @@ class Host(Protocol):
     answering: set[asyncio.Task[None]]  # tasks of deferred answers
     tenants: Mapping[str, Tenant]
     events: EventFeed
+    latencies: Latencies
     failures: Counter[str]
 
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]: ...

@@ -13,7 +13,6 @@ import kvtier
 from kvtier import wire
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier_daemon.catalog import SessionId
-from kvtier_daemon.observing.spans import Latencies, Spans
 from kvtier_daemon.serving.context import Host
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.requests import WITHOUT_TENANT, WRITES, Requests
@@ -34,7 +33,6 @@ class Listener(Host, Protocol):
     """The parts of the server that sessions use."""
 
     turns: Turns
-    latencies: Latencies
     run: bytes  # names this start of the daemon
     receive_buffer: memoryview
     receive_first: memoryview
@@ -139,7 +137,6 @@ class Session:
         self.outbox = Outbox(sock, lambda count: server.may_park(self, count))
         self.alive_at = self.opened_at  # when the client last sent or received something
         self.requests = Requests(self, server)
-        self._spans = Spans(server.latencies, server.clock)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
 
@@ -290,7 +287,6 @@ class Session:
             return
         if request.id and reply is not None:
             self.send(reply)
-        self._spans.answered(request, reply)
         if tenant is not None and tenant.uses is not None:
             tenant.uses.settle()
 

@@ -18,6 +18,7 @@ from kvtier import wire
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S
 from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.planning import PATIENCE_S, links, planner, recomputed
 from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
@@ -45,6 +46,7 @@ class Client:
             recorder=Recorder(folder, loop.time),
             loop=loop,
             events=EventFeed(loop.time),
+            latencies=Latencies(),
         )
         session: Any = SimpleNamespace(
             id=ONE, name="one", send=self.sent.append, serve_later=self.serve

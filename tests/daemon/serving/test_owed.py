@@ -13,6 +13,7 @@ from kvtier.layout import space_id
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.planning import WHY
 from kvtier_daemon.serving.requests import Requests
 from kvtier_kernels import Store
@@ -58,6 +59,7 @@ class Asking:
             clock=lambda: 0.0,
             recorder=SimpleNamespace(is_on=False),
             events=EventFeed(lambda: 0.0),
+            latencies=Latencies(),
         )
         self.answers = Requests(
             SimpleNamespace(id=1, name="one"), server  # type: ignore[arg-type]

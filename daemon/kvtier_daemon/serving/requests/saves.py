@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from kvtier import wire
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
@@ -14,12 +16,20 @@ from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
 from kvtier_daemon.tenant import Tenant
 
 
+class OpenSave(msgspec.Struct):
+    """A save whose latency is measured: when its slots were granted, and how many are not committed."""
+
+    began: float
+    blocks: int
+
+
 class SaveRequests:
-    """Reservations, commits and aborts. The state is in the catalog."""
+    """Reservations, commits and aborts. Their leases are in the catalog."""
 
     def __init__(self, session: Requester, server: Host) -> None:
         self._session = session
         self._server = server
+        self._open: dict[LeaseId, OpenSave] = {}
 
     def handlers(self) -> Handlers:
         return {
@@ -62,17 +72,22 @@ class SaveRequests:
                 "save", tenant.name, client=self._session.name, space=space.number, what="reserved",
                 **outcomes,
             )  # fmt: skip
+        if granted.lease:
+            blocks = len(granted.slots) // wire.SLOT_BYTES
+            self._open[granted.lease] = OpenSave(self._server.clock(), blocks)
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
 
     def commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
+        lease = LeaseId(request.lease)
         ids = tenant.catalog.commit(
-            self._session.id,
-            LeaseId(request.lease),
-            request.first,
-            request.count,
-            request.checksums,
+            self._session.id, lease, request.first, request.count, request.checksums
         )
         tenant.tier.saved(ids)
+        save = self._open[lease]
+        save.blocks -= request.count
+        if not save.blocks:
+            del self._open[lease]
+            self._server.latencies.save.note(self._server.clock() - save.began)
         if self._server.events.on:
             self._server.events.tell(
                 "save", tenant.name, client=self._session.name, what="committed", blocks=request.count
@@ -80,5 +95,7 @@ class SaveRequests:
         return wire.Done(request.id)
 
     def abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
-        tenant.catalog.abort(self._session.id, LeaseId(request.lease))
+        lease = LeaseId(request.lease)
+        tenant.catalog.abort(self._session.id, lease)
+        del self._open[lease]
         return wire.Done(request.id)
