@@ -270,9 +270,8 @@ class Catalog:
     ) -> bytes:
         """Make the blocks [first, first + count) of the lease READY; return their ids, for write-through."""
         lease, ids = self._writing.commit(session, lease_id, first, count, checksums)
-        spec = lease.space.spec
-        self.usage.saved_tokens += count * spec.block_tokens
-        self.usage.saved_bytes += count * spec.group_block_bytes(lease.group)
+        self.usage.saved_tokens += count * lease.space.spec.block_tokens
+        self.usage.saved_bytes += count * lease.space.block_bytes[lease.group]
         return ids
 
     def abort(self, session: SessionId, lease_id: LeaseId) -> None:
