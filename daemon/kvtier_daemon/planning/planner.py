@@ -16,11 +16,11 @@ from itertools import islice
 
 from kvtier_daemon.planning.forecast import LoadForecast
 from kvtier_daemon.planning.links import DiskLink
-from kvtier_daemon.planning.read_order import ReadSchedule
-from kvtier_daemon.planning.read_requests import (
+from kvtier_daemon.planning.read_order import (
     LOADS,
     NewRead,
     ReadRequest,
+    ReadSchedule,
     Verdict,
     alone_s,
     bytes_by_link,
