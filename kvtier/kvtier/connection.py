@@ -22,7 +22,9 @@ LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
 # Plain integers: operators of the socket module's flags take a microsecond each.
 CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+DONT_WAIT = int(socket.MSG_DONTWAIT)
 TRUNCATED = int(socket.MSG_CTRUNC)
+TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed)  # may arrive without a request
 Clock = Callable[[], float]
 
@@ -36,8 +38,10 @@ class Connection:
 
     def __init__(self, sock: socket.socket, clock: Clock, timeout_s: float) -> None:
         self._sock = sock
-        # Non-blocking: a timeout of the socket itself costs two more system calls per request.
-        sock.setblocking(False)
+        # The kernel limits how long a receive blocks: a timeout of Python's socket costs a system call more.
+        sock.setblocking(True)
+        limit = TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._readable = _poll_of(sock, select.POLLIN)
         self._writable = _poll_of(sock, select.POLLOUT)
         self.clock = clock
@@ -93,7 +97,7 @@ class Connection:
     def _send(self, data: bytearray | memoryview) -> int:
         """Send what the socket accepts now. Returns how many bytes that is."""
         try:
-            return self._sock.send(data)
+            return self._sock.send(data, DONT_WAIT)
         except BlockingIOError:
             return 0
 
@@ -133,7 +137,7 @@ class Connection:
         """Send as much of the backlog as the socket accepts now."""
         try:
             while self._backlog:
-                sent = self._sock.send(self._backlog)
+                sent = self._sock.send(self._backlog, DONT_WAIT)
                 del self._backlog[:sent]
         except BlockingIOError:
             pass
@@ -146,20 +150,21 @@ class Connection:
     def _lost(self, error: OSError) -> Unavailable:
         # The daemon may have sent the reason before it disconnected.
         with contextlib.suppress(Unavailable, ProtocolError):
-            while self._receive():
+            while self._receive(DONT_WAIT):
                 pass
         return self.give_up(self.broken or f"connection lost: {error}")
 
     def wait(self, request_id: int) -> wire.Reply:
         """Wait for the reply to this request and return it. Raises Refused if the daemon refuses it."""
-        left_s = self.timeout_s
-        deadline = self.clock() + left_s
+        deadline = self.clock() + self.timeout_s
         try:
+            if request_id not in self._replies:
+                self._receive(0)  # usually the whole reply
             while request_id not in self._replies:
+                left_s = deadline - self.clock()
                 if left_s <= 0 or not self._readable.poll(min(left_s, LONGEST_WAIT_S) * 1000):
                     raise self.give_up(f"the daemon did not answer within {self.timeout_s} s")
-                self._receive()
-                left_s = deadline - self.clock()
+                self._receive(DONT_WAIT)
         except (KvtierError, OSError):
             raise
         except BaseException:
@@ -176,7 +181,7 @@ class Connection:
         self._check_usable()
         self.push()
         try:
-            while self._receive():
+            while self._receive(DONT_WAIT):
                 pass
         except (KvtierError, OSError):
             raise
@@ -187,12 +192,13 @@ class Connection:
         replies, self._replies = self._replies, {}
         return replies
 
-    def _receive(self) -> bool:
-        """Receive and decode what has arrived. Returns whether anything had arrived."""
+    def _receive(self, flags: int) -> bool:
+        """Receive and decode what has arrived, at once (DONT_WAIT) or within the time limit of a request.
+        Returns whether anything had arrived."""
         self._check_usable()
         try:
             count, control, flags, _ = self._sock.recvmsg_into(
-                self._buffers, ANCILLARY_BYTES, CLOSE_ON_EXEC
+                self._buffers, ANCILLARY_BYTES, CLOSE_ON_EXEC | flags
             )
         except BlockingIOError:
             return False
@@ -270,7 +276,7 @@ class Connection:
         if farewell and not self.broken and not self.inherited and not self._backlog:
             with contextlib.suppress(OSError):
                 bye = wire.encode(wire.Bye(0))
-                said = self._sock.send(bye) == len(bye)
+                said = self._sock.send(bye, DONT_WAIT) == len(bye)
         self.broken = self.broken or "closed"
         for fd in self._fds:
             os.close(fd)
