@@ -23,8 +23,9 @@ from kvtier_daemon.tenant import Tenant
 
 LONGEST_WAIT_S = 60.0  # for which a request may wait
 Report = dict[str, msgspec.Raw]
-# Each gets the tenant and the request. None: the answer is sent later.
-Handlers = dict[type[wire.Message], Callable[[Any, Any], wire.Reply | None]]
+# Gets the tenant and the request. None: the answer is sent later.
+Handler = Callable[[Any, Any], wire.Reply | None]
+Handlers = dict[type[wire.Message], Handler]
 
 
 class Operated(Protocol):
