@@ -65,8 +65,8 @@ class CountedLookups:
         if known is not None and known.name == name:
             if number:
                 return False
-            # Without a number, a load directly after a match is the same lookup, and so is another match
-            # while blocks are coming.
+            # Without a number, a load directly after a match is the same lookup. Another match is the same
+            # one while blocks are coming.
             if (not known.loaded) if loads else known.coming:
                 known.loaded |= loads
                 return False
