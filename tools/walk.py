@@ -6,8 +6,8 @@
 
 A daemon of its own is started, warmed up, and recorded while one request is served. A walk is what both sides
 call from the request until its work is done; timers that run anyway are subtracted, as an idle daemon calls
-them too. A walk in memory is recorded ROUNDS times, and only what each of them called counts: a busy machine makes
-a turn of the daemon too long at times, or the write to disk begins before the recording ends.
+them too. A walk in memory is recorded ROUNDS times, and only functions that were called each time count: on a
+busy machine a turn of the daemon takes too long at times, or a write to disk begins before the recording ends.
 """
 
 from __future__ import annotations
@@ -182,22 +182,22 @@ def measured(client: Client, walker: Walker) -> dict[str, Rows]:
     with walker.recorded(idle):
         time.sleep(IDLE_S)
     found: dict[str, Rows] = {name: set() for name in LIMITS}
-    for number in range(ROUNDS):
-        loading: Rows = set()
-        with walker.recorded(loading):
-            assert load(number) == 1
-            time.sleep(RELEASE_S)
-        saving: Rows = set()
-        with walker.recorded(saving):
+    saves: list[Rows] = [set() for _ in range(ROUNDS)]
+    for number, rows in enumerate(saves):
+        with walker.recorded(rows):
             save(100 + number)
         wait_written(9 + number)
-        found["warm load"] = found["warm load"] & loading if number else loading
-        found["warm save"] = found["warm save"] & saving if number else saving
     with walker.recorded(found["save through to disk"]):
         save(150)
         time.sleep(SETTLE_S)
     before = 9 + ROUNDS
     assert written() == before, "the save was not on disk in time: the machine is too busy for this"
+    loads: list[Rows] = [set() for _ in range(ROUNDS)]
+    for number, rows in enumerate(loads):
+        with walker.recorded(rows):
+            assert load(number) == 1
+            time.sleep(RELEASE_S)
+    found["warm save"], found["warm load"] = set.intersection(*saves), set.intersection(*loads)
     # Push the first blocks out of memory, then read one back.
     for number in range(200, 200 + (64 << 20) // len(data) + 32):
         save(number)
