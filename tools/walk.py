@@ -7,7 +7,7 @@
 A daemon of its own is started, warmed up, and recorded while one request is served. A walk is what both sides
 call from the request until its work is done; timers that run anyway are subtracted, as an idle daemon calls
 them too. A walk in memory is recorded ROUNDS times, and only functions that were called each time count: on a
-busy machine a turn of the daemon takes too long at times, or a write to disk begins before the recording ends.
+busy machine a turn of the daemon may take too long, or a write to disk may begin before the recording ends.
 """
 
 from __future__ import annotations
