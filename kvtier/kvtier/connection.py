@@ -28,6 +28,16 @@ TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed)  # may arrive without a request
 Clock = Callable[[], float]
 
+_process = os.getpid()  # kept, because asking for it is a system call
+
+
+def _note_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 class Connection:
     """Sends requests and receives replies in any order. Contains no lock: its owner holds one, and calls
@@ -46,7 +56,7 @@ class Connection:
         self._writable = _poll_of(sock, select.POLLOUT)
         self.clock = clock
         self.timeout_s = timeout_s
-        self._pid = os.getpid()
+        self._process = _process
         self._framer = wire.Framer()
         self._frame = bytearray(wire.LENGTH.size)  # the request that is being sent
         self._backlog = bytearray()
@@ -249,11 +259,11 @@ class Connection:
     @property
     def inherited(self) -> bool:
         """Whether this process is a forked child, and the connection belongs to its parent."""
-        return self._pid != os.getpid()
+        return self._process != _process
 
     def check_process(self) -> None:
         """Raise Unavailable in a forked child. Takes no lock: a thread of the parent may have held it."""
-        if self._pid != os.getpid():
+        if self._process != _process:
             raise Unavailable("connected before a fork: connect again in the child")
 
     def _check_usable(self) -> None:
