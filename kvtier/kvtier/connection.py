@@ -19,6 +19,7 @@ RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
 LIMIT_BACKLOG_BYTES = 1 << 20
 LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 31 bits
+FIRST_WAIT_S = 0.002  # in recvmsg(), then in poll(): each signal starts the time of recvmsg() again
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
 # Plain integers: operators of the socket module's flags take a microsecond each.
 CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -48,9 +49,9 @@ class Connection:
 
     def __init__(self, sock: socket.socket, clock: Clock, timeout_s: float) -> None:
         self._sock = sock
-        # The kernel limits how long a receive blocks: a timeout of Python's socket costs a system call more.
+        # Blocking, with a limit in the kernel: a timeout of Python's socket costs a system call more.
         sock.setblocking(True)
-        limit = TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
+        limit = TIMEVAL.pack(0, int(min(timeout_s, FIRST_WAIT_S) * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._readable = _poll_of(sock, select.POLLIN)
         self._writable = _poll_of(sock, select.POLLOUT)
@@ -169,7 +170,7 @@ class Connection:
         deadline = self.clock() + self.timeout_s
         try:
             if request_id not in self._replies:
-                self._receive(0)  # usually the whole reply
+                self._receive(0)  # usually all of the reply
             while request_id not in self._replies:
                 left_s = deadline - self.clock()
                 if left_s <= 0 or not self._readable.poll(min(left_s, LONGEST_WAIT_S) * 1000):
@@ -203,8 +204,8 @@ class Connection:
         return replies
 
     def _receive(self, flags: int) -> bool:
-        """Receive and decode what has arrived, at once (DONT_WAIT) or within the time limit of a request.
-        Returns whether anything had arrived."""
+        """Receive and decode what has arrived, at once (DONT_WAIT) or within FIRST_WAIT_S. Returns whether
+        anything had arrived."""
         self._check_usable()
         try:
             count, control, flags, _ = self._sock.recvmsg_into(
