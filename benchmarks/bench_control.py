@@ -271,7 +271,7 @@ def plans() -> list[Row]:
             catalog.commit(session, granted.lease, 0, GROUP)
         if leased:
             for packed in chains[: int(len(chains) * leased)]:
-                catalog.load(session, space, packed, 3600, [], now=0.0, count=False)
+                catalog.load(session, space, packed, 3600, [], now=0.0, is_new=False)
         times = []
         for number in range(60):
             new = token_keys(secret, chain(10**6 + number), TOKENS).packed

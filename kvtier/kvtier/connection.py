@@ -19,12 +19,25 @@ RECEIVE_BYTES = 1 << 18
 LIMIT_FDS = 64
 LIMIT_BACKLOG_BYTES = 1 << 20
 LONGEST_WAIT_S = 2_000_000.0  # in one poll(), whose timeout is milliseconds in 31 bits
+FIRST_WAIT_S = 0.002  # in recvmsg(), then in poll(): each signal starts the time of recvmsg() again
 ANCILLARY_BYTES = socket.CMSG_SPACE(LIMIT_FDS * 4)
 # Plain integers: operators of the socket module's flags take a microsecond each.
 CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+DONT_WAIT = int(socket.MSG_DONTWAIT)
 TRUNCATED = int(socket.MSG_CTRUNC)
+TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 UNSOLICITED = (wire.ExtentAdded, wire.GoingDown, wire.Failed)  # may arrive without a request
 Clock = Callable[[], float]
+
+_process = os.getpid()  # kept, because asking for it is a system call
+
+
+def _note_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class Connection:
@@ -36,13 +49,15 @@ class Connection:
 
     def __init__(self, sock: socket.socket, clock: Clock, timeout_s: float) -> None:
         self._sock = sock
-        # Non-blocking: a timeout of the socket itself costs two more system calls per request.
-        sock.setblocking(False)
+        # Blocking, with a limit in the kernel: a timeout of Python's socket costs a system call more.
+        sock.setblocking(True)
+        limit = TIMEVAL.pack(0, int(min(timeout_s, FIRST_WAIT_S) * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._readable = _poll_of(sock, select.POLLIN)
         self._writable = _poll_of(sock, select.POLLOUT)
         self.clock = clock
         self.timeout_s = timeout_s
-        self._pid = os.getpid()
+        self._process = _process
         self._framer = wire.Framer()
         self._frame = bytearray(wire.LENGTH.size)  # the request that is being sent
         self._backlog = bytearray()
@@ -93,7 +108,7 @@ class Connection:
     def _send(self, data: bytearray | memoryview) -> int:
         """Send what the socket accepts now. Returns how many bytes that is."""
         try:
-            return self._sock.send(data)
+            return self._sock.send(data, DONT_WAIT)
         except BlockingIOError:
             return 0
 
@@ -133,7 +148,7 @@ class Connection:
         """Send as much of the backlog as the socket accepts now."""
         try:
             while self._backlog:
-                sent = self._sock.send(self._backlog)
+                sent = self._sock.send(self._backlog, DONT_WAIT)
                 del self._backlog[:sent]
         except BlockingIOError:
             pass
@@ -146,20 +161,21 @@ class Connection:
     def _lost(self, error: OSError) -> Unavailable:
         # The daemon may have sent the reason before it disconnected.
         with contextlib.suppress(Unavailable, ProtocolError):
-            while self._receive():
+            while self._receive(DONT_WAIT):
                 pass
         return self.give_up(self.broken or f"connection lost: {error}")
 
     def wait(self, request_id: int) -> wire.Reply:
         """Wait for the reply to this request and return it. Raises Refused if the daemon refuses it."""
-        left_s = self.timeout_s
-        deadline = self.clock() + left_s
+        deadline = self.clock() + self.timeout_s
         try:
+            if request_id not in self._replies:
+                self._receive(0)  # usually all of the reply
             while request_id not in self._replies:
+                left_s = deadline - self.clock()
                 if left_s <= 0 or not self._readable.poll(min(left_s, LONGEST_WAIT_S) * 1000):
                     raise self.give_up(f"the daemon did not answer within {self.timeout_s} s")
-                self._receive()
-                left_s = deadline - self.clock()
+                self._receive(DONT_WAIT)
         except (KvtierError, OSError):
             raise
         except BaseException:
@@ -176,7 +192,7 @@ class Connection:
         self._check_usable()
         self.push()
         try:
-            while self._receive():
+            while self._receive(DONT_WAIT):
                 pass
         except (KvtierError, OSError):
             raise
@@ -187,12 +203,13 @@ class Connection:
         replies, self._replies = self._replies, {}
         return replies
 
-    def _receive(self) -> bool:
-        """Receive and decode what has arrived. Returns whether anything had arrived."""
+    def _receive(self, flags: int) -> bool:
+        """Receive and decode what has arrived, at once (DONT_WAIT) or within FIRST_WAIT_S. Returns whether
+        anything had arrived."""
         self._check_usable()
         try:
             count, control, flags, _ = self._sock.recvmsg_into(
-                self._buffers, ANCILLARY_BYTES, CLOSE_ON_EXEC
+                self._buffers, ANCILLARY_BYTES, CLOSE_ON_EXEC | flags
             )
         except BlockingIOError:
             return False
@@ -243,11 +260,11 @@ class Connection:
     @property
     def inherited(self) -> bool:
         """Whether this process is a forked child, and the connection belongs to its parent."""
-        return self._pid != os.getpid()
+        return self._process != _process
 
     def check_process(self) -> None:
         """Raise Unavailable in a forked child. Takes no lock: a thread of the parent may have held it."""
-        if self._pid != os.getpid():
+        if self._process != _process:
             raise Unavailable("connected before a fork: connect again in the child")
 
     def _check_usable(self) -> None:
@@ -270,7 +287,7 @@ class Connection:
         if farewell and not self.broken and not self.inherited and not self._backlog:
             with contextlib.suppress(OSError):
                 bye = wire.encode(wire.Bye(0))
-                said = self._sock.send(bye) == len(bye)
+                said = self._sock.send(bye, DONT_WAIT) == len(bye)
         self.broken = self.broken or "closed"
         for fd in self._fds:
             os.close(fd)

@@ -55,6 +55,7 @@ class Link:
         engine: str = "",
     ) -> None:
         self.connection = connection
+        self.new_id = connection.new_id
         self.arena = arena
         self.lock = threading.RLock()
         self._pending: dict[int, type[wire.Message]] = {}
@@ -74,9 +75,6 @@ class Link:
         """The extents and their tables, in lists that answers extend. Read this property before a request for
         slots: another thread may close the client before the answer is used."""
         return self.arena.extents, self.arena.tables
-
-    def new_id(self) -> int:
-        return self.connection.new_id()
 
     def ask(self, request: wire.Message, expected: type[ReplyT]) -> ReplyT:
         """Send a request and wait for its answer. Raises Refused if the daemon refuses it."""

@@ -247,7 +247,7 @@ class Space:
     ) -> Lease:
         """Look up the prefix and hold its ready blocks in all groups and shards, for `deadline_ms`. The lease
         contains the slots of `shards`."""
-        request = self._lease_request(keys, deadline_ms, shards)
+        request = _lease_request(self, keys, deadline_ms, shards)
         mappings = self.link.mappings
         return Lease(self.link, mappings, self.link.ask(request, wire.Loaded))
 
@@ -279,34 +279,10 @@ class Space:
         blocks before this one itself; they are not read from disk, and the lease may not contain them. With
         `bring=False` nothing is read from disk.
         """
-        asked = self._lease_request(
-            keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms, first, bring
+        asked = _lease_request(
+            self, keys, deadline_ms, shards, request, within_ms, queued_ms, wait_ms, first, bring
         )
         return self.link.tell(asked)
-
-    def _lease_request(
-        self,
-        keys: Keys | Sequence[bytes],
-        deadline_ms: int,
-        shards: Sequence[int],
-        request: int = 0,
-        within_ms: int = 0,
-        queued_ms: int = 0,
-        wait_ms: int = 0,
-        first: int = 0,
-        bring: bool = True,
-    ) -> wire.Load:
-        packed, most = Keys.of(keys).packed, self._most_shards
-        with Checking("shards"):
-            wanted = list(shards)
-        for shard in wanted:
-            if not (isinstance(shard, int) and 0 <= shard < most):
-                text = f"the space has no shard {shard}: its groups have at most {most} shards"
-                raise InvalidArgument(text)
-        return wire.Load(
-            self.link.new_id(), self.index, packed, deadline_ms, wanted, request, within_ms,
-            queued_ms, wait_ms, first, bring,
-        )  # fmt: skip
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -419,6 +395,31 @@ class Space:
         return self.link.ask(
             wire.Forget(self.link.new_id(), self.index, packed), wire.Counted
         ).blocks
+
+
+def _lease_request(
+    space: Space,
+    keys: Keys | Sequence[bytes],
+    deadline_ms: int,
+    shards: Sequence[int],
+    request: int = 0,
+    within_ms: int = 0,
+    queued_ms: int = 0,
+    wait_ms: int = 0,
+    first: int = 0,
+    bring: bool = True,
+) -> wire.Load:
+    packed, most = Keys.of(keys).packed, space._most_shards
+    with Checking("shards"):
+        wanted = list(shards)
+    for shard in wanted:
+        if not (isinstance(shard, int) and 0 <= shard < most):
+            text = f"the space has no shard {shard}: its groups have at most {most} shards"
+            raise InvalidArgument(text)
+    return wire.Load(
+        space.link.new_id(), space.index, packed, deadline_ms, wanted, request, within_ms,
+        queued_ms, wait_ms, first, bring,
+    )  # fmt: skip
 
 
 def _pin_request(space: Space, keys: Keys | Sequence[bytes], ttl_s: float) -> wire.Pin:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -322,3 +325,28 @@ def test_a_closed_arena_lets_go_of_what_it_has_not_populated(
         arena.add(index, 8192, *(os.open(path, os.O_RDONLY) for _ in range(2)))
     arena.close()
     assert queue.get_nowait() is None and queue.empty()
+
+
+SIGNALLED = """
+import signal, sys
+from kvtier import Client, Unavailable
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+try:
+    Client.connect(sys.argv[1], timeout_s=0.5)
+except Unavailable as error:
+    print(error)
+"""
+
+
+def test_a_request_ends_at_its_time_limit_even_if_signals_arrive_all_the_time(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()  # and never answers
+        done = subprocess.run(
+            [sys.executable, "-c", SIGNALLED, path], capture_output=True, text=True, timeout=20
+        )
+    assert done.stdout == "the daemon did not answer within 0.5 s\n", done.stderr

@@ -159,16 +159,17 @@ class BlockTable:
             raise Refused("too_many", "a block is held by too many leases") from error
         for ids in taken:
             self.policy.held(ids)
-            self._end_write_holds(ids)
+            if self._writing:
+                self._end_write_holds(ids)
 
     def _end_write_holds(self, ids: bytes) -> None:
-        if self._writing:
-            self._writing.difference_update(array("I", ids))
+        self._writing.difference_update(array("I", ids))
 
     def unlease(self, ids: bytes) -> None:
         evictable, freed = self.store.unlease(ids)
         self.policy.freed(evictable)
-        self.gone(freed, "forgotten")
+        if freed:
+            self.gone(freed, "forgotten")
 
     def gone(self, ids: bytes, why: str) -> None:
         """These blocks are neither in memory nor on disk now."""

@@ -89,7 +89,8 @@ class Usage:
         self.avoided_s = 0.0  # time to compute the hits, if clients reported it
         self.refused_tokens: Counter[str] = Counter(dict.fromkeys(OUTCOMES[1:], 0))
 
-    def count_lookup(self, space: KnownSpace, keys: bytes, ready: int, from_disk: int) -> None:
+    def count_lookup(self, space: KnownSpace, keys: bytes, ready: int, from_disk: int = 0) -> None:
+        """Count an answer: `ready` blocks of memory, and `from_disk` blocks that will be read."""
         tokens = space.spec.block_tokens
         blocks = len(keys) // KEY_BYTES
         self.lookup_tokens += blocks * tokens
@@ -183,16 +184,12 @@ class Catalog:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def match(
-        self, space: KnownSpace, keys: bytes, count: bool = True, reads: bool = False
-    ) -> Found:
-        """Find the longest prefix that every group can restore, and mark it as used. `count`: the lookup was
-        not counted before. `reads`: blocks on disk will be read, and are no miss."""
+    def match(self, space: KnownSpace, keys: bytes, is_new: bool = True) -> Found:
+        """Find the longest prefix that every group can restore, and mark it as used; without `is_new`, the
+        request marked it before. `usage.count_lookup` counts the answer."""
         space.check_keys(keys)
         ready, coming, parts = self._reading.find(space, keys)
-        self._reading.note_use(space, parts, keys, count)
-        if count:
-            self.usage.count_lookup(space, keys, ready, coming if reads else 0)
+        self._reading.note_use(space, parts, keys, is_new)
         return Found(ready, coming)
 
     def load(
@@ -203,8 +200,7 @@ class Catalog:
         deadline_s: float,
         shards: Sequence[int],
         now: float,
-        count: bool = True,
-        reads: bool = False,
+        is_new: bool = True,
         first: int = 0,
     ) -> Found:
         """Match, and take a lease on the ready blocks. Without a ready block, there is no lease (id 0). The
@@ -213,13 +209,11 @@ class Catalog:
         ready, coming, held = self._reading.find(space, keys)
         skipped = first if ready < first < ready + coming else 0
         if skipped:
-            self._reading.note_use(space, held, keys, count)
+            self._reading.note_use(space, held, keys, is_new)
             ready, coming, held = self._reading.find_after(space, keys, skipped)
         parts = self._reading.slots_of(held, shards)
         self._policy.now(now)
-        self._reading.note_use(space, held, keys, count)
-        if count:
-            self.usage.count_lookup(space, keys, ready, coming if reads else 0)
+        self._reading.note_use(space, held, keys, is_new)
         if not held:
             return Found(ready, coming, skipped=skipped)
         deadline = now + min(deadline_s, LIMIT_LEASE_S)
@@ -276,9 +270,8 @@ class Catalog:
     ) -> bytes:
         """Make the blocks [first, first + count) of the lease READY; return their ids, for write-through."""
         lease, ids = self._writing.commit(session, lease_id, first, count, checksums)
-        spec = lease.space.spec
-        self.usage.saved_tokens += count * spec.block_tokens
-        self.usage.saved_bytes += count * spec.group_block_bytes(lease.group)
+        self.usage.saved_tokens += count * lease.space.spec.block_tokens
+        self.usage.saved_bytes += count * lease.space.block_bytes[lease.group]
         return ids
 
     def abort(self, session: SessionId, lease_id: LeaseId) -> None:

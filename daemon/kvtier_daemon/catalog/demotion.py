@@ -157,10 +157,6 @@ class Demotions:
         clean = counts["framed_blocks"] - blocks["cold"] - blocks["promoting"]
         return max(0, blocks["ready"] - clean)
 
-    def dirty(self, ids: bytes) -> bytes:
-        """The blocks of these that are only in memory, and not forgotten."""
-        return self._blocks.store.dirty(ids)
-
     def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int, bytes]:
         """Select some blocks that are only in memory, in no particular order, from record `begin` on. Return
         the plan; where to continue, 0 at the end; and blocks on the way that are being written already.

@@ -95,8 +95,7 @@ class Promotions:
                     self._blocks.make_room(space.index, group, len(cold) // ID_BYTES)
                     promoted = store.promote(cold)[0]
                     ids += promoted
-                    size = space.spec.group_block_bytes(group)
-                    sizes += array("I", [size]) * (len(promoted) // ID_BYTES)
+                    sizes += array("I", [space.block_bytes[group]]) * (len(promoted) // ID_BYTES)
         finally:
             for held in reversed(present):
                 self._blocks.unlease(held)

@@ -62,18 +62,6 @@ class SegmentFrames:
             for _, page, payload_bytes, _, header_pages, _, _ in FRAME.iter_unpack(frames)
         }
 
-    def lossy(self, ids: bytes) -> bytes:
-        """The blocks of these whose bytes in memory were decoded from a lossy frame."""
-        return self._blocks.store.lossy(ids)
-
-    def depths(self, ids: bytes) -> bytes:
-        """The number of known keys before each of these blocks; 4 bytes each."""
-        return self._blocks.store.depths(ids)
-
-    def still(self, ids: bytes, segment: int) -> bytes:
-        """The blocks of these whose frames are in this segment, and that are not forgotten."""
-        return self._blocks.store.still(ids, segment)
-
     def described_in(self, ids: bytes, segment: int) -> dict[int, WritePlan]:
         """The header content of the blocks of these whose frames are still in this segment."""
         ids = self._blocks.store.still(ids, segment)

@@ -32,6 +32,7 @@ class KnownSpace:
     identity: bytes
     spec: KvSpec
     places: int
+    block_bytes: tuple[int, ...]  # of one shard's part of a block, by group
     users: set[SessionId] = field(default_factory=set)
     index: int = -1
     watches: dict[SessionId, SpaceWatch] = field(default_factory=dict)
@@ -101,7 +102,8 @@ class SpaceTable:
                 self._retire(list(self._of.values()))
             if len(self._of) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
-            space = KnownSpace(self._next, identity, spec, spec.places)
+            sizes = tuple(map(spec.group_block_bytes, range(len(spec.cache_groups))))
+            space = KnownSpace(self._next, identity, spec, spec.places, sizes)
             self._next += 1
             self._of[space.number] = self._by_identity[identity] = space
         space.users.add(session)
@@ -137,8 +139,8 @@ class SpaceTable:
     def _add(self, space: KnownSpace) -> None:
         spec = space.spec
         groups = [
-            (KINDS.index(group.kind), group.window_blocks(spec.block_tokens), spec.group_block_bytes(at))
-            for at, group in enumerate(spec.cache_groups)
+            (KINDS.index(group.kind), group.window_blocks(spec.block_tokens), nbytes)
+            for group, nbytes in zip(spec.cache_groups, space.block_bytes, strict=True)
         ]  # fmt: skip
         shards = [group.shards for group in spec.cache_groups]
         try:

@@ -1,9 +1,10 @@
-"""Histograms of seconds, with fixed buckets."""
+"""Histograms of seconds, with fixed buckets, and those of the latencies that clients see."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
@@ -37,3 +38,16 @@ class Histogram:
             "counts": list(accumulate(self._counts)),
             "sum_s": self._sum_s,
         }
+
+
+@dataclass(slots=True)
+class Latencies:
+    """The histograms of all clients: loads from the answer with the lease to its release, saves from the
+    grant of the slots to the last commit, and waits for blocks that are being read."""
+
+    load: Histogram = field(default_factory=Histogram)
+    save: Histogram = field(default_factory=Histogram)
+    wait: Histogram = field(default_factory=Histogram)
+
+    def report(self) -> dict[str, Any]:
+        return {"load": self.load.report(), "save": self.save.report(), "wait": self.wait.report()}

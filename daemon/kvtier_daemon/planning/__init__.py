@@ -2,6 +2,6 @@
 
 from kvtier_daemon.planning.links import DiskLink
 from kvtier_daemon.planning.planner import PATIENCE_S, Planner
-from kvtier_daemon.planning.read_requests import COMPUTE, LOADS, WHY, Verdict
+from kvtier_daemon.planning.read_order import COMPUTE, LOADS, WHY, Verdict
 
 __all__ = ["COMPUTE", "LOADS", "PATIENCE_S", "WHY", "DiskLink", "Planner", "Verdict"]

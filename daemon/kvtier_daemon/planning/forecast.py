@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 
 from kvtier_daemon.planning.links import DiskLink
-from kvtier_daemon.planning.read_order import ReadSchedule
-from kvtier_daemon.planning.read_requests import Position, ReadRequest, alone_s
+from kvtier_daemon.planning.read_order import Position, ReadRequest, ReadSchedule, alone_s
 
 SUBMIT_S = 0.005  # a load is not started if less than this time would be left
 LATE_TIMES, LATE_S = 2.0, 0.05  # a forecast failed if the time exceeds it by this factor and margin

@@ -16,11 +16,11 @@ from itertools import islice
 
 from kvtier_daemon.planning.forecast import LoadForecast
 from kvtier_daemon.planning.links import DiskLink
-from kvtier_daemon.planning.read_order import ReadSchedule
-from kvtier_daemon.planning.read_requests import (
+from kvtier_daemon.planning.read_order import (
     LOADS,
     NewRead,
     ReadRequest,
+    ReadSchedule,
     Verdict,
     alone_s,
     bytes_by_link,
@@ -85,7 +85,7 @@ class Planner:
         promised = request.recompute_s < float("inf")
         shared = self._forecast.shared(joined)
         if known is None and urgent and not promised:
-            # A short load goes before a long one.
+            # Shorter loads precede longer ones.
             request.rank_at = now + min(within_s, RANK_TIMES * alone_s(new))
         why = self._forecast.reason(request, new, shared, now)
         if why == "crowded" and not promised:

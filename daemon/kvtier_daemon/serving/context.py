@@ -16,14 +16,16 @@ from kvtier import wire
 from kvtier.errors import Refused
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.tenant import Tenant
 
 LONGEST_WAIT_S = 60.0  # for which a request may wait
 Report = dict[str, msgspec.Raw]
-# Each gets the tenant and the request. None: the answer is sent later.
-Handlers = dict[type[wire.Message], Callable[[Any, Any], wire.Reply | None]]
+# Gets the tenant and the request. None: the answer is sent later.
+Handler = Callable[[Any, Any], wire.Reply | None]
+Handlers = dict[type[wire.Message], Handler]
 
 
 class Operated(Protocol):
@@ -39,7 +41,6 @@ class Requester(Protocol):
     id: SessionId
     name: str
     peer: Peer
-    read_only: bool
 
     def send(self, message: wire.Message) -> None: ...
     def fail(self, request_id: int, code: str, text: str, fatal: bool = False) -> None: ...
@@ -57,6 +58,7 @@ class Host(Protocol):
     answering: set[asyncio.Task[None]]  # tasks of deferred answers
     tenants: Mapping[str, Tenant]
     events: EventFeed
+    latencies: Latencies
     failures: Counter[str]
 
     def clients(self, tenant: Tenant | None) -> list[dict[str, Any]]: ...
@@ -69,8 +71,3 @@ def not_durable(failure: str) -> str:
 
 def need_id() -> Refused:
     return Refused("bad_request", "this request needs an id, as its answer must be read")
-
-
-def check_may_write(session: Requester) -> None:
-    if session.read_only:
-        raise Refused("read_only", "this session is read-only")

@@ -18,7 +18,7 @@ from typing import Any
 from kvtier import wire
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.observing.events import EventFeed
-from kvtier_daemon.observing.spans import Latencies
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.serving.context import Operated, Report
 from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder

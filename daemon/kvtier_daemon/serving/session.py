@@ -13,10 +13,9 @@ import kvtier
 from kvtier import wire
 from kvtier.errors import ProtocolError, Refused, SpecError
 from kvtier_daemon.catalog import SessionId
-from kvtier_daemon.observing.spans import Latencies, Spans
-from kvtier_daemon.serving.context import Host
+from kvtier_daemon.serving.context import Handler, Host
 from kvtier_daemon.serving.peer import Peer
-from kvtier_daemon.serving.requests import WITHOUT_TENANT, Requests
+from kvtier_daemon.serving.requests import WITHOUT_TENANT, WRITES, Requests
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import TURN_S, Share, Turns
 from kvtier_daemon.tenant import Tenant
@@ -34,7 +33,6 @@ class Listener(Host, Protocol):
     """The parts of the server that sessions use."""
 
     turns: Turns
-    latencies: Latencies
     run: bytes  # names this start of the daemon
     receive_buffer: memoryview
     receive_first: memoryview
@@ -54,7 +52,7 @@ class Inbox:
         self._server = server
         self._sock = sock
         self._ready = ready
-        self._is_reading = True
+        self.is_reading = True
         self.framer = wire.Framer(wire.LIMIT_HELLO_BYTES)
         self.next: bytes | None = None  # a whole request for a later turn
         self.half_since = 0.0  # when the incomplete request began to arrive
@@ -65,8 +63,8 @@ class Inbox:
 
     def read(self, wanted: bool) -> None:
         """Start or stop reading from the socket."""
-        if wanted != self._is_reading:
-            self._is_reading = wanted
+        if wanted != self.is_reading:
+            self.is_reading = wanted
             if wanted:
                 self._server.loop.add_reader(self._sock.fileno(), self._ready)
             else:
@@ -139,7 +137,6 @@ class Session:
         self.outbox = Outbox(sock, lambda count: server.may_park(self, count))
         self.alive_at = self.opened_at  # when the client last sent or received something
         self.requests = Requests(self, server)
-        self._spans = Spans(server.latencies, server.clock)
         if peer.pidfd >= 0:
             server.loop.add_reader(peer.pidfd, self._process_gone)
 
@@ -224,7 +221,8 @@ class Session:
         elif inbox.next is not None:
             self._wait_for_turn()
         elif not inbox.framer.held_bytes:
-            inbox.read(True)
+            if not inbox.is_reading:
+                inbox.read(True)
         elif not inbox.is_starved:
             inbox.half_since = inbox.half_since or now
             if (inbox.needs_memory and self._share.room_for) or not self.receive_rest():
@@ -250,8 +248,9 @@ class Session:
 
     def _served(self, request: wire.Request) -> bool:
         try:
-            if type(request) in self.requests.handlers:
-                self._serve(request)
+            handler = self.requests.handlers.get(type(request))
+            if handler is not None:
+                self._serve(request, handler)
             elif isinstance(request, wire.Hello):
                 _greet(self, self._server, request)
             else:
@@ -273,7 +272,7 @@ class Session:
         self._share.used_s += self._server.clock() - began
         self._server.turns.used_up(self._share)
 
-    def _serve(self, request: wire.Request) -> None:
+    def _serve(self, request: wire.Request, handler: Handler) -> None:
         if not self.greeted:
             self.fail(request.id, "bad_request", "the first message must be Hello", fatal=True)
             return
@@ -281,7 +280,14 @@ class Session:
         if tenant is not None and self.outbox.announced < len(tenant.extents):
             self.announce()
         try:
-            reply = self._answer(tenant, request)
+            if tenant is not None:
+                if tenant.catalog.blocks.expiring.times:
+                    tenant.catalog.forget_expired(self._server.clock())
+            elif type(request) not in WITHOUT_TENANT:
+                raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
+            if self.read_only and type(request) in WRITES:
+                raise Refused("read_only", "this session is read-only")
+            reply = handler(tenant, request)  # None: it is sent later
         except Refused as error:
             self.fail(request.id, error.code, error.message)
             return
@@ -290,17 +296,8 @@ class Session:
             return
         if request.id and reply is not None:
             self.send(reply)
-        self._spans.answered(request, reply)
         if tenant is not None and tenant.uses is not None:
             tenant.uses.settle()
-
-    def _answer(self, tenant: Tenant | None, request: wire.Request) -> wire.Reply | None:
-        """The answer; None if it is sent later. Raises Refused or SpecError."""
-        if tenant is not None:
-            tenant.catalog.forget_expired(self._server.clock())
-        elif type(request) not in WITHOUT_TENANT:
-            raise Refused("no_tenant", f"no tenant is configured for uid {self.peer.uid}")
-        return self.requests.handlers[type(request)](tenant, request)
 
     # --- answers -------------------------------------------------------------------------------
 

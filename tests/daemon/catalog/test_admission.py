@@ -11,7 +11,7 @@ from kvtier_daemon.catalog.miss_log import BUDGET, ONCE, SLOW_DISK
 from kvtier_daemon.catalog.policy import make
 from kvtier_kernels import Store
 from support.specs import spec_of
-from support.stores import PAGE, key
+from support.stores import PAGE, key, look_up
 
 ME = SessionId(1)
 SLOTS = 32
@@ -46,8 +46,8 @@ def test_what_is_wanted_again_is_written_and_what_is_before_it_in_the_way_is_not
     tenant = Tenant()
     tenant.save(*range(20))
     assert tenant.written() == set()
-    tenant.catalog.match(tenant.space, key(17))
-    tenant.catalog.match(tenant.space, key(19))
+    look_up(tenant.catalog, tenant.space, key(17))
+    look_up(tenant.catalog, tenant.space, key(19))
     assert tenant.written(1) == {key(17)}
     assert tenant.written() == {key(17), key(19)}
     tenant.catalog.blocks.admission.strict = False
@@ -58,7 +58,7 @@ def test_what_is_saved_again_after_it_had_gone_is_written() -> None:
     tenant = Tenant()
     tenant.save(1)
     tenant.save(*range(100, 100 + SLOTS))
-    assert tenant.catalog.match(tenant.space, key(1)).ready == 0
+    assert look_up(tenant.catalog, tenant.space, key(1)).ready == 0
     tenant.save(1)
     assert tenant.written() == {key(1)}
 
@@ -66,7 +66,7 @@ def test_what_is_saved_again_after_it_had_gone_is_written() -> None:
 def test_write_through_asks_for_admission_too() -> None:
     tenant = Tenant()
     ids = tenant.save(1, 2)
-    tenant.catalog.match(tenant.space, key(2))
+    look_up(tenant.catalog, tenant.space, key(2))
     plan = tenant.catalog.demotions.plan_write_through(ids)
     assert [block.identity.key for block in plan.blocks] == [key(2)]
     tenant.catalog.demotions.not_demoted(plan.ids)
@@ -76,7 +76,7 @@ def test_whatever_is_evicted_unwritten_is_counted_with_its_reason() -> None:
     tenant = Tenant()
     tenant.save(*range(SLOTS))
     for name in (0, 1, 2):
-        tenant.catalog.match(tenant.space, key(name))
+        look_up(tenant.catalog, tenant.space, key(name))
     tenant.save(*range(100, 100 + SLOTS))
     unwritten = tenant.catalog.blocks.unwritten
     assert (unwritten["once"], unwritten["slow_disk"]) == (SLOTS - 3, 3)

@@ -29,6 +29,7 @@ from models.kernels.store import Store as TwinStore
 from models.policies.attention import Attention, AttentionModel
 from models.policies.lru import LruModel
 from support.specs import spec_of
+from support.stores import look_up
 
 ME, YOU = SessionId(1), SessionId(2)
 SECRET = bytes(32)
@@ -72,7 +73,7 @@ def save(
 
 
 def ready(catalog: Catalog, space: KnownSpace, keys: bytes) -> int:
-    return catalog.match(space, keys, count=False).ready
+    return catalog.match(space, keys, is_new=False).ready
 
 
 def test_nothing_is_found_before_its_commit_and_everything_after() -> None:
@@ -403,11 +404,11 @@ def test_every_shard_must_be_there() -> None:
 def test_lookups_have_one_denominator() -> None:
     catalog = catalog_of(8)
     space, keys = space_of(catalog), chain(4)
-    catalog.match(space, keys)
+    look_up(catalog, space, keys)
     save(catalog, space, keys[:64])
-    catalog.match(space, keys)
+    look_up(catalog, space, keys)
     pending = catalog.reserve(ME, space, 0, 0, keys[32:64], keys[64:])
-    catalog.match(space, keys)
+    look_up(catalog, space, keys)
     catalog.abort(ME, pending.lease)
     assert catalog.usage.lookup_tokens == 12 * 16
     assert catalog.usage.hit_tokens == {"warm": 4 * 16, "cold": 0}

@@ -27,6 +27,7 @@ from kvtier_kernels import Store
 from models.kernels.store import Store as TwinStore
 from models.policies.lru import LruModel
 from support.specs import spec_of
+from support.stores import look_up
 
 ME, YOU = SessionId(1), SessionId(2)
 SPEC = spec_of()
@@ -98,7 +99,7 @@ class Tenant:
         self.policy.left(ids)
 
     def found(self, keys: bytes) -> tuple[int, int]:
-        found = self.catalog.match(self.space, keys, count=False)
+        found = self.catalog.match(self.space, keys, is_new=False)
         return found.ready, found.coming
 
     def rows(self, segment: int) -> bytes:
@@ -415,9 +416,9 @@ def test_a_miss_says_that_the_disk_has_it() -> None:
     tenant, keys = Tenant(8), chain(4)
     tenant.save(keys)
     tenant.move_out(keys)
-    tenant.catalog.match(tenant.space, keys)
+    look_up(tenant.catalog, tenant.space, keys)
     plan = tenant.catalog.promotions.plan(tenant.space, keys[:32], 100)
-    tenant.catalog.match(tenant.space, keys[:64])
+    look_up(tenant.catalog, tenant.space, keys[:64])
     tenant.catalog.promotions.promoted(plan.ids)
     assert tenant.catalog.usage.miss_tokens == {"cold": 4 * 16, "promoting": 2 * 16}
 
@@ -545,7 +546,7 @@ def test_a_space_is_opened_under_no_other_description_than_its_own() -> None:
     late = Catalog(Store(), make("lru"))
     assert late.segments.restore(identity, wrong, before.rows(1), 1) == (4, 0)
     space = late.open(identity, SPEC, ME)
-    assert space.spec == SPEC and late.match(space, chain(4), reads=True).coming == 0
+    assert space.spec == SPEC and late.match(space, chain(4)).coming == 0
     late.end_session(ME, True)
     assert late.open(identity, SPEC, ME).spec == SPEC
 

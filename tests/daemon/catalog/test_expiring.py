@@ -52,7 +52,7 @@ class Tenant:
         return granted.outcomes
 
     def found(self, keys: bytes) -> int:
-        return self.catalog.match(self.space, keys, count=False).ready
+        return self.catalog.match(self.space, keys, is_new=False).ready
 
     @property
     def expiring(self) -> Expiring:

@@ -95,5 +95,5 @@ def test_a_catalog_evicts_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in (old, recent, new):
         save(catalog, spec, keys)
     space = catalog.open(space_id(spec, "t"), spec)
-    here = [catalog.match(space, keys, count=False).ready for keys in (old, recent, new)]
+    here = [catalog.match(space, keys, is_new=False).ready for keys in (old, recent, new)]
     assert here == [1, 0, 1]

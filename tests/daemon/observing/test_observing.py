@@ -16,18 +16,16 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier import wire
 from kvtier.errors import ConfigError
 from kvtier_daemon.catalog import SessionId
 from kvtier_daemon.observing import events as events_module
-from kvtier_daemon.observing import spans, web
+from kvtier_daemon.observing import web
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.observing.exposition import Family, Sample, accepts_openmetrics, render
 from kvtier_daemon.observing.health import health
 from kvtier_daemon.observing.histogram import LATENCY_S, Histogram
 from kvtier_daemon.observing.history import KEPT, History
 from kvtier_daemon.observing.loop_lag import LoopLag
-from kvtier_daemon.observing.spans import Latencies, Spans
 from kvtier_daemon.observing.web import HttpPages, Web, listen
 from kvtier_daemon.tiers.states import SWITCHED_OFF
 
@@ -116,7 +114,7 @@ def test_a_histogram_counts_what_is_at_most_its_bounds(noted: list[float]) -> No
     assert bisect_left(LATENCY_S, 0.0) == 0
 
 
-# --- lag, health, latencies -----------------------------------------------------------------------
+# --- lag, health ----------------------------------------------------------------------------------
 
 
 def test_a_loop_that_stands_still_is_seen() -> None:
@@ -219,95 +217,6 @@ def test_a_daemon_without_a_cold_tier_is_well() -> None:
     figures = figures_of()
     del figures["tiers"]["cold"]
     assert health(figures).text == "ok"
-
-
-class Timed:
-    """Spans of a client that lives in a time of its own."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.latencies = Latencies()
-        self.spans = Spans(self.latencies, lambda: self.now)
-
-    def load(self, lease: int, ready: int = 1, coming: int = 0, request: int = 0) -> None:
-        asked = wire.Load(1, 0, bytes(32), 100, [0], request)
-        self.spans.answered(asked, wire.Loaded(1, ready, coming, 0.0, lease, b"", [], ""))
-
-    def match(self, coming: int, request: int = 0, key: int = 0) -> None:
-        asked = wire.MatchPrefix(1, 0, bytes([key] * 32), request)
-        self.spans.answered(asked, wire.Matched(1, 0, coming, 0.0, ""))
-
-    def tell(self, request: wire.Request, reply: wire.Reply | None = None) -> None:
-        self.spans.answered(request, reply or wire.Done(1))
-
-    def noted(self, what: str) -> tuple[int, float]:
-        report = self.latencies.report()[what]
-        return report["counts"][-1], report["sum_s"]
-
-
-def test_a_load_lasts_until_it_is_released() -> None:
-    timed = Timed()
-    timed.load(5)
-    timed.tell(wire.Adopt(1, b"", [0]), wire.Loaded(1, 1, 0, 0.0, 6, b"", [], ""))
-    timed.load(0, ready=0)
-    timed.now = 2.0
-    timed.tell(wire.Release(1, 5))
-    timed.now = 3.0
-    for lease in (6, 6, 0, 99):  # one is released once, and others are not known
-        timed.tell(wire.Release(1, lease))
-    assert timed.noted("load") == (2, 5.0)
-
-
-def test_a_save_lasts_until_all_of_it_is_committed() -> None:
-    timed = Timed()
-    slots = bytes(3 * wire.SLOT_BYTES)
-    for lease in (1, 2):
-        reserve = wire.Reserve(1, 0, 0, 0, b"", bytes(96))
-        timed.tell(reserve, wire.Reserved(1, lease, bytes(3), slots))
-    for now, first, count in ((1.0, 0, 2), (4.0, 2, 1)):
-        timed.now = now
-        timed.tell(wire.Commit(1, 1, first, count))
-    assert timed.noted("save") == (1, 4.0)
-    timed.tell(wire.Abort(1, 2))
-    timed.tell(wire.Commit(1, 2, 0, 3))
-    assert timed.noted("save") == (1, 4.0)
-
-
-def test_a_wait_lasts_until_nothing_more_comes() -> None:
-    timed = Timed()
-    timed.match(0)
-    timed.match(3, request=7)
-    timed.match(3, key=1)
-    timed.now = 1.0
-    timed.match(2, request=7)
-    timed.match(0, key=2)  # another's
-    assert timed.noted("wait") == (0, 0.0)
-    timed.now = 2.5
-    timed.match(0, request=7)
-    timed.match(0, key=1)
-    assert timed.noted("wait") == (2, 5.0)
-
-
-def test_an_answer_that_comes_later_is_waited_for() -> None:
-    timed = Timed()
-    asked = wire.Load(1, 0, bytes(32), 100, [0], request=7, wait_ms=50)
-    timed.spans.answered(asked, None)
-    timed.now = 2.0
-    timed.load(5, request=7)
-    timed.now = 3.0
-    timed.tell(wire.Release(1, 5))
-    assert timed.noted("wait") == (1, 2.0)
-    assert timed.noted("load") == (1, 1.0), "there was no lease before the answer"
-
-
-def test_what_never_ends_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "LIMIT_BEGUN", 10)
-    timed = Timed()
-    for lease in range(1, 31):
-        timed.load(lease)
-    for lease in range(1, 31):
-        timed.tell(wire.Release(1, lease))
-    assert timed.noted("load")[0] == 10
 
 
 # --- the server -----------------------------------------------------------------------------------

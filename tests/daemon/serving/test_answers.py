@@ -15,10 +15,10 @@ from daemon.tiers import test_forget
 from daemon.tiers.test_cold import BLOCK, run
 from daemon.tiers.test_forget import ONE, SLOTS
 from kvtier import wire
-from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S
 from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.planning import PATIENCE_S, links, planner, recomputed
 from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
@@ -46,9 +46,10 @@ class Client:
             recorder=Recorder(folder, loop.time),
             loop=loop,
             events=EventFeed(loop.time),
+            latencies=Latencies(),
         )
         session: Any = SimpleNamespace(
-            id=ONE, name="one", read_only=False, send=self.sent.append, serve_later=self.serve
+            id=ONE, name="one", send=self.sent.append, serve_later=self.serve
         )
         self.answers = Requests(session, server)
         self.space = self.held.space.number
@@ -106,39 +107,6 @@ class Client:
         missed = {f"no: {why}": tokens for why, tokens in misses.items()}
         all_ = {"asked": self.catalog.usage.lookup_tokens, **hits, **missed}
         return {name: tokens // TOKENS for name, tokens in all_.items() if tokens}
-
-
-WRITES: tuple[Callable[[int], wire.Request], ...] = (
-    lambda space: wire.Reserve(1, space, 0, 0, b"", key(COUNT)),
-    lambda space: wire.Pin(1, space, key(0), 1000),
-    lambda space: wire.Unpin(1, space, key(0)),
-    lambda space: wire.Hint(1, space, key(0), 0.0),
-    lambda space: wire.Forget(1, space, key(0)),
-    lambda space: wire.Purge(1, "t", space),
-)
-READS = (
-    wire.Open, wire.MatchPrefix, wire.Load, wire.Adopt, wire.Release, wire.Prefetch, wire.Watch, wire.Stats,
-    wire.Record, wire.Ping, wire.Cancel, wire.Prefill, wire.Explain, wire.Settings, wire.Tier,
-    wire.Spaces, wire.List, wire.Monitor, wire.Grow,
-)  # fmt: skip
-OF_A_RESERVATION = (wire.Commit, wire.Abort)
-
-
-def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> None:
-    """Every request that there is either reads, or is tried here."""
-    kinds = {type(make(0)) for make in WRITES}
-
-    async def work(client: Client) -> None:
-        assert {*kinds, *READS, *OF_A_RESERVATION} == set(client.answers.handlers)
-        client.answers.spaces._session.read_only = True
-        for make in WRITES:
-            with pytest.raises(Refused) as refused:
-                client.answer(make(client.space))
-            assert refused.value.code == "read_only", make(client.space)
-        assert client.catalog.pins.nbytes == 0
-        assert client.match().coming == COUNT
-
-    with_client(tmp_path, work)
 
 
 @pytest.fixture(autouse=True)

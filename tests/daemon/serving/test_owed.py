@@ -13,6 +13,7 @@ from kvtier.layout import space_id
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.observing.events import EventFeed
+from kvtier_daemon.observing.histogram import Latencies
 from kvtier_daemon.planning import WHY
 from kvtier_daemon.serving.requests import Requests
 from kvtier_kernels import Store
@@ -44,7 +45,9 @@ class Asking:
         self.catalog._reading.hold = lambda *_: hold  # type: ignore
         self.tier: Any = SimpleNamespace(
             is_on=True,
-            promote=lambda *_, **__: (self.told[0], 1.0, self.told[1]),
+            promote=lambda *_, **__: (
+                (self.told[0], 1.0, self.told[1]) if self.tier.is_on else (0, 0.0, "off")
+            ),
             recomputes=lambda *_: None,
             probe=lambda *_: None,
             cancel=lambda _: None,
@@ -56,9 +59,10 @@ class Asking:
             clock=lambda: 0.0,
             recorder=SimpleNamespace(is_on=False),
             events=EventFeed(lambda: 0.0),
+            latencies=Latencies(),
         )
         self.answers = Requests(
-            SimpleNamespace(id=1, name="one", read_only=False), server  # type: ignore[arg-type]
+            SimpleNamespace(id=1, name="one"), server  # type: ignore[arg-type]
         )  # fmt: skip
 
     def answer(self, request: wire.Request) -> None:

@@ -8,6 +8,7 @@ import itertools
 import select
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,43 @@ def test_a_token_ends_a_session_of_its_own_tenant_alone(tmp_path: Path) -> None:
             assert isinstance(ours, wire.Welcome) and ours.tenant == "t"
             with pytest.raises((EOFError, BrokenPipeError)):
                 await writer.ask(wire.Ping(5))
+
+    asyncio.run(work())
+
+
+WRITING: tuple[Callable[[int], wire.Request], ...] = (
+    lambda space: wire.Reserve(3, space, 0, 0, b"", bytes(32)),
+    lambda space: wire.Pin(3, space, bytes(32), 1000),
+    lambda space: wire.Unpin(3, space, bytes(32)),
+    lambda space: wire.Hint(3, space, bytes(32), 0.0),
+    lambda space: wire.Forget(3, space, bytes(32)),
+    lambda space: wire.Purge(3, "t", space),
+)
+READING = (
+    wire.Open, wire.MatchPrefix, wire.Load, wire.Adopt, wire.Release, wire.Prefetch, wire.Watch, wire.Stats,
+    wire.Record, wire.Ping, wire.Cancel, wire.Prefill, wire.Explain, wire.Settings, wire.Tier,
+    wire.Spaces, wire.List, wire.Monitor, wire.Grow,
+)  # fmt: skip
+
+
+def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> None:
+    """Every request either only reads, or needs a lease of a save, or is tried here."""
+
+    async def work() -> None:
+        with Serving(tmp_path, 8, "t") as here:
+            here.tenants[0].catalog.add_extent(1 << 20, bytearray(2048))
+            kinds = {type(make(0)) for make in WRITING}
+            for read_only in (True, False):
+                client, _ = await here.connect(read_only=read_only)
+                (session,) = (one for one in here.server.sessions if one.read_only == read_only)
+                handlers = session.requests.handlers.keys()
+                assert handlers == {*kinds, *READING, wire.Commit, wire.Abort}
+                opened = await client.ask(wire.Open(2, spec_of("read only")))
+                assert isinstance(opened, wire.Opened)
+                for make in WRITING:
+                    reply = await client.ask(make(opened.space))
+                    refused = isinstance(reply, wire.Failed) and reply.code == "read_only"
+                    assert refused == read_only, make(opened.space)
 
     asyncio.run(work())
 

@@ -117,7 +117,7 @@ class Tenant:
         """The block, read from the disk; None if it is nowhere."""
         space = self.spaces[dtype]
         self.evict_all()
-        found = self.catalog.match(space, key(number), False, True)
+        found = self.catalog.match(space, key(number), False)
         if not found.coming:
             return None
         self.mover.promote(space, key(number), 1, request=(1, number))
@@ -450,9 +450,7 @@ def test_what_is_brought_away_stays_as_it_is(
         await tenant.on_disk(4)
         await seal(tenant)
         for number in (1, 2):
-            tenant.catalog.load(
-                ONE, tenant.spaces["bfloat16"], key(number), 1.0, [], 0.0, True, False
-            )
+            tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(number), 1.0, [], 0.0)
         tenant.evict_all()
         ids = [tenant.ids["bfloat16", number] for number in (1, 2)]
         before = [(tenant.frames(one)[0], tenant.catalog._store.frames(one)[1]) for one in ids]

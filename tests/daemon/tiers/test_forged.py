@@ -99,7 +99,7 @@ async def still_works(folder: Path) -> None:
         plan = tenant.catalog.promotions.plan(tenant.space, b"".join(map(key, known[:1])), 100)
         assert len(plan.ids) <= 4
         for number in known:
-            found = tenant.catalog.match(tenant.space, key(number), False, True)
+            found = tenant.catalog.match(tenant.space, key(number), False)
             assert found.ready + found.coming <= 1
         assert tenant.running is not None
         tenant.running.cancel()

@@ -117,7 +117,7 @@ class Tenant:
             volume.close()
 
     def knows(self, number: int) -> bool:
-        found = self.catalog.match(self.space, key(number), False, True)
+        found = self.catalog.match(self.space, key(number), False)
         return bool(found.ready or found.coming)
 
 
@@ -455,7 +455,7 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
         await tenant.start()
         shelf, first = await tenant.sealed(4)
         for number in (1, 2):
-            tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
+            tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
         evict_all(tenant)
         tenant.mover._reclaimer.second_chance_bytes = 1 << 30
         read, was_read = tenant.mover._reclaimer._read_all, asyncio.Event()
@@ -506,7 +506,7 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment
     shelf, first = await tenant.sealed(4)
     first.reading += 1
     for number in (1, 2):
-        tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
+        tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0)
     evict_all(tenant)
     tenant.mover._reclaimer.second_chance_bytes = 1 << 30
     assert shelf.log.reclaim() is first

@@ -269,20 +269,20 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             await seal(tenant)
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             again = tenant.ids["bfloat16", 0]
-            assert tenant.catalog.segments.lossy(again) == again
+            assert tenant.catalog.blocks.store.lossy(again) == again
             tenant.mover._reclaimer.second_chance_bytes = 0
             await tenant.leave()
             tenant.mover.saved(again)
             await until(lambda: tenant.mover.counts["written"] == 3)
-            await until(lambda: not tenant.catalog.demotions.dirty(again))
+            await until(lambda: not tenant.catalog.blocks.store.dirty(again))
             codec, flags = tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]
             assert (codec, flags) == (RAW, LOSSY)
             assert tenant.header(0).lossy_generation == 1
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
-            assert tenant.catalog.segments.lossy(again) == again
+            assert tenant.catalog.blocks.store.lossy(again) == again
             # And where its new frame is brought away.
             await seal(tenant)
-            tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
+            tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0)
             tenant.evict_all()
             tenant.mover._reclaimer.second_chance_bytes = 1 << 30
             await tenant.leave()
@@ -294,7 +294,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert await other.bring("bfloat16", 0) == tenant.lost(0)
             space = other.spaces["bfloat16"]
             ids = other.catalog._store.present(space.index, 0, 0, key(0))
-            assert other.catalog.segments.lossy(ids) == ids
+            assert other.catalog.blocks.store.lossy(ids) == ids
 
     run(work())
 
@@ -309,7 +309,7 @@ def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path
             await seal(tenant)
             await tenant.leave()
             tenant.mover.saved(tenant.ids["bfloat16", 0])
-            await until(lambda: not tenant.catalog.demotions.dirty(tenant.ids["bfloat16", 0]))
+            await until(lambda: not tenant.catalog.blocks.store.dirty(tenant.ids["bfloat16", 0]))
             assert tenant.mover.counts["written"] > 2 and tenant.frame(0)[CODEC] == Q4
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
 
@@ -323,7 +323,7 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
             await tenant.on_disk(2)
             await seal(tenant)
             space = tenant.spaces["bfloat16"]
-            tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0, True, False)
+            tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0)
             tenant.evict_all()
             before, header = tenant.frame(1), tenant.header(1)
             tenant.mover._reclaimer.second_chance_bytes = 1 << 30

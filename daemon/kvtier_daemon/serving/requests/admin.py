@@ -11,14 +11,7 @@ import msgspec
 from kvtier import wire
 from kvtier.errors import KvtierError, Refused
 from kvtier_daemon.serving import listing
-from kvtier_daemon.serving.context import (
-    Handlers,
-    Host,
-    Requester,
-    check_may_write,
-    need_id,
-    not_durable,
-)
+from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id, not_durable
 from kvtier_daemon.serving.explain import explain
 from kvtier_daemon.tenant import Tenant
 
@@ -111,7 +104,6 @@ class AdminRequests:
         return wire.Listed(request.id, *found)
 
     def purge(self, tenant: Tenant | None, request: wire.Purge) -> wire.Reply | None:
-        check_may_write(self._session)
         if not request.id:
             raise need_id()
         of = self._tenant_of(tenant, request.tenant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 import msgspec
 
@@ -19,7 +20,7 @@ from kvtier_daemon.serving.context import LONGEST_WAIT_S, Handlers, Host, Reques
 from kvtier_daemon.serving.deferred_answers import DeferredAnswers
 from kvtier_daemon.tenant import Tenant
 
-LIMIT_WAITING = 4096
+LIMIT_NOTED = 4096  # leases, and waiting requests, of one session; above this the oldest is dropped
 LIMIT_COUNTED = 2048
 
 LookupName = tuple[int, int, bytes]
@@ -35,6 +36,15 @@ class CountedLookup(msgspec.Struct):
     coming: int = 0  # of these
     pending: int = 0  # blocks that count as hits and are not in memory yet
     block_tokens: int = 0
+    log_entry: Lookup | None = None
+
+
+class HeldLease(msgspec.Struct):
+    """A lease whose use is recorded at its release. `number`: its request has one, and waits for more
+    blocks."""
+
+    began: float
+    number: int = 0
     log_entry: Lookup | None = None
 
 
@@ -55,8 +65,8 @@ class CountedLookups:
         if known is not None and known.name == name:
             if number:
                 return False
-            # Without a number, a load directly after a match is the same lookup, and so is another match
-            # while blocks are coming.
+            # Without a number, a load directly after a match is the same lookup. Another match is the same
+            # one while blocks are coming.
             if (not known.loaded) if loads else known.coming:
                 known.loaded |= loads
                 return False
@@ -98,10 +108,9 @@ class LookupRequests:
         self._session = session
         self._server = server
         self.counted = CountedLookups()
-        # Leases of requests that wait for more blocks; and the last lease of each request.
-        self._waiting: dict[LeaseId, int] = {}
-        self._last_lease: dict[int, LeaseId] = {}
-        self._log_entries: dict[LeaseId, Lookup] = {}
+        self._leases: dict[LeaseId, HeldLease] = {}
+        self._last_lease: dict[int, LeaseId] = {}  # of each request that waits for more blocks
+        self._waits: dict[Hashable, float] = {}  # since when requests wait for blocks
         self._deferred = DeferredAnswers(session, server)
 
     def handlers(self) -> Handlers:
@@ -117,15 +126,16 @@ class LookupRequests:
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
         space = catalog.space(request.space)
-        reads = tenant.tier.is_on
         is_new = self.counted.is_new(request)
-        found = catalog.match(space, request.keys, is_new, reads)
+        found = catalog.match(space, request.keys, is_new)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
         coming, eta_ms, why = 0, 0.0, ""
         if found.coming:
             coming, eta_ms, why = self._start_reads(tenant, space, request, found)
-        self._answered(tenant, space, request, found, is_new, reads, coming, why)
+        self._answered(tenant, space, request, found, is_new, why != "off", coming, why)
+        if coming or self._waits:
+            self._note_wait(request, coming > 0)
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
 
     def prefetch(self, tenant: Tenant, request: wire.Prefetch) -> wire.Reply:
@@ -153,36 +163,43 @@ class LookupRequests:
                 f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}",
             )
         deferred = self._deferred
-        if (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.tier, request):
-            return None
-        if self._waits_for_recovery(tenant, space, request):
+        if (
+            (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.tier, request)
+        ) or (
+            number and request.within_ms > 0 and self._waits_for_recovery(tenant, space, request)
+        ):
+            self._note_wait(request, True)
             return None
         is_new = self.counted.is_new(request)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
-        reads = tenant.tier.is_on
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
-            self._server.clock(), is_new, reads, request.first,
+            self._server.clock(), is_new, request.first,
         )  # fmt: skip
-        coming, eta_ms, why = 0, 0.0, ""
+        reads, coming, eta_ms, why = True, 0, 0.0, ""
         if found.coming:
             if request.bring and found.ready + found.coming > request.first:
                 coming, eta_ms, why = self._start_reads(tenant, space, request, found)
-            else:
-                coming = found.coming  # the client does not need them
+                reads = why != "off"
+            else:  # the client does not need them
+                reads, coming = tenant.tier.is_on, found.coming
         if not coming and catalog.holds.of:
             catalog.holds.end(self._name(request))
         self._answered(tenant, space, request, found, is_new, reads, coming, why)
+        if coming or self._waits:
+            self._note_wait(request, coming > 0)
         if found.lease:
-            self._note_lease(found.lease, number, coming)
+            log_entry = self.counted.of[number].log_entry
+            self._note_lease(found.lease, number if coming else 0, log_entry)
         return _loaded(request.id, found, coming, eta_ms, why)
 
     def adopt(self, tenant: Tenant, request: wire.Adopt) -> wire.Reply:
         _check_parts(request)
-        return _loaded(
-            request.id, tenant.catalog.adopt(self._session.id, request.token, request.shards)
-        )
+        found = tenant.catalog.adopt(self._session.id, request.token, request.shards)
+        if found.lease not in self._leases:
+            self._note_lease(found.lease)
+        return _loaded(request.id, found)
 
     def release(self, tenant: Tenant, request: wire.Release) -> wire.Reply:
         used = (request.warm_tokens, request.cold_tokens, request.nbytes)
@@ -192,14 +209,16 @@ class LookupRequests:
             )
         lease = LeaseId(request.lease)
         tenant.catalog.release(self._session.id, lease, *used)
-        log_entry = self._log_entries.pop(lease, None)
-        if log_entry is not None:
-            log_entry.used += sum(used[:2]) // log_entry.space.spec.block_tokens
-        number = self._waiting.pop(lease, 0)
+        held = self._leases.pop(lease, None)
+        if held is None:
+            return wire.Done(request.id)
+        self._server.latencies.load.note(self._server.clock() - held.began)
+        if held.log_entry is not None:
+            held.log_entry.used += sum(used[:2]) // held.log_entry.space.spec.block_tokens
         # A request that asks for progress gets its next lease before it releases the last one.
-        if number and self._last_lease.get(number) == lease:
-            del self._last_lease[number]
-            tenant.tier.released((self._session.id, number))
+        if held.number and self._last_lease.get(held.number) == lease:
+            del self._last_lease[held.number]
+            tenant.tier.released((self._session.id, held.number))
         return wire.Done(request.id)
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
@@ -213,10 +232,10 @@ class LookupRequests:
 
     def _waits_for_recovery(self, tenant: Tenant, space: KnownSpace, request: wire.Load) -> bool:
         """Whether the answer is deferred because recovery may still find missing blocks on disk. This happens
-        once per request with a number, and not for longer than computing takes."""
+        once per request that has a number and waits, and not for longer than computing takes."""
         if not tenant.tier.is_recovering or request.request in self.counted.of:
             return False
-        found = tenant.catalog.match(space, request.keys, False, tenant.tier.is_on)
+        found = tenant.catalog.match(space, request.keys, False)
         known = found.ready + found.coming
         missing = len(request.keys) // KEY_BYTES - known
         return missing > 0 and self._deferred.until_recovered(
@@ -251,18 +270,24 @@ class LookupRequests:
         """The name of this request, the same each time it asks."""
         return self._session.id, request.request or lookup_name(request)
 
-    def _note_lease(self, lease: LeaseId, number: int, coming: int) -> None:
-        if coming and number:
-            if len(self._waiting) >= LIMIT_WAITING:
-                self._waiting.clear()
-                self._last_lease.clear()
-            self._waiting[lease] = number
+    def _note_lease(self, lease: LeaseId, number: int = 0, log_entry: Lookup | None = None) -> None:
+        if len(self._leases) >= LIMIT_NOTED:
+            oldest = next(iter(self._leases))
+            if self._last_lease.get(dropped := self._leases.pop(oldest).number) == oldest:
+                del self._last_lease[dropped]
+        self._leases[lease] = HeldLease(self._server.clock(), number, log_entry)
+        if number:
             self._last_lease[number] = lease
-        log_entry = self.counted.of[number].log_entry
-        if log_entry is not None:
-            if len(self._log_entries) >= LIMIT_WAITING:
-                self._log_entries.clear()
-            self._log_entries[lease] = log_entry
+
+    def _note_wait(self, request: wire.MatchPrefix | wire.Load, waits: bool) -> None:
+        """The request waits for blocks that are being read; or no longer."""
+        name = request.request or lookup_name(request)
+        if waits and name not in self._waits:
+            if len(self._waits) >= LIMIT_NOTED:
+                del self._waits[next(iter(self._waits))]
+            self._waits[name] = self._server.clock()
+        elif not waits and (began := self._waits.pop(name, None)) is not None:
+            self._server.latencies.wait.note(self._server.clock() - began)
 
     # --- counts and logs -----------------------------------------------------------------------
 
@@ -270,11 +295,13 @@ class LookupRequests:
         self, tenant: Tenant, space: KnownSpace, request: wire.MatchPrefix | wire.Load, found: Found,
         is_new: bool, reads: bool, coming: int, why: str,
     ) -> None:  # fmt: skip
-        """Count the answer. Blocks that were counted as coming and are lost at the next answer become
-        misses."""
+        """Count the answer. `reads`: blocks on disk can be read, and are no miss. Those that were counted as
+        coming and are lost at the next answer become misses."""
         lookup = self.counted.of[request.request]
         coming = found.coming if reads and coming else 0
         if is_new:
+            from_disk = found.coming if reads else 0
+            tenant.catalog.usage.count_lookup(space, request.keys, found.ready, from_disk)
             lookup.reported = found.ready + found.coming if reads else found.ready
             lookup.block_tokens = space.spec.block_tokens
         if lookup.reported > found.ready or lookup.pending:

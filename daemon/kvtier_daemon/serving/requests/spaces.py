@@ -7,7 +7,7 @@ import math
 from kvtier import wire
 from kvtier.errors import Refused
 from kvtier_daemon.catalog.pins import LIMIT_PIN_S
-from kvtier_daemon.serving.context import Handlers, Host, Requester, check_may_write, not_durable
+from kvtier_daemon.serving.context import Handlers, Host, Requester, not_durable
 from kvtier_daemon.tenant import Tenant
 
 LIMIT_SESSION_SPACES = 256
@@ -53,7 +53,6 @@ class SpaceRequests:
         return wire.Done(request.id)
 
     def pin(self, tenant: Tenant, request: wire.Pin) -> wire.Reply:
-        check_may_write(self._session)
         space = tenant.catalog.space(request.space)
         if not 1 <= request.ttl_ms <= LIMIT_PIN_S * 1000:
             longest = f"{LIMIT_PIN_S:.0f} s, a week"
@@ -66,12 +65,10 @@ class SpaceRequests:
         return wire.Counted(request.id, blocks)
 
     def unpin(self, tenant: Tenant, request: wire.Unpin) -> wire.Reply:
-        check_may_write(self._session)
         space = tenant.catalog.space(request.space)
         return wire.Counted(request.id, tenant.catalog.pins.unpin(space, request.keys))
 
     def hint(self, tenant: Tenant, request: wire.Hint) -> wire.Reply:
-        check_may_write(self._session)
         space = tenant.catalog.space(request.space)
         if not 0.0 <= request.importance <= 1.0:
             raise Refused("bad_request", f"importance is {request.importance}, it must be 0 to 1")
@@ -79,7 +76,6 @@ class SpaceRequests:
         return wire.Counted(request.id, blocks)
 
     def forget(self, tenant: Tenant, request: wire.Forget) -> wire.Reply | None:
-        check_may_write(self._session)
         space = tenant.catalog.space(request.space)
         count = tenant.catalog.forget(space, request.keys)
 

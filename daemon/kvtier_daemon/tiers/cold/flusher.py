@@ -133,7 +133,7 @@ class Flusher:
             self._unsure.update(array("I", plan.ids), array("I", writing))
             if plan.ids or not self._swept:
                 return plan
-        left = catalog.demotions.dirty(array("I", self._unsure).tobytes())
+        left = catalog.blocks.store.dirty(array("I", self._unsure).tobytes())
         self._unsure = set(array("I", left))
         self.is_drained = not left
         return catalog.demotions.plan_write_through(left, WRITE_BLOCKS)
@@ -304,11 +304,11 @@ class Flusher:
 
     def _outgoing(self, plan: Demotion) -> list[Outgoing]:
         ids, catalog = array("I", plan.ids), self._catalog
-        lossy = frozenset(array("I", catalog.segments.lossy(plan.ids)))
+        lossy = frozenset(array("I", catalog.blocks.store.lossy(plan.ids)))
         spaces = {block.space.identity: block.space for block in plan.blocks}
         wants = any(self.choice.has_loss(one.identity, one.spec) for one in spaces.values())
         depths = (
-            array("I", catalog.segments.depths(plan.ids))
+            array("I", catalog.blocks.store.depths(plan.ids))
             if wants
             else array("I", bytes(len(plan.ids)))
         )
@@ -327,7 +327,7 @@ class Flusher:
 
     def _leave_out_forgotten(self, blocks: list[Outgoing]) -> None:
         """Remove blocks that were forgotten meanwhile: a forget waits only for writes that were submitted."""
-        wanted = set(array("I", self._catalog.demotions.dirty(ids_of(blocks))))
+        wanted = set(array("I", self._catalog.blocks.store.dirty(ids_of(blocks))))
         gone = [block for block in blocks if block.id not in wanted]
         if gone:
             for block in gone:

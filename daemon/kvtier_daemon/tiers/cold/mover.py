@@ -264,7 +264,7 @@ class Mover:
         computed before."""
         again = self.beaten.note(keys[ready * KEY_BYTES : (ready + coming) * KEY_BYTES])
         room = (
-            prefetch_limit(space.spec.block_bytes, self._catalog.promotions.reading) // space.places
+            prefetch_limit(sum(space.block_bytes), self._catalog.promotions.reading) // space.places
         )
         if count := min(again, room):
             keys = keys[: (ready + count) * KEY_BYTES]
@@ -337,7 +337,7 @@ class Mover:
 
     def _room(self, space: KnownSpace) -> int:
         """Return how many more blocks of this space may be read now."""
-        return max(0, (READING_BYTES - self._waiting_bytes) // space.spec.block_bytes)
+        return max(0, (READING_BYTES - self._waiting_bytes) // sum(space.block_bytes))
 
     def _wanted(
         self, space: KnownSpace, plan: Promotion, loads: bytes, number: int, at: int

@@ -172,7 +172,9 @@ class Reclaimer:
 
         blocks, tries = list(writing.values()), 0
         while blocks and tries < BEGIN_TRIES and await describe(self._cold, self._tenant, blocks):
-            there = set(array("I", self._catalog.segments.still(ids_of(blocks), segment.number)))
+            there = set(
+                array("I", self._catalog.blocks.store.still(ids_of(blocks), segment.number))
+            )
             blocks = [block for block in blocks if block.id in there]
             if not blocks:
                 break
