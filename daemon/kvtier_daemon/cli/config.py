@@ -29,8 +29,7 @@ File = Annotated[
 def check(
     file: File = None,
     user: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Check as this user; needs root."),
+        str | None, typer.Option(metavar="NAME", help="Check as this user; needs root.")
     ] = None,
     json: Json = False,
 ) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,10 +19,6 @@ EXIT_WARNED = 1
 EXIT_FAILED = 2
 
 
-class Kind(StrEnum):
-    vllm = "vllm"
-
-
 def doctor(
     config: Annotated[
         Path | None,
@@ -34,7 +29,8 @@ def doctor(
         ),
     ] = None,
     engine: Annotated[
-        Kind | None, typer.Option(metavar="vllm", help="Also examine the plugin of this engine.")
+        Literal["vllm"] | None,
+        typer.Option(metavar="vllm", help="Also examine the plugin of this engine."),
     ] = None,
     json: Json = False,
     socket: Socket = None,

@@ -89,6 +89,5 @@ def numbers(flag: str, text: str) -> list[float]:
 
 
 Socket = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", parser=_from_here, help="The daemon's socket."),
+    Path | None, typer.Option(metavar="PATH", parser=_from_here, help="The daemon's socket.")
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,14 +14,10 @@ if TYPE_CHECKING:
 END_S = 10.0  # for the last records to be written
 
 
-class RecordOrder(StrEnum):
-    start = "start"
-    stop = "stop"
-    status = "status"
-
-
 def record(
-    order: Annotated[RecordOrder, typer.Argument(metavar="start|stop|status")],
+    order: Annotated[
+        Literal["start", "stop", "status"], typer.Argument(metavar="start|stop|status")
+    ],
     size: Annotated[
         str, typer.Option(metavar="SIZE", help="Stop when the trace has this size.")
     ] = "64MiB",
@@ -39,12 +34,12 @@ def record(
     from kvtier_daemon.cli.status import connected
 
     limit = amount("--size", size)
-    if order is RecordOrder.start and limit < 1:
+    if order == "start" and limit < 1:
         raise typer.BadParameter("--size: must be above 0")
     with connected(socket, "record") as client:
-        if order is RecordOrder.start:
+        if order == "start":
             told = client.record(limit_bytes=limit)
-        elif order is RecordOrder.stop:
+        elif order == "stop":
             told = _ended(client)
         else:
             told = client.record()

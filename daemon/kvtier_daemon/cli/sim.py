@@ -48,8 +48,7 @@ def sim(
         int, typer.Option(min=1, metavar="BYTES", help="Bytes per token, without CONFIG.")
     ] = 131_072,
     block_tokens: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Tokens per block; 0: as in the trace, or 512."),
+        int, typer.Option(min=0, metavar="N", help="Tokens per block; 0: as in the trace, or 512.")
     ] = 0,
     prefill_rate: PrefillRate = 10_000,
     prefill_growth: PrefillGrowth = 0,

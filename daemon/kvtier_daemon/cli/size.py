@@ -17,8 +17,7 @@ LINKS = "3,7,25,50"  # GB/s: NVMe of the third and the fifth generation, PCIe 4 
 
 def size(
     config: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its directory."),
+        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its directory.")
     ],
     kv_dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="Type of the cache: auto, fp8, nvfp4 and others.")

@@ -26,6 +26,7 @@ from kvtier_daemon.cli.tables import (
     row,
     share_rows,
     table_of,
+    tier_rows,
 )  # fmt: skip
 from kvtier_daemon.tiers.states import is_away, meaning, remedy
 
@@ -168,8 +169,7 @@ def draw(stats: Mapping[str, Any], console: Console) -> None:
     """Print `stats` as tables, within 80 columns."""
     from rich.padding import Padding
 
-    bar = bar_of("#", "-") if console.options.ascii_only else bar_of("█", "░")
-    for part in _parts(stats, bar):
+    for part in _parts(stats, bar_of(console.options.ascii_only)):
         console.print(Padding(part, (0, 0, 1, 1)))
 
 
@@ -192,17 +192,9 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
 
 
 def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
-    from kvtier.units import format_bytes
-
     table = table_of("", "", ">", "", "")
     for name, tier in tiers.items():
-        capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
-        amounts = f"{format_bytes(used)} of {format_bytes(capacity)}"
-        blocks = count(tier.get("blocks", 0), "block")
-        row(table, name, bar(used, capacity), percent(used, capacity), amounts, blocks)
-        ready = tier.get("allocated_bytes", capacity)
-        if ready < capacity:
-            row(table, "", bar(ready, capacity), percent(ready, capacity), "allocated so far", "")
+        tier_rows(table, name, tier, bar)
         if meaning(name, tier):
             row(table, "", "", "", tier["state"], "")
     return table

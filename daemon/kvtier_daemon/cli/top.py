@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,25 +48,21 @@ def top(
         _watch(path, interval, view)
 
 
-def _look(path: Path) -> Callable[[], Moment]:
-    """Return a function that gets a report. Each call connects, so that it also finds a restarted daemon."""
+def _look(path: Path) -> Moment:
+    """Return a report. Connects each time, so that it also finds a restarted daemon."""
+    from time import monotonic
 
-    def look() -> Moment:
-        from time import monotonic
+    import msgspec
 
-        import msgspec
+    from kvtier import wire
+    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.top_views import Moment
 
-        from kvtier import wire
-        from kvtier_daemon.cli.status import connected
-        from kvtier_daemon.cli.top_views import Moment
-
-        with connected(path, "top") as client:
-            stats = client.stats()
-            report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
-            clients = msgspec.msgpack.decode(report.stats["clients"])
-        return Moment(monotonic(), stats, clients)
-
-    return look
+    with connected(path, "top") as client:
+        stats = client.stats()
+        report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
+        clients = msgspec.msgpack.decode(report.stats["clients"])
+    return Moment(monotonic(), stats, clients)
 
 
 def _once(path: Path, interval: float, view: str) -> None:
@@ -75,10 +71,10 @@ def _once(path: Path, interval: float, view: str) -> None:
     from kvtier_daemon.cli.tables import console_of
     from kvtier_daemon.cli.top_views import ScreenHistory, ScreenRoom, draw
 
-    look, history = _look(path), ScreenHistory()
-    history.add(look())
+    history = ScreenHistory()
+    history.add(_look(path))
     sleep(interval)
-    history.add(look())
+    history.add(_look(path))
     console = console_of()
     room = ScreenRoom(console.width, ascii_only=console.options.ascii_only)
     console.print(draw(history, view, room))
@@ -88,9 +84,8 @@ def _as_json(path: Path, interval: float, once: bool) -> None:
     from json import dumps
     from time import sleep
 
-    look = _look(path)
     while True:
-        moment = look()
+        moment = _look(path)
         typer.echo(dumps({"stats": moment.stats, "clients": moment.clients}))
         if once:
             return
@@ -103,8 +98,8 @@ def _watch(path: Path, interval: float, view: str) -> None:
     from kvtier.errors import ConfigError
     from kvtier_daemon.cli.top_views import ScreenHistory
 
-    look, history = _look(path), ScreenHistory()
-    history.add(look())  # fail before the screen is taken over if no daemon answers
+    history = ScreenHistory()
+    history.add(_look(path))  # fail before the screen is taken over if no daemon answers
     if not sys.stdout.isatty():
         raise ConfigError("the output is not a terminal: use --once for one screen, or --json")
     try:
@@ -113,4 +108,4 @@ def _watch(path: Path, interval: float, view: str) -> None:
         raise ConfigError(
             f"kvtier top needs textual ({error}): pip install 'textual>=8', or use --once"
         ) from error
-    Top(look, history, interval, view).run()
+    Top(partial(_look, path), history, interval, view).run()

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 1, 2, 3, 4, 5, 6, 7, 8, 9
 # Numbers of the kernels. Other element types have no exponent to encode.
-ELEMENTS = {
-    "bfloat16": 0,
-    "float16": 1,
-    "float32": 2,
-    "float8_e4m3fn": 3,
-    "float8_e5m2": 4,
-}
+ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 
 
 class Codec:

@@ -264,8 +264,7 @@ class Choice:
 
     def _asked_of(self, spec: KvSpec) -> str:
         return next(
-            (name for pattern, name in self._by_model if fits(spec.model, pattern)),
-            self._asked,
+            (name for pattern, name in self._by_model if fits(spec.model, pattern)), self._asked
         )
 
     def _best(self, known: CodecStats, links: Sequence[float]) -> int:

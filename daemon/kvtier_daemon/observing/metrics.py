@@ -31,12 +31,6 @@ ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "col
 FRAMES: Final = ("written", "written_again", "read", "not_read", "spoilt")
 TIERS: Final = ("warm", "cold")
 OTHER: Final = "other"  # a test fails if a daemon reports it
-ENDS: Final[Mapping[Kind, tuple[str, ...]]] = {
-    "counter": ("_total",),
-    "gauge": ("",),
-    "histogram": ("_bucket", "_sum", "_count"),
-    "info": ("_info",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +45,6 @@ class Metric:
     label: str = ""
     values: tuple[str, ...] = ()
     open: bool = False
-
-    @property
-    def sample_names(self) -> tuple[str, ...]:
-        """The names of its samples in queries."""
-        return tuple(self.name + end for end in ENDS[self.kind])
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return (self.label,) if self.label else ()
 
     def family(self, figures: Figures) -> Family:
         return Family(self.name, self.kind, self.help, list(self._samples(figures)))
@@ -82,10 +67,6 @@ class Split(Metric):
     """A metric with two labels: `read` returns (tier, state) and a number."""
 
     __slots__ = ()
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return ("tier", "state")
 
     def _samples(self, figures: Figures) -> Iterator[Sample]:
         for (tier, state), value in self.read(figures).items():

@@ -44,9 +44,7 @@ class Planner:
     """`dice` returns numbers from 0 to 1."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        dice: Callable[[], float] = random.random,
+        self, clock: Callable[[], float] = time.monotonic, dice: Callable[[], float] = random.random
     ) -> None:
         self.order = ReadSchedule()
         self.late = 0  # loads that were started and did not end in time

@@ -59,10 +59,7 @@ def _hidden_by_sandbox(loaded: LoadedConfig) -> tuple[str, ...]:
     lines = (line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
              for line in file.read_text(errors="replace").splitlines())  # fmt: skip
     named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
-    writable = [
-        config.state,
-        *(Path(one.lstrip("-+")) for paths in named for one in _words(paths)),
-    ]
+    writable = [config.state, *(Path(one.lstrip("-+")) for paths in named for one in _words(paths))]
     return tuple(
         f"cold directory: {place}: the service's sandbox cannot write to it; run `kvtier "
         "install-service` again, and the commands that it prints"

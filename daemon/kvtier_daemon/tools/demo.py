@@ -104,14 +104,7 @@ def _watch(client: Client, path: str, seconds: float, quiet: bool) -> dict[str, 
     totals = DemoTotals()
     engines = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvtier_daemon.tools.workload",
-                path,
-                str(number),
-                str(seconds),
-            ],
+            [sys.executable, "-m", "kvtier_daemon.tools.workload", path, str(number), str(seconds)],
             stdout=subprocess.PIPE,
         )
         for number in range(ENGINES)

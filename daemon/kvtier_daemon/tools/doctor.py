@@ -443,18 +443,6 @@ def direct_io(
     return _ok(name, f"{PROBE_BYTES // 1024} KiB written and read")
 
 
-def io_uring(make: Callable[[], Any] | None = None) -> Finding:
-    """Check whether the kernel allows io_uring for this process."""
-    name = "io_uring"
-    if make is None:
-        make = _disk_worker
-    engine, why = make()
-    if engine == "io_uring":
-        return _ok(name, "allowed")
-    fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
-    return _warn(name, f"refused ({why}): using threads instead", fix)
-
-
 def _disk_worker() -> tuple[str, str]:
     from kvtier_kernels import Disk
 
@@ -467,6 +455,16 @@ def _disk_worker() -> tuple[str, str]:
             disk.stop()
     finally:
         os.close(fd)
+
+
+def io_uring(make: Callable[[], tuple[str, str]] = _disk_worker) -> Finding:
+    """Check whether the kernel allows io_uring for this process."""
+    name = "io_uring"
+    engine, why = make()
+    if engine == "io_uring":
+        return _ok(name, "allowed")
+    fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
+    return _warn(name, f"refused ({why}): using threads instead", fix)
 
 
 def free_space(world: World, directories: Sequence[Path], size_bytes: int) -> Finding:
