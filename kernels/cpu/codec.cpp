@@ -125,6 +125,8 @@ void table_plain(const uint8_t* frequencies, DecodeTable& table) {
     }
 }
 
+constexpr std::make_index_sequence<kElements> kAllElements;
+
 template <size_t... kIndex>
 constexpr std::array<RowKernels, kElements> plain_rows(std::index_sequence<kIndex...>) {
     return {{{split_plain<Element{kIndex}, false>, split_plain<Element{kIndex}, true>,
@@ -133,7 +135,7 @@ constexpr std::array<RowKernels, kElements> plain_rows(std::index_sequence<kInde
 
 constexpr Kernels plain() {
     Kernels kernels{};
-    const auto rows = plain_rows(std::make_index_sequence<kElements>{});
+    const auto rows = plain_rows(kAllElements);
     for (size_t i = 0; i < kElements; i++) kernels.rows[i] = rows[i];
     kernels.encode = encode_plain;
     kernels.decode = decode_plain;
@@ -154,7 +156,7 @@ constexpr std::array<Sizes, kElements> kSizes = [] {
     const auto put = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
         ((sizes[kIndex] = {kBytes<Element{kIndex}>, kRestRow<Element{kIndex}>}), ...);
     };
-    put(std::make_index_sequence<kElements>{});
+    put(kAllElements);
     return sizes;
 }();
 constexpr size_t kRowMost = kRow * 4, kRestRowMost = kRow * 3;
@@ -185,19 +187,11 @@ void fill_up(const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row) {
     std::memcpy(row, from, nbytes);
 }
 
-void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row) {
-    switch (is) {
-        case Element::kBf16:
-            return fill_up<Element::kBf16>(from, nbytes, top, row);
-        case Element::kFp16:
-            return fill_up<Element::kFp16>(from, nbytes, top, row);
-        case Element::kFp32:
-            return fill_up<Element::kFp32>(from, nbytes, top, row);
-        case Element::kE4m3:
-            return fill_up<Element::kE4m3>(from, nbytes, top, row);
-        case Element::kE5m2:
-            return fill_up<Element::kE5m2>(from, nbytes, top, row);
-    }
+template <size_t... kIndex>
+void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row,
+             std::index_sequence<kIndex...>) {
+    constexpr decltype(&fill_up<Element::kBf16>) kBy[] = {fill_up<Element{kIndex}>...};
+    kBy[static_cast<size_t>(is)](from, nbytes, top, row);
 }
 
 // Counts the exponents of some rows; there is at least one.
@@ -232,7 +226,7 @@ size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in
                         escapes, room, streaming);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
-    fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row);
+    fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row, kAllElements);
     const size_t more =
         split(row, row, 1, top, last, codes + whole * row_codes,
               rest + whole * shape.sizes.rest_row, escapes + used, room - used, false);
@@ -583,10 +577,7 @@ class R32Reader {
 
     static bool begin(Out& lane, const uint8_t* at, size_t words, size_t escaped) {
         std::memcpy(lane.stream.state, at, kStatesBytes);
-        for (const uint32_t state : lane.stream.state) {
-            if (state < kStateLeast || state >= kStateEnd) return false;
-        }
-        if (words > words_most(lane.rows * kRow)) return false;
+        if (!begins(lane.stream) || words > words_most(lane.rows * kRow)) return false;
         lane.stream.table = &lane.table;
         lane.stream.words = at + kStatesBytes;
         lane.words_end = lane.escapes = at + kStatesBytes + 2 * words;
@@ -658,9 +649,7 @@ class R32Reader {
 
     // A valid stream ends with its last word and escape, and in the encoder's initial state.
     static bool over(const Out& lane) {
-        return lane.stream.words == lane.words_end && lane.escaped == 0 &&
-               std::all_of(lane.stream.state, lane.stream.state + kLanes,
-                           [](uint32_t state) { return state == kStateLeast; });
+        return lane.stream.words == lane.words_end && lane.escaped == 0 && ends(lane.stream);
     }
 
     Element is_;
@@ -708,13 +697,7 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
 
 }  // namespace
 
-const Kernels& kernels() {
-#if KVTIER_X86
-    return of_level(kPlain, kKernelsAvx2, kKernelsVbmi);
-#else
-    return kPlain;
-#endif
-}
+const Kernels& kernels() { return KVTIER_LEVELS(kPlain, kKernelsAvx2, kKernelsVbmi); }
 
 void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) {
     std::memset(&table, 0, sizeof table);

@@ -13,9 +13,8 @@
 namespace kvtier::codec {
 namespace {
 
-#define KVTIER_INLINE inline __attribute__((always_inline))
-#define WIDE KVTIER_VBMI KVTIER_INLINE
-#define HALF KVTIER_AVX2 KVTIER_INLINE
+#define WIDE KVTIER_VBMI KVTIER_LOOP
+#define HALF KVTIER_AVX2 KVTIER_LOOP
 
 // An index byte for each of 64 positions, in the form that shuffles need.
 template <typename Number>
@@ -27,19 +26,19 @@ constexpr std::array<uint8_t, 64> places(Number number) {
 
 // Prefetches the lines of a row.
 template <Element kIs>
-KVTIER_INLINE void fetch_row(const uint8_t* at) {
+KVTIER_LOOP void fetch_row(const uint8_t* at) {
     for (size_t i = 0; i < kRow * kBytes<kIs>; i += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
     }
 }
 
-KVTIER_INLINE void fetch(const uint8_t*& at, size_t step) {
+KVTIER_LOOP void fetch(const uint8_t*& at, size_t step) {
     _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
     at += step;
 }
 
 // Prefetches the words after the next ones; an address after the end of the stream is harmless.
-KVTIER_INLINE void prefetch_words(const uint8_t* words) {
+KVTIER_LOOP void prefetch_words(const uint8_t* words) {
     _mm_prefetch(reinterpret_cast<const char*>(words + kWordsAhead), _MM_HINT_T0);
 }
 

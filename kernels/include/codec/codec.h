@@ -153,10 +153,14 @@ void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts);
 const Kernels& kernels();
 void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table);
 
+// For loops that are compiled for several levels.
+#define KVTIER_LOOP inline __attribute__((always_inline))
+
 #if KVTIER_X86
 extern const Kernels kKernelsAvx2, kKernelsVbmi;
 
 // The entry of the chosen level.
+#define KVTIER_LEVELS(plain, avx2, vbmi) of_level(plain, avx2, vbmi)
 template <typename Set>
 const Set& of_level(const Set& plain, const Set& avx2, const Set& vbmi) {
     switch (codec_choice().level()) {
@@ -168,6 +172,8 @@ const Set& of_level(const Set& plain, const Set& avx2, const Set& vbmi) {
             return plain;
     }
 }
+#else
+#define KVTIER_LEVELS(plain, avx2, vbmi) (plain)
 #endif
 
 }  // namespace kvtier::codec

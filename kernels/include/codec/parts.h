@@ -56,6 +56,18 @@ inline const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t lat
     return parts[alike ? i + later : i].raw;
 }
 
+// True if an encoder could have left these states.
+inline bool begins(const Decoder& stream) {
+    return std::all_of(stream.state, stream.state + kLanes,
+                       [](uint32_t state) { return state >= kStateLeast && state < kStateEnd; });
+}
+
+// True if the states are those of an encoder before its first symbol.
+inline bool ends(const Decoder& stream) {
+    return std::all_of(stream.state, stream.state + kLanes,
+                       [](uint32_t state) { return state == kStateLeast; });
+}
+
 // Advances all streams to their ends: together while all have rows, then the rest of each.
 template <typename Stream, typename Advance>
 void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
