@@ -82,8 +82,7 @@ def _check(fields: Mapping[str, str], kinds: Collection[str]) -> None:
 
 
 class Unseen:
-    """Detects fields of the filter that no event has, such as a misspelt name, so that the command does not
-    stay silent."""
+    """Warns of fields of the filter that no event has, such as a misspelt name."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         self._wanted = set(wanted)

@@ -74,8 +74,7 @@ class ScreenHistory:
         return self.moments[-1]
 
     def grown(self, *path: str) -> dict[str, int]:
-        """Return the growth of these counters in the last interval, or since the start after the first
-        report."""
+        """Return the growth of these counters in the last interval; with one report, since the start."""
         after = _at(self.now.stats, path)
         before = _at(self.moments[-2].stats, path) if len(self.moments) > 1 else {}
         return {name: n - before.get(name, 0) for name, n in after.items()}

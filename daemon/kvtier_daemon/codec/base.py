@@ -48,8 +48,7 @@ class Codec:
 
 
 class Native(Codec):
-    """A codec of the kernels. A lossy one returns elements of the same type, identical on every
-    processor."""
+    """A codec of the kernels. A lossy one returns elements of the same type, identical on every processor."""
 
     def __init__(self, name: str, number: int, *, lossy: bool = False) -> None:
         self.name = name

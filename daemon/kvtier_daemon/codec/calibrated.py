@@ -65,8 +65,7 @@ class Calibrated(Codec):
 
 
 def knows(layout: str, part: ProfilePart) -> bool:
-    """Return whether the layout of a part is known. A latent counts as one head if its layout states its
-    dims."""
+    """Return whether the layout of a part is known. A latent counts as one head if its dims are stated."""
     latent = layout == f"layer,token,latent={part.dim - part.exact_dims}+{part.exact_dims}"
     return layout in (TOKENS_FIRST, HEADS_FIRST) or (latent and part.heads == 1)
 

@@ -184,8 +184,7 @@ def header_bytes(entries: int) -> int:
 
 
 def peek(page: bytes) -> int:
-    """Return the length of the header that begins with this page, or None if it is no header. Verifies no
-    digest."""
+    """Return the length of the header that begins with this page. Verifies no digest."""
     if len(page) < HEADER.size or page[:4] != MAGIC:
         raise FrameError("no frame begins here")
     fields = HEADER.unpack_from(page)
@@ -198,8 +197,7 @@ def peek(page: bytes) -> int:
 
 
 def decode(text: bytes, epoch: int | None = None) -> Frame:
-    """Return the frame of these header pages. Raises FrameError if they are damaged or have another
-    epoch."""
+    """Return the frame of these header pages. Raises FrameError if they are damaged or have another epoch."""
     size = peek(text)
     if len(text) < size:
         raise FrameError(f"header is incomplete: {len(text)} of {size} bytes")

@@ -26,9 +26,8 @@ def suits(codec: Codec, dtype: str) -> bool:
 
 
 def encode(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
-    """Encode a block with a lossless codec into the front of `into`, describe the encoding in its blank
-    header, and return the size of the payload. If that is not less than the block's size, header and payload
-    are undefined."""
+    """Encode a block losslessly into the front of `into`, describe that in its blank header, and return the
+    payload's size. If that is not less than the block's, header and payload are undefined."""
     if codec.native:
         return encode_frame(codec.number, ELEMENTS[dtype], header, block, into)
     return describe(header, codec, block, codec.encode(block, entries_of(header), dtype, into))

@@ -125,8 +125,7 @@ def _uid(value: object) -> int | str:
 
 
 def _items(value: object, empty: bool = False) -> list[object]:
-    """Return the items of a list. The environment and flags separate them by commas; `empty`: there may be
-    nothing between two commas."""
+    """Return the items of a list, or of a text with commas; `empty`: allow nothing between two commas."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",")]
         return [part for part in parts if part or not empty]

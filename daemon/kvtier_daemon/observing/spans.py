@@ -43,8 +43,7 @@ class Spans:
         self._waits: dict[Hashable, float] = {}
 
     def answered(self, request: wire.Request, reply: wire.Reply | None) -> None:
-        """Record that this request has this answer; None for an answer that comes later, or that was a
-        refusal."""
+        """Record the answer to a request; None: it comes later, or was a refusal."""
         step = STEPS.get(type(request))
         if step is not None:
             step(self, request, reply)

@@ -27,8 +27,7 @@ NewRead = tuple[Hashable, DiskLink, int]  # block, the link it is read from, byt
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to load, why, and how long loading and computing would take. `first`: this is the request's
-    first verdict."""
+    """Whether to load, why, and how long both ways take. `first`: the request had no verdict before."""
 
     load: bool
     why: str

@@ -220,8 +220,7 @@ class Simulation:
         return True
 
     def _prefetch(self, index: int, cold: list[int]) -> None:
-        """Prefetch blocks that the planner did not load and that were requested before. No request waits for
-        them."""
+        """Prefetch blocks that were requested before and not loaded; no request waits for them."""
         count = min(
             self._recomputed.note(_keys(cold)),
             prefetch_limit(self._frame_bytes, len(self._reading)),

@@ -117,8 +117,7 @@ class World:
 def examine(
     world: World, loaded: LoadedConfig | None, stats: Mapping[str, Any] | None, trouble: str
 ) -> list[Finding]:
-    """Run all checks except those of engines. `stats` is the daemon's status, or `trouble` the reason why
-    there is no status."""
+    """Run all checks except those of engines. `trouble`: why the daemon's status, `stats`, is None."""
     found = [daemon(stats, trouble), huge_pages(world), clock(world), shared_memory(world)]
     found += [gpu_driver(world), gpu_direct(world), udev(world)]
     if stats is not None:

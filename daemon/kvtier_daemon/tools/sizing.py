@@ -507,16 +507,14 @@ class _Share(TypedDict):
 
 
 def _share(fields: _Fields, heads: int, parallel: int) -> _Share:
-    """Return the number of heads on one GPU. With fewer heads than GPUs, several GPUs store the same
-    head."""
+    """Return the number of heads on one GPU. With fewer heads than GPUs, several GPUs store the same head."""
     if heads < 1 or max(heads, parallel) % min(heads, parallel):
         raise fields.wrong(KV_HEADS[0], f"{heads} cannot be divided over {parallel} GPUs")
     return {"heads": max(1, heads // parallel), "copies": max(1, parallel // heads)}
 
 
 def _state_bytes(fields: _Fields, dtypes: tuple[str, str], parallel: int) -> int:
-    """Return the bytes of a recurrent layer per sequence: the last inputs of its convolution, and its
-    state."""
+    """Return a recurrent layer's bytes per sequence: the last inputs of its convolution, its state."""
     conv, state = _state_values(fields, parallel)
     return (conv * STATE_BYTES[dtypes[0]] + state * STATE_BYTES[dtypes[1]]) // parallel
 
@@ -580,8 +578,7 @@ class PrefillCost:
 def break_even_bandwidth(
     cache: Cache, prefill: PrefillCost, tokens: int, latency_s: float
 ) -> float | None:
-    """Return the bytes per second above which loading that many tokens is faster than computing them; None
-    if it never is."""
+    """Return the bytes per second from which loading these tokens is faster than computing them, or None."""
     spare = prefill.seconds(tokens) - latency_s
     return cache.prefix_bytes(tokens, whole=True) / spare if spare > 0 else None
 

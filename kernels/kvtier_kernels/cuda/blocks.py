@@ -138,8 +138,7 @@ class CopyLane:
         inwards: bool,
         after: Event | None,
     ) -> None:
-        """Start to copy blocks into slots or out of them, after this event. Check every bound
-        before a byte moves."""
+        """Start to copy blocks into slots or out of them, after this event; check all bounds before."""
         places, ids = _checked(pieces, block_ids, extents, slots, inwards)
         pinned = self._copier.pins.of(extents)
         ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
@@ -350,8 +349,7 @@ class Copier:
         blocks: int,
         after: Event | None = None,
     ) -> DevicePieces:
-        """Create DevicePieces and select the way to copy them. This writes to their pages after
-        this event, and restores their content."""
+        """Create DevicePieces and select the way to copy. Writes to their pages, and restores them."""
         pieces = DevicePieces(addresses, sizes, offsets, strides, piece_bytes, blocks)
         lane = CopyLane(self)
         try:
