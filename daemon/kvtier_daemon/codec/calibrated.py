@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
 
 from kvtier.errors import ProfileError
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ, Codec
@@ -20,10 +19,9 @@ UNKNOWN = -1  # the profile does not contain this part: it stays raw
 
 
 class Calibrated(Codec):
-    """One level of one codec, for blocks of one layout. `layers` lists the profile's layers that a block
-    contains, in order; None means all. `share` is (rank, number of ranks) if heads are divided among ranks.
-    Parts that the layout, the dtype or the profile does not describe stay raw. Raises ProfileError if the
-    profile lacks the level or a layer, or if the heads cannot be divided."""
+    """One level of one codec, for blocks of one layout. `share` is (rank, number of ranks) if heads are
+    divided among ranks. Parts that the layout, the dtype or the profile does not describe stay raw. Raises
+    ProfileError if the profile lacks the level, or if the heads cannot be divided."""
 
     lossy = True
 
@@ -33,24 +31,20 @@ class Calibrated(Codec):
         profile: Profile,
         level: str,
         layout: str = TOKENS_FIRST,
-        layers: Sequence[int] | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
         names = ECSQ_LEVELS if codec == "ecsq" else CACHEGEN_LEVELS
-        numbers = range(len(profile.layers)) if layers is None else layers
         self.name = f"{codec}-{level}"
         self.number = NUMBERS[codec]
         self.profile = profile.name
         self.heads_first = layout == HEADS_FIRST
         self._numbers: dict[tuple[int, int], int] = {}
         said: list[Said] = []
-        for place, layer in enumerate(numbers):
-            if not 0 <= layer < len(profile.layers):
-                raise ProfileError(f"the profile of {profile.model} has no layer {layer}")
-            for index, part in enumerate(profile.layers[layer]):
-                one = profile.level(codec, layer, index, level)
+        for number, layer in enumerate(profile.layers):
+            for index, part in enumerate(layer):
+                one = profile.level(codec, number, index, level)
                 if knows(layout, part):
-                    self._numbers[place, index] = len(said)
+                    self._numbers[number, index] = len(said)
                 said.append(_shared(part, one.exponents, one.table, *share))
         ropes = [(_native(rope.turns, "Q"), rope.interleaved) for rope in profile.ropes]
         self.calibration = Calibration(

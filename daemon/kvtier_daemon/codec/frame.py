@@ -149,14 +149,12 @@ class Template:
         shard: int,
         codec: int,
         entries: tuple[Entry, ...],
-        profile: bytes = ZERO_DIGEST,
-        lossy_generation: int = 0,
     ) -> None:
         size = sum(entry.nbytes for entry in entries)
         raw_bytes = sum(entry.raw_bytes for entry in entries)
         nothing = Frame(
             Identity(space, group, shard, bytes(32)), b"", codec, size, raw_bytes, 0, 0, ZERO_DIGEST,
-            ZERO_DIGEST, entries, profile=profile, lossy_generation=lossy_generation,
+            ZERO_DIGEST, entries,
         )  # fmt: skip
         self.payload_bytes = size
         self.raw_bytes = raw_bytes
