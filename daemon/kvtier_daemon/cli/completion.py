@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvtier_daemon.cli.flags import flag
+
 
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="bash|zsh|fish")],
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with the script.")
-    ] = False,
+    json: Annotated[bool, flag("--json", "Print one JSON object with the script.")] = False,
 ) -> None:
     """Print a shell script that completes commands and flags.
 

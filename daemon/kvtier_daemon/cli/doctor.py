@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvtier_daemon.cli import EXIT_UNAVAILABLE
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.config.schema import LoadedConfig
@@ -23,15 +23,14 @@ NAME = "configuration"  # of the check of it
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
+        value(
+            "FILE",
+            "The daemon's configuration; default: /etc/kvtier/kvtier.toml if it exists.",
             readable=False,
-            help="The daemon's configuration; default: /etc/kvtier/kvtier.toml if it exists.",
         ),
     ] = None,
     engine: Annotated[
-        Literal["vllm"] | None,
-        typer.Option(metavar="vllm", help="Also examine the plugin of this engine."),
+        Literal["vllm"] | None, value("vllm", "Also examine the plugin of this engine.")
     ] = None,
     json: Json = False,
     socket: Socket = None,

@@ -7,29 +7,23 @@ from typing import Annotated
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, print_json
+from kvtier_daemon.cli.flags import Json, flag, print_json, value
 
 
 def install_service(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the files, and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Show the files, and write nothing.")] = False,
     uninstall: Annotated[
-        bool, typer.Option("--uninstall", help="Remove the files that this command has written.")
+        bool, flag("--uninstall", "Remove the files that this command has written.")
     ] = False,
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Write below this directory.")] = Path(
-        "/"
-    ),
+    root: Annotated[Path, value("DIR", "Write below this directory.")] = Path("/"),
     program: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="The kvtier program of the units; default: this one."),
+        Path | None, value("PATH", "The kvtier program of the units; default: this one.")
     ] = None,
     http: Annotated[
-        bool, typer.Option("--http", help="Allow the daemon to listen on loopback, for [http].")
+        bool, flag("--http", "Allow the daemon to listen on loopback, for [http].")
     ] = False,
     node: Annotated[
-        list[int] | None,
-        typer.Option(min=0, max=1023, metavar="N", help="A daemon for this NUMA node; repeatable."),
+        list[int] | None, value("N", "A daemon for this NUMA node; repeatable.", min=0, max=1023)
     ] = None,
     json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, print_json, value
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -18,9 +18,7 @@ def record(
     order: Annotated[
         Literal["start", "stop", "status"], typer.Argument(metavar="start|stop|status")
     ],
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Stop when the trace has this size.")
-    ] = "64MiB",
+    size: Annotated[str, value("SIZE", "Stop when the trace has this size.")] = "64MiB",
     json: Json = False,
     socket: Socket = None,
 ) -> None:

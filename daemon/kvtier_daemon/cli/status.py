@@ -11,9 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from kvtier_daemon.cli.flags import Socket, print_json
+from kvtier_daemon.cli.flags import Socket, flag, print_json
 from kvtier_daemon.cli.tables import (
     Bar,
     bar_of,
@@ -43,9 +41,7 @@ ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 
 
 def status(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    json: Annotated[bool, flag("--json", "Print one JSON object instead of a table.")] = False,
     socket: Socket = None,
 ) -> None:
     """Show what the daemon holds, its hits and its misses. Exits with 3 if no daemon answers."""

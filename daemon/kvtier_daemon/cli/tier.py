@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, print_json, value
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -23,8 +23,7 @@ def tier(
     ],
     name: Annotated[Literal["cold", "warm"], typer.Argument(metavar="cold|warm")],
     timeout: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="Wait at most this long; 0: do not wait."),
+        float, value("SECONDS", "Wait at most this long; 0: do not wait.", min=0)
     ] = 600.0,
     json: Json = False,
     socket: Socket = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.cli.flags import Socket, flag, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.cli.top_views import Moment
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print one screen of the last interval and exit.")
+        bool, flag("--once", "Print one screen of the last interval and exit.")
     ] = False,
-    view: Annotated[
-        str, typer.Option(metavar="NAME", help="The view: tiers, hits, moves or clients.")
-    ] = "tiers",
+    view: Annotated[str, value("NAME", "The view: tiers, hits, moves or clients.")] = "tiers",
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Time between two updates.")
+        float, value("SECONDS", "Time between two updates.", min=0.2, max=60)
     ] = 1.0,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per update instead of a screen.")
+        bool, flag("--json", "Print one JSON object per update instead of a screen.")
     ] = False,
     socket: Socket = None,
 ) -> None:
