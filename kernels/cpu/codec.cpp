@@ -203,8 +203,7 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     for (size_t first = 0; first < rows; first += kCountedRows) {
         const size_t some = std::min(kCountedRows, rows - first);
         for (size_t i = 0; i < some; i++) {
-            // With 255 as the top and as the last code, a code is the distance of the exponent from
-            // 255.
+            // With 255 as the top and as the last code, a code is 255 minus the exponent.
             const uint8_t* const row =
                 in + sampled_row(first + i, rows, shape.whole) * shape.row_bytes();
             by.split(row, row, 1, 255, 255, codes + i * kRow, rest, escapes, kRow, false);
@@ -213,8 +212,7 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     }
 }
 
-// Splits the rows [first, first + rows) of a part: whole rows and, at the end, the one that is
-// filled up.
+// Splits the rows [first, first + rows) of a part: whole ones and, last, the one filled up.
 template <typename Split>
 size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in,
                   const uint8_t* ahead, size_t first, size_t rows, size_t row_codes, uint8_t top,
@@ -586,8 +584,7 @@ class R32Reader {
         return true;
     }
 
-    // Writes the elements of one, two or four streams: together while all have rows, then the rest
-    // of each.
+    // Writes the elements of one, two or four streams: together while all have rows, then singly.
     bool put(Out* lanes, size_t count) {
         size_t least = lanes[0].rows;
         for (size_t i = 1; i < count; i++) least = std::min(least, lanes[i].rows);

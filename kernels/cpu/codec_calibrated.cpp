@@ -45,8 +45,7 @@ KVTIER_LOOP void store(uint8_t* out, size_t i, float value) {
     std::memcpy(out + i * sizeof bits, &bits, sizeof bits);
 }
 
-// Processes one head of one token. Returns 0 on success, another value if a number cannot be
-// encoded.
+// Processes one head of one token. Returns 0, or another value if a number cannot be encoded.
 template <Element kIs, Turned kHow>
 KVTIER_LOOP uint32_t head_numbers(const uint8_t* __restrict in, const Span& span,
                                   const float* __restrict cos, const float* __restrict sin,
@@ -287,8 +286,7 @@ WIDE void store16(uint8_t* out, size_t i, __mmask16 these, __m512 values) {
     }
 }
 
-// The largest absolute values of steps and of elements so far; NaN compares as larger than all
-// numbers.
+// The largest absolute values of steps and of elements so far; NaN is larger than all numbers.
 struct Seen {
     __m512i steps, elements;
 };
@@ -517,14 +515,12 @@ const Turn& turn() {
     return known;
 }
 
-// Cosines and sines of some tokens, which the parts of a block share: each thread keeps the last
-// ones.
+// Cosines and sines of tokens, which the parts of a block share: each thread keeps the last.
 class Angles {
  public:
     static constexpr size_t kKept = 16'384;  // pairs, unless a token has more
 
-    // Sets the angles of `span` for the tokens from this position on; `left` tokens remain in the
-    // part.
+    // Sets the angles of `span` for tokens from this position on; the part has `left` more.
     void take(const Rope& rope, uint64_t position, size_t left, Span& span) {
         const size_t pairs = rope.turns.size();
         const bool here =

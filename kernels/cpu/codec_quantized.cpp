@@ -16,8 +16,7 @@ namespace {
 
 // --- kernels -------------------------------------------------------------------------------------
 
-// Plain loops that the compiler vectorizes for each level. No result depends on the order of
-// operations.
+// Plain loops, vectorized for each level. No result depends on the order of operations.
 
 template <Element kIs>
 KVTIER_LOOP typename Value<kIs>::Order ordered(const uint8_t* in) {
@@ -363,8 +362,7 @@ struct Plan {
         size = kQuantizedHeader + params + codes;
     }
 
-    // The number of rows from this one on that share the steps of their channels, or that have
-    // their own.
+    // The number of rows from this one on that share their channels' steps, or have their own.
     size_t span(size_t row) const {
         if (grid.by_token) return std::min(tile(), rows - row);
         const size_t within = row % grid.rows;
@@ -490,8 +488,7 @@ class Unpacker {
     size_t held_ = 0, taken_ = 0;
 };
 
-// Writes the steps of these lines, and fills the inputs of the kernels; returns false if a group
-// has no valid steps.
+// Writes the steps of these lines, fills the kernels' inputs; false if a group has no valid steps.
 bool make_steps(const Plan& plan, size_t lines, Scratch& kept, uint8_t*& out) {
     const uint32_t largest[kQuantizedTypes] = {Value<Element::kBf16>::kLargest,
                                                Value<Element::kFp16>::kLargest,

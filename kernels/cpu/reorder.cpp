@@ -14,8 +14,7 @@ using Together = Order::Together;
 
 constexpr size_t kLane = 16;  // bytes; the unit of the registers of each level
 
-// A piece of a page: from these heads and tokens to those; and how many elements of the page
-// precede it.
+// A piece of a page: these heads and tokens; and how many elements of the page precede it.
 struct Piece {
     size_t head, heads, token, tokens;
     size_t before = 0;

@@ -75,8 +75,7 @@ size_t decode(Element element, std::span<const Decoded> parts);
 struct alignas(64) EncodeTable {
     uint32_t reciprocal[kSymbolsMost];
     uint32_t packed[kSymbolsMost];  // frequency, bias << 9, shift << 20
-    // The same numbers as words, so that one shuffle holds all of them, and the state that is too
-    // large.
+    // The same numbers as words, to fit one shuffle, and the state that is too large.
     uint16_t gain[kSymbolsMost];       // 256 - frequency
     uint16_t corrected[kSymbolsMost];  // shift, bias << kShiftBits
     uint32_t fill[kSymbolsMost];       // frequency << 23
@@ -94,8 +93,7 @@ struct alignas(64) DecodeTable {
     size_t fours;
 };
 
-// A stream that is being encoded, from its end to its start: these point to the ends of codes and
-// words.
+// A stream that is being encoded, from its end: these point to the ends of codes and words.
 struct alignas(64) Encoder {
     uint32_t state[kLanes];
     const uint8_t* codes;

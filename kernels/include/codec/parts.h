@@ -22,8 +22,7 @@ inline void put32(uint8_t* at, size_t value) {
     for (int i = 0; i < 4; i++) at[i] = static_cast<uint8_t>(value >> (8 * i));
 }
 
-// Larger results bypass the caches: they would evict other data, and bypassing avoids reading the
-// lines first.
+// Larger results bypass the caches: else they evict other data, and their lines are read first.
 inline constexpr size_t kStreamingLeast = size_t{1} << 20;
 
 // Prefetches one line of each page that begins in these bytes: a streaming store that waits for the
@@ -90,8 +89,7 @@ bool decode_quantized(Element is, const Decoded& part, bool streaming);
 uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool streaming,
                            uint8_t* out);
 
-// Decodes parts of the calibrated codecs, several streams at a time. Uses the parts until they are
-// flushed.
+// Decodes parts of the calibrated codecs, several streams at a time; uses them until flushed.
 class CalibratedReader {
  public:
     CalibratedReader(Element is, bool streaming) : is_(is), streaming_(streaming) {}

@@ -90,7 +90,7 @@ class DevicePieces:
         self.table, self.units = 0, 0
 
     def split(self) -> npt.NDArray[np.void]:
-        """The same pieces, divided so that none is larger than a unit of a thread block."""
+        """The same pieces, divided to fit the unit of a thread block."""
         parts = []
         for base, stride, start, nbytes in self.rows.tolist():
             for at in range(0, nbytes, KERNEL_UNIT_BYTES):
