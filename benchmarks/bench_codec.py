@@ -38,6 +38,7 @@ from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.frame import Entry
 from kvtier_daemon.codec.grid import Grid, head_of
 from kvtier_daemon.codec.table import BY_NAME
+from models.codecs import decode, encode
 
 MIB = 1 << 20
 TOKENS, CHANNELS, HEAD = 256, 128, 64
@@ -300,7 +301,7 @@ class Work:
             element = ELEMENTS[self.dtype]
             kernels.encode_parts(codec.number, element, block, self.sizes, into, self.lies)
         else:
-            codec.encode(block, self.parts, self.dtype, into, self.grids)
+            encode(codec, block, self.parts, self.dtype, into, self.grids)
 
     def position(self, number: int) -> int:
         return number % RUN * TOKENS
@@ -318,13 +319,13 @@ class Work:
             places = self.lists[number]
             assert kernels.decode_parts(ELEMENTS[self.dtype], packed, places, into) == len(places)
         else:
-            codec.decode(packed, self.found[number], self.dtype, into)
+            decode(codec, packed, self.found[number], self.dtype, into)
 
     def encode_entries(self, codec: Codec) -> None:
         self.found = [
-            codec.encode(
-                self.block(self.raw, at), self.parts, self.dtype, self.block(self.packed, at), self.grids,
-                self.position(number),
+            encode(
+                codec, self.block(self.raw, at), self.parts, self.dtype, self.block(self.packed, at),
+                self.grids, self.position(number),
             )
             for number, at in enumerate(self.places)
         ]  # fmt: skip
@@ -340,7 +341,7 @@ class Work:
 
     def decode_entries(self, codec: Codec) -> None:
         for at, found in zip(self.places, self.found, strict=True):
-            codec.decode(self.block(self.packed, at), found, self.dtype, self.block(self.out, at))
+            decode(codec, self.block(self.packed, at), found, self.dtype, self.block(self.out, at))
 
     def check(self, codec: Codec) -> float:
         """The raw bytes for each encoded one, once they have come back."""

@@ -35,6 +35,7 @@ from kvtier_daemon.codec.calibrated import Calibrated
 from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_daemon.codec.grid import Grid, head_of
 from kvtier_daemon.codec.table import BY_NAME
+from models.codecs import decode, encode
 
 Floats = npt.NDArray[np.float32]
 K, V = 0, 1
@@ -144,11 +145,11 @@ class Ours:
     def __call__(self, x: Floats, layer: int, part: int, position: int) -> tuple[float, Floats]:
         tokens, heads, dim = x.shape
         data = bf16(np.ascontiguousarray(x)).tobytes()
-        back, text = bytearray(len(data)), bytearray(self.codec.bound(len(data)))
+        back, text = bytearray(len(data)), bytearray(len(data))
         one = Entry(layer, part, RAW, 0, len(data), len(data))
         grid = Grid(tokens, heads * dim, head_of(heads, dim), part == V)
-        [entry] = self.codec.encode(data, [one], "bfloat16", text, [grid], position)
-        self.codec.decode(text, [entry], "bfloat16", back)
+        [entry] = encode(self.codec, data, [one], "bfloat16", text, [grid], position)
+        decode(self.codec, text, [entry], "bfloat16", back)
         return entry.nbytes, wide(np.frombuffer(back, "<u2")).reshape(x.shape)
 
 

@@ -125,6 +125,8 @@ void table_plain(const uint8_t* frequencies, DecodeTable& table) {
     }
 }
 
+constexpr std::make_index_sequence<kElements> kAllElements;
+
 template <size_t... kIndex>
 constexpr std::array<RowKernels, kElements> plain_rows(std::index_sequence<kIndex...>) {
     return {{{split_plain<Element{kIndex}, false>, split_plain<Element{kIndex}, true>,
@@ -133,7 +135,7 @@ constexpr std::array<RowKernels, kElements> plain_rows(std::index_sequence<kInde
 
 constexpr Kernels plain() {
     Kernels kernels{};
-    const auto rows = plain_rows(std::make_index_sequence<kElements>{});
+    const auto rows = plain_rows(kAllElements);
     for (size_t i = 0; i < kElements; i++) kernels.rows[i] = rows[i];
     kernels.encode = encode_plain;
     kernels.decode = decode_plain;
@@ -154,7 +156,7 @@ constexpr std::array<Sizes, kElements> kSizes = [] {
     const auto put = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
         ((sizes[kIndex] = {kBytes<Element{kIndex}>, kRestRow<Element{kIndex}>}), ...);
     };
-    put(std::make_index_sequence<kElements>{});
+    put(kAllElements);
     return sizes;
 }();
 constexpr size_t kRowMost = kRow * 4, kRestRowMost = kRow * 3;
@@ -185,19 +187,11 @@ void fill_up(const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row) {
     std::memcpy(row, from, nbytes);
 }
 
-void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row) {
-    switch (is) {
-        case Element::kBf16:
-            return fill_up<Element::kBf16>(from, nbytes, top, row);
-        case Element::kFp16:
-            return fill_up<Element::kFp16>(from, nbytes, top, row);
-        case Element::kFp32:
-            return fill_up<Element::kFp32>(from, nbytes, top, row);
-        case Element::kE4m3:
-            return fill_up<Element::kE4m3>(from, nbytes, top, row);
-        case Element::kE5m2:
-            return fill_up<Element::kE5m2>(from, nbytes, top, row);
-    }
+template <size_t... kIndex>
+void fill_up(Element is, const uint8_t* from, size_t nbytes, uint8_t top, uint8_t* row,
+             std::index_sequence<kIndex...>) {
+    constexpr decltype(&fill_up<Element::kBf16>) kBy[] = {fill_up<Element{kIndex}>...};
+    kBy[static_cast<size_t>(is)](from, nbytes, top, row);
 }
 
 // Counts the exponents of some rows; there is at least one.
@@ -209,8 +203,7 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     for (size_t first = 0; first < rows; first += kCountedRows) {
         const size_t some = std::min(kCountedRows, rows - first);
         for (size_t i = 0; i < some; i++) {
-            // With 255 as the top and as the last code, a code is the distance of the exponent from
-            // 255.
+            // With 255 as the top and as the last code, a code is 255 minus the exponent.
             const uint8_t* const row =
                 in + sampled_row(first + i, rows, shape.whole) * shape.row_bytes();
             by.split(row, row, 1, 255, 255, codes + i * kRow, rest, escapes, kRow, false);
@@ -219,8 +212,7 @@ void count(const RowKernels& by, const uint8_t* in, const Shape& shape, size_t l
     }
 }
 
-// Splits the rows [first, first + rows) of a part: whole rows and, at the end, the one that is
-// filled up.
+// Splits the rows [first, first + rows) of a part: whole ones and, last, the one filled up.
 template <typename Split>
 size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in,
                   const uint8_t* ahead, size_t first, size_t rows, size_t row_codes, uint8_t top,
@@ -232,7 +224,7 @@ size_t split_rows(Element is, Split split, const Shape& shape, const uint8_t* in
                         escapes, room, streaming);
     if (used == kNoRoom || whole == rows) return used;
     uint8_t row[kRowMost];
-    fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row);
+    fill_up(is, from + whole * shape.row_bytes(), shape.tail_bytes(), top, row, kAllElements);
     const size_t more =
         split(row, row, 1, top, last, codes + whole * row_codes,
               rest + whole * shape.sizes.rest_row, escapes + used, room - used, false);
@@ -583,10 +575,7 @@ class R32Reader {
 
     static bool begin(Out& lane, const uint8_t* at, size_t words, size_t escaped) {
         std::memcpy(lane.stream.state, at, kStatesBytes);
-        for (const uint32_t state : lane.stream.state) {
-            if (state < kStateLeast || state >= kStateEnd) return false;
-        }
-        if (words > words_most(lane.rows * kRow)) return false;
+        if (!begins(lane.stream) || words > words_most(lane.rows * kRow)) return false;
         lane.stream.table = &lane.table;
         lane.stream.words = at + kStatesBytes;
         lane.words_end = lane.escapes = at + kStatesBytes + 2 * words;
@@ -595,8 +584,7 @@ class R32Reader {
         return true;
     }
 
-    // Writes the elements of one, two or four streams: together while all have rows, then the rest
-    // of each.
+    // Writes the elements of one, two or four streams: together while all have rows, then singly.
     bool put(Out* lanes, size_t count) {
         size_t least = lanes[0].rows;
         for (size_t i = 1; i < count; i++) least = std::min(least, lanes[i].rows);
@@ -658,9 +646,7 @@ class R32Reader {
 
     // A valid stream ends with its last word and escape, and in the encoder's initial state.
     static bool over(const Out& lane) {
-        return lane.stream.words == lane.words_end && lane.escaped == 0 &&
-               std::all_of(lane.stream.state, lane.stream.state + kLanes,
-                           [](uint32_t state) { return state == kStateLeast; });
+        return lane.stream.words == lane.words_end && lane.escaped == 0 && ends(lane.stream);
     }
 
     Element is_;
@@ -708,13 +694,7 @@ size_t decode(Element element, std::span<const Decoded> parts, bool streaming) {
 
 }  // namespace
 
-const Kernels& kernels() {
-#if KVTIER_X86
-    return of_level(kPlain, kKernelsAvx2, kKernelsVbmi);
-#else
-    return kPlain;
-#endif
-}
+const Kernels& kernels() { return KVTIER_LEVELS(kPlain, kKernelsAvx2, kKernelsVbmi); }
 
 void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table) {
     std::memset(&table, 0, sizeof table);

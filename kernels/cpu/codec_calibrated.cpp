@@ -23,8 +23,6 @@ namespace {
 
 // --- kernels -------------------------------------------------------------------------------------
 
-#define KVTIER_LOOP inline __attribute__((always_inline))
-
 enum class Turned : uint8_t { kNot, kHalves, kNeighbours };
 
 // The heads of some tokens, and the parameters of each channel's numbers.
@@ -47,8 +45,7 @@ KVTIER_LOOP void store(uint8_t* out, size_t i, float value) {
     std::memcpy(out + i * sizeof bits, &bits, sizeof bits);
 }
 
-// Processes one head of one token. Returns 0 on success, another value if a number cannot be
-// encoded.
+// Processes one head of one token. Returns 0, or another value if a number cannot be encoded.
 template <Element kIs, Turned kHow>
 KVTIER_LOOP uint32_t head_numbers(const uint8_t* __restrict in, const Span& span,
                                   const float* __restrict cos, const float* __restrict sin,
@@ -289,8 +286,7 @@ WIDE void store16(uint8_t* out, size_t i, __mmask16 these, __m512 values) {
     }
 }
 
-// The largest absolute values of steps and of elements so far; NaN compares as larger than all
-// numbers.
+// The largest absolute values of steps and of elements so far; NaN is larger than all numbers.
 struct Seen {
     __m512i steps, elements;
 };
@@ -485,13 +481,7 @@ KVTIER_VBMI void anglesWhole(const uint64_t* turns, size_t pairs, uint64_t posit
 KVTIER_LEVEL(Whole)
 #endif
 
-const LevelKernels& level() {
-#if KVTIER_X86
-    return of_level(kPlain, kHalf, kWhole);
-#else
-    return kPlain;
-#endif
-}
+const LevelKernels& level() { return KVTIER_LEVELS(kPlain, kHalf, kWhole); }
 
 // --- angles --------------------------------------------------------------------------------------
 
@@ -525,14 +515,12 @@ const Turn& turn() {
     return known;
 }
 
-// Cosines and sines of some tokens, which the parts of a block share: each thread keeps the last
-// ones.
+// Cosines and sines of tokens, which the parts of a block share: each thread keeps the last.
 class Angles {
  public:
     static constexpr size_t kKept = 16'384;  // pairs, unless a token has more
 
-    // Sets the angles of `span` for the tokens from this position on; `left` tokens remain in the
-    // part.
+    // Sets the angles of `span` for tokens from this position on; the part has `left` more.
     void take(const Rope& rope, uint64_t position, size_t left, Span& span) {
         const size_t pairs = rope.turns.size();
         const bool here =
@@ -927,6 +915,8 @@ struct Out {
     uint8_t symbols[kStreamSymbols + kSlack];
     // A copy, so that a damaged stream reads no memory outside.
     uint8_t text[2 * (kStreamWords + kWordSlack)];
+
+    size_t rows() const { return (count + kLanes - 1) / kLanes; }
 };
 
 // A part that is being decoded; its numbers arrive in order.
@@ -1032,10 +1022,7 @@ struct CalibratedReader::Kept {
 
     static bool begin(codec::Out& lane, const uint8_t* at, size_t words, size_t escaped) {
         std::memcpy(lane.stream.state, at, kStatesBytes);
-        for (const uint32_t state : lane.stream.state) {
-            if (state < kStateLeast || state >= kStateEnd) return false;
-        }
-        if (words > words_most((lane.count + kLanes - 1) / kLanes * kLanes)) return false;
+        if (!begins(lane.stream) || words > words_most(lane.rows() * kLanes)) return false;
         std::memcpy(lane.text, at + kStatesBytes, 2 * words);
         lane.words = 2 * words;
         lane.stream.table = &lane.table;
@@ -1051,10 +1038,8 @@ struct CalibratedReader::Kept {
     // Writes the numbers of a stream to their place. A valid stream ends with its last word, in the
     // encoder's initial state, and is filled up with zeros.
     bool take(const codec::Out& lane, bool streaming) {
-        const uint8_t* const end = lane.symbols + (lane.count + kLanes - 1) / kLanes * kLanes;
-        const bool whole = lane.stream.words == lane.text + lane.words &&
-                           std::all_of(lane.stream.state, lane.stream.state + kLanes,
-                                       [](uint32_t state) { return state == kStateLeast; }) &&
+        const uint8_t* const end = lane.symbols + lane.rows() * kLanes;
+        const bool whole = lane.stream.words == lane.text + lane.words && ends(lane.stream) &&
                            std::all_of(lane.symbols + lane.count, end, [&](uint8_t symbol) {
                                return symbol == lane.plan.by->reach;
                            });
@@ -1127,7 +1112,7 @@ bool CalibratedReader::flush() {
     for (size_t i = 0; i < waiting_; i++) {
         Out& lane = kept_->lanes[i];
         streams[i] = &lane.stream;
-        rows[i] = (lane.count + kLanes - 1) / kLanes;
+        rows[i] = lane.rows();
     }
     advance(kernels().decode, streams, rows, waiting_);
     for (size_t i = 0; i < waiting_; i++) {

@@ -16,9 +16,7 @@ namespace {
 
 // --- kernels -------------------------------------------------------------------------------------
 
-// Plain loops that the compiler vectorizes for each level. No result depends on the order of
-// operations.
-#define KVTIER_LOOP inline __attribute__((always_inline))
+// Plain loops, vectorized for each level. No result depends on the order of operations.
 
 template <Element kIs>
 KVTIER_LOOP typename Value<kIs>::Order ordered(const uint8_t* in) {
@@ -81,6 +79,24 @@ KVTIER_LOOP void channel_ranges(const uint8_t* __restrict in, size_t rows, size_
     }
 }
 
+// Calls `act` for each group of channels: its first element, and how many it has.
+template <typename Act>
+KVTIER_LOOP void of_groups(size_t elements, size_t head, Act act) {
+    const size_t group = group_of(head);
+    for (size_t at = 0; at < elements;) {
+        for (size_t left = head; left != 0;) {
+            const size_t count = std::min(group, left);
+            // With a constant count, the compiler needs no loop for remaining elements.
+            if (count == kGroupChannels) {
+                act(at, kGroupChannels);
+            } else {
+                act(at, count);
+            }
+            left -= count, at += count;
+        }
+    }
+}
+
 // The minimum and maximum of each group of a token's channels.
 template <Element kIs>
 KVTIER_LOOP void group_range(const uint8_t* __restrict in, size_t count, float& least,
@@ -97,20 +113,9 @@ KVTIER_LOOP void group_range(const uint8_t* __restrict in, size_t count, float& 
 template <Element kIs>
 KVTIER_LOOP void group_ranges(const uint8_t* __restrict in, size_t rows, size_t channels,
                               size_t head, float* __restrict least, float* __restrict most) {
-    const size_t group = group_of(head);
-    for (size_t at = 0; at < rows * channels;) {
-        for (size_t left = head; left != 0;) {
-            const size_t count = std::min(group, left);
-            const uint8_t* const from = in + at * kBytes<kIs>;
-            // With a constant count, the compiler needs no loop for remaining elements.
-            if (count == kGroupChannels) {
-                group_range<kIs>(from, kGroupChannels, *least++, *most++);
-            } else {
-                group_range<kIs>(from, count, *least++, *most++);
-            }
-            left -= count, at += count;
-        }
-    }
+    of_groups(rows * channels, head, [&](size_t at, size_t count) __attribute__((always_inline)) {
+        group_range<kIs>(in + at * kBytes<kIs>, count, *least++, *most++);
+    });
 }
 
 template <Element kIs, bool kFloat>
@@ -136,19 +141,9 @@ template <Element kIs, bool kFloat>
 KVTIER_LOOP void token_codes(const uint8_t* __restrict in, size_t rows, size_t channels,
                              size_t head, const float* __restrict base,
                              const float* __restrict inverse, uint8_t* __restrict codes) {
-    const size_t group = group_of(head);
-    for (size_t at = 0; at < rows * channels;) {
-        for (size_t left = head; left != 0;) {
-            const size_t count = std::min(group, left);
-            const uint8_t* const from = in + at * kBytes<kIs>;
-            if (count == kGroupChannels) {
-                group_codes<kIs, kFloat>(from, kGroupChannels, *base++, *inverse++, codes + at);
-            } else {
-                group_codes<kIs, kFloat>(from, count, *base++, *inverse++, codes + at);
-            }
-            left -= count, at += count;
-        }
-    }
+    of_groups(rows * channels, head, [&](size_t at, size_t count) __attribute__((always_inline)) {
+        group_codes<kIs, kFloat>(in + at * kBytes<kIs>, count, *base++, *inverse++, codes + at);
+    });
 }
 
 template <Element kIs, bool kFloat>
@@ -176,19 +171,9 @@ template <Element kIs, bool kFloat>
 KVTIER_LOOP void token_values(const uint8_t* __restrict codes, size_t rows, size_t channels,
                               size_t head, const float* __restrict base,
                               const float* __restrict step, uint8_t* __restrict out) {
-    const size_t group = group_of(head);
-    for (size_t at = 0; at < rows * channels;) {
-        for (size_t left = head; left != 0;) {
-            const size_t count = std::min(group, left);
-            uint8_t* const to = out + at * kBytes<kIs>;
-            if (count == kGroupChannels) {
-                group_values<kIs, kFloat>(codes + at, kGroupChannels, *base++, *step++, to);
-            } else {
-                group_values<kIs, kFloat>(codes + at, count, *base++, *step++, to);
-            }
-            left -= count, at += count;
-        }
-    }
+    of_groups(rows * channels, head, [&](size_t at, size_t count) __attribute__((always_inline)) {
+        group_values<kIs, kFloat>(codes + at, count, *base++, *step++, out + at * kBytes<kIs>);
+    });
 }
 
 // Codes with less than 8 bits: of the 64 codes of a unit, code i goes into byte i modulo the unit's
@@ -342,13 +327,7 @@ KVTIER_LINES void values_bf16(const uint8_t* codes, size_t rows, size_t channels
 }
 #endif
 
-const LevelKernels& level() {
-#if KVTIER_X86
-    return of_level(kPlain, kHalf, kWhole);
-#else
-    return kPlain;
-#endif
-}
+const LevelKernels& level() { return KVTIER_LEVELS(kPlain, kHalf, kWhole); }
 
 // --- independent of the processor ----------------------------------------------------------------
 
@@ -383,8 +362,7 @@ struct Plan {
         size = kQuantizedHeader + params + codes;
     }
 
-    // The number of rows from this one on that share the steps of their channels, or that have
-    // their own.
+    // The number of rows from this one on that share their channels' steps, or have their own.
     size_t span(size_t row) const {
         if (grid.by_token) return std::min(tile(), rows - row);
         const size_t within = row % grid.rows;
@@ -510,8 +488,7 @@ class Unpacker {
     size_t held_ = 0, taken_ = 0;
 };
 
-// Writes the steps of these lines, and fills the inputs of the kernels; returns false if a group
-// has no valid steps.
+// Writes the steps of these lines, fills the kernels' inputs; false if a group has no valid steps.
 bool make_steps(const Plan& plan, size_t lines, Scratch& kept, uint8_t*& out) {
     const uint32_t largest[kQuantizedTypes] = {Value<Element::kBf16>::kLargest,
                                                Value<Element::kFp16>::kLargest,

@@ -13,9 +13,8 @@
 namespace kvtier::codec {
 namespace {
 
-#define KVTIER_INLINE inline __attribute__((always_inline))
-#define WIDE KVTIER_VBMI KVTIER_INLINE
-#define HALF KVTIER_AVX2 KVTIER_INLINE
+#define WIDE KVTIER_VBMI KVTIER_LOOP
+#define HALF KVTIER_AVX2 KVTIER_LOOP
 
 // An index byte for each of 64 positions, in the form that shuffles need.
 template <typename Number>
@@ -27,19 +26,19 @@ constexpr std::array<uint8_t, 64> places(Number number) {
 
 // Prefetches the lines of a row.
 template <Element kIs>
-KVTIER_INLINE void fetch_row(const uint8_t* at) {
+KVTIER_LOOP void fetch_row(const uint8_t* at) {
     for (size_t i = 0; i < kRow * kBytes<kIs>; i += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
     }
 }
 
-KVTIER_INLINE void fetch(const uint8_t*& at, size_t step) {
+KVTIER_LOOP void fetch(const uint8_t*& at, size_t step) {
     _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
     at += step;
 }
 
 // Prefetches the words after the next ones; an address after the end of the stream is harmless.
-KVTIER_INLINE void prefetch_words(const uint8_t* words) {
+KVTIER_LOOP void prefetch_words(const uint8_t* words) {
     _mm_prefetch(reinterpret_cast<const char*>(words + kWordsAhead), _MM_HINT_T0);
 }
 
@@ -134,8 +133,7 @@ struct Row512<Element::kBf16> {
     }
 };
 
-// Writes the rests of bf16 at any address, bypassing the caches: the incomplete line of a row waits
-// for the next row.
+// Writes the rests of bf16 at any address, past the caches: incomplete lines wait for the next row.
 struct Streaming512 {
     uint8_t* at;
     size_t phase;  // offset of the rows within a line
@@ -430,8 +428,7 @@ WIDE __mmask16 decode_half_row(__m512i& state, const DecodeTable& table, uint8_t
 
 // Gives the next word to each state that needs one.
 WIDE __m512i refill(__m512i state, __mmask16 starved, const uint8_t*& words) {
-    // One expansion of 16-bit words could serve both halves, but it costs a tenth of the speed on
-    // Zen 5.
+    // One expansion of 16-bit words for both halves would cost a tenth of the speed on Zen 5.
     const __m512i next = _mm512_cvtepu16_epi32(half(words));
     words += 2 * std::popcount(starved);
     return _mm512_mask_or_epi32(state, starved, _mm512_slli_epi32(state, 16),
@@ -818,8 +815,7 @@ constexpr Moves kToTheEnd = [] {
     }
     return moves;
 }();
-// For each subset of 16-bit lanes: a byte shuffle that gives them the next words in order, and zero
-// to the others.
+// For each subset of 16-bit lanes: the byte shuffle that gives them the next words, others zero.
 struct alignas(16) Spread : std::array<uint8_t, 16> {};
 constexpr std::array<Spread, 256> kFromTheStart = [] {
     std::array<Spread, 256> spreads{};

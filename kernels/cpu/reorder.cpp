@@ -12,12 +12,9 @@ namespace {
 
 using Together = Order::Together;
 
-#define KVTIER_LOOP inline __attribute__((always_inline))
-
 constexpr size_t kLane = 16;  // bytes; the unit of the registers of each level
 
-// A piece of a page: from these heads and tokens to those; and how many elements of the page
-// precede it.
+// A piece of a page: these heads and tokens; and how many elements of the page precede it.
 struct Piece {
     size_t head, heads, token, tokens;
     size_t before = 0;
@@ -322,13 +319,7 @@ KVTIER_REORDER(Half, KVTIER_AVX2, 32)
 KVTIER_REORDER(Whole, KVTIER_VBMI, 64)
 #endif
 
-const LevelKernels& level() {
-#if KVTIER_X86
-    return of_level(kPlain, kHalf, kWhole);
-#else
-    return kPlain;
-#endif
-}
+const LevelKernels& level() { return KVTIER_LEVELS(kPlain, kHalf, kWhole); }
 
 // --- contiguous elements -------------------------------------------------------------------------
 

@@ -116,8 +116,7 @@ KVTIER_DEVICE float mean(const ProfilePart& known, uint32_t channel) {
 
 // --- decoding ------------------------------------------------------------------------------------
 
-// Decodes the numbers of anchors into the places of their values. Returns false if the number of
-// escapes is wrong.
+// Decodes the numbers of anchors to where their values go; false if the escapes' number is wrong.
 template <Element kIs>
 KVTIER_DEVICE bool take_anchors(const Plan& plan, uint32_t group, const uint8_t* from,
                                 uint32_t escaped, uint8_t* out) {

@@ -177,8 +177,7 @@ KVTIER_DEVICE void channel_ranges(const uint8_t* in, const Plan& plan, uint32_t 
     });
 }
 
-// Writes the steps of this unit's share of all groups to the scratch. Returns false if a group has
-// no valid steps.
+// Writes the steps of this unit's groups to the scratch; false if a group has no valid steps.
 KVTIER_DEVICE bool measure(const Part& part, uint32_t unit, Measure& measured) {
     const bool wide = part.element == static_cast<uint32_t>(Element::kFp32);
     const uint32_t largest = part.element == static_cast<uint32_t>(Element::kFp16)

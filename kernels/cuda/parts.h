@@ -141,8 +141,7 @@ KVTIER_DEVICE bool is_bad(const Result& result) {
     return ballot([&](uint32_t) { return result.bad != 0; }) != 0;
 }
 
-// Calls `act(part, unit of the part, result)` for each unit of this warp. It returns whether the
-// part is valid.
+// Calls `act(part, unit of it, result)` for this warp's units: it returns if the part is valid.
 template <typename Act>
 KVTIER_DEVICE void of_units(const Part* parts, const uint32_t* owners, uint32_t units,
                             Result* results, Act act) {

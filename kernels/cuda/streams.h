@@ -53,8 +53,7 @@ struct StreamPosition {
     uint32_t words, escapes;
 };
 
-// From the part's entries; `left` is the size of all words and escapes. Returns false if that is
-// wrong.
+// From the part's entries; `left`: the size of all words and escapes. False if that is wrong.
 KVTIER_DEVICE bool find_stream(const uint8_t* entries, uint64_t streams, uint32_t number,
                                uint64_t escape_bytes, uint64_t left, StreamPosition& lies) {
     uint64_t all = 0;
@@ -79,8 +78,7 @@ KVTIER_DEVICE bool find_stream(const uint8_t* entries, uint64_t streams, uint32_
     return true;
 }
 
-// A stream that is being decoded. Lanes take the words in order from a window of 64, two in each
-// lane.
+// A stream that is being decoded. Lanes take words in order from a window of 64, two per lane.
 class StreamReader {
  public:
     KVTIER_DEVICE StreamReader(const DecodeSlots& slots, const uint8_t* from, uint32_t words)

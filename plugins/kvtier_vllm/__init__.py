@@ -4,8 +4,7 @@ NAME = "KvtierConnector"
 
 
 def register() -> None:
-    """Register the connector with vLLM by its name. vLLM calls this in each of its processes, sometimes
-    twice."""
+    """Register the connector by its name. vLLM calls this in each process, sometimes twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -80,8 +80,7 @@ class Reconnect:
         return self._first_attempt.is_set()
 
     def wait_first(self) -> DaemonSession | None:
-        """Wait for the end of the first attempt and return the session: for threads that may wait a
-        moment."""
+        """Wait for the end of the first attempt, for threads that may wait; return the session."""
         self._first_attempt.wait(2 * CONNECT_S)
         return self.session
 
@@ -135,8 +134,7 @@ class Reconnect:
                 self._on_idle(session)
 
     def _wait(self, fd: int, seconds: float | None) -> bool:
-        """Wait until woken, for at most this long; return whether this connection ended. Answers do not end
-        the wait."""
+        """Wait until woken, or this long; return whether this connection ended. Answers do not wake."""
         poll = select.poll()
         poll.register(self._wakeup_fd, select.POLLIN)
         if fd >= 0:
@@ -147,8 +145,7 @@ class Reconnect:
         return fd in events
 
     def _map_new_extents(self, session: DaemonSession, ping_s: float) -> float | None:
-        """Ping, which maps the extents that were added; return when to ping again, None once no extent was
-        added for some seconds."""
+        """Ping, which maps added extents; return when to ping again, None once none was added for seconds."""
         extents = session.reader.extents
         try:
             session.client.ping()
@@ -229,8 +226,7 @@ class Reconnect:
 
 
 class Daemon:
-    """The scheduler's connection. It has no session before `open`, nor while the daemon is away. `counts`
-    counts the sessions that ended."""
+    """The scheduler's connection, without a session before `open`. `counts`: lost sessions."""
 
     def __init__(self, socket: str | None, counts: Counter[str]) -> None:
         self.connection: Reconnect | None = None

@@ -27,8 +27,7 @@ class DeviceCopyError(KvtierError):
 
 
 class DeviceSide:
-    """Copies on one device. `engine_stream`: returns the stream of the engine's kernels; the step's thread
-    calls it."""
+    """Copies on one device. The step's thread asks `engine_stream` for the stream of the engine."""
 
     def __init__(
         self,
@@ -100,8 +99,7 @@ class DeviceSide:
         parts: Sequence[int],
         after: Event | None,
     ) -> None:
-        """Start to copy slots into pages, `parts` pages per slot of each group. The engine's stream waits
-        for the copies of lane `now`."""
+        """Start to copy slots into pages, `parts` per slot. The engine's stream waits for lane `now`."""
         if after is None:
             raise DeviceCopyError("no event to wait for")
         copies = self._lanes[lane]

@@ -61,8 +61,7 @@ class KnownBlock:
 
 
 class KvEvents:
-    """Turns the daemon's changes into events. Knows at most `LIMIT_KNOWN` blocks of this engine's
-    requests."""
+    """Turns the daemon's changes into events. Knows `LIMIT_KNOWN` blocks of this engine's requests."""
 
     def __init__(self, layout: Layout) -> None:
         self._block_tokens = layout.block_tokens

@@ -45,8 +45,7 @@ class Forecast:
                 self._learn()
 
     def _learn(self) -> Recompute:
-        """Learn from the steps so far. Not done at the end of each step, because the engine waits for
-        that."""
+        """Learn from the steps so far, not at the end of each: the engine waits for that."""
         for tokens, context, seconds in self._unlearned:
             self._recompute.stepped(tokens, context, seconds)
         self._unlearned.clear()

@@ -84,8 +84,7 @@ class Cached:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the ranks of an engine divide a block. Ranks with equal pages share a shard; the first one saves
-    it."""
+    """How the ranks divide a block. Ranks with equal pages share a shard; the first one saves it."""
 
     ranks: int
     replicas: int

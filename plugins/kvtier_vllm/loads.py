@@ -96,8 +96,7 @@ class Loads:
         block_ids: Sequence[Sequence[int]],
         tokens: int,
     ) -> int:
-        """Load the last tokens of the lease's ready blocks, and own the lease; return the end of the load in
-        blocks."""
+        """Load the last tokens of the lease's ready blocks, and own it; return the end in blocks."""
         session = prompt.session
         assert session is not None
         stop = lease.ready

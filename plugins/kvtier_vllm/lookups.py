@@ -148,8 +148,7 @@ class PromptLookups:
         return pending and current and self._wakeup.wait(session.client.fileno(), most_s)
 
     def answers(self) -> Iterator[tuple[Prompt | None, Answer]]:
-        """The answers that have arrived, each with the prompt that waits for it. Does not poll at every step
-        if no answer is pending."""
+        """The answers that have arrived, with their prompts. Polls rarely if no answer is pending."""
         session = self._daemon.session
         if session is None:
             return
@@ -222,8 +221,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """The work of the engine: waiting requests, the blocks that they need, running requests, and the tokens
-    to compute for both."""
+    """The engine's work: requests, the blocks that the waiting ones need, the tokens to compute."""
 
     waiting: int
     running: int

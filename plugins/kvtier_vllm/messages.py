@@ -12,8 +12,7 @@ Name = TypeVar("Name", int, str)
 
 @dataclass(slots=True)
 class ReadOrder:
-    """Slots of one group and shard, and the engine's blocks to copy them to: `parts` blocks of the group per
-    slot, 0 where a block is not needed."""
+    """Slots of one group and shard, and the engine's blocks, `parts` for each slot; 0: not needed."""
 
     group: int
     block_ids: list[int]

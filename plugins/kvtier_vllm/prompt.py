@@ -154,8 +154,7 @@ class PinState:
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One request. `number` identifies it to the daemon; `session`: that its keys, ticket and lease are
-    of."""
+    """One request, by `number` for the daemon. `session`: that its keys, ticket and lease are of."""
 
     request: Any
     extras: bytes

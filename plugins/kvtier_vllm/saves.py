@@ -41,8 +41,7 @@ class StepSave:
 
 
 class Saves:
-    """The saves of one engine. Writes the save state of prompts. `counts` counts blocks that are not
-    saved."""
+    """The saves of one engine. Writes the save state of prompts. `counts`: blocks that are not saved."""
 
     def __init__(self, layout: Layout, options: Options, counts: Counter[str]) -> None:
         self._layout = layout
@@ -165,8 +164,7 @@ class Saves:
         return found
 
     def _count_left_behind(self, saved: int, filled: int, before: int, after: int) -> None:
-        """Count blocks that windows leave behind with the step from token `before` to `after` without a
-        save."""
+        """Count blocks that windows leave behind unsaved with the step from token `before` to `after`."""
         block = self._layout.block_tokens
         for group in self._layout.groups if self._windows else ():
             first = max(saved, group.left_behind(before, block))

@@ -1,7 +1,7 @@
 """The scheduler's side: calls its parts in the order of a request's life. Imports no vLLM.
 
 `lookups` asks the daemon and decides what a request loads; `loads` and `saves` choose blocks and pages;
-`pins` sends pins, priorities and prefetches. Before the engine is told of a hit, its slots are leased, and
+`pins` sends pins, priorities and prefetches. Before the engine learns of a hit, its slots are leased, and
 every rank has mapped them, so that ranks copy without the daemon. No call waits for the daemon, except for
 about a millisecond per step.
 """
@@ -113,8 +113,7 @@ class SchedulerSide:
         return (hit.warm, hit.cold) if hit is not None else (0, 0)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """The request has ended, or was aborted; return the fields of its response. Pending loads
-        continue."""
+        """The request has ended; return the fields of its response. Pending loads continue."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return None

@@ -73,45 +73,28 @@ Adapted = Literal[
 ]  # fmt: skip
 BY_ADAPTER: dict[Adapted, tuple[str, str]] = {
     "adapter_requests": ("vllm:kvtier_adapter_requests", "Requests, by LoRA adapter."),
-    "adapter_prompt_tokens": (
-        "vllm:kvtier_adapter_prompt_tokens", "Tokens of their prompts, by LoRA adapter.",
-    ),
-    "adapter_hit_tokens": (
-        "vllm:kvtier_adapter_hit_tokens", "Tokens that were loaded, by LoRA adapter.",
-    ),
-    "adapter_loaded_blocks": (
-        "vllm:kvtier_adapter_loaded_blocks",
-        "Blocks of a group and rank that were loaded, by LoRA adapter.",
-    ),
-    "adapter_saved_blocks": (
-        "vllm:kvtier_adapter_saved_blocks",
-        "Blocks of a group and rank that were saved, by LoRA adapter.",
-    ),
+    "adapter_prompt_tokens": ("vllm:kvtier_adapter_prompt_tokens",
+           "Tokens of their prompts, by LoRA adapter."),
+    "adapter_hit_tokens": ("vllm:kvtier_adapter_hit_tokens",
+           "Tokens that were loaded, by LoRA adapter."),
+    "adapter_loaded_blocks": ("vllm:kvtier_adapter_loaded_blocks",
+           "Blocks of a group and rank that were loaded, by LoRA adapter."),
+    "adapter_saved_blocks": ("vllm:kvtier_adapter_saved_blocks",
+           "Blocks of a group and rank that were saved, by LoRA adapter."),
 }  # fmt: skip
 
 TIMES: dict[Time, tuple[str, str]] = {
     "load_s": ("vllm:kvtier_load_seconds", "Copy time of a load in one rank."),
-    "save_s": (
-        "vllm:kvtier_save_seconds",
-        "Time of a save in one rank, from its turn to its commit.",
-    ),
-    "wait_s": (
-        "vllm:kvtier_wait_seconds",
-        "How long a request was held back for an answer or for blocks.",
-    ),
-    "wait_answer_s": (
-        "vllm:kvtier_wait_answer_seconds",
-        "Part of the wait of a request: for the daemon's answer.",
-    ),
-    "wait_disk_s": (
-        "vllm:kvtier_wait_disk_seconds",
-        "Part of the wait of a request: for its blocks from disk.",
-    ),
-    "wait_scheduler_s": (
-        "vllm:kvtier_wait_scheduler_seconds",
-        "Part of the wait of a request: for the next call of the scheduler.",
-    ),
-}
+    "save_s": ("vllm:kvtier_save_seconds", "Time of a save in one rank, from its turn to its commit."),
+    "wait_s": ("vllm:kvtier_wait_seconds",
+           "How long a request was held back for an answer or for blocks."),
+    "wait_answer_s": ("vllm:kvtier_wait_answer_seconds",
+           "Part of the wait of a request: for the daemon's answer."),
+    "wait_disk_s": ("vllm:kvtier_wait_disk_seconds",
+           "Part of the wait of a request: for its blocks from disk."),
+    "wait_scheduler_s": ("vllm:kvtier_wait_scheduler_seconds",
+           "Part of the wait of a request: for the next call of the scheduler."),
+}  # fmt: skip
 
 
 class PluginStats:

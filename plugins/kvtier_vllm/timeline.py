@@ -21,16 +21,8 @@ from kvtier_vllm.messages import Copied
 log = logging.getLogger("vllm.kvtier")
 
 Mark = Literal[
-    "queued",
-    "asked",
-    "answered",
-    "coming",
-    "ready",
-    "allocated",
-    "reported",
-    "scheduled",
-    "stepped",
-]
+    "queued", "asked", "answered", "coming", "ready", "allocated", "reported", "scheduled", "stepped",
+]  # fmt: skip
 LIMIT_HITS = 1024  # that wait to be written
 LIMIT_FILE_BYTES = 256 << 20
 LANES = 100  # tracks of one hit: its own, and one for each rank

@@ -95,8 +95,7 @@ class RankState:
 
 
 class DaemonMappings:
-    """The connection of a rank, and the arenas that it has mapped. It follows the scheduler: the same run
-    of the daemon, with all of its extents."""
+    """The connection of a rank, and its arenas: those of the scheduler's daemon, with all extents."""
 
     def __init__(self, state: RankState) -> None:
         self.connection: Reconnect | None = None
@@ -259,8 +258,7 @@ class RankLoads:
             self._end_in_step(one.order, self._end_device(one, "now"))
 
     def received(self) -> tuple[set[str], set[str]]:
-        """The requests whose load between steps has ended, and those of them whose load failed. An idle step
-        waits for a moment for one."""
+        """The requests whose load between steps ended, and which failed. An idle step waits a moment."""
         idle = self._state.idle
         if not (idle or self._received):
             return set(), set()
@@ -445,8 +443,7 @@ class RankSaves:
             self._state.tasks.put(partial(self._save, copy))
 
     def cancel(self, numbers: Sequence[int], until: float) -> None:
-        """Return when nothing is copied from the pages of these saves. Fleeting saves have time until
-        then."""
+        """Return when nothing is copied from these saves' pages. Fleeting saves have time until then."""
         for number in numbers:
             copy = self.pending.get(number)
             if copy is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from kvtier_daemon.calibration import rate
 from kvtier_daemon.codec import profile as files
+from models.codecs import inverses, step_of, steps
 from models.kernels import lossy
 
 
@@ -19,7 +20,7 @@ def samples_of(tokens: int = 4096, channels: int = 32, seed: int = 0) -> rate.Sa
 
 def test_steps_are_those_of_profiles() -> None:
     every = np.arange(256)
-    assert np.allclose(rate.steps(every), list(map(files.step_of, range(256))), rtol=1e-7)
+    assert np.allclose(rate.steps(every), list(map(step_of, range(256))), rtol=1e-7)
     assert 2 * rate.REACH + 2 == files.LIMIT_SYMBOLS
 
 
@@ -76,7 +77,7 @@ def test_bits_are_those_of_real_streams_and_loss_that_of_real_errors() -> None:
     chosen = rate.choose(rate.measure(samples, np.ones(32)), 1e-3)
     exponents = chosen.exponents.tobytes()
     quantizer = lossy.Quantizer(
-        np.array(files.steps(exponents), "f4"), np.array(files.inverses(exponents), "f4")
+        np.array(steps(exponents), "f4"), np.array(inverses(exponents), "f4")
     )
     fixed = (
         lossy.Shape(1, 32),

@@ -13,6 +13,7 @@ from kvtier.layout import DTYPE_BYTES, Group, KvSpec
 from kvtier_daemon.codec import base, block_parts
 from kvtier_daemon.codec.frame import RAW, Entry, check_entries
 from kvtier_kernels import xxh3_128
+from models.codecs import encode
 from support.specs import spec_of
 
 
@@ -40,8 +41,9 @@ class CodecTests:
         raise NotImplementedError
 
     def encoded(self, spec: KvSpec, block: bytes) -> tuple[tuple[Entry, ...], bytearray]:
-        into = bytearray(self.codec().bound(len(block)))
-        return self.codec().encode(block, block_parts.entries(spec, 0), spec.dtype, into), into
+        into = bytearray(len(block))
+        parts = block_parts.entries(spec, 0)
+        return encode(self.codec(), block, parts, spec.dtype, into), into
 
     @pytest.mark.parametrize("dtype", DTYPE_BYTES)
     def test_a_block_comes_back_whole_and_part_by_part(self, dtype: str) -> None:
@@ -100,9 +102,8 @@ class CodecTests:
         entries, payload = self.encoded(spec, block)
         shifted = memoryview(b"x" + block)[1:]
         other = memoryview(bytearray(len(block) + 3))[3:]
-        assert (
-            self.codec().encode(shifted, block_parts.entries(spec, 0), spec.dtype, other) == entries
-        )
+        parts = block_parts.entries(spec, 0)
+        assert encode(self.codec(), shifted, parts, spec.dtype, other) == entries
         end = entries[-1].offset + entries[-1].nbytes
         assert other[:end] == payload[:end]
 

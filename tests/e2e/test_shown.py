@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier import Space
 from kvtier_daemon.observing import metrics
-from kvtier_daemon.observing.metrics import OTHER, SERIES
+from kvtier_daemon.observing.metrics import OTHER, SERIES, Metric, Split
 from support.daemons import SERVE, Daemon, start_daemon
 from support.specs import spec_of
 
@@ -84,7 +84,7 @@ def test_every_series_is_there_from_the_start(daemon_of: Callable[..., Daemon]) 
     daemon = daemon_of(config=HTTP, warm="16MiB")
     first = scraped(daemon)
     names = {name for name, _ in first}
-    assert names == {name for one in SERIES for name in one.sample_names}
+    assert names == {name for one in SERIES for name in sample_names(one)}
     for one in SERIES:
         for value in one.values:
             assert any(dict(labels).get(one.label) == value for _, labels in first), (
@@ -328,8 +328,21 @@ def test_an_expression_asks_for_what_there_is(shown: Daemon, where: str, text: s
                 )
 
 
+ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
+
+
+def sample_names(one: Metric) -> list[str]:
+    return [one.name + end for end in ENDS.get(one.kind, ("",))]
+
+
+def labels_of(one: Metric) -> tuple[str, ...]:
+    if isinstance(one, Split):
+        return "tier", "state"
+    return (one.label,) if one.label else ()
+
+
 def test_labels_that_expressions_group_by_are_there() -> None:
-    known = {"instance", "job", "le", *(label for one in SERIES for label in one.labels)}
+    known = {"instance", "job", "le", *(label for one in SERIES for label in labels_of(one))}
     for where, text in expressions():
         for listed in re.findall(r"(?:by|without|on|ignoring) \(([^)]*)\)", text):
             assert {label.strip() for label in listed.split(",")} <= known, where
@@ -389,8 +402,8 @@ def test_the_documents_list_every_metric_and_every_alert() -> None:
     )
     listed = {name: (kind, labels, text) for name, kind, labels, text in rows}
     for one in SERIES:
-        name = one.name if one.kind == "histogram" else one.sample_names[0]
-        labels = ", ".join(f"`{label}`" for label in one.labels)
+        name = one.name if one.kind == "histogram" else sample_names(one)[0]
+        labels = ", ".join(f"`{label}`" for label in labels_of(one))
         assert listed.pop(name, None) == (one.kind, labels, one.help), name
     assert not listed, "no such metrics"
     alerts = [where for where, _ in expressions() if where.startswith("Kvtier")]

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvtier_kernels as kernels
-from kvtier_daemon.codec.profile import inverses, steps
+from models.codecs import inverses, steps
 from models.kernels import lossy
 from models.kernels.lossy import DamagedError, Quantizer, Rope, Shape
 

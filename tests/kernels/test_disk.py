@@ -21,9 +21,10 @@ import xxhash
 
 import kvtier_kernels as kernels
 from kvtier_daemon.codec import framing
-from kvtier_daemon.codec.frame import RAW, Entry, Template, seal, stamp
+from kvtier_daemon.codec.frame import RAW, Entry, Template, stamp
 from kvtier_daemon.codec.table import BY_NAME
 from models import kernels as reference
+from models.codecs import seal
 from models.kernels.disk import DIGEST, URGENT
 
 PAGE = 4096

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtier_daemon.codec.profile import inverses, steps
+from models.codecs import inverses, steps
 from models.kernels import lossy
 from models.kernels.lossy import DamagedError, Floats, Quantizer, Rope, Shape
 

@@ -14,7 +14,6 @@ from kvtier_daemon.codec.base import Codec
 from kvtier_daemon.codec.frame import (
     DIGEST_BYTES,
     GENERATION_AT,
-    PROFILE_AT,
     RAW_DIGEST_AT,
     ZERO_DIGEST,
 )
@@ -27,10 +26,9 @@ from kvtier_daemon.codec.profile import (
     Profile,
     ProfilePart,
     Rope,
-    inverses,
-    steps,
 )
 from kvtier_kernels import xxh3_128
+from models.codecs import PROFILE_AT, decode, encode, inverses, profile_name, steps
 from models.kernels import decode_quantized, encode_quantized, lossy, quantized
 
 TABLE = bytes([4, 20, 60, 88, 60, 20, 3, 1])  # from -3 to 3, and the escape symbol
@@ -96,8 +94,8 @@ def once_lost_soon(asked: str, spec: KvSpec, position: int, block: bytes) -> byt
     assert codec is not None
     into, back = bytearray(len(block)), bytearray(len(block))
     parts, lies = block_parts.entries(spec, 0), grid.grids(spec, 0)
-    entries = codec.encode(block, parts, spec.dtype, into, lies, position)
-    codec.decode(into, entries, spec.dtype, back)
+    entries = encode(codec, block, parts, spec.dtype, into, lies, position)
+    decode(codec, into, entries, spec.dtype, back)
     return bytes(back)
 
 
@@ -156,13 +154,13 @@ def encode_lossy_by(
     """Do what `framing.encode_lossy` does with the methods of a codec."""
     if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] not in (ZERO_DIGEST, xxh3_128(block)):
         return len(block)
-    found = codec.encode(block, framing.entries_of(header), dtype, into, lies, position)
+    found = encode(codec, block, framing.entries_of(header), dtype, into, lies, position)
     nbytes, back = sum(entry.nbytes for entry in found), bytearray(len(block))
     if nbytes >= len(block):
         return len(block)
-    codec.decode(memoryview(into)[:nbytes], found, dtype, back)
-    framing.describe(header, codec, found)
+    decode(codec, memoryview(into)[:nbytes], found, dtype, back)
+    framing.describe(header, codec, block, found)
     header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(back)
-    header[PROFILE_AT : PROFILE_AT + len(codec.profile)] = codec.profile
+    header[PROFILE_AT : PROFILE_AT + DIGEST_BYTES] = profile_name(codec)
     header[GENERATION_AT] = framing.ONCE
     return nbytes

@@ -224,10 +224,6 @@ class Trial:
         self.sequences = len(ids)
         self.surprise = base / len(ids)
 
-    @property
-    def prefixes(self) -> list[Cached]:
-        return [prefix for _, prefix, _ in self._batches]
-
     def run(self, codec: Codec) -> tuple[float, float]:
         """Return the mean KL of a prediction, and the relative change of perplexity."""
         apart, surprised = 0.0, 0.0

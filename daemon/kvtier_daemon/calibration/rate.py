@@ -49,8 +49,7 @@ def steps(exponents: npt.NDArray[np.int64] | npt.NDArray[np.uint8]) -> Floats:
 
 
 def measure(samples: Samples, weights: Floats) -> MeasuredPart:
-    """Measure samples `[token, channel]` around 0. `weights` is the cost of a squared error in each
-    channel."""
+    """Measure samples `[token, channel]` around 0. `weights`: the cost of a squared error per channel."""
     tokens, channels = samples.shape
     deviation = np.maximum(np.sqrt(np.mean(samples.astype(np.float64) ** 2, axis=0)), 1e-5)
     middle = np.round(np.log2(deviation) * EIGHTHS).astype(np.int64) + BIAS
@@ -106,8 +105,7 @@ def tabled(counts: Floats) -> bytes:
 
 
 def shares(hits: Sequence[float]) -> bytes:
-    """Return the frequencies that encode these counts in the fewest bits: they sum to 256, each at least
-    1."""
+    """Return the frequencies that encode these counts in the fewest bits: from 1 to 255, 256 in sum."""
     found = [1] * len(hits)
     # The next unit of the 256 goes to the symbol where it saves most.
     while sum(found) < SCALE:

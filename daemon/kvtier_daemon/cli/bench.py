@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, plain, print_json
+from kvtier_daemon.cli.flags import Json, flag, plain, print_json, value
 
 EXIT_WORSE = 1
 
@@ -18,14 +18,11 @@ app = plain(help="Measure this machine, or compare two results.")
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="About ten seconds, with wider intervals.")
-    ] = False,
+    quick: Annotated[bool, flag("--quick", "About ten seconds, with wider intervals.")] = False,
     cold: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIRECTORY",
-            help="Directory for the disk test; default: the directory for temporary files.",
+        value(
+            "DIRECTORY", "Directory for the disk test; default: the directory for temporary files."
         ),
     ] = None,
     json: Json = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, flag, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.tools.bug_report import Redactor
@@ -25,20 +25,17 @@ def bugreport(
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", readable=False, help="The daemon's configuration."),
+        Path | None, value("FILE", "The daemon's configuration.", readable=False)
     ] = None,
     log: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Log file, of which the last 256 KiB are included. Default: the journal of the "
+        value(
+            "FILE",
+            "Log file, of which the last 256 KiB are included. Default: the journal of the "
             "service, or the last 1,000 lines that the daemon keeps.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the content, and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "List the content, and write nothing.")] = False,
     json: Json = False,
     socket: Socket = None,
 ) -> None:

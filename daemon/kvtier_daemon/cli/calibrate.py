@@ -7,37 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, print_json
+from kvtier_daemon.cli.flags import Json, print_json, value
 from kvtier_daemon.cli.progress import progress
 
 
 def calibrate(
-    model: Annotated[
-        Path, typer.Option(metavar="PATH", help="Directory of a Hugging Face causal model.")
-    ],
-    text: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="Text similar to the text that will be served, in UTF-8."
-        ),
-    ],
+    model: Annotated[Path, value("PATH", "Directory of a Hugging Face causal model.")],
+    text: Annotated[Path, value("FILE", "Text similar to the text that will be served, in UTF-8.")],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The profile to write; default: NAME.kvtp in this directory."
-        ),
+        Path | None, value("FILE", "The profile to write; default: NAME.kvtp in this directory.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=4096, metavar="N", help="Tokens to use, taken evenly from the text.")
+        int, value("N", "Tokens to use, taken evenly from the text.", min=4096)
     ] = 65_536,
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1; auto: a GPU if there is one.")
+        str, value("NAME", "cpu, cuda or cuda:1; auto: a GPU if there is one.")
     ] = "auto",
     weights: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Name of the weights, as in spaces; default: all weights."
-        ),
+        str, value("NAME", "Name of the weights, as in spaces; default: all weights.")
     ] = "",
     json: Json = False,
 ) -> None:

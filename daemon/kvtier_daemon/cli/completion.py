@@ -1,22 +1,15 @@
 """`kvtier completion`: prints the script that completes commands and flags in a shell."""
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-
-class Shell(StrEnum):
-    bash = "bash"
-    zsh = "zsh"
-    fish = "fish"
+from kvtier_daemon.cli.flags import flag
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish")],
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with the script.")
-    ] = False,
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="bash|zsh|fish")],
+    json: Annotated[bool, flag("--json", "Print one JSON object with the script.")] = False,
 ) -> None:
     """Print a shell script that completes commands and flags.
 
@@ -27,10 +20,10 @@ def completion(
 
     from kvtier_daemon.cli import COMPLETE
 
-    script = get_completion_script(prog_name="kvtier", complete_var=COMPLETE, shell=shell.value)
+    script = get_completion_script(prog_name="kvtier", complete_var=COMPLETE, shell=shell)
     if json:
         from json import dumps
 
-        typer.echo(dumps({"shell": shell.value, "script": script}))
+        typer.echo(dumps({"shell": shell, "script": script}))
     else:
         typer.echo(script)

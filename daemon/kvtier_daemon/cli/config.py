@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, plain, print_json
+from kvtier_daemon.cli.flags import Json, Socket, flag, plain, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.config.schema import LoadedConfig
@@ -28,10 +28,7 @@ File = Annotated[
 @app.command()
 def check(
     file: File = None,
-    user: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Check as this user; needs root."),
-    ] = None,
+    user: Annotated[str | None, value("NAME", "Check as this user; needs root.")] = None,
     json: Json = False,
 ) -> None:
     """List every error that would prevent a start. Exits with 2 if there is one.
@@ -58,9 +55,7 @@ def check(
 @app.command()
 def show(
     file: File = None,
-    origin: Annotated[
-        bool, typer.Option("--origin", help="Also show where each value was set.")
-    ] = False,
+    origin: Annotated[bool, flag("--origin", "Also show where each value was set.")] = False,
     json: Json = False,
     socket: Socket = None,
 ) -> None:

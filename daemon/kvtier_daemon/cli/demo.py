@@ -4,13 +4,13 @@ from typing import Annotated
 
 import typer
 
+from kvtier_daemon.cli.flags import flag, value
+
 
 def demo(
-    seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long the workload runs.")
-    ] = 15.0,
-    warm: Annotated[str, typer.Option(metavar="SIZE", help="Size of the warm tier.")] = "512MiB",
-    json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON.")] = False,
+    seconds: Annotated[float, value("SECONDS", "How long the workload runs.")] = 15.0,
+    warm: Annotated[str, value("SIZE", "Size of the warm tier.")] = "512MiB",
+    json: Annotated[bool, flag("--json", "Print only the summary, as JSON.")] = False,
 ) -> None:
     """Run a sample chat service with a small daemon, and show the gain.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvtier_daemon.cli import EXIT_UNAVAILABLE
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.config.schema import LoadedConfig
@@ -18,23 +17,20 @@ if TYPE_CHECKING:
 
 EXIT_WARNED = 1
 EXIT_FAILED = 2
-
-
-class Kind(StrEnum):
-    vllm = "vllm"
+NAME = "configuration"  # of the check of it
 
 
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
+        value(
+            "FILE",
+            "The daemon's configuration; default: /etc/kvtier/kvtier.toml if it exists.",
             readable=False,
-            help="The daemon's configuration; default: /etc/kvtier/kvtier.toml if it exists.",
         ),
     ] = None,
     engine: Annotated[
-        Kind | None, typer.Option(metavar="vllm", help="Also examine the plugin of this engine.")
+        Literal["vllm"] | None, value("vllm", "Also examine the plugin of this engine.")
     ] = None,
     json: Json = False,
     socket: Socket = None,
@@ -88,19 +84,16 @@ def _loaded(config: Path | None) -> tuple[LoadedConfig | None, Finding | None]:
 
     from kvtier.errors import ConfigError
     from kvtier_daemon.config.schema import load, system_file
-    from kvtier_daemon.tools.doctor import Finding, Severity
+    from kvtier_daemon.tools.doctor import fail, ok
 
     file = config or system_file()
     if file is None and not any(name.startswith("KVTIER_WARM") for name in os.environ):
-        value = "none: checks that depend on it were skipped"
-        return None, Finding("configuration", Severity.ok, value)
+        return None, ok(NAME, "none: checks that depend on it were skipped")
     try:
         loaded = load(file)
     except ConfigError as error:
-        return None, Finding(
-            "configuration", Severity.fail, str(error), "correct it, then try again"
-        )
-    return loaded, Finding("configuration", Severity.ok, f"{file or 'environment'} is valid")
+        return None, fail(NAME, str(error), "correct it, then try again")
+    return loaded, ok(NAME, f"{file or 'environment'} is valid")
 
 
 def _in_force(
@@ -109,23 +102,21 @@ def _in_force(
     """Return the configuration in force; if the daemon does not reveal it, the one found here."""
     from kvtier.errors import ConfigError, KvtierError
     from kvtier_daemon.cli.config import ask_daemon, loaded_of
-    from kvtier_daemon.tools.doctor import Finding, Severity
+    from kvtier_daemon.tools.doctor import ok, warn
 
     try:
         told = ask_daemon(socket, "show")
         loaded = loaded_of(told["keys"])
     except ConfigError as error:
-        return local, Finding(
-            "configuration", Severity.warn, str(error), "give the file with --config FILE"
-        )
+        return local, warn(NAME, str(error), "give the file with --config FILE")
     except KvtierError as error:
         if local is not None:
             return local, found
         value = f"the daemon does not report its configuration: {error}"
         fix = "run this as root or as the daemon's user, or give the file with --config FILE"
-        return None, Finding("configuration", Severity.warn, value, fix)
+        return None, warn(NAME, value, fix)
     source = told["file"] or "flags and environment"
-    return loaded, Finding("configuration", Severity.ok, f"in force in the daemon, from {source}")
+    return loaded, ok(NAME, f"in force in the daemon, from {source}")
 
 
 def _stats(socket: Path | None) -> tuple[Mapping[str, Any] | None, str]:

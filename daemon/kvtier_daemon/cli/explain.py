@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Socket, print_json
+from kvtier_daemon.cli.flags import Socket, flag, print_json
 
 KEY_DIGITS = 64
 WHY = {
@@ -50,9 +50,7 @@ def explain(
             help="The number of a lookup, or keys in hex. Default: the last lookups.",
         ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of text.")
-    ] = False,
+    json: Annotated[bool, flag("--json", "Print one JSON object instead of text.")] = False,
     socket: Socket = None,
 ) -> None:
     """Show why a lookup hit or missed, or where blocks are. Exits with 3 if no daemon answers."""

@@ -31,26 +31,25 @@ def _from_here(text: str) -> Path:
     return path.absolute()
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+def flag(name: str, help: str) -> Any:
+    """Return an option without a value."""
+    return typer.Option(name, help=help)
+
+
+def value(metavar: str, help: str, **more: Any) -> Any:
+    """Return an option with a value. Its name is that of the parameter."""
+    return typer.Option(metavar=metavar, help=help, **more)
+
+
+Json = Annotated[bool, flag("--json", "Print one JSON object.")]
 PrefillRate = Annotated[
-    float,
-    typer.Option(
-        min=1e-3, metavar="TOKENS", help="Tokens computed per second, at the start of a prompt."
-    ),
+    float, value("TOKENS", "Tokens computed per second, at the start of a prompt.", min=1e-3)
 ]
 PrefillGrowth = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        metavar="TOKENS",
-        help="Context length at which a token takes twice as long; 0: ignore.",
-    ),
+    float, value("TOKENS", "Context length at which a token takes twice as long; 0: ignore.", min=0)
 ]
 
-Space = Annotated[
-    str,
-    typer.Option(metavar="SPACE", help="Number of a space, or the first digits of its identity."),
-]
+Space = Annotated[str, value("SPACE", "Number of a space, or the first digits of its identity.")]
 
 
 def print_json(value: Any) -> None:
@@ -88,7 +87,4 @@ def numbers(flag: str, text: str) -> list[float]:
     return found
 
 
-Socket = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", parser=_from_here, help="The daemon's socket."),
-]
+Socket = Annotated[Path | None, value("PATH", "The daemon's socket.", parser=_from_here)]

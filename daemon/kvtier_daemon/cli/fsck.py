@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, print_json
+from kvtier_daemon.cli.flags import Json, flag, print_json
 
 EXIT_DAMAGED = 1
 SHOWN = 20
@@ -15,9 +15,7 @@ def fsck(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIRECTORY...", help="A directory of cold.directories.")
     ],
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Remove damaged frames from the footers.")
-    ] = False,
+    repair: Annotated[bool, flag("--repair", "Remove damaged frames from the footers.")] = False,
     json: Json = False,
 ) -> None:
     """Check cold directories that no daemon is using. Exits with 1 if damage remains."""

@@ -7,29 +7,23 @@ from typing import Annotated
 
 import typer
 
-from kvtier_daemon.cli.flags import Json
+from kvtier_daemon.cli.flags import Json, flag, print_json, value
 
 
 def install_service(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the files, and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Show the files, and write nothing.")] = False,
     uninstall: Annotated[
-        bool, typer.Option("--uninstall", help="Remove the files that this command has written.")
+        bool, flag("--uninstall", "Remove the files that this command has written.")
     ] = False,
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Write below this directory.")] = Path(
-        "/"
-    ),
+    root: Annotated[Path, value("DIR", "Write below this directory.")] = Path("/"),
     program: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="The kvtier program of the units; default: this one."),
+        Path | None, value("PATH", "The kvtier program of the units; default: this one.")
     ] = None,
     http: Annotated[
-        bool, typer.Option("--http", help="Allow the daemon to listen on loopback, for [http].")
+        bool, flag("--http", "Allow the daemon to listen on loopback, for [http].")
     ] = False,
     node: Annotated[
-        list[int] | None,
-        typer.Option(min=0, max=1023, metavar="N", help="A daemon for this NUMA node; repeatable."),
+        list[int] | None, value("N", "A daemon for this NUMA node; repeatable.", min=0, max=1023)
     ] = None,
     json: Json = False,
 ) -> None:
@@ -41,6 +35,7 @@ def install_service(
     from kvtier.errors import ConfigError
     from kvtier_daemon.tools import install
 
+    texts: dict[Path, str] = {}
     if uninstall:
         paths = install.ours(root)
         if not dry_run:
@@ -56,7 +51,8 @@ def install_service(
             root, program, install.systemd_version(), http=http,
             nodes=node or (),
         )  # fmt: skip
-        paths = [*found.files, *found.once] if dry_run else install.write(found)
+        texts = found.files | found.once
+        paths = list(texts) if dry_run else install.write(found)
         verb, commands = "written", found.commands
         if not any(place.exists() for place in (program, root / program.relative_to("/"))):
             typer.echo(
@@ -64,26 +60,13 @@ def install_service(
                 err=True,
             )
     if json:
-        from json import dumps
-
-        told = {
-            "files": [str(path) for path in paths],
-            "commands": list(commands),
-            "dry_run": dry_run,
-        }
-        typer.echo(dumps(told, indent=2))
+        files = [str(path) for path in paths]
+        print_json({"files": files, "commands": list(commands), "dry_run": dry_run})
         return
     for path in paths:
         typer.echo(f"{f'to be {verb}:' if dry_run else verb} {path}")
         if dry_run and not uninstall:
-            typer.echo("".join(f"    {line}\n" for line in _text(found, path).splitlines()))
+            typer.echo("".join(f"    {line}\n" for line in texts[path].splitlines()))
     typer.echo("now run, as root:")
     for command in commands:
         typer.echo(f"    {command}")
-
-
-def _text(found: object, path: Path) -> str:
-    from kvtier_daemon.tools.install import Installation
-
-    assert isinstance(found, Installation)
-    return (found.files | found.once)[path]

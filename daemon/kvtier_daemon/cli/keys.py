@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, Space, print_json
+from kvtier_daemon.cli.flags import Json, Socket, Space, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.cli.listing import Block
@@ -19,10 +19,9 @@ SHOWN_DIGITS = 16
 def keys(
     space: Space = "",
     tenant: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Another tenant; only for root and the daemon's user."),
+        str, value("NAME", "Another tenant; only for root and the daemon's user.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Show at most N keys.")] = 20,
+    limit: Annotated[int, value("N", "Show at most N keys.", min=1)] = 20,
     json: Json = False,
     socket: Socket = None,
 ) -> None:

@@ -39,8 +39,7 @@ class Block:
 
 
 def spaces(client: Client, tenant: str = "") -> dict[str, Any]:
-    """Return all spaces of a tenant with their contents. For root and the daemon's user also the names of
-    the tenants and the clients."""
+    """Return all spaces of a tenant; for root and the daemon's user also the tenants and clients."""
 
     def ask(first: int) -> tuple[dict[str, Any], int]:
         report = client.link.ask(wire.Spaces(client.link.new_id(), tenant, first), wire.Report)
@@ -87,8 +86,7 @@ def forget_space(client: Client, tenant: str, space: int) -> Iterator[int]:
 
 
 def erase_unused(client: Client, tenant: str) -> Iterator[int]:
-    """Erase the bytes on disk that belong to no block of this tenant. Yields how many files each page
-    had."""
+    """Erase the bytes on disk that belong to no block of this tenant. Yields how many files each page had."""
     return forget_space(client, tenant, EVERY_SPACE)
 
 
@@ -98,8 +96,7 @@ def _listed(client: Client, tenant: str, space: int, first: int) -> tuple[bytes,
 
 
 def _pieces(ask: Callable[[int], tuple[T, int]]) -> Iterator[T]:
-    """Yield all pages. `ask` takes the start of a page, and returns the page and the start of the next, or
-    0."""
+    """Yield all pages. `ask` takes the start of a page; returns the page and the next start, or 0."""
     first = 0
     while True:
         piece, first = ask(first)

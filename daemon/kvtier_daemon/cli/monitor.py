@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.cli.flags import Socket, flag, value
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -28,10 +28,8 @@ def monitor(
             "fields.",
         ),
     ] = None,
-    limit: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Stop after N events; 0: never.")
-    ] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    limit: Annotated[int, value("N", "Stop after N events; 0: never.", min=0)] = 0,
+    json: Annotated[bool, flag("--json", "Print one JSON object per line.")] = False,
     socket: Socket = None,
 ) -> None:
     """Show events as they happen, until interrupted.
@@ -82,8 +80,7 @@ def _check(fields: Mapping[str, str], kinds: Collection[str]) -> None:
 
 
 class Unseen:
-    """Detects fields of the filter that no event has, such as a misspelt name, so that the command does not
-    stay silent."""
+    """Warns of fields of the filter that no event has, such as a misspelt name."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         self._wanted = set(wanted)

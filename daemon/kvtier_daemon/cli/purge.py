@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, Space, print_json
+from kvtier_daemon.cli.flags import Json, Socket, Space, flag, print_json, value
 from kvtier_daemon.cli.tables import count
 
 if TYPE_CHECKING:
@@ -21,11 +21,10 @@ EXIT_INTERRUPTED = 130
 def purge(
     space: Space = "",
     tenant: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="All blocks of this tenant, or the tenant of the space."),
+        str, value("NAME", "All blocks of this tenant, or the tenant of the space.")
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="All blocks of every tenant.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    everything: Annotated[bool, flag("--all", "All blocks of every tenant.")] = False,
+    yes: Annotated[bool, flag("--yes", "Do not ask for confirmation.")] = False,
     json: Json = False,
     socket: Socket = None,
 ) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, print_json, value
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -15,17 +14,11 @@ if TYPE_CHECKING:
 END_S = 10.0  # for the last records to be written
 
 
-class RecordOrder(StrEnum):
-    start = "start"
-    stop = "stop"
-    status = "status"
-
-
 def record(
-    order: Annotated[RecordOrder, typer.Argument(metavar="start|stop|status")],
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Stop when the trace has this size.")
-    ] = "64MiB",
+    order: Annotated[
+        Literal["start", "stop", "status"], typer.Argument(metavar="start|stop|status")
+    ],
+    size: Annotated[str, value("SIZE", "Stop when the trace has this size.")] = "64MiB",
     json: Json = False,
     socket: Socket = None,
 ) -> None:
@@ -39,12 +32,12 @@ def record(
     from kvtier_daemon.cli.status import connected
 
     limit = amount("--size", size)
-    if order is RecordOrder.start and limit < 1:
+    if order == "start" and limit < 1:
         raise typer.BadParameter("--size: must be above 0")
     with connected(socket, "record") as client:
-        if order is RecordOrder.start:
+        if order == "start":
             told = client.record(limit_bytes=limit)
-        elif order is RecordOrder.stop:
+        elif order == "stop":
             told = _ended(client)
         else:
             told = client.record()

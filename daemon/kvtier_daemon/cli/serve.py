@@ -3,29 +3,22 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.cli.flags import Socket, value
 
 
 def serve(
     config: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
+        value(
+            "FILE",
+            "Configuration in TOML; conf.d/*.toml in its directory is read too.",
             readable=False,
-            help="Configuration in TOML; conf.d/*.toml in its directory is read too.",
         ),
     ] = None,
     socket: Socket = None,
-    warm_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for the arena, such as 64GiB.")
-    ] = None,
+    warm_size: Annotated[str | None, value("SIZE", "Memory for the arena, such as 64GiB.")] = None,
     log_level: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LEVEL", help="Lowest severity to log: debug, info, warning or error."
-        ),
+        str | None, value("LEVEL", "Lowest severity to log: debug, info, warning or error.")
     ] = None,
 ) -> None:
     """Run the daemon until it is stopped.

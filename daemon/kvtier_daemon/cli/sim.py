@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json
+from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json, value
 from kvtier_daemon.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -23,70 +23,40 @@ def sim(
         typer.Argument(metavar="TRACE", help="A trace of kvtier record, or in Mooncake's format."),
     ],
     policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...", help="Policies, as in warm.policy, or the offline optimum."
-        ),
+        str, value("NAME,...", "Policies, as in warm.policy, or the offline optimum.")
     ] = "auto",
     blocks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,...", help="Simulate one tier of N blocks, or of 5% of the trace's blocks."
-        ),
+        str | None, value("N,...", "Simulate one tier of N blocks, or of 5% of the trace's blocks.")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE,...", help="Sizes of the warm tier.")
-    ] = None,
-    nvme: Annotated[
-        str | None, typer.Option(metavar="SIZE,...", help="Sizes of the cold tier; 0: none.")
-    ] = None,
+    memory: Annotated[str | None, value("SIZE,...", "Sizes of the warm tier.")] = None,
+    nvme: Annotated[str | None, value("SIZE,...", "Sizes of the cold tier; 0: none.")] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="CONFIG", help="The model's config.json, for its bytes per token."),
+        Path | None, value("CONFIG", "The model's config.json, for its bytes per token.")
     ] = None,
     token_bytes: Annotated[
-        int, typer.Option(min=1, metavar="BYTES", help="Bytes per token, without CONFIG.")
+        int, value("BYTES", "Bytes per token, without CONFIG.", min=1)
     ] = 131_072,
     block_tokens: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Tokens per block; 0: as in the trace, or 512."),
+        int, value("N", "Tokens per block; 0: as in the trace, or 512.", min=0)
     ] = 0,
     prefill_rate: PrefillRate = 10_000,
     prefill_growth: PrefillGrowth = 0,
     engines: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Engines, one request each at a time; 0: no queue."),
+        int, value("N", "Engines, one request each at a time; 0: no queue.", min=0)
     ] = 0,
-    memory_rate: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second from memory.")
-    ] = "25GB",
-    nvme_read: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second from the disk.")
-    ] = "6GB",
-    nvme_write: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second to the disk.")
-    ] = "3GB",
+    memory_rate: Annotated[str, value("SIZE", "Bytes per second from memory.")] = "25GB",
+    nvme_read: Annotated[str, value("SIZE", "Bytes per second from the disk.")] = "6GB",
+    nvme_write: Annotated[str, value("SIZE", "Bytes per second to the disk.")] = "3GB",
     codec_ratio: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1.0, metavar="RATIO", help="Stored bytes divided by saved bytes."
-        ),
+        float, value("RATIO", "Stored bytes divided by saved bytes.", min=0.01, max=1.0)
     ] = 1.0,
     write_limit: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE", help="Bytes written per day, as cold.daily_writes; 0: no limit."
-        ),
+        str, value("SIZE", "Bytes written per day, as cold.daily_writes; 0: no limit.")
     ] = "0",
     admission: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="What is written to the disk: all, second-touch or auto."
-        ),
+        str, value("NAME", "What is written to the disk: all, second-touch or auto.")
     ] = "auto",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the hit rates as SVG.")
-    ] = None,
+    plot: Annotated[Path | None, value("FILE", "Draw the hit rates as SVG.")] = None,
     json: Json = False,
 ) -> None:
     """Simulate a trace of requests with tiers of other sizes.

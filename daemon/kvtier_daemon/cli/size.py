@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json
+from kvtier_daemon.cli.flags import Json, PrefillGrowth, PrefillRate, print_json, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.tools.sizing import Cache
@@ -17,42 +17,28 @@ LINKS = "3,7,25,50"  # GB/s: NVMe of the third and the fifth generation, PCIe 4 
 
 def size(
     config: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its directory."),
+        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its directory.")
     ],
     kv_dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Type of the cache: auto, fp8, nvfp4 and others.")
+        str, value("TYPE", "Type of the cache: auto, fp8, nvfp4 and others.")
     ] = "auto",
     state_dtype: Annotated[
-        str,
-        typer.Option(metavar="TYPE", help="Type of recurrent states: auto, float32 and others."),
+        str, value("TYPE", "Type of recurrent states: auto, float32 and others.")
     ] = "auto",
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of GPUs of the engine.")
-    ] = 1,
-    block_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens per block of the engine.")
-    ] = 16,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence.")] = 8192,
-    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each GPU.")] = "80GiB",
+    tensor_parallel: Annotated[int, value("N", "Number of GPUs of the engine.", min=1)] = 1,
+    block_tokens: Annotated[int, value("N", "Tokens per block of the engine.", min=1)] = 16,
+    tokens: Annotated[int, value("N", "Tokens of a sequence.", min=1)] = 8192,
+    gpu_memory: Annotated[str, value("SIZE", "Memory of each GPU.")] = "80GiB",
     gpu_share: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1.0, metavar="SHARE", help="Share of the GPU memory for the engine."
-        ),
+        float, value("SHARE", "Share of the GPU memory for the engine.", min=0.01, max=1.0)
     ] = 0.9,
     weights: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Size of the model; default: the files next to CONFIG."),
+        str | None, value("SIZE", "Size of the model; default: the files next to CONFIG.")
     ] = None,
     prefill_rate: PrefillRate = 10_000,
     prefill_growth: PrefillGrowth = 0,
-    bandwidth: Annotated[
-        str, typer.Option(metavar="GB/S,...", help="Speeds of links to load over.")
-    ] = LINKS,
-    latency_ms: Annotated[
-        float, typer.Option(min=0, metavar="MS", help="Time before the first byte of a load.")
-    ] = 1.0,
+    bandwidth: Annotated[str, value("GB/S,...", "Speeds of links to load over.")] = LINKS,
+    latency_ms: Annotated[float, value("MS", "Time before the first byte of a load.", min=0)] = 1.0,
     json: Json = False,
 ) -> None:
     """Show how much KV cache a model needs, and when loads help.

@@ -11,9 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from kvtier_daemon.cli.flags import Socket, print_json
+from kvtier_daemon.cli.flags import Socket, flag, print_json
 from kvtier_daemon.cli.tables import (
     Bar,
     bar_of,
@@ -26,6 +24,7 @@ from kvtier_daemon.cli.tables import (
     row,
     share_rows,
     table_of,
+    tier_rows,
 )  # fmt: skip
 from kvtier_daemon.tiers.states import is_away, meaning, remedy
 
@@ -42,9 +41,7 @@ ANSWER_S, LEAST_ANSWER_S = 1.5, 1.0
 
 
 def status(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    json: Annotated[bool, flag("--json", "Print one JSON object instead of a table.")] = False,
     socket: Socket = None,
 ) -> None:
     """Show what the daemon holds, its hits and its misses. Exits with 3 if no daemon answers."""
@@ -168,8 +165,7 @@ def draw(stats: Mapping[str, Any], console: Console) -> None:
     """Print `stats` as tables, within 80 columns."""
     from rich.padding import Padding
 
-    bar = bar_of("#", "-") if console.options.ascii_only else bar_of("█", "░")
-    for part in _parts(stats, bar):
+    for part in _parts(stats, bar_of(console.options.ascii_only)):
         console.print(Padding(part, (0, 0, 1, 1)))
 
 
@@ -192,17 +188,9 @@ def _parts(stats: Mapping[str, Any], bar: Bar) -> Iterator[RenderableType]:
 
 
 def _tiers(tiers: Mapping[str, Any], bar: Bar) -> Table:
-    from kvtier.units import format_bytes
-
     table = table_of("", "", ">", "", "")
     for name, tier in tiers.items():
-        capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
-        amounts = f"{format_bytes(used)} of {format_bytes(capacity)}"
-        blocks = count(tier.get("blocks", 0), "block")
-        row(table, name, bar(used, capacity), percent(used, capacity), amounts, blocks)
-        ready = tier.get("allocated_bytes", capacity)
-        if ready < capacity:
-            row(table, "", bar(ready, capacity), percent(ready, capacity), "allocated so far", "")
+        tier_rows(table, name, tier, bar)
         if meaning(name, tier):
             row(table, "", "", "", tier["state"], "")
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +31,10 @@ def console_of() -> Console:
     return Plain(highlight=False, markup=False, emoji=False)
 
 
-def bar_of(full: str, empty: str) -> Bar:
+def bar_of(ascii_only: bool) -> Bar:
     from rich.text import Text
+
+    full, empty = ("#", "-") if ascii_only else ("█", "░")
 
     def bar(part: float, whole: float, cells: int = BAR_CELLS) -> Text:
         filled = min(cells, round(cells * part / whole)) if whole else 0
@@ -84,6 +86,22 @@ def share_rows(
     row(table, label, "", "", f"{whole:,}")
     for name, part in parts.items():
         row(table, f"  {name}", bar(part, whole, cells), percent(part, whole), f"{part:,}")
+
+
+def tier_rows(
+    table: Table, name: str, tier: Mapping[str, Any], bar: Bar, cells: int = BAR_CELLS
+) -> None:
+    """Add a row for what a tier holds, and one for its memory while that is being allocated."""
+    from kvtier.units import format_bytes
+
+    capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
+    amounts = f"{format_bytes(used)} of {format_bytes(capacity)}"
+    blocks = count(tier.get("blocks", 0), "block")
+    row(table, name, bar(used, capacity, cells), percent(used, capacity), amounts, blocks)
+    ready = tier.get("allocated_bytes", capacity)
+    if ready < capacity:
+        part = percent(ready, capacity)
+        row(table, "", bar(ready, capacity, cells), part, "allocated so far", "")
 
 
 def falling(counts: Mapping[str, int]) -> list[tuple[str, int]]:

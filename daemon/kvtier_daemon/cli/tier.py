@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvtier_daemon.cli.flags import Json, Socket, print_json
+from kvtier_daemon.cli.flags import Json, Socket, print_json, value
 
 if TYPE_CHECKING:
     from kvtier import Client
@@ -18,24 +17,13 @@ LOOK_S = 0.1
 GOES_ON = ("draining", "closing", "opening", "recovering")
 
 
-class TierOrder(StrEnum):
-    drain = "drain"
-    off = "off"
-    on = "on"
-    status = "status"
-
-
-class Name(StrEnum):
-    cold = "cold"
-    warm = "warm"
-
-
 def tier(
-    order: Annotated[TierOrder, typer.Argument(metavar="drain|off|on|status")],
-    name: Annotated[Name, typer.Argument(metavar="cold|warm")],
+    order: Annotated[
+        Literal["drain", "off", "on", "status"], typer.Argument(metavar="drain|off|on|status")
+    ],
+    name: Annotated[Literal["cold", "warm"], typer.Argument(metavar="cold|warm")],
     timeout: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="Wait at most this long; 0: do not wait."),
+        float, value("SECONDS", "Wait at most this long; 0: do not wait.", min=0)
     ] = 600.0,
     json: Json = False,
     socket: Socket = None,
@@ -52,8 +40,8 @@ def tier(
     from kvtier_daemon.cli.status import connected
 
     with connected(socket, "tier") as client:
-        told = client.tier(name.value, order.value)
-        if order is not TierOrder.status:
+        told = client.tier(name, order)
+        if order != "status":
             told = _waited(client, told, timeout)
     if json:
         print_json(told)
@@ -64,7 +52,7 @@ def tier(
             typer.echo(f"kvtier: {told['tier']}: {told['failure']}", err=True)
     if told["failure"]:
         raise typer.Exit(2)
-    raise typer.Exit(EXIT_NOT_YET if order is not TierOrder.status and _goes_on(told) else 0)
+    raise typer.Exit(EXIT_NOT_YET if order != "status" and _goes_on(told) else 0)
 
 
 def _goes_on(told: dict[str, Any]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier_daemon.cli.flags import Socket
+from kvtier_daemon.cli.flags import Socket, flag, value
 
 if TYPE_CHECKING:
     from kvtier_daemon.cli.top_views import Moment
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print one screen of the last interval and exit.")
+        bool, flag("--once", "Print one screen of the last interval and exit.")
     ] = False,
-    view: Annotated[
-        str, typer.Option(metavar="NAME", help="The view: tiers, hits, moves or clients.")
-    ] = "tiers",
+    view: Annotated[str, value("NAME", "The view: tiers, hits, moves or clients.")] = "tiers",
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Time between two updates.")
+        float, value("SECONDS", "Time between two updates.", min=0.2, max=60)
     ] = 1.0,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per update instead of a screen.")
+        bool, flag("--json", "Print one JSON object per update instead of a screen.")
     ] = False,
     socket: Socket = None,
 ) -> None:
@@ -48,25 +46,21 @@ def top(
         _watch(path, interval, view)
 
 
-def _look(path: Path) -> Callable[[], Moment]:
-    """Return a function that gets a report. Each call connects, so that it also finds a restarted daemon."""
+def _look(path: Path) -> Moment:
+    """Return a report. Connects each time, so that it also finds a restarted daemon."""
+    from time import monotonic
 
-    def look() -> Moment:
-        from time import monotonic
+    import msgspec
 
-        import msgspec
+    from kvtier import wire
+    from kvtier_daemon.cli.status import connected
+    from kvtier_daemon.cli.top_views import Moment
 
-        from kvtier import wire
-        from kvtier_daemon.cli.status import connected
-        from kvtier_daemon.cli.top_views import Moment
-
-        with connected(path, "top") as client:
-            stats = client.stats()
-            report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
-            clients = msgspec.msgpack.decode(report.stats["clients"])
-        return Moment(monotonic(), stats, clients)
-
-    return look
+    with connected(path, "top") as client:
+        stats = client.stats()
+        report = client.link.ask(wire.Spaces(client.link.new_id(), "", -1), wire.Report)
+        clients = msgspec.msgpack.decode(report.stats["clients"])
+    return Moment(monotonic(), stats, clients)
 
 
 def _once(path: Path, interval: float, view: str) -> None:
@@ -75,10 +69,10 @@ def _once(path: Path, interval: float, view: str) -> None:
     from kvtier_daemon.cli.tables import console_of
     from kvtier_daemon.cli.top_views import ScreenHistory, ScreenRoom, draw
 
-    look, history = _look(path), ScreenHistory()
-    history.add(look())
+    history = ScreenHistory()
+    history.add(_look(path))
     sleep(interval)
-    history.add(look())
+    history.add(_look(path))
     console = console_of()
     room = ScreenRoom(console.width, ascii_only=console.options.ascii_only)
     console.print(draw(history, view, room))
@@ -88,9 +82,8 @@ def _as_json(path: Path, interval: float, once: bool) -> None:
     from json import dumps
     from time import sleep
 
-    look = _look(path)
     while True:
-        moment = look()
+        moment = _look(path)
         typer.echo(dumps({"stats": moment.stats, "clients": moment.clients}))
         if once:
             return
@@ -103,8 +96,8 @@ def _watch(path: Path, interval: float, view: str) -> None:
     from kvtier.errors import ConfigError
     from kvtier_daemon.cli.top_views import ScreenHistory
 
-    look, history = _look(path), ScreenHistory()
-    history.add(look())  # fail before the screen is taken over if no daemon answers
+    history = ScreenHistory()
+    history.add(_look(path))  # fail before the screen is taken over if no daemon answers
     if not sys.stdout.isatty():
         raise ConfigError("the output is not a terminal: use --once for one screen, or --json")
     try:
@@ -113,4 +106,4 @@ def _watch(path: Path, interval: float, view: str) -> None:
         raise ConfigError(
             f"kvtier top needs textual ({error}): pip install 'textual>=8', or use --once"
         ) from error
-    Top(look, history, interval, view).run()
+    Top(partial(_look, path), history, interval, view).run()

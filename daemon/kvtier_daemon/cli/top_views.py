@@ -18,6 +18,7 @@ from kvtier_daemon.cli.tables import (
     row,
     share_rows,
     table_of,
+    tier_rows,
 )  # fmt: skip
 from kvtier_daemon.tiers.states import is_away, meaning
 
@@ -73,8 +74,7 @@ class ScreenHistory:
         return self.moments[-1]
 
     def grown(self, *path: str) -> dict[str, int]:
-        """Return the growth of these counters in the last interval, or since the start after the first
-        report."""
+        """Return the growth of these counters in the last interval; with one report, since the start."""
         after = _at(self.now.stats, path)
         before = _at(self.moments[-2].stats, path) if len(self.moments) > 1 else {}
         return {name: n - before.get(name, 0) for name, n in after.items()}
@@ -190,27 +190,9 @@ def _overview(history: ScreenHistory, room: ScreenRoom) -> Iterator[RenderableTy
 
 
 def _tier_bars(history: ScreenHistory, room: ScreenRoom) -> Table:
-    from kvtier.units import format_bytes
-
-    bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
-    cells = room.cells(56)
     table = table_of("", "", ">", "", ">", least=TIERS)
     for name, tier in history.now.stats.get("tiers", {}).items():
-        capacity, used = tier.get("capacity_bytes", 0), tier.get("used_bytes", 0)
-        row(
-            table, name, bar(used, capacity, cells), percent(used, capacity),
-            f"{format_bytes(used)} of {format_bytes(capacity)}", count(tier.get("blocks", 0), "block"),
-        )  # fmt: skip
-        ready = tier.get("allocated_bytes", capacity)
-        if ready < capacity:
-            row(
-                table,
-                "",
-                bar(ready, capacity, cells),
-                percent(ready, capacity),
-                "allocated so far",
-                "",
-            )
+        tier_rows(table, name, tier, bar_of(room.ascii_only), room.cells(56))
     return table
 
 
@@ -225,7 +207,7 @@ def _hit_chart(history: ScreenHistory, room: ScreenRoom) -> Table:
 
 def _shares(history: ScreenHistory, room: ScreenRoom, most: int) -> Table:
     """The tokens that were looked up: hits by tier, misses by reason."""
-    bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
+    bar = bar_of(room.ascii_only)
     looked_up = history.grown("lookup_tokens")["lookup_tokens"]
     hits = history.grown("hit_tokens")
     parts = {"hit": sum(hits.values())} | {f"  hit {tier}": n for tier, n in hits.items()}
@@ -246,12 +228,7 @@ def _rate_lines(history: ScreenHistory, room: ScreenRoom, rows: int) -> Table:
     for route in _routes(history):
         rates = history.rates(route)
         curve = "" if room.ascii_only else _curve(rates[-(room.width - 40) :], rows)
-        row(
-            table,
-            _ascii(route, room.ascii_only),
-            _rate(rates[-1] if rates else 0.0),
-            curve,
-        )
+        row(table, _ascii(route, room.ascii_only), _rate(rates[-1] if rates else 0.0), curve)
     return table
 
 
@@ -318,7 +295,7 @@ def _hits(history: ScreenHistory, room: ScreenRoom) -> Iterator[RenderableType]:
     """All reasons for misses, the outcomes of saves, and a chart of the hit rate."""
     shares = _shares(history, room, most=12)
     yield shares
-    bar = bar_of("#", "-") if room.ascii_only else bar_of("█", "░")
+    bar = bar_of(room.ascii_only)
     saved = history.grown("saved_tokens")["saved_tokens"]
     refused = history.grown_of_all("refused_tokens")
     offered = saved + sum(tokens for _, tokens in refused)

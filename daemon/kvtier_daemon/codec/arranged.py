@@ -11,19 +11,10 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvtier.errors import FrameError
-from kvtier.layout import DTYPE_BYTES, PAGE_MARK, KvSpec
+from kvtier.layout import PAGE_MARK, KvSpec
 from kvtier_daemon.codec.base import Codec
-from kvtier_daemon.codec.frame import Entry
-from kvtier_daemon.codec.grid import Grid
-from kvtier_kernels import reorder_pages
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 AXIS = re.compile(r"([hptd])(?:([/%])([0-9]{1,4}))?")
 PARTS = 2
@@ -100,47 +91,15 @@ def _places(text: str, sizes: dict[str, int]) -> dict[str, list[int]] | None:
     return found
 
 
-class Arranged:
+class Arranged(Codec):
     """A codec for pages of this order. Decodes only whole pages, which means all parts of a layer."""
 
     lossy = True
-    native = True
 
     def __init__(self, codec: Codec, order: PageOrder) -> None:
         self.codec = codec
         self.order = order
         self.name = codec.name
         self.number = codec.number
-        self.profile = codec.profile
         assert codec.recipe is not None, "a lossless codec needs no order of channels"
         self.recipe = codec.recipe.of_pages(PARTS, order.heads, order.tokens, order.dims)
-
-    def bound(self, nbytes: int) -> int:
-        return self.codec.bound(nbytes)
-
-    def encode(
-        self,
-        block: Buffer,
-        parts: Sequence[Entry],
-        dtype: str,
-        into: Buffer,
-        grids: Sequence[Grid] = (),
-        position: int = 0,
-    ) -> tuple[Entry, ...]:
-        ordered = bytearray(len(memoryview(block).cast("B")))
-        self._reorder(dtype, block, ordered, back=False)
-        return self.codec.encode(ordered, parts, dtype, into, grids, position)
-
-    def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
-        size = sum(entry.raw_bytes for entry in entries)
-        layers = [entry.layer for entry in entries]
-        if layers[::PARTS] != layers[1::PARTS]:
-            raise FrameError("only some of a page's parts are present")
-        ordered = bytearray(size)
-        self.codec.decode(payload, entries, dtype, ordered)
-        self._reorder(dtype, ordered, memoryview(into).cast("B")[:size], back=True)
-
-    def _reorder(self, dtype: str, source: Buffer, into: Buffer, back: bool) -> None:
-        order = self.order
-        width = DTYPE_BYTES[dtype]
-        reorder_pages(width, PARTS, order.heads, order.tokens, order.dims, source, into, back)

@@ -3,108 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvtier.errors import FrameError
-from kvtier_daemon.codec.frame import RAW, ZERO_DIGEST, Entry
-from kvtier_daemon.codec.grid import Grid
-from kvtier_kernels import Recipe, decode_parts, encode_parts
+from kvtier_daemon.codec.frame import RAW, Entry
+from kvtier_kernels import Recipe, decode_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 FIX4, R32, ZSTD, Q8, Q4, Q2, ECSQ, CACHEGEN, FP8 = 1, 2, 3, 4, 5, 6, 7, 8, 9
 # Numbers of the kernels. Other element types have no exponent to encode.
-ELEMENTS = {
-    "bfloat16": 0,
-    "float16": 1,
-    "float32": 2,
-    "float8_e4m3fn": 3,
-    "float8_e5m2": 4,
-}
+ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 
 
-class Codec(Protocol):
-    """Encodes the parts of a block into a payload, and decodes entries of a payload. Has no state between
-    calls, so all threads may call it; long work runs without the GIL. A lossless codec treats a part as a
-    row of elements and needs no layout: an opaque block is one part. A lossy codec works on channels: it
-    needs the grids of the parts, and stores parts without a grid raw. Never encode what a lossy codec
-    decoded with a lossy codec again: the errors would add up."""
+class Codec:
+    """How blocks are stored. The kernels encode and decode the frames of a `native` codec; another codec has
+    its own `encode` and `decode`. Has no state between calls, so all threads may call it; long work runs
+    without the GIL. A lossless codec treats a part as a row of elements and needs no layout: an opaque block
+    is one part. A lossy codec works on channels: it needs the grids of the parts, and stores parts without a
+    grid raw. Never encode what a lossy codec decoded with a lossy codec again: the errors would add up."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def number(self) -> int:
-        """The number of the codec in frames."""
-
-    @property
-    def lossy(self) -> bool: ...
-    @property
-    def native(self) -> bool:
-        """Whether the kernels encode and decode its frames. Then a disk's workers decode what they read."""
-
-    @property
-    def profile(self) -> bytes:
-        """The name of the profile that the codec was made for; zeros if it needs none."""
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """How the kernels encode and decode whole frames, if the codec is lossy."""
-
-    def bound(self, nbytes: int) -> int:
-        """Return the largest encoded size of a block of `nbytes`."""
+    name: str
+    number: int  # in frames
+    lossy = False
+    native = True  # a disk's workers decode what they read
+    recipe: Recipe | None = (
+        None  # how the kernels encode and decode whole frames, if the codec is lossy
+    )
 
     def encode(
-        self,
-        block: Buffer,
-        parts: Sequence[Entry],
-        dtype: str,
-        into: Buffer,
-        grids: Sequence[Grid] = (),
-        position: int = 0,
+        self, block: Buffer, parts: Sequence[Entry], dtype: str, into: Buffer
     ) -> tuple[Entry, ...]:
-        """Write the encoded parts consecutively to the front of `into`, which has room for the bound.
+        """Write the encoded parts consecutively to the front of `into`, which is as large as the block.
         `parts` make up the block in order (`block_parts.entries`). Returns their entries without digests;
-        the last entry shows where the payload ends. A part that does not shrink is stored raw. `grids` has
-        one grid per part, or is empty. `position` is the position of the first token, if it is known: a
-        wrong one only costs K more bits."""
+        the last entry shows where the payload ends. A part that does not shrink is stored raw."""
+        raise NotImplementedError
 
     def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
         """Write the decoded bytes of these entries (one, some or all) consecutively to the front of `into`.
         Raises FrameError if an entry is damaged; the content of `into` is then undefined. Does not compare
         digests: the caller must do that."""
+        raise NotImplementedError
 
 
-class Native:
-    """A codec of the kernels. A lossy one returns elements of the same type, identical on every
-    processor."""
-
-    native = True
-    profile = ZERO_DIGEST
+class Native(Codec):
+    """A codec of the kernels. A lossy one returns elements of the same type, identical on every processor."""
 
     def __init__(self, name: str, number: int, *, lossy: bool = False) -> None:
         self.name = name
         self.number = number
         self.lossy = lossy
         self.recipe = Recipe.by_grids(number) if lossy else None
-
-    def bound(self, nbytes: int) -> int:
-        return nbytes
-
-    def encode(
-        self,
-        block: Buffer,
-        parts: Sequence[Entry],
-        dtype: str,
-        into: Buffer,
-        grids: Sequence[Grid] = (),
-        position: int = 0,
-    ) -> tuple[Entry, ...]:
-        number = self.number if dtype in ELEMENTS else RAW
-        sizes = [part.raw_bytes for part in parts]
-        lies = [(one.rows, one.channels, one.head, one.by_token) for one in grids]
-        found = encode_parts(number, ELEMENTS.get(dtype, 0), block, sizes, into, lies)
-        return placed(parts, found)
 
     def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
         expect(entries, self.number)

@@ -10,8 +10,7 @@ LIMIT_PIECES = 4096  # their header has 33 pages
 
 
 def entries(spec: KvSpec, group: int) -> tuple[Entry, ...]:
-    """Return one entry, without a digest, for each part of each layer. A block that is opaque or cannot be
-    divided evenly has one entry."""
+    """Return an entry without a digest for each part; a block that cannot be divided has one."""
     kind = spec.cache_groups[group]
     total = spec.group_block_bytes(group)
     parts = kind.parts if kind.kind != "state" else 1

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.errors import ProfileError
-from kvtier_daemon.codec import base
+from kvtier_daemon.codec.base import CACHEGEN, ECSQ, Codec
 from kvtier_daemon.codec.frame import Entry
-from kvtier_daemon.codec.grid import HEADS_FIRST, TOKENS_FIRST, Grid
+from kvtier_daemon.codec.grid import HEADS_FIRST, TOKENS_FIRST
 from kvtier_daemon.codec.profile import CACHEGEN_LEVELS, ECSQ_LEVELS, Name, Profile, ProfilePart
-from kvtier_kernels import Calibration, Recipe, decode_calibrated, encode_calibrated
+from kvtier_kernels import Calibration, Recipe
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-NUMBERS: dict[Name, int] = {"ecsq": base.ECSQ, "cachegen": base.CACHEGEN}
+NUMBERS: dict[Name, int] = {"ecsq": ECSQ, "cachegen": CACHEGEN}
 # a part, in the form that the kernels expect
 Said = tuple[int, int, int, int, bytes, bytes, bytes, bytes]
 UNKNOWN = -1  # the profile does not contain this part: it stays raw
-NO_ELEMENT = 3  # element types that the kernels leave raw
 
 
-class Calibrated:
-    """One level of one codec, for blocks of one layout. `layers` lists the profile's layers that a block
-    contains, in order; None means all. `share` is (rank, number of ranks) if heads are divided among ranks.
-    Parts that the layout, the dtype or the profile does not describe stay raw. Raises ProfileError if the
-    profile lacks the level or a layer, or if the heads cannot be divided."""
+class Calibrated(Codec):
+    """One level of one codec, for blocks of one layout. `share` is (rank, number of ranks) if heads are
+    divided among ranks. Parts that the layout, the dtype or the profile does not describe stay raw. Raises
+    ProfileError if the profile lacks the level, or if the heads cannot be divided."""
 
     lossy = True
-    native = True
 
     def __init__(
         self,
@@ -39,65 +31,27 @@ class Calibrated:
         profile: Profile,
         level: str,
         layout: str = TOKENS_FIRST,
-        layers: Sequence[int] | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
         names = ECSQ_LEVELS if codec == "ecsq" else CACHEGEN_LEVELS
-        numbers = range(len(profile.layers)) if layers is None else layers
         self.name = f"{codec}-{level}"
         self.number = NUMBERS[codec]
         self.profile = profile.name
-        self._heads_first = layout == HEADS_FIRST
+        self.heads_first = layout == HEADS_FIRST
         self._numbers: dict[tuple[int, int], int] = {}
         said: list[Said] = []
-        for place, layer in enumerate(numbers):
-            if not 0 <= layer < len(profile.layers):
-                raise ProfileError(f"the profile of {profile.model} has no layer {layer}")
-            for index, part in enumerate(profile.layers[layer]):
-                one = profile.level(codec, layer, index, level)
+        for number, layer in enumerate(profile.layers):
+            for index, part in enumerate(layer):
+                one = profile.level(codec, number, index, level)
                 if knows(layout, part):
-                    self._numbers[place, index] = len(said)
+                    self._numbers[number, index] = len(said)
                 said.append(_shared(part, one.exponents, one.table, *share))
         ropes = [(_native(rope.turns, "Q"), rope.interleaved) for rope in profile.ropes]
         self.calibration = Calibration(
             self.number, names.index(level), profile.group_tokens, ropes, said
         )
         known = [(layer, part, number) for (layer, part), number in self._numbers.items()]
-        self.recipe = Recipe.by_calibration(
-            self.calibration, profile.name, self._heads_first, known
-        )
-
-    def bound(self, nbytes: int) -> int:
-        return nbytes
-
-    def encode(
-        self,
-        block: Buffer,
-        parts: Sequence[Entry],
-        dtype: str,
-        into: Buffer,
-        grids: Sequence[Grid] = (),
-        position: int = 0,
-    ) -> tuple[Entry, ...]:
-        sizes = [(self.number_of(part), part.raw_bytes) for part in parts]
-        element = base.ELEMENTS.get(dtype, NO_ELEMENT)
-        found = encode_calibrated(
-            self.calibration, element, block, sizes, self._heads_first, position, into
-        )
-        return base.placed(parts, found)
-
-    def decode(self, payload: Buffer, entries: Sequence[Entry], dtype: str, into: Buffer) -> None:
-        base.expect(entries, self.number)
-        places = [
-            (self.number_of(one), one.codec, one.offset, one.nbytes, one.raw_bytes)
-            for one in entries
-        ]
-        element = base.ELEMENTS.get(dtype, NO_ELEMENT)
-        sound = decode_calibrated(
-            self.calibration, element, payload, places, self._heads_first, into
-        )
-        if sound != len(entries):
-            raise base.damaged(entries[sound], self.name)
+        self.recipe = Recipe.by_calibration(self.calibration, profile.name, self.heads_first, known)
 
     def number_of(self, entry: Entry) -> int:
         """Return the part's number in the calibration."""
@@ -105,8 +59,7 @@ class Calibrated:
 
 
 def knows(layout: str, part: ProfilePart) -> bool:
-    """Return whether the layout of a part is known. A latent counts as one head if its layout states its
-    dims."""
+    """Return whether the layout of a part is known. A latent counts as one head if its dims are stated."""
     latent = layout == f"layer,token,latent={part.dim - part.exact_dims}+{part.exact_dims}"
     return layout in (TOKENS_FIRST, HEADS_FIRST) or (latent and part.heads == 1)
 

@@ -38,8 +38,7 @@ LIMIT_SPACES = 256  # the oldest entries are dropped, and measured again later
 
 @dataclass(slots=True)
 class Average:
-    """A decaying average of a ratio, such as bytes per second; the latest `lately` of the denominator has at
-    least half of the weight."""
+    """A decaying average of a ratio; the latest `lately` of the denominator has half of the weight."""
 
     lately: float
     top: float = 0.0
@@ -149,16 +148,14 @@ class Choice:
         self._spaces: dict[bytes, CodecStats] = {}
 
     def codec(self, space: bytes, spec: KvSpec, nbytes: int, links: Iterable[float]) -> Codec:
-        """Return the codec for a block of `nbytes` of this space. `links` are the bandwidths of the links
-        from which it may be read."""
+        """Return the codec for a block of `nbytes`, which is read over links with these bandwidths."""
         known = self._known(space, spec)
         if known.asked == AUTO:
             known.chosen = self._best(known, [one for one in links if one])
         return BY_NUMBER[known.chosen if _takes(known.chosen, nbytes) else RAW]
 
     def lossy(self, space: bytes, spec: KvSpec, group: int, shard: int) -> Codec | None:
-        """Return the lossy codec of these blocks, or None. It applies to all of them except those that it
-        decoded itself."""
+        """Return the lossy codec of these blocks, or None. Blocks that it decoded are not for it."""
         loss = self._known(space, spec).loss
         return loss.codec(group, shard) if loss is not None else None
 
@@ -174,8 +171,7 @@ class Choice:
         return (chosen != RAW and _takes(chosen, nbytes)) or self.tries(space, spec, nbytes) > 0
 
     def tries(self, space: bytes, spec: KvSpec, nbytes: int) -> int:
-        """Return how many of the next written blocks of `nbytes` are to be tried with all codecs; `wrote`
-        counts them."""
+        """Return how many of the next blocks of `nbytes` to try with all codecs; `wrote` counts them."""
         known = self._known(space, spec)
         if known.asked != AUTO or not self.candidates(spec, nbytes):
             return 0
@@ -202,8 +198,7 @@ class Choice:
     # --- what was measured -------------------------------------------------------------------
 
     def wrote(self, space: bytes, spec: KvSpec, blocks: int, tried: int) -> None:
-        """Count blocks of the space that were encoded or left raw; `tried` of them were tried with all
-        codecs."""
+        """Count encoded and raw blocks of the space; `tried` of them were tried with all codecs."""
         known = self._known(space, spec)
         known.blocks = 0 if tried else known.blocks + blocks
         known.tried += tried
@@ -214,8 +209,7 @@ class Choice:
         ratios.setdefault(codec, Average(LATELY_BYTES)).note(raw_bytes, nbytes)
 
     def slowness(self, space: bytes, spec: KvSpec, codec: int, link_bytes_s: float) -> float:
-        """Return the time to decode a frame relative to the time to read it. At least 1, because both happen
-        at the same time."""
+        """Return the time to decode a frame relative to the time to read it, at least 1: both overlap."""
         rate = self.rates.decode_bytes_s(codec, spec.dtype)
         if codec == RAW or not rate:
             return 1.0
@@ -264,13 +258,11 @@ class Choice:
 
     def _asked_of(self, spec: KvSpec) -> str:
         return next(
-            (name for pattern, name in self._by_model if fits(spec.model, pattern)),
-            self._asked,
+            (name for pattern, name in self._by_model if fits(spec.model, pattern)), self._asked
         )
 
     def _best(self, known: CodecStats, links: Sequence[float]) -> int:
-        """Return the codec with the shortest loads. The current one stays unless another one is better by
-        GAIN."""
+        """Return the codec with the shortest loads; the current one unless another is better by GAIN."""
         if not links:
             return RAW
         times = {RAW: _mean(1 / link for link in links)}
@@ -288,8 +280,7 @@ class Choice:
         return best if now is None or times[best] * GAIN < now else known.chosen
 
     def _keeps_up(self, codec: int, known: CodecStats) -> bool:
-        """Return whether the codec encodes as fast as blocks are saved. Otherwise waiting blocks would be
-        evicted unwritten."""
+        """Return whether the codec encodes as fast as blocks are saved; a slower one would lose blocks."""
         rate = self.rates.encode_bytes_s(codec, known.spec.dtype)
         return not rate or rate >= self.saved_bytes_s * (1 if codec == known.chosen else GAIN)
 

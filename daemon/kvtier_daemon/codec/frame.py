@@ -52,9 +52,7 @@ FLAGS_AT, FLAGS_FIELD = 12, struct.Struct("<I")
 TIME_AT, TIME = 32, struct.Struct("<QQ")
 NAMES_AT, NAMES = 80, struct.Struct("<32s32s")
 RAW_DIGEST_AT = 152
-PAYLOAD_DIGEST_AT = 168
 GENERATION_AT = 212
-PROFILE_AT = 224
 DIGEST_AT = 240
 DIGEST_BYTES = 16
 NONCE_BYTES = 12
@@ -141,32 +139,6 @@ class Frame:
         return bytes(text)
 
 
-def seal(header: bytes, payload: bytes | memoryview) -> bytes:
-    """Return the header with the digests of this payload: of the entries, of the payload, of the header, and
-    the raw digest if the payload is the block and its digest was unknown. The reference implementation of
-    what the disk worker does before a write."""
-    text = bytearray(header)
-    fields = HEADER.unpack_from(text)
-    codec, payload_bytes, count, raw_digest = fields[2], fields[5], fields[14], fields[15]
-    body = memoryview(payload)[:payload_bytes]
-    for number in range(count):
-        at = HEADER.size + number * ENTRY.size
-        *_, offset, nbytes, _, _ = ENTRY.unpack_from(text, at)
-        text[at + ENTRY.size - DIGEST_BYTES : at + ENTRY.size] = xxh3_128(
-            body[offset : offset + nbytes]
-        )
-    if codec != RAW or raw_digest == ZERO_DIGEST:
-        digest = xxh3_128(body)
-        text[PAYLOAD_DIGEST_AT : PAYLOAD_DIGEST_AT + DIGEST_BYTES] = digest
-        if codec == RAW:
-            text[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = digest
-    else:
-        text[PAYLOAD_DIGEST_AT : PAYLOAD_DIGEST_AT + DIGEST_BYTES] = raw_digest
-    text[DIGEST_AT : HEADER.size] = ZERO_DIGEST
-    text[DIGEST_AT : HEADER.size] = xxh3_128(text)
-    return bytes(text)
-
-
 class Template:
     """Headers of one kind of frame. They differ only in identity, epoch, sequence and digests."""
 
@@ -177,28 +149,18 @@ class Template:
         shard: int,
         codec: int,
         entries: tuple[Entry, ...],
-        profile: bytes = ZERO_DIGEST,
-        lossy_generation: int = 0,
     ) -> None:
         size = sum(entry.nbytes for entry in entries)
         raw_bytes = sum(entry.raw_bytes for entry in entries)
         nothing = Frame(
             Identity(space, group, shard, bytes(32)), b"", codec, size, raw_bytes, 0, 0, ZERO_DIGEST,
-            ZERO_DIGEST, entries, profile=profile, lossy_generation=lossy_generation,
+            ZERO_DIGEST, entries,
         )  # fmt: skip
         self.payload_bytes = size
         self.raw_bytes = raw_bytes
         self._text = nothing.encode()
         self.total_bytes = nothing.total_bytes
         self.header_bytes = nothing.header_bytes
-
-    def header(
-        self, key: bytes, parent: bytes, epoch: int, sequence: int, raw_digest: bytes
-    ) -> bytes:
-        """Return an unsealed header; `raw_digest` is empty if it is unknown."""
-        text = self.blank(raw_digest)
-        stamp(text, key, parent, epoch, sequence)
-        return bytes(text)
 
     def blank(self, raw_digest: bytes) -> bytearray:
         """Return a header without an identity: encode with it, then call `stamp`."""
@@ -220,8 +182,7 @@ def header_bytes(entries: int) -> int:
 
 
 def peek(page: bytes) -> int:
-    """Return the length of the header that begins with this page, or None if it is no header. Verifies no
-    digest."""
+    """Return the length of the header that begins with this page. Verifies no digest."""
     if len(page) < HEADER.size or page[:4] != MAGIC:
         raise FrameError("no frame begins here")
     fields = HEADER.unpack_from(page)
@@ -234,8 +195,7 @@ def peek(page: bytes) -> int:
 
 
 def decode(text: bytes, epoch: int | None = None) -> Frame:
-    """Return the frame of these header pages. Raises FrameError if they are damaged or have another
-    epoch."""
+    """Return the frame of these header pages. Raises FrameError if they are damaged or have another epoch."""
     size = peek(text)
     if len(text) < size:
         raise FrameError(f"header is incomplete: {len(text)} of {size} bytes")

@@ -1,8 +1,5 @@
-"""Encodes a block into a frame and decodes whole frames or single layers.
-
-The kernels process frames of native codecs in one call without the GIL. The same in Python is for the other
-codecs, and for tests.
-"""
+"""Encodes a block into a frame, and decodes lossless frames. The kernels do this for native codecs, in one
+call without the GIL; disk workers decode their frames."""
 
 from __future__ import annotations
 
@@ -12,14 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.errors import FrameError
 from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.base import ELEMENTS, Codec
-from kvtier_daemon.codec.frame import (
-    DIGEST_BYTES,
-    RAW,
-    RAW_DIGEST_AT,
-    ZERO_DIGEST,
-    Entry,
-    Frame,
-)
+from kvtier_daemon.codec.frame import DIGEST_BYTES, RAW_DIGEST_AT, ZERO_DIGEST, Entry
 from kvtier_daemon.codec.grid import Grid
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_kernels import encode_frame, encode_lossy_frame, xxh3_128
@@ -32,32 +22,15 @@ ONCE = 1  # has been through a lossy codec, and must not be again
 
 def suits(codec: Codec, dtype: str) -> bool:
     """Return whether this codec can encode elements of this type."""
-    return not _by_kernels(codec) or dtype in ELEMENTS
+    return not codec.native or dtype in ELEMENTS
 
 
 def encode(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
-    """Encode a block into the front of `into`, describe the encoding in its blank header, and return the
-    size of the payload. If that is not less than the block's size, header and payload are undefined."""
-    if _by_kernels(codec):
+    """Encode a block losslessly into the front of `into`, describe that in its blank header, and return the
+    payload's size. If that is not less than the block's, header and payload are undefined."""
+    if codec.native:
         return encode_frame(codec.number, ELEMENTS[dtype], header, block, into)
-    return encode_by(codec, dtype, header, block, into)
-
-
-def _by_kernels(codec: Codec) -> bool:
-    return codec.native and not codec.lossy and codec.number != RAW
-
-
-def encode_by(codec: Codec, dtype: str, header: bytearray, block: Buffer, into: Buffer) -> int:
-    """Do the same with the codec's own `encode`."""
-    size = len(memoryview(block).cast("B"))
-    found = codec.encode(block, entries_of(header), dtype, into)
-    nbytes = sum(entry.nbytes for entry in found)
-    if nbytes >= size:
-        return size
-    describe(header, codec, found)
-    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
-        header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
-    return nbytes
+    return describe(header, codec, block, codec.encode(block, entries_of(header), dtype, into))
 
 
 def encode_lossy(
@@ -78,16 +51,22 @@ def encode_lossy(
     return encode_lossy_frame(codec.recipe, element, header, block, into, lies, position)
 
 
-def describe(header: bytearray, codec: Codec, found: Sequence[Entry]) -> None:
-    """Write into a header how its block is encoded."""
+def describe(header: bytearray, codec: Codec, block: Buffer, found: Sequence[Entry]) -> int:
+    """Write into a header how its block is encoded. Returns as `encode`."""
+    size, nbytes = len(memoryview(block).cast("B")), sum(entry.nbytes for entry in found)
+    if nbytes >= size:
+        return size
     fields = list(frame.HEADER.unpack_from(header))
-    fields[2], fields[5] = codec.number, sum(entry.nbytes for entry in found)
+    fields[2], fields[5] = codec.number, nbytes
     frame.HEADER.pack_into(header, 0, *fields)
     for number, e in enumerate(found):
         at = frame.HEADER.size + number * frame.ENTRY.size
         frame.ENTRY.pack_into(
             header, at, e.layer, e.part, e.codec, e.offset, e.nbytes, e.raw_bytes, e.digest
         )
+    if header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] == ZERO_DIGEST:
+        header[RAW_DIGEST_AT : RAW_DIGEST_AT + DIGEST_BYTES] = xxh3_128(block)
+    return nbytes
 
 
 def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
@@ -99,17 +78,10 @@ def entries_of(header: bytes | bytearray) -> tuple[Entry, ...]:
     )
 
 
-def decode(
-    text: Buffer,
-    header_bytes: int,
-    digest: bytes,
-    dtype: str,
-    into: Buffer,
-    lossy: Codec | None = None,
-) -> None:
-    """Write the block of a frame (its header, then its payload) to `into`, which has its size. Raises
-    FrameError if the frame is damaged, or if its codec is lossy and not the given one; `into` is then
-    undefined. `digest` is the payload's."""
+def decode(text: Buffer, header_bytes: int, digest: bytes, dtype: str, into: Buffer) -> None:
+    """Write the block of a lossless frame (its header, then its payload) to `into`, which has its size.
+    Raises FrameError if the frame is damaged or has another codec; `into` is then undefined. `digest` is the
+    payload's."""
     source, target = memoryview(text).cast("B"), memoryview(into).cast("B")
     one = frame.decode(bytes(source[:header_bytes]))
     payload = source[header_bytes : header_bytes + one.payload_bytes]
@@ -118,52 +90,9 @@ def decode(
         raise FrameError("payload digest mismatch: the frame is damaged")
     if one.raw_bytes != len(target):
         raise FrameError(f"block has {one.raw_bytes} bytes, expected {len(target)}")
-    _codec_of(one, lossy).decode(payload, one.entries, dtype, target)
-    if xxh3_128(target) != one.raw_digest:
-        raise FrameError("block digest mismatch after decoding")
-
-
-def layer(one: Frame, number: int) -> tuple[Entry, ...]:
-    """Return the entries of a layer, which are consecutive in the payload."""
-    found = tuple(entry for entry in one.entries if entry.layer == number)
-    if not found:
-        raise FrameError(f"the frame has no layer {number}")
-    return found
-
-
-def decode_entries(
-    one: Frame,
-    entries: Sequence[Entry],
-    piece: Buffer,
-    dtype: str,
-    into: Buffer,
-    lossy: Codec | None = None,
-) -> None:
-    """Write the decoded bytes of consecutive entries of a frame. `piece` is the payload from the first to
-    the last of them; the rest need not be read. Raises FrameError if a digest differs."""
-    view, start, at = memoryview(piece).cast("B"), entries[0].offset, 0
-    moved = []
-    for entry in entries:
-        text = view[entry.offset - start : entry.offset - start + entry.nbytes]
-        if xxh3_128(text) != entry.digest:
-            raise FrameError(f"layer {entry.layer}, part {entry.part}: digest mismatch")
-        moved.append(
-            Entry(entry.layer, entry.part, entry.codec, entry.offset - start, entry.nbytes, entry.raw_bytes)
-        )  # fmt: skip
-        at += entry.raw_bytes
-    _codec_of(one, lossy).decode(view, moved, dtype, memoryview(into).cast("B")[:at])
-
-
-def _codec_of(one: Frame, lossy: Codec | None) -> Codec:
-    """Return the codec that decodes the frame: a lossy one only if it is given and has the frame's
-    profile."""
-    if lossy is not None and one.codec == lossy.number:
-        if one.profile != lossy.profile or one.lossy_generation != ONCE:
-            raise FrameError(
-                f"the frame was encoded by {lossy.name} with another profile, or more than once"
-            )
-        return lossy
     codec = BY_NUMBER.get(one.codec)
     if codec is None or codec.lossy:
         raise FrameError(f"the frame has codec {one.codec}, which this space does not use")
-    return codec
+    codec.decode(payload, one.entries, dtype, target)
+    if xxh3_128(target) != one.raw_digest:
+        raise FrameError("block digest mismatch after decoding")

@@ -73,7 +73,7 @@ class Losses:
             self._profiles[one.model, one.weights] = one
 
     def wanting(self) -> list[tuple[str, str]]:
-        """The pairs that lack the profile that they need."""
+        """Return the pairs whose profile is missing."""
         return [
             (pattern, codec)
             for pattern, codec in self._by_model
@@ -85,8 +85,7 @@ class Losses:
         return next((name for model, name in self._by_model if fits(spec.model, model)), "")
 
     def look(self, spec: KvSpec) -> Loss | str:
-        """Return the loss of such a space, or the reason why no loss is used; the reason is empty if no loss
-        is configured."""
+        """Return the loss of such a space, or why it is lossless; an empty text: no loss is configured."""
         asked = self.asked(spec)
         if asked not in NAMES:
             return ""
@@ -104,8 +103,7 @@ class Losses:
         return space_id(spec, tenant, loss.name if isinstance(loss, Loss) else "")
 
     def describes(self, identity: bytes, spec: KvSpec, tenant: str) -> bool:
-        """Return whether this tenant's space with that description has this identity, with any known
-        loss."""
+        """Return whether this tenant's space with that description has this identity, with any known loss."""
         calibrated = (
             f"{asked}:{profile.name.hex()}"
             for asked in CALIBRATED
@@ -115,8 +113,7 @@ class Losses:
         return any(identity == space_id(spec, tenant, name) for name in names)
 
     def of(self, identity: bytes, spec: KvSpec, tenant: str) -> Loss | None:
-        """Return the loss of the space with this identity. None if it has no loss, or one of an
-        earlier configuration."""
+        """Return the loss of the space with this identity; None if it is not of this configuration."""
         loss = self.look(spec)
         if isinstance(loss, Loss) and identity == space_id(spec, tenant, loss.name):
             return loss

@@ -34,7 +34,6 @@ HEADER = struct.Struct("<4sIQ32s")
 NAME_BYTES = 16
 ECSQ_LEVELS = ("hi", "mid", "lo")
 CACHEGEN_LEVELS = ("hi", "mid", "lo")
-EXPONENT_BIAS, EXPONENTS_AN_OCTAVE = 160, 8
 LIMIT_BODY_BYTES = 64 << 20
 LIMIT_FILE_BYTES = HEADER.size + LIMIT_BODY_BYTES
 LIMIT_LAYERS, LIMIT_HEADS, LIMIT_DIM, LIMIT_ROPES = 1024, 1024, 4096, 64
@@ -44,15 +43,6 @@ LIMIT_MEAN = 2.0**32
 LIMIT_GROUP_TOKENS = 256
 LIMIT_SYMBOLS = 32  # including the escape
 SCALE = 256
-
-# 2^(i/8), rounded to float32: with powers of two, all that the step of an exponent needs.
-EIGHTHS = tuple(
-    float.fromhex(text)
-    for text in (
-        "0x1p+0", "0x1.172b84p+0", "0x1.306fep+0", "0x1.4bfdaep+0",
-        "0x1.6a09e6p+0", "0x1.8ace54p+0", "0x1.ae89fap+0", "0x1.d5818ep+0",
-    )
-)  # fmt: skip
 
 Name = Literal["ecsq", "cachegen"]
 
@@ -123,27 +113,6 @@ class Profile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
             raise ProfileError(f"the profile of {self.model} has no layer {layer}, part {part}")
         one = self.layers[layer][part]
         return (one.ecsq if codec == "ecsq" else one.cachegen)[names.index(level)]
-
-
-def step_of(exponent: int) -> float:
-    """Return the step of an exponent, exactly a float32."""
-    octaves, eighth = divmod(exponent - EXPONENT_BIAS, EXPONENTS_AN_OCTAVE)
-    return EIGHTHS[eighth] * 2.0**octaves
-
-
-def inverse_of(exponent: int) -> float:
-    """Return the factor of an encoder: exactly a float32, and not exactly the inverse of the step."""
-    return step_of(2 * EXPONENT_BIAS - exponent)
-
-
-def steps(exponents: bytes) -> array[float]:
-    """Return the steps of these exponents, as float32."""
-    return array("f", map(step_of, exponents))
-
-
-def inverses(exponents: bytes) -> array[float]:
-    """Return the factors of an encoder for these exponents, as float32."""
-    return array("f", map(inverse_of, exponents))
 
 
 def encode(profile: Profile) -> bytes:

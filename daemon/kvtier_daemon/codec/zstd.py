@@ -22,8 +22,7 @@ import zstandard
 
 from kvtier.layout import DTYPE_BYTES
 from kvtier_daemon.codec import base
-from kvtier_daemon.codec.frame import RAW, ZERO_DIGEST, Entry
-from kvtier_daemon.codec.grid import Grid
+from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_kernels import join_planes, split_planes
 
 if TYPE_CHECKING:
@@ -32,25 +31,13 @@ if TYPE_CHECKING:
 LEVEL = 1
 
 
-class Zstd:
+class Zstd(base.Codec):
     name = "zstd"
     number = base.ZSTD
-    lossy = False
     native = False
-    profile = ZERO_DIGEST
-    recipe = None
-
-    def bound(self, nbytes: int) -> int:
-        return nbytes
 
     def encode(
-        self,
-        block: Buffer,
-        parts: Sequence[Entry],
-        dtype: str,
-        into: Buffer,
-        grids: Sequence[Grid] = (),
-        position: int = 0,
+        self, block: Buffer, parts: Sequence[Entry], dtype: str, into: Buffer
     ) -> tuple[Entry, ...]:
         compressor = zstandard.ZstdCompressor(level=LEVEL)
         whole, target = memoryview(block).cast("B"), memoryview(into).cast("B")

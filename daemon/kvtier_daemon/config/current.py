@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvtier.errors import ConfigError
@@ -48,7 +48,7 @@ class CurrentConfig:
             if order == "reload":
                 return await self._reload()
             loaded = await self._read_again()
-            return {"changes": [one.as_dict() for one in changes(self.config, loaded.config)]}
+            return {"changes": [asdict(one) for one in changes(self.config, loaded.config)]}
 
     async def reload_when(self, asked: asyncio.Event) -> None:
         """Reload whenever the event is set."""
@@ -99,4 +99,4 @@ class CurrentConfig:
             log.info("reloaded: nothing has changed")
         waits = f"; {', '.join(restart)} need a restart" if restart else ""
         self._notifier.ready(f"reloaded {len(origins)} values{waits}")
-        return {"changes": [one.as_dict() for one in found]}
+        return {"changes": [asdict(one) for one in found]}

@@ -83,8 +83,7 @@ def look_before_start(loaded: LoadedConfig, of_service: bool = False) -> list[Ma
 
 
 def require(loaded: LoadedConfig) -> list[MachineFinding]:
-    """Return the findings if all checks passed. Otherwise raises a ConfigError that contains all failures in
-    one line."""
+    """Return the findings. Raises a ConfigError with all failures in one line, if there are any."""
     findings = look(loaded)
     problems = Problems("problems prevent the start")
     for finding in findings:
@@ -273,8 +272,7 @@ def socket_path(path: Path) -> MachineFinding:
 def socket_directory(
     directory: Path, *, is_default: bool = False, make: bool = True
 ) -> MachineFinding:
-    """Check whether a socket can be created there that no other user can replace. With `make`, creates the
-    default directory."""
+    """Check that no other user can replace a socket there. `make`: create the default directory."""
     what = "socket directory"
     elsewhere = "use another one with --socket"
     uid = os.geteuid()

@@ -7,8 +7,8 @@ mapped that tenant's memory, and a mapping cannot be taken back.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -17,18 +17,10 @@ from kvtier_daemon.config.schema import ColdConfig, Config, settled, tenant_of
 
 # no configuration contains this uid: it stands for all users that "*" matches
 NOT_NAMED: Final = -1
-LIVE: Final = frozenset(
-    {
-        "log_level",
-        "max_clients",
-        "cold.codec",
-        "cold.codecs",
-        "cold.write",
-        "cold.admission",
-        "cold.daily_writes",
-        "cold.scrub",
-    }
-)
+LIVE: Final = frozenset({
+    "log_level", "max_clients", "cold.codec", "cold.codecs", "cold.write", "cold.admission",
+    "cold.daily_writes", "cold.scrub",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +31,6 @@ class SettingChange:
     running: object
     files: object
     live: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def changes(running: Config, wanted: Config) -> list[SettingChange]:

@@ -72,8 +72,7 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The complete configuration with computed values: no value depends on the machine or on another
-    value."""
+    """The complete configuration: no value depends on the machine or on another value."""
 
     socket: Annotated[Path, values.PATH]
     socket_mode: Annotated[int, values.MODE] = 0o660

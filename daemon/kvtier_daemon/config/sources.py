@@ -36,8 +36,7 @@ _SERVICE_LINK = re.compile(r"KVTIER_(SERVICE_|PORT$|PORT_)")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value and where it was written; `variable` is its name in the environment, `line` its line in a
-    file, if that is known."""
+    """A value and where it was written: its name in the environment, or its line, if known."""
 
     value: object
     origin: str

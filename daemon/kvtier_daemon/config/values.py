@@ -124,19 +124,35 @@ def _uid(value: object) -> int | str:
     return _id(value, "user", lambda name: pwd.getpwnam(name).pw_uid)
 
 
-def _uids(value: object) -> tuple[int | str, ...]:
-    if isinstance(value, str):  # from the environment or a flag
-        value = [part.strip() for part in value.split(",")]
-    if not isinstance(value, list | tuple) or not value:
+def _items(value: object, empty: bool = False) -> list[object]:
+    """Return the items of a list, or of a text with commas; `empty`: allow nothing between two commas."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        return [part for part in parts if part or not empty]
+    if not isinstance(value, list | tuple):
         raise ValueError
-    return tuple(_uid(item) for item in value)
+    return list(value)
+
+
+def _some(items: list[object]) -> list[object]:
+    if not items:
+        raise ValueError
+    return items
+
+
+def _uids(value: object) -> tuple[int | str, ...]:
+    return tuple(_uid(item) for item in _some(_items(value)))
+
+
+def _amount(value: object) -> str | int:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError
+    return value
 
 
 def _bytes_from(low: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
-        if not isinstance(value, str | int) or isinstance(value, bool):
-            raise ValueError
-        amount = parse_bytes(value)
+        amount = parse_bytes(_amount(value))
         if amount < low:
             raise ValueError(f"{format_bytes(amount)} is less than {format_bytes(low)}")
         return whole_pages(amount)
@@ -145,20 +161,14 @@ def _bytes_from(low: int) -> Callable[[object], int]:
 
 
 def _rate(value: object) -> int:
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError
-    amount = parse_bytes(value)
+    amount = parse_bytes(_amount(value))
     if 0 < amount < PAGE_BYTES:
         raise ValueError(f"{format_bytes(amount)} is less than a page")
     return amount
 
 
 def _paths(value: object) -> tuple[Path, ...]:
-    if isinstance(value, str):  # from the environment or a flag
-        value = [part.strip() for part in value.split(",")]
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError
-    paths = tuple(_path(item) for item in value)
+    paths = tuple(_path(item) for item in _some(_items(value)))
     if len(set(paths)) < len(paths):
         raise ValueError("a directory is listed twice")
     return paths
@@ -179,21 +189,16 @@ def address_text(host: str, port: int) -> str:
 
 
 def _hosts(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):  # from the environment
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        raise ValueError
-    for item in value:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", _text(item)):
-            raise ValueError(f'"{item}" is not a host name')
-    return tuple(value)
+    hosts = tuple(_text(item) for item in _items(value, empty=True))
+    for host in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", host):
+            raise ValueError(f'"{host}" is not a host name')
+    return hosts
 
 
 def _share(value: object) -> str | int:
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError
-    parse_share(value, GIB)  # resolved later, when the size is known
-    return value
+    parse_share(_amount(value), GIB)  # resolved later, when the size is known
+    return _amount(value)
 
 
 SIZE: Final = Key(_bytes_from(MIB), "a size such as 64GiB, at least 1 MiB")
@@ -213,12 +218,8 @@ def _codec(value: object) -> str:
 
 
 def _codecs(value: object) -> tuple[tuple[str, str], ...]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        raise ValueError
     pairs = []
-    for item in value:
+    for item in _items(value, empty=True):
         pattern, _, codec = _text(item).rpartition("=")
         if not pattern.strip() or codec.strip() not in MODELS_CODECS:
             raise ValueError(f'"{item}" is not MODEL=CODEC')

@@ -75,7 +75,7 @@ def _family(family: Family, openmetrics: bool) -> Iterator[str]:
 
 
 def _histogram(name: str, labels: Labels, found: Mapping[str, Any]) -> Iterator[str]:
-    bounds = [*(_number(float(bound)) for bound in found["le_s"]), "+Inf"]
+    bounds = [*(repr(float(bound)) for bound in found["le_s"]), "+Inf"]
     for bound, count in zip(bounds, found["counts"], strict=True):
         yield _line(f"{name}_bucket", (*labels, ("le", bound)), count)
     yield _line(f"{name}_sum", labels, found["sum_s"])
@@ -84,11 +84,7 @@ def _histogram(name: str, labels: Labels, found: Mapping[str, Any]) -> Iterator[
 
 def _line(name: str, labels: Labels, value: float | int) -> str:
     pairs = ",".join(f'{label}="{_escaped(text, True)}"' for label, text in labels)
-    return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
-
-
-def _number(value: float | int) -> str:
-    return repr(value)
+    return f"{name}{{{pairs}}} {value!r}" if pairs else f"{name} {value!r}"
 
 
 def _escaped(text: str, quotes: bool) -> str:

@@ -31,8 +31,7 @@ class Histogram:
         self._sum_s += seconds
 
     def report(self) -> dict[str, Any]:
-        """Return the counts: `le_s` are the bounds; `counts` has the cumulative counts, and last the
-        total."""
+        """Return the bounds `le_s`, and the cumulative `counts`, which end with the total."""
         return {
             "le_s": self._bounds,
             "counts": list(accumulate(self._counts)),

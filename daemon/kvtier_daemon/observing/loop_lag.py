@@ -16,8 +16,7 @@ RECENT_S: Final = 10
 
 
 class LoopLag:
-    """How late the timer of the event loop fired. A delay of less than a tick may be measured in part or not
-    at all."""
+    """How late the timer of the event loop fired. A delay shorter than a tick may be missed."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic

@@ -31,12 +31,6 @@ ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "col
 FRAMES: Final = ("written", "written_again", "read", "not_read", "spoilt")
 TIERS: Final = ("warm", "cold")
 OTHER: Final = "other"  # a test fails if a daemon reports it
-ENDS: Final[Mapping[Kind, tuple[str, ...]]] = {
-    "counter": ("_total",),
-    "gauge": ("",),
-    "histogram": ("_bucket", "_sum", "_count"),
-    "info": ("_info",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +45,6 @@ class Metric:
     label: str = ""
     values: tuple[str, ...] = ()
     open: bool = False
-
-    @property
-    def sample_names(self) -> tuple[str, ...]:
-        """The names of its samples in queries."""
-        return tuple(self.name + end for end in ENDS[self.kind])
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return (self.label,) if self.label else ()
 
     def family(self, figures: Figures) -> Family:
         return Family(self.name, self.kind, self.help, list(self._samples(figures)))
@@ -82,10 +67,6 @@ class Split(Metric):
     """A metric with two labels: `read` returns (tier, state) and a number."""
 
     __slots__ = ()
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return ("tier", "state")
 
     def _samples(self, figures: Figures) -> Iterator[Sample]:
         for (tier, state), value in self.read(figures).items():
@@ -174,8 +155,7 @@ SERIES: Final[tuple[Metric, ...]] = (
     Metric("kvtier_cpu_seconds", "counter", "CPU time used by all threads of the daemon.",
            lambda f: f["cpu_s"]),
     # Hits, misses and saves.
-    Metric("kvtier_lookup_tokens", "counter", "Tokens looked up: the sum of all hits and misses.",
-           lookups),
+    Metric("kvtier_lookup_tokens", "counter", "Tokens looked up: the sum of all hits and misses.", lookups),
     Metric("kvtier_hit_tokens", "counter", "Tokens found, by the tier that held them.",
            hits, "tier", TIERS),
     Metric("kvtier_used_tokens", "counter", "Found tokens that clients reported as used, by the tier "
@@ -185,8 +165,7 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: f["miss_tokens"], "reason", WHY_MISSED),
     Metric("kvtier_coming_tokens", "gauge", "Tokens that lookups expect from disk. They are counted as "
            "a hit or a miss when the read has ended.", lambda f: f["coming_tokens"]),
-    Metric("kvtier_saved_tokens", "counter", "Tokens saved; a block counts once for each group and "
-           "shard.",
+    Metric("kvtier_saved_tokens", "counter", "Tokens saved; a block counts once for each group and shard.",
            lambda f: f["saved_tokens"]),
     Metric("kvtier_refused_tokens", "counter", "Tokens offered and not stored, by reason; present means"
            " that the block is already stored.", lambda f: f["refused_tokens"], "reason", OUTCOMES[1:]),
@@ -209,9 +188,8 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: f["notes_bytes"]),
     # Movements.
     Metric("kvtier_transfer_bytes", "counter", "Bytes transferred, by route: saved by clients, used by "
-           "clients, written to disk, read from disk, copied to free segments, "
-           "read by the scrub.",
-           routes, "route", ROUTES),
+           "clients, written to disk, read from disk, copied to free segments, read by the scrub.", routes,
+           "route", ROUTES),
     Metric("kvtier_load_seconds", "histogram", "How long a client held a read lease: from the answer "
            "with the lease to its release.", lambda f: f["latencies"]["load"]),
     Metric("kvtier_save_seconds", "histogram", "How long a client took to save: from the answer with "
@@ -248,8 +226,7 @@ SERIES: Final[tuple[Metric, ...]] = (
            lambda f: int(_cold(f).get("given_up", False))),
     Metric("kvtier_cold_faults", "counter", "Errors and timeouts of the disks.", _of_cold("faults")),
     Metric("kvtier_cold_frames", "counter", "Blocks written to and read from the disks, by outcome: "
-           "not_read means that the read was cancelled, failed or was too late, spoilt means "
-           "damaged.",
+           "not_read means that the read was cancelled, failed or was too late, spoilt means damaged.",
            lambda f: _cold(f).get("states", {}), "outcome", FRAMES),
     Metric("kvtier_cold_loads", "counter", "Requests for blocks on disk, by decision.",
            lambda f: _cold(f).get("loads", {}), "verdict", WHY),
@@ -273,9 +250,8 @@ SERIES: Final[tuple[Metric, ...]] = (
            _of_coding("staged_limit_bytes")),
     Metric("kvtier_staging_waits", "counter", "How often blocks had to wait for this memory.",
            _of_coding("waited")),
-    Metric("kvtier_staging_refusals", "counter", "How often blocks got none of this memory and were "
-           "written unencoded.",
-           _of_coding("refused")),
+    Metric("kvtier_staging_refusals", "counter",
+           "How often blocks got none of this memory and were written unencoded.", _of_coding("refused")),
     Metric("kvtier_scrub_frames", "counter", "Frames that the scrub has read.",
            lambda f: _scrub(f).get("frames", 0)),
     Metric("kvtier_scrub_damaged_frames", "counter", "Damaged frames that the scrub has found.",

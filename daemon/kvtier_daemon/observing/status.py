@@ -83,26 +83,17 @@ class StatusFigures:
         """Return the figures of one tenant, or of all."""
         assert self._server is not None and self._lag is not None
         tenants = list(self._tenants.values()) if tenant is None else [tenant]
-        sessions = Counter(
-            session.tenant.name
-            for session in self._server.sessions
-            if session.tenant and session.requests.spaces.opened
-        )
-        engines = Counter(
-            name
-            for name, _ in {
-                (session.tenant.name, session.engine)
-                for session in self._server.sessions
-                if session.tenant and session.requests.spaces.opened
-            }
-        )
-        waiting: Counter[str] = Counter()
-        coming: Counter[str] = Counter()
+        sessions, waiting, coming = Counter[str](), Counter[str](), Counter[str]()
+        names = set()
         for session in self._server.sessions:
             if session.tenant:
-                lookups = session.requests.lookups.counted
-                waiting[session.tenant.name] += lookups.waiting
-                coming[session.tenant.name] += lookups.pending_tokens
+                name, lookups = session.tenant.name, session.requests.lookups.counted
+                waiting[name] += lookups.waiting
+                coming[name] += lookups.pending_tokens
+                if session.requests.spaces.opened:
+                    sessions[name] += 1
+                    names.add((name, session.engine))
+        engines = Counter(name for name, _ in names)
         counts = [each.catalog.counts() for each in tenants]
         catalogs = [each.catalog for each in tenants]
         have = sum(count["capacity_bytes"] for count in counts)

@@ -21,8 +21,7 @@ class LoadForecast:
         self._order = order
 
     def shared(self, joined: Iterable[Hashable]) -> Shared:
-        """Reads of other requests, by the first request that waits for each: the bytes that are not
-        submitted."""
+        """The bytes of other requests' reads that are not submitted, by the first request that waits."""
         shared: dict[ReadRequest, dict[DiskLink, int]] = {}
         for block in joined:
             read = self._order.reads.get(block)

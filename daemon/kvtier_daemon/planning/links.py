@@ -47,8 +47,7 @@ class DiskLink:
 
     @property
     def sure_bytes_s(self) -> float:
-        """The bandwidth that urgent reads can rely on: less than the average, which writes and prefetches
-        share."""
+        """The bandwidth that urgent reads can rely on: writes and prefetches share the average."""
         return self.bytes_s * SURE
 
     def began(self, nbytes: int, urgent: bool) -> None:

@@ -44,9 +44,7 @@ class Planner:
     """`dice` returns numbers from 0 to 1."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        dice: Callable[[], float] = random.random,
+        self, clock: Callable[[], float] = time.monotonic, dice: Callable[[], float] = random.random
     ) -> None:
         self.order = ReadSchedule()
         self.late = 0  # loads that were started and did not end in time
@@ -85,7 +83,7 @@ class Planner:
         promised = request.recompute_s < float("inf")
         shared = self._forecast.shared(joined)
         if known is None and urgent and not promised:
-            # Shorter loads precede longer ones.
+            # Short loads precede long ones.
             request.rank_at = now + min(within_s, RANK_TIMES * alone_s(new))
         why = self._forecast.reason(request, new, shared, now)
         if why == "crowded" and not promised:
@@ -166,8 +164,7 @@ class Planner:
         self._declined[request.name] = request
 
     def _repeated(self, request: ReadRequest, load: bool) -> Verdict:
-        """The earlier verdict with the remaining time. `load`: whether additional blocks are to be read
-        too."""
+        """The earlier verdict with the remaining time. `load`: whether to read additional blocks too."""
         verdict, load_s = request.verdict, self._forecast.finish_s(request)
         return Verdict(verdict.load and load, verdict.why, load_s, verdict.recompute_s, False)
 
@@ -187,8 +184,7 @@ class Planner:
         return name in self._requests
 
     def ended(self, block: Hashable, good: bool) -> list[Hashable]:
-        """A submitted read has ended, with its data or without; return the urgent requests that waited for
-        it."""
+        """A submitted read has ended, with its data or without; return the urgent requests that waited."""
         requests = self.order.ended(block, good)
         waited = [one.name for one in requests if one.urgent and self._is_current(one)]
         for request in requests:

@@ -162,16 +162,6 @@ class Simulation:
             if at >= then:
                 return
 
-    def check(self) -> None:
-        """Raise AssertionError if the state of memory and disk is inconsistent. For use after a run."""
-        assert not (self._held or self._loading or self._waiters or self._reading or self._writing)
-        assert sum(self._memory) == self._in_memory == len(self._policy) <= self.memory_blocks
-        kept = Counter(self._frames.values())
-        assert sum(kept.values()) <= self.nvme_blocks + SEGMENTS
-        first = self._segment_number - len(self._segments) + 1
-        for number, nodes in enumerate(self._segments, first):
-            assert kept[number] == sum(self._frames.get(node) == number for node in set(nodes))
-
     # --- a request -----------------------------------------------------------------------------
 
     def _arrive(self, index: int, nodes: list[int]) -> None:
@@ -230,8 +220,7 @@ class Simulation:
         return True
 
     def _prefetch(self, index: int, cold: list[int]) -> None:
-        """Prefetch blocks that the planner did not load and that were requested before. No request waits for
-        them."""
+        """Prefetch blocks that were requested before and not loaded; no request waits for them."""
         count = min(
             self._recomputed.note(_keys(cold)),
             prefetch_limit(self._frame_bytes, len(self._reading)),

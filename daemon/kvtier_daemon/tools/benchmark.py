@@ -22,11 +22,12 @@ from statistics import median
 from typing import Any, Final
 
 from kvtier import Client, Space
-from kvtier.errors import ConfigError, Unavailable
+from kvtier.errors import ConfigError
 from kvtier.key import Keys
 from kvtier.layout import KvSpec
 from kvtier.units import MIB
 from kvtier_daemon.tools import machine_limits
+from kvtier_daemon.tools.demo import connect
 
 BLOCK_BYTES: Final = 2 * MIB
 BLOCKS: Final = 96  # per round: larger than the caches of a processor
@@ -100,17 +101,8 @@ def _daemon(work: Path, cold: bool) -> Iterator[Client]:
 
 
 def _connected(path: str, daemon: subprocess.Popen[bytes]) -> Client:
+    client = connect(path, daemon, "bench", populate=True)
     deadline = time.monotonic() + START_S
-    while True:
-        try:
-            client = Client.connect(path, name="bench")
-            break
-        except Unavailable:
-            if daemon.poll() is not None:
-                raise ConfigError("the daemon did not start: see its message above") from None
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
     while True:
         warm = client.stats()["tiers"]["warm"]
         if warm["allocated_bytes"] >= warm["capacity_bytes"] or time.monotonic() > deadline:

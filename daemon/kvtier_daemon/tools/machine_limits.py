@@ -25,8 +25,7 @@ TRIALS: Final = 3
 
 
 def huge(nbytes: int) -> memoryview:
-    """Return anonymous memory, in huge pages if possible, so that page faults and TLB misses limit
-    nothing."""
+    """Return anonymous memory, in huge pages if possible, so that page faults limit nothing."""
     memory = mmap.mmap(-1, nbytes)
     with contextlib.suppress(OSError):  # the kernel does not have them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -94,8 +94,6 @@ class Cache:
     model: str
     kv_format: str
     layers: tuple[Layer, ...]
-    query_heads: int
-    query_dim: int
     tensor_parallel: int
     remarks: tuple[str, ...]
 
@@ -212,13 +210,10 @@ def read_config(
     )
     if found in PACKED_MLA and not all(layer.fixed_bytes for layer in layers):
         raise fields.wrong("kv_lora_rank", f"{found} is a format for latent attention of 512 + 64")
-    heads = 0 if fields.get("model_type") in STATES_ALONE else fields.maybe(*HEADS) or 0
     return Cache(
         model=str(fields.get("model_type") or "model"),
         kv_format=found,
         layers=tuple(layers),
-        query_heads=heads,
-        query_dim=_query_dim(fields, heads) if heads else 0,
         tensor_parallel=tensor_parallel,
         remarks=tuple(remarks),
     )
@@ -299,13 +294,14 @@ def _layers(
     )
     window = _window(fields, kinds)
     shared = fields.maybe("num_kv_shared_layers", least=0) or 0
-    heads = fields.items("num_key_value_heads") if _is_list(fields, "num_key_value_heads") else None
-    if heads is not None and len(heads) != len(kinds):
+    heads = fields.get("num_key_value_heads")
+    by_layer = isinstance(heads, list)
+    if by_layer and len(heads) != len(kinds):
         raise fields.wrong("num_key_value_heads", f"{len(heads)} entries for {len(kinds)} layers")
     found: list[Layer] = []
     for index, kind in enumerate(kinds[: len(kinds) - shared]):
         layer = whole
-        if heads is not None:
+        if by_layer:
             layer = replace(whole, **_share(fields, int(heads[index]), parallel))
         if kind in ("full", "both"):
             found.append(_wide(fields, layer, parallel))
@@ -320,10 +316,6 @@ def _layers(
     if not found:
         raise fields.wrong(LAYERS[0], "no layer has a cache")
     return found
-
-
-def _is_list(fields: _Fields, name: str) -> bool:
-    return isinstance(fields.get(name), list)
 
 
 def _wide(fields: _Fields, layer: Layer, parallel: int) -> Layer:
@@ -458,7 +450,7 @@ def _attention(fields: _Fields, kv_format: str, parallel: int, remarks: list[str
         return _latent(fields, kv_format, parallel, remarks)
     heads = fields.number(*HEADS)
     dim = _head_dim(fields, heads)
-    kv_heads = 1 if _is_list(fields, "num_key_value_heads") else _kv_heads(fields)
+    kv_heads = 1 if isinstance(fields.get("num_key_value_heads"), list) else _kv_heads(fields)
     value_dim = fields.maybe("v_head_dim") or dim
     return Layer("full", key_dim=dim, value_dim=value_dim, **_share(fields, kv_heads, parallel))
 
@@ -509,29 +501,20 @@ def _head_dim(fields: _Fields, heads: int) -> int:
     return hidden // heads
 
 
-def _query_dim(fields: _Fields, heads: int) -> int:
-    nope = fields.maybe("qk_nope_head_dim", least=0)
-    if nope is not None:
-        return nope + (fields.maybe("qk_rope_head_dim", least=0) or 0)
-    return _head_dim(fields, heads)
-
-
 class _Share(TypedDict):
     heads: int
     copies: int
 
 
 def _share(fields: _Fields, heads: int, parallel: int) -> _Share:
-    """Return the number of heads on one GPU. With fewer heads than GPUs, several GPUs store the same
-    head."""
+    """Return the number of heads on one GPU. With fewer heads than GPUs, several GPUs store the same head."""
     if heads < 1 or max(heads, parallel) % min(heads, parallel):
         raise fields.wrong(KV_HEADS[0], f"{heads} cannot be divided over {parallel} GPUs")
     return {"heads": max(1, heads // parallel), "copies": max(1, parallel // heads)}
 
 
 def _state_bytes(fields: _Fields, dtypes: tuple[str, str], parallel: int) -> int:
-    """Return the bytes of a recurrent layer per sequence: the last inputs of its convolution, and its
-    state."""
+    """Return a recurrent layer's bytes per sequence: the last inputs of its convolution, its state."""
     conv, state = _state_values(fields, parallel)
     return (conv * STATE_BYTES[dtypes[0]] + state * STATE_BYTES[dtypes[1]]) // parallel
 
@@ -595,8 +578,7 @@ class PrefillCost:
 def break_even_bandwidth(
     cache: Cache, prefill: PrefillCost, tokens: int, latency_s: float
 ) -> float | None:
-    """Return the bytes per second above which loading that many tokens is faster than computing them; None
-    if it never is."""
+    """Return the bytes per second from which loading these tokens is faster than computing them, or None."""
     spare = prefill.seconds(tokens) - latency_s
     return cache.prefix_bytes(tokens, whole=True) / spare if spare > 0 else None
 

@@ -69,8 +69,7 @@ KVTIER_HD inline float steps_away(float value, float expected, float inverse) {
 // True if an escape can hold the nearest whole number of steps; false for NaN.
 KVTIER_HD inline bool near_enough(float steps) { return steps < 32767.5F && steps > -32767.5F; }
 
-// Rounds to the nearest, ties to even: a float near 1.5 * 2^23 has no fractional digits. Undefined
-// if near_enough is false.
+// Nearest, ties to even: a float near 1.5 * 2^23 has no fraction. Undefined unless near_enough.
 KVTIER_HD inline int16_t nearest_of(float steps) {
     return static_cast<int16_t>(bits_of(steps + 12'582'912.0F));
 }

@@ -75,8 +75,7 @@ size_t decode(Element element, std::span<const Decoded> parts);
 struct alignas(64) EncodeTable {
     uint32_t reciprocal[kSymbolsMost];
     uint32_t packed[kSymbolsMost];  // frequency, bias << 9, shift << 20
-    // The same numbers as words, so that one shuffle holds all of them, and the state that is too
-    // large.
+    // The same numbers as words, to fit one shuffle, and the state that is too large.
     uint16_t gain[kSymbolsMost];       // 256 - frequency
     uint16_t corrected[kSymbolsMost];  // shift, bias << kShiftBits
     uint32_t fill[kSymbolsMost];       // frequency << 23
@@ -94,8 +93,7 @@ struct alignas(64) DecodeTable {
     size_t fours;
 };
 
-// A stream that is being encoded, from its end to its start: these point to the ends of codes and
-// words.
+// A stream that is being encoded, from its end: these point to the ends of codes and words.
 struct alignas(64) Encoder {
     uint32_t state[kLanes];
     const uint8_t* codes;
@@ -153,10 +151,14 @@ void count_plain(const uint8_t* codes, size_t rows, uint32_t* counts);
 const Kernels& kernels();
 void make_table(const uint8_t* frequencies, size_t symbols, EncodeTable& table);
 
+// For loops that are compiled for several levels.
+#define KVTIER_LOOP inline __attribute__((always_inline))
+
 #if KVTIER_X86
 extern const Kernels kKernelsAvx2, kKernelsVbmi;
 
 // The entry of the chosen level.
+#define KVTIER_LEVELS(plain, avx2, vbmi) of_level(plain, avx2, vbmi)
 template <typename Set>
 const Set& of_level(const Set& plain, const Set& avx2, const Set& vbmi) {
     switch (codec_choice().level()) {
@@ -168,6 +170,8 @@ const Set& of_level(const Set& plain, const Set& avx2, const Set& vbmi) {
             return plain;
     }
 }
+#else
+#define KVTIER_LEVELS(plain, avx2, vbmi) (plain)
 #endif
 
 }  // namespace kvtier::codec

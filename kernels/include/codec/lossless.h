@@ -207,8 +207,7 @@ KVTIER_HD inline Frequencies frequencies_of(const uint32_t* counts) {
     uint32_t low = high >= width - 1 ? high - (width - 1) : 0;
     uint64_t total = 0, inside = 0;
     for (uint32_t at = 0; at < 256; at++) total += counts[at];
-    // Narrows the window at its ends: the least share of a symbol slows all others by 0.0056 bits,
-    // an escape costs 8.
+    // Narrows the window: the least share of a symbol slows others by 0.0056 bits, an escape by 8.
     while (high > low && uint64_t{counts[high]} * kRareOneIn < total) high--;
     while (low < high && uint64_t{counts[low]} * kRareOneIn < total) low++;
     found.top = high;

@@ -22,8 +22,7 @@ inline void put32(uint8_t* at, size_t value) {
     for (int i = 0; i < 4; i++) at[i] = static_cast<uint8_t>(value >> (8 * i));
 }
 
-// Larger results bypass the caches: they would evict other data, and bypassing avoids reading the
-// lines first.
+// Larger results bypass the caches: else they evict other data, and their lines are read first.
 inline constexpr size_t kStreamingLeast = size_t{1} << 20;
 
 // Prefetches one line of each page that begins in these bytes: a streaming store that waits for the
@@ -56,6 +55,18 @@ inline const uint8_t* ahead(std::span<const Encoded> parts, size_t i, size_t lat
     return parts[alike ? i + later : i].raw;
 }
 
+// True if an encoder could have left these states.
+inline bool begins(const Decoder& stream) {
+    return std::all_of(stream.state, stream.state + kLanes,
+                       [](uint32_t state) { return state >= kStateLeast && state < kStateEnd; });
+}
+
+// True if the states are those of an encoder before its first symbol.
+inline bool ends(const Decoder& stream) {
+    return std::all_of(stream.state, stream.state + kLanes,
+                       [](uint32_t state) { return state == kStateLeast; });
+}
+
 // Advances all streams to their ends: together while all have rows, then the rest of each.
 template <typename Stream, typename Advance>
 void advance(Advance by, Stream* const* streams, const size_t* rows, size_t count) {
@@ -78,8 +89,7 @@ bool decode_quantized(Element is, const Decoded& part, bool streaming);
 uint8_t* encode_calibrated(Codec codec, Element is, std::span<Encoded> parts, bool streaming,
                            uint8_t* out);
 
-// Decodes parts of the calibrated codecs, several streams at a time. Uses the parts until they are
-// flushed.
+// Decodes parts of the calibrated codecs, several streams at a time; uses them until flushed.
 class CalibratedReader {
  public:
     CalibratedReader(Element is, bool streaming) : is_(is), streaming_(streaming) {}

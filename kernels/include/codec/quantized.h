@@ -38,8 +38,7 @@ KVTIER_HD inline uint32_t bits_of(float value) {
     return bits;
 }
 
-// An element as a float, and as an integer with the same order. Infinities and NaN of fp16 become
-// 65536 or more.
+// An element as a float, and as an integer of the same order. Infinities, NaN of fp16: >= 65536.
 template <Element kIs>
 struct Value;
 
@@ -94,8 +93,7 @@ KVTIER_HD inline Order turned(Order bits) {
     return static_cast<Order>(bits ^ ((bits >> (8 * sizeof(Order) - 1)) & kSize));
 }
 
-// Stored as the upper halves of floats. With 8 bits only the step is stored, and the base is -127
-// steps.
+// Stored as upper halves of floats. With 8 bits only the step is, and the base is -127 steps.
 struct Steps {
     float base, step;
 };

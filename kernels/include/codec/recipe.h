@@ -1,5 +1,4 @@
-// The parameters that encode and decode whole frames of one lossy codec, in addition to their
-// headers.
+// What encodes and decodes whole frames of one lossy codec, in addition to their headers.
 #pragma once
 
 #include <algorithm>

@@ -7,8 +7,7 @@
 
 namespace kvtier::codec {
 
-// The position of an element in a page: the sum of the positions of its head, token and dim in its
-// part.
+// The position of an element in a page: the sum of those of its head, token and dim in its part.
 struct Order {
     // Which elements of a part are contiguous in a page and can be moved together.
     enum class Together : uint8_t { kNothing, kDims, kTokens, kPairsOfDims, kPairsOfTokens };
@@ -21,8 +20,7 @@ struct Order {
     std::vector<uint32_t> heads, tokens, dims;  // of the first part, then of the next
     std::vector<Way> ways;                      // one per part
 
-    // Divides a page into equal contiguous pieces; each one is some heads or some tokens of all
-    // parts.
+    // Divides a page into equal contiguous pieces: some heads or some tokens of all parts.
     size_t pieces = 1;
     bool by_heads = true;
 

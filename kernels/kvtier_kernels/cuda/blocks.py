@@ -90,7 +90,7 @@ class DevicePieces:
         self.table, self.units = 0, 0
 
     def split(self) -> npt.NDArray[np.void]:
-        """The same pieces, divided so that none is larger than a unit of a thread block."""
+        """The same pieces, divided to fit the unit of a thread block."""
         parts = []
         for base, stride, start, nbytes in self.rows.tolist():
             for at in range(0, nbytes, KERNEL_UNIT_BYTES):
@@ -138,8 +138,7 @@ class CopyLane:
         inwards: bool,
         after: Event | None,
     ) -> None:
-        """Start to copy blocks into slots or out of them, after this event. Check every bound
-        before a byte moves."""
+        """Start to copy blocks into slots or out of them, after this event; check all bounds before."""
         places, ids = _checked(pieces, block_ids, extents, slots, inwards)
         pinned = self._copier.pins.of(extents)
         ready = np.isin(places["extent"], np.array(sorted(pinned.ready), np.uint32))
@@ -350,8 +349,7 @@ class Copier:
         blocks: int,
         after: Event | None = None,
     ) -> DevicePieces:
-        """Create DevicePieces and select the way to copy them. This writes to their pages after
-        this event, and restores their content."""
+        """Create DevicePieces and select the way to copy. Writes to their pages, and restores them."""
         pieces = DevicePieces(addresses, sizes, offsets, strides, piece_bytes, blocks)
         lane = CopyLane(self)
         try:

@@ -120,8 +120,7 @@ def calibration(
     ropes: Sequence[tuple[bytes, bool]],
     parts: Sequence[tuple[int, int, int, int, bytes, bytes, bytes, bytes]],
 ) -> DeviceCalibration:
-    """Copy the parameters of a `Calibration` to the device. Raise ValueError if they are
-    inconsistent."""
+    """Copy the parameters of a `Calibration` to the device. Raise ValueError if they are inconsistent."""
     Calibration(codec, level, group_tokens, ropes, parts)
     texts = [COSINES.astype("<f4").tobytes(), SINES.astype("<f4").tobytes()]
     texts += [turns for turns, _ in ropes]
@@ -219,8 +218,7 @@ class _Room:
 
 
 class Coder:
-    """Runs one batch at a time, on any stream: start it, do something else, `finish` it. Not
-    thread-safe."""
+    """Runs one batch at a time, on any stream: start it, do something else, `finish` it. Not thread-safe."""
 
     def __init__(self, codecs: Codecs) -> None:
         self._codecs, self._driver = codecs, codecs.driver
@@ -247,8 +245,7 @@ class Coder:
         by: DeviceCalibration | None = None,
         heads_first: bool = False,
     ) -> None:
-        """Queue the decoding of parts (ENCODED_PART) of this codec, or of raw parts. The output of
-        a damaged part is undefined."""
+        """Queue the decoding of parts (ENCODED_PART); of a damaged part the output is undefined."""
         if not np.isin(parts["codec"], (RAW, codec)).all():
             raise ValueError(f"codec: parts of another codec than {codec}")
         rows = _rows(codec, element, parts["into"], parts["raw_bytes"], by, parts["known"])
@@ -401,8 +398,7 @@ def _symbols(
     element: int, raw_bytes: npt.NDArray[np.uint64], by: DeviceCalibration | None,
     known: npt.NDArray[np.int32],
 ) -> tuple[Numbers, Numbers]:  # fmt: skip
-    """The number of symbols and of anchors of each part; zero if a part does not consist of its
-    channels."""
+    """The number of symbols and of anchors of each part; zero if a part does not consist of its channels."""
     none = np.zeros(len(raw_bytes), np.int64)
     if by is None or element > 2:
         return none, none

@@ -64,8 +64,7 @@ def _library() -> ctypes.CDLL:
 
 
 def compile_kernel(text: str, architecture: str) -> bytes:
-    """Return machine code for one architecture, such as sm_90. Raise CudaError with the compiler's
-    message."""
+    """Return machine code for an architecture such as sm_90; CudaError has the compiler's message."""
     nvrtc = _library()
     nvrtc.nvrtcGetErrorString.restype = c_char_p
     program = c_void_p()

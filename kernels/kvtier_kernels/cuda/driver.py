@@ -147,8 +147,7 @@ class Driver:
             raise CudaError(f"{name}: {(text.value or b'').decode() or result}")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function in the device's context. Raise CudaError with the driver's name for the
-        error."""
+        """Call a function in the device's context. Raise CudaError with the driver's name for the error."""
         if not getattr(self._thread, "ready", False):
             self._checked("cuCtxSetCurrent", self._context)
             self._thread.ready = True

@@ -48,8 +48,7 @@ def _unregister(driver: Driver, registered: list[Mapping]) -> None:
 
 
 class ExtentPins:
-    """Registers extents in its own thread. Extents that the device refuses stay unregistered; this
-    is logged once."""
+    """Registers extents in its own thread. Logs once if the device refuses some."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -63,8 +62,7 @@ class ExtentPins:
         self._thread.start()
 
     def of(self, extents: Extents) -> PinnedExtent:
-        """The state of these extents; new ones will be registered. Keep the reference while a copy
-        uses it."""
+        """The state of these extents; new ones will be registered. A copy keeps the reference."""
         with self._lock:
             for arena in self._arenas:
                 if arena.extents is extents:
@@ -90,8 +88,7 @@ class ExtentPins:
                     return
 
     def drop(self, users: list[PinnedExtent]) -> None:
-        """Release these references in the other thread, after a copy. The list must not be used
-        again."""
+        """Release these references in the other thread, after a copy. The list must not be used again."""
         if any(arena.old for arena in users):
             self._todo.put(users)
 

@@ -29,6 +29,7 @@ from kvtier_kernels import (
     seal_frame,
     xxh3_128,
 )
+from models.codecs import decode, decode_frame_by, encode
 from support.losses_by_twins import block_of, encode_lossy_by, profile_of
 from support.specs import spec_of
 
@@ -116,8 +117,8 @@ def test_codecs_see_the_same_values_in_every_order(order: str, asked: str) -> No
         assert codec is not None
         into, back = bytearray(len(source)), bytearray(len(source))
         lies = grid.grids(spec, 0, ordered=isinstance(codec, Arranged))
-        entries = codec.encode(source, block_parts.entries(spec, 0), spec.dtype, into, lies, 32)
-        codec.decode(into, entries, spec.dtype, back)
+        entries = encode(codec, source, block_parts.entries(spec, 0), spec.dtype, into, lies, 32)
+        decode(codec, into, entries, spec.dtype, back)
         size = sum(entry.nbytes for entry in entries)
         found.append((entries, bytes(into[:size]), bytes(back)))
     assert found[0][:2] == found[1][:2], "the same payload"
@@ -132,17 +133,17 @@ def test_a_layer_can_be_decoded_alone_and_half_of_one_can_not() -> None:
     assert order is not None
     codec = Arranged(BY_NAME["q8"], order)
     block, into = block_of(b"x", spec), bytearray(spec.block_bytes)
-    entries = codec.encode(
-        block, block_parts.entries(spec, 0), "bfloat16", into, grid.grids(spec, 0, True)
+    entries = encode(
+        codec, block, block_parts.entries(spec, 0), "bfloat16", into, grid.grids(spec, 0, True)
     )
     whole, alone = bytearray(len(block)), bytearray(len(block) // LAYERS)
-    codec.decode(into, entries, "bfloat16", whole)
-    codec.decode(into, entries[2:4], "bfloat16", alone)
+    decode(codec, into, entries, "bfloat16", whole)
+    decode(codec, into, entries[2:4], "bfloat16", alone)
     size = len(alone)
     assert alone == whole[size : 2 * size]
     for some in (entries[1:3], entries[:1], entries[:3]):
         with pytest.raises(FrameError, match="only some of a page's parts"):
-            codec.decode(into, some, "bfloat16", whole)
+            decode(codec, into, some, "bfloat16", whole)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +293,10 @@ def test_frames_of_any_order_are_those_of_the_twin(
     assert isinstance(codec, Arranged)
     block, lies = kv(dtype, spec.block_bytes), grid.grids(spec, 0, ordered=True)
     found = []
-    for encode in (framing.encode_lossy, encode_lossy_by):
+    for make in (framing.encode_lossy, encode_lossy_by):
         header = Template(bytes(32), 0, 1, RAW, block_parts.entries(spec, 0)).blank(xxh3_128(block))
         into = bytearray(len(block))
-        nbytes = encode(codec, dtype, header, block, into, lies, 32)
+        nbytes = make(codec, dtype, header, block, into, lies, 32)
         found.append((nbytes, bytes(header), bytes(into[:nbytes])))
     assert found[0] == found[1]
     nbytes, text_of, payload = found[0]
@@ -306,7 +307,7 @@ def test_frames_of_any_order_are_those_of_the_twin(
     digest = seal_frame(header, payload)
     back, by_twin = bytearray(len(block)), bytearray(len(block))
     assert decode_frame(ELEMENTS[dtype], header, payload, digest, back, codec.recipe)
-    framing.decode(bytes(header) + payload, len(header), digest, dtype, by_twin, codec)
+    decode_frame_by(bytes(header) + payload, len(header), digest, dtype, by_twin, codec)
     assert back == by_twin
     odd = bytearray(payload)
     odd[nbytes // 2] ^= 1

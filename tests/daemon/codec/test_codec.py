@@ -18,6 +18,7 @@ from kvtier_daemon.codec.grid import GROUP_CHANNELS, HEADS_FIRST, TOKENS_FIRST, 
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
 from kvtier_kernels import join_planes, split_planes
 from models import kernels
+from models.codecs import encode
 from support.specs import spec_of
 
 
@@ -59,8 +60,9 @@ class TestZstd(CodecTests):
 
 def quantized(codec: base.Codec, spec: KvSpec) -> tuple[tuple[Entry, ...], bytearray]:
     block = kv(spec.dtype, spec.block_bytes)
-    into = bytearray(codec.bound(len(block)))
-    entries = codec.encode(block, block_parts.entries(spec, 0), spec.dtype, into, grids(spec, 0))
+    into = bytearray(len(block))
+    parts = block_parts.entries(spec, 0)
+    entries = encode(codec, block, parts, spec.dtype, into, grids(spec, 0))
     return entries, into
 
 

@@ -14,6 +14,8 @@ from kvtier.layout import Group, KvSpec
 from kvtier_daemon.codec import block_parts, frame
 from kvtier_daemon.codec.frame import Entry, Frame, Identity, Template
 from kvtier_kernels import seal_frame, xxh3_128
+from models.codecs import header as header_of
+from models.codecs import seal
 from support.specs import spec_of
 
 DIGESTS = st.binary(min_size=16, max_size=16)
@@ -127,7 +129,7 @@ def test_the_native_seal_is_its_twins(one: Frame, known: bool, seed: int) -> Non
     zeros = bytes(16)
     for codec in (frame.RAW, 3):
         header = replace(one, codec=codec, raw_digest=b"r" * 16 if known else zeros).encode()
-        expected = frame.seal(header, payload)
+        expected = seal(header, payload)
         native = bytearray(header)
         digest = seal_frame(native, payload)
         assert native == expected
@@ -154,14 +156,14 @@ def test_a_sealed_template_is_the_frame(known: bool) -> None:
     payload = random.Random(4).randbytes(spec.block_bytes)
     digest = xxh3_128(payload)
     kind = Template(b"s" * 32, 0, 1, frame.RAW, block_parts.entries(spec, 0))
-    header = kind.header(b"k" * 32, b"p" * 32, 7, 8, digest if known else b"")
+    header = header_of(kind, b"k" * 32, b"p" * 32, 7, 8, digest if known else b"")
     assert len(header) == kind.header_bytes
-    sealed = frame.decode(frame.seal(header, payload + b"what lies after it"), 7)
+    sealed = frame.decode(seal(header, payload + b"what lies after it"), 7)
     assert sealed.identity == Identity(b"s" * 32, 0, 1, b"k" * 32)
     assert (sealed.parent, sealed.sequence) == (b"p" * 32, 8)
     assert sealed.raw_digest == sealed.payload_digest == digest
     assert sealed.total_bytes == kind.total_bytes
     for entry in sealed.entries:
         assert entry.digest == xxh3_128(payload[entry.offset : entry.offset + entry.nbytes])
-    root = frame.decode(frame.seal(kind.header(b"k" * 32, b"", 7, 8, b""), payload))
+    root = frame.decode(seal(header_of(kind, b"k" * 32, b"", 7, 8, b""), payload))
     assert root.parent == b""

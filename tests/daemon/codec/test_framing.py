@@ -28,13 +28,13 @@ from kvtier_daemon.codec.frame import (
     Template,
     check_entries,
     decode,
-    seal,
     stamp,
 )
 from kvtier_daemon.codec.grid import HEADS_FIRST, grids
 from kvtier_daemon.codec.losses import FIXED, Loss, Losses
-from kvtier_daemon.codec.table import BY_NAME
+from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
 from kvtier_kernels import decode_frame, xxh3_128
+from models.codecs import decode_entries, decode_frame_by, encode_by, layer, seal
 from support.losses_by_twins import encode_lossy_by, profile_of
 from support.specs import spec_of
 
@@ -67,7 +67,7 @@ def made(codec: str, dtype: str = "bfloat16") -> tuple[bytes, bytes]:
 def test_the_kernel_makes_the_frame_that_its_twin_makes(codec: str, dtype: str) -> None:
     block = block_of(dtype)
     found = []
-    for encode in (framing.encode, framing.encode_by):
+    for encode in (framing.encode, encode_by):
         header, into = blank(dtype), bytearray(len(block))
         nbytes = encode(BY_NAME[codec], dtype, header, block, into)
         shrank = nbytes < len(block)
@@ -103,7 +103,7 @@ def test_a_frame_says_whose_it_is_and_gives_its_block_back(codec: str, dtype: st
 
 def test_a_digest_that_is_known_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of()
-    for encode in (framing.encode, framing.encode_by):
+    for encode in (framing.encode, encode_by):
         header = blank(raw_digest=b"d" * 16)
         encode(BY_NAME["r32"], "bfloat16", header, block, bytearray(len(block)))
         assert HEADER.unpack_from(header)[15] == b"d" * 16
@@ -197,10 +197,10 @@ def test_a_payload_that_ends_before_its_header_says_is_no_frame(codec: str) -> N
 
 
 def one_layer(one: Frame, payload: bytes, number: int) -> bytes:
-    entries = framing.layer(one, number)
+    entries = layer(one, number)
     start, end = entries[0].offset, entries[-1].offset + entries[-1].nbytes
     into = bytearray(sum(entry.raw_bytes for entry in entries))
-    framing.decode_entries(one, entries, payload[start:end], "bfloat16", into)
+    decode_entries(one, entries, payload[start:end], "bfloat16", into, BY_NUMBER[one.codec])
     return bytes(into)
 
 
@@ -212,8 +212,8 @@ def test_a_layer_is_decoded_alone(codec: str) -> None:
     for number in range(4):
         assert one_layer(one, payload, number) == block[number * each : (number + 1) * each]
     with pytest.raises(FrameError, match="has no layer 4"):
-        framing.layer(one, 4)
-    last = framing.layer(one, 3)[-1]
+        layer(one, 4)
+    last = layer(one, 3)[-1]
     bad = bytearray(payload)
     bad[last.offset + last.nbytes // 2] ^= 1
     assert one_layer(one, bytes(bad), 0) == block[:each], "the others are sound"
@@ -285,7 +285,7 @@ def test_the_kernel_makes_the_lossy_frame_that_its_twin_makes(name: str, asked: 
     header, payload = lossy_frame(spec, codec)
     back, by_twin, digest = bytearray(len(block)), bytearray(len(block)), xxh3_128(payload)
     element, text = base.ELEMENTS[spec.dtype], bytearray(header)
-    framing.decode(header + payload, len(header), digest, spec.dtype, by_twin, codec)
+    decode_frame_by(header + payload, len(header), digest, spec.dtype, by_twin, codec)
     for come in ((), *(steps(len(payload)) for _ in range(8))):
         back = bytearray(len(block))
         assert decode_frame(element, text, payload, digest, back, codec.recipe, come)
@@ -402,7 +402,7 @@ def both_decode(
     """Whether the kernel decodes a frame by this codec; the twin says the same."""
     into, by_twin = bytearray(spec.block_bytes), True
     try:
-        framing.decode(header + payload, len(header), digest, spec.dtype, into, codec)
+        decode_frame_by(header + payload, len(header), digest, spec.dtype, into, codec)
     except FrameError:
         by_twin = False
     recipe = codec.recipe if codec is not None else None
@@ -422,11 +422,9 @@ def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None
     assert nbytes < len(block)
     text = seal(bytes(header), into[:nbytes]) + into[:nbytes]
     size, digest, back = len(header), xxh3_128(into[:nbytes]), bytearray(len(block))
-    framing.decode(text, size, digest, "bfloat16", back, codec)
+    decode_frame_by(text, size, digest, "bfloat16", back, codec)
     assert bytes(back) != block and decode(text[:size]).raw_digest == xxh3_128(back)
-    framing.decode_entries(
-        decode(text[:size]), decode(text[:size]).entries, into, "bfloat16", back, codec
-    )
+    decode_entries(decode(text[:size]), decode(text[:size]).entries, into, "bfloat16", back, codec)
     other = Calibrated("ecsq", profile_of(spec, step=1), "mid")
     twice = bytearray(header)
     twice[GENERATION_AT] = 2
@@ -438,14 +436,14 @@ def test_a_lossy_frame_is_decoded_by_the_codec_that_is_asked_for_alone() -> None
         (codec, twice_text, "more than once"),
     ):
         with pytest.raises(FrameError, match=why):
-            framing.decode(text_of, size, digest, "bfloat16", back, given)
+            decode_frame_by(text_of, size, digest, "bfloat16", back, given)
         assert not both_decode(spec, given, text_of[:size], text_of[size:], digest)
     fixed, header = BY_NAME["q8"], blank()
     lies = grids(spec, 0)
     nbytes = framing.encode_lossy(fixed, "bfloat16", header, block, into, lies, 0)
     text = seal(bytes(header), into[:nbytes]) + into[:nbytes]
     digest = xxh3_128(into[:nbytes])
-    framing.decode(text, size, digest, "bfloat16", back, fixed)
+    decode_frame_by(text, size, digest, "bfloat16", back, fixed)
     with pytest.raises(FrameError, match="which this space does not use"):
         framing.decode(text, size, digest, "bfloat16", back)
     assert not both_decode(spec, None, text[:size], text[size:], digest)

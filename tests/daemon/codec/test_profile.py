@@ -14,6 +14,7 @@ import pytest
 from kvtier.errors import ProfileError
 from kvtier_daemon.codec import profile as files
 from kvtier_daemon.codec.profile import HEADER, Profile, decode, encode
+from models.codecs import inverse_of, inverses, step_of, steps
 from support.profiles import profile_of
 
 
@@ -175,12 +176,12 @@ def test_steps_are_float32_and_go_up_by_an_eighth_of_an_octave() -> None:
     for exponent in range(256):
         exact = 2 ** ((exponent - 160) / 8)
         for found, wanted in (
-            (files.step_of(exponent), exact),
-            (files.inverse_of(exponent), 1 / exact),
+            (step_of(exponent), exact),
+            (inverse_of(exponent), 1 / exact),
         ):
             assert found == struct.unpack("<f", struct.pack("<f", wanted))[0]
-    assert files.steps(bytes([160, 168, 152])).tolist() == [1, 2, 0.5]
-    assert files.inverses(bytes([160, 168, 152])).tolist() == [1, 0.5, 2]
+    assert steps(bytes([160, 168, 152])).tolist() == [1, 2, 0.5]
+    assert inverses(bytes([160, 168, 152])).tolist() == [1, 0.5, 2]
 
 
 def test_levels_that_are_none_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier_daemon.cli import main
 from kvtier_daemon.sim.report import percentiles, report, without_tiers
-from kvtier_daemon.sim.tiers import Machine, Simulation
+from kvtier_daemon.sim.tiers import SEGMENTS, Machine, Simulation
 from kvtier_daemon.sim.trace import TraceRequests, read
 from kvtier_daemon.tools.sizing import PrefillCost
 
@@ -181,9 +182,20 @@ def test_every_request_gets_its_first_token_and_no_block_is_in_two_places_too_ma
     simulation = Simulation(requests, one)
     totals = simulation.run()
     assert len(totals.waits_s) == len(requests) and min(totals.waits_s) >= 0
-    simulation.check()
+    check(simulation)
     hits = sum(totals.hit_blocks.values())
     assert hits <= totals.looked_up_blocks == requests.looked_up_blocks
+
+
+def check(run: Simulation) -> None:
+    """Memory and disk agree after a run."""
+    assert not (run._held or run._loading or run._waiters or run._reading or run._writing)
+    assert sum(run._memory) == run._in_memory == len(run._policy) <= run.memory_blocks
+    kept = Counter(run._frames.values())
+    assert sum(kept.values()) <= run.nvme_blocks + SEGMENTS
+    first = run._segment_number - len(run._segments) + 1
+    for number, nodes in enumerate(run._segments, first):
+        assert kept[number] == sum(run._frames.get(node) == number for node in set(nodes))
 
 
 def test_the_table_answers_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,13 +19,14 @@ from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.base import CACHEGEN, ECSQ, FP8, Q2, Q4, Q8
 from kvtier_daemon.codec.frame import LOSSY, PAGE, RAW, Frame
 from kvtier_daemon.codec.losses import NAMES, Losses
-from kvtier_daemon.codec.profile import Profile, step_of
+from kvtier_daemon.codec.profile import Profile
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import FooterEntry, decode_entries, encode_row
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import xxh3_128
+from models.codecs import step_of
 from support.losses_by_twins import STEP, block_of, floats_of, once_lost, profile_of
 from support.specs import spec_of
 

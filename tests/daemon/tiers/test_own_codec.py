@@ -12,26 +12,16 @@ import pytest
 from daemon.tiers.test_cold import run
 from daemon.tiers.test_encoded import Tenant
 from kvtier_daemon.codec import base
-from kvtier_daemon.codec.frame import RAW, ZERO_DIGEST, Entry
+from kvtier_daemon.codec.frame import RAW, Entry
 from kvtier_daemon.codec.table import BY_NAME, BY_NUMBER
 
 NUMBER = 77
 
 
-class Deflate:
+class Deflate(base.Codec):
     """Lossless: each part by zlib."""
 
-    name, number, lossy, native, profile, recipe = (
-        "deflate",
-        NUMBER,
-        False,
-        False,
-        ZERO_DIGEST,
-        None,
-    )
-
-    def bound(self, nbytes: int) -> int:
-        return nbytes
+    name, number, native = "deflate", NUMBER, False
 
     def encode(
         self,
@@ -39,8 +29,6 @@ class Deflate:
         parts: Sequence[Entry],
         dtype: str,
         into: Any,
-        grids: Any = (),
-        position: int = 0,
     ) -> tuple[Entry, ...]:
         whole, target = memoryview(block).cast("B"), memoryview(into).cast("B")
         found, start, at = [], 0, 0

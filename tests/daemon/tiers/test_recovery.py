@@ -21,6 +21,7 @@ from kvtier_daemon.tiers.cold.segment import (
     first_frame,
 )
 from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages
+from models.codecs import header, seal
 from support.specs import pattern, spec_of
 
 SPEC = spec_of("recovery", layers=1, kv_heads=1)
@@ -39,7 +40,7 @@ def text_of(number: int, epoch: int) -> bytes:
     """A whole frame."""
     payload = pattern(key(number), SPEC.block_bytes)
     parent = key(number - 1) if number else b""
-    sealed = frame.seal(KIND.header(key(number), parent, epoch, number, b""), payload)
+    sealed = seal(header(KIND, key(number), parent, epoch, number, b""), payload)
     return sealed + payload.ljust(frame.pages(len(payload)), b"\0")
 
 
