@@ -60,6 +60,10 @@ std::int64_t small(const nb::int_& number) {
     return value;
 }
 
+// The states of a block as its row in a list names them; `listed_below` is READY below memory.
+constexpr std::array<char, Counts::states> listed_state{0, 1, 2, 3, 4, 6};
+constexpr char listed_below = 5;
+
 using TwoLists = std::pair<nb::bytes, nb::bytes>;
 using ThreeLists = std::tuple<nb::bytes, nb::bytes, nb::bytes>;
 
@@ -130,10 +134,10 @@ class PyStore {
         return nb::make_tuple(ready, restorable, found);
     }
 
-    nb::list cold(std::uint32_t space, nb::bytes keys, std::size_t prefix) const {
+    nb::list missing(std::uint32_t space, nb::bytes keys, std::size_t prefix) const {
         nb::list found;
-        for (const Missing& part : store_.cold(space, keys_in(keys), prefix))
-            found.append(nb::make_tuple(part.group, part.shard, ids_out(part.cold),
+        for (const Missing& part : store_.missing(space, keys_in(keys), prefix))
+            found.append(nb::make_tuple(part.group, part.shard, ids_out(part.below),
                                         ids_out(part.promoting)));
         return found;
     }
@@ -176,7 +180,7 @@ class PyStore {
     ThreeLists make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
                          nb::bytes victims) {
         Left left = store_.make_room(space, group, n, ids_in(victims));
-        return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.cold)};
+        return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.below)};
     }
 
     void note_evicted(bool on) { store_.note_evicted(on); }
@@ -222,20 +226,19 @@ class PyStore {
     TwoLists unlease(nb::bytes ids) { return two(store_.unlease(ids_in(ids))); }
     std::size_t ready(nb::bytes ids) const {
         Ids list = ids_in(ids);
-        return static_cast<std::size_t>(std::count_if(list.begin(), list.end(), [&](Id id) {
-            return store_.block(id).is() == State::ready;
-        }));
+        return static_cast<std::size_t>(std::count_if(
+            list.begin(), list.end(), [&](Id id) { return store_.block(id).in_memory(); }));
     }
     nb::bytes slots(nb::bytes ids) const { return slots_of(ids_in(ids)); }
 
-    nb::bytes framed(nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
+    nb::bytes framed(std::uint32_t tier, nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
         Ids list = ids_in(ids);
         need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
         if (checksums.size())
             need_items(checksums, list.size(), checksum_bytes,
                        "need 16 bytes of checksum per id, or no checksums");
         const char* digests = checksums.size() ? checksums.c_str() : nullptr;
-        return ids_out(store_.framed(list, frames.c_str(), digests));
+        return ids_out(store_.framed(tier, list, frames.c_str(), digests));
     }
 
     nb::bytes moved(nb::bytes ids, nb::bytes before, nb::bytes frames) {
@@ -270,7 +273,7 @@ class PyStore {
         nb::bytes second = zeroed(list.size() * checksum_bytes, digests);
         for (std::size_t i = 0; i < list.size(); ++i) {
             Frame frame = store_.frame(list[i]);
-            frame.rounds = 0;
+            frame.tier = frame.rounds = 0;
             std::memcpy(packed + i * sizeof(Frame), &frame, sizeof(Frame));
             std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
                         checksum_bytes);
@@ -295,7 +298,7 @@ class PyStore {
         for (std::size_t i = 0; i < ids.size(); ++i) {
             const Record& record = store_.block(ids[i]);
             const bool wanted = look ? store_.earns_second_chance(ids[i]) : record.used;
-            flags[i] = static_cast<char>(wanted | (record.is() == State::cold) << 1);
+            flags[i] = static_cast<char>(wanted | (record.tier != memory) << 1);
         }
         return {ids_out(ids), mask};
     }
@@ -311,10 +314,11 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans)};
     }
 
-    std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t space, nb::bytes rows,
-                                                            std::uint32_t segment, nb::bytes used) {
+    std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t tier, std::uint32_t space,
+                                                            nb::bytes rows, std::uint32_t segment,
+                                                            nb::bytes used) {
         const std::size_t n = count_in(rows, 128, "rows have 128 bytes each");
-        const Restored over = store_.restore(space, rows.c_str(), n, segment, ids_in(used));
+        const Restored over = store_.restore(tier, space, rows.c_str(), n, segment, ids_in(used));
         return {over.made, over.unfit, places_out(over.died)};
     }
 
@@ -401,12 +405,16 @@ class PyStore {
     nb::dict counts() const {
         const Counts& counts = store_.counts();
         nb::dict blocks, bytes, all;
-        for (std::size_t i = 1; i < state_names.size(); ++i) {
+        nb::list below;
+        for (std::size_t i = 1; i < Counts::states; ++i) {
             blocks[state_names[i]] = counts.blocks[i];
             bytes[state_names[i]] = counts.bytes[i];
         }
+        for (std::size_t i = Counts::states; i < counts.blocks.size(); ++i)
+            below.append(counts.blocks[i]);
         all["blocks"] = blocks;
         all["bytes"] = bytes;
+        all["below"] = below;
         all["framed_blocks"] = store_.framed_blocks();
         all["framed_bytes"] = store_.framed_bytes();
         all["nodes"] = counts.nodes;
@@ -433,7 +441,7 @@ class PyStore {
             const std::uint32_t head[] = {id, place.group, place.shard, frame.payload_bytes};
             std::memcpy(data, head, sizeof head);
             std::memcpy(data + 16, &record.leases, sizeof record.leases);
-            data[18] = static_cast<char>(record.is());
+            data[18] = record.tier == memory ? listed_state[record.state] : listed_below;
             data[19] = static_cast<char>(record.framed | record.used << 1);
             data[20] = static_cast<char>(frame.codec);
             data[21] = static_cast<char>(frame.rounds & ~spared);
@@ -475,19 +483,9 @@ class PyStore {
     std::vector<HeldBuffer> buffers_;
 };
 
-nb::dict lifecycle() {
-    nb::dict table;
-    for (const Transition& t : transitions)
-        table[nb::make_tuple(state_names[static_cast<std::size_t>(t.from)],
-                             event_names[static_cast<std::size_t>(t.event)])] =
-            state_names[static_cast<std::size_t>(t.to)];
-    return table;
-}
-
 }  // namespace
 
 void bind_store(nb::module_& m) {
-    m.def("lifecycle", &lifecycle, "The state table: (state, event) -> state.");
     nb::class_<PyStore>(m, "Store", "One tenant's blocks: the prefix tree, their states and slots.")
         .def(nb::init<std::size_t>(), "ghosts"_a = 65536)
         .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
@@ -495,7 +493,7 @@ void bind_store(nb::module_& m) {
         .def("drop_space", &PyStore::drop_space, "space"_a)
         .def("slot_bytes", &PyStore::slot_bytes, "space"_a, "group"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
-        .def("cold", &PyStore::cold, "space"_a, "keys"_a, "prefix"_a)
+        .def("missing", &PyStore::missing, "space"_a, "keys"_a, "prefix"_a)
         .def("resident", &PyStore::resident, "space"_a, "keys"_a)
         .def("states", &PyStore::states, "space"_a, "key"_a)
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
@@ -518,7 +516,7 @@ void bind_store(nb::module_& m) {
         .def("forget", &PyStore::forget, "ids"_a)
         .def("lease", &PyStore::lease, "ids"_a)
         .def("unlease", &PyStore::unlease, "ids"_a)
-        .def("framed", &PyStore::framed, "ids"_a, "frames"_a, "checksums"_a)
+        .def("framed", &PyStore::framed, "tier"_a, "ids"_a, "frames"_a, "checksums"_a)
         .def("moved", &PyStore::moved, "ids"_a, "before"_a, "frames"_a)
         .def("promote", &PyStore::promote, "ids"_a)
         .def("promoted", &PyStore::promoted, "ids"_a)
@@ -534,7 +532,7 @@ void bind_store(nb::module_& m) {
         .def("still", &PyStore::still, "ids"_a, "segment"_a)
         .def("take_used", &PyStore::take_used, "limit"_a)
         .def("drop_segment", &PyStore::drop_segment, "segment"_a)
-        .def("restore", &PyStore::restore, "space"_a, "rows"_a, "segment"_a,
+        .def("restore", &PyStore::restore, "tier"_a, "space"_a, "rows"_a, "segment"_a,
              "used"_a = nb::bytes("", 0))
         .def("identities", &PyStore::identities, "ids"_a)
         .def("ready", &PyStore::ready, "ids"_a)
