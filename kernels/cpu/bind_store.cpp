@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bytes.h"
+#include "python_bytes.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -16,24 +17,6 @@ using namespace nb::literals;
 using namespace kvtier;
 
 namespace {
-
-// A Python buffer, held while the store writes to it.
-class HeldBuffer {
- public:
-    explicit HeldBuffer(nb::handle object) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_WRITABLE) != 0) throw nb::python_error();
-    }
-    HeldBuffer(HeldBuffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
-    HeldBuffer(const HeldBuffer&) = delete;
-    HeldBuffer& operator=(const HeldBuffer&) = delete;
-    ~HeldBuffer() {
-        if (view_.obj) PyBuffer_Release(&view_);
-    }
-    const Py_buffer& view() const { return view_; }
-
- private:
-    Py_buffer view_{};
-};
 
 Keys keys_in(const nb::bytes& keys) {
     return {keys.c_str(), count_in(keys, key_bytes, "keys have 32 bytes each")};
@@ -52,6 +35,18 @@ nb::bytes zeroed(std::size_t size, char*& data) {
     return nb::steal<nb::bytes>(made);
 }
 
+// A row of `row_bytes` for each of these; `fill(one, row)` writes it over zeros.
+template <class Many, class Fill>
+nb::bytes rows(const Many& many, std::size_t row_bytes, Fill fill) {
+    char* row;
+    nb::bytes out = zeroed(std::size(many) * row_bytes, row);
+    for (const auto& one : many) {
+        fill(one, row);
+        row += row_bytes;
+    }
+    return out;
+}
+
 // A number that exceeds 64 bits also fails every later check.
 std::int64_t small(const nb::int_& number) {
     int overflow = 0;
@@ -64,15 +59,14 @@ std::int64_t small(const nb::int_& number) {
 constexpr std::array<char, Counts::states> listed_state{0, 1, 2, 3, 4, 6};
 constexpr char listed_below = 5;
 
+constexpr std::size_t identity_bytes = 80;
+
 using TwoLists = std::pair<nb::bytes, nb::bytes>;
 using ThreeLists = std::tuple<nb::bytes, nb::bytes, nb::bytes>;
 
 // Segment and page of each frame, as 4-byte numbers.
 nb::bytes places_out(const std::vector<Frame>& frames) {
-    char* data;
-    nb::bytes out = zeroed(frames.size() * 8, data);
-    for (std::size_t i = 0; i < frames.size(); ++i) std::memcpy(data + i * 8, &frames[i], 8);
-    return out;
+    return rows(frames, 8, [](const Frame& frame, char* row) { std::memcpy(row, &frame, 8); });
 }
 
 void need_items(const nb::bytes& items, std::size_t n, std::size_t item_bytes, const char* what) {
@@ -89,16 +83,16 @@ class PyStore {
     explicit PyStore(std::size_t ghosts) : store_(ghosts) {}
 
     std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
-        HeldBuffer held(generations);
-        const Py_buffer& view = held.view();
+        auto held = std::make_unique<HeldMemory>();
+        held->take(generations, Access::kWrite, Shape::kContiguous, "generations");
         if (nbytes < page_bytes || nbytes >> 44)
             throw std::invalid_argument("an extent has between 4096 bytes and 16 TiB");
-        if (static_cast<std::uint64_t>(view.len) < nbytes / page_bytes * sizeof(std::uint64_t))
+        if (held->size() < nbytes / page_bytes * sizeof(std::uint64_t))
             throw std::invalid_argument("the generation table needs 8 bytes a page");
-        if (reinterpret_cast<std::uintptr_t>(view.buf) % alignof(std::uint64_t))
+        if (reinterpret_cast<std::uintptr_t>(held->data()) % alignof(std::uint64_t))
             throw std::invalid_argument("the generation table is not aligned to 8 bytes");
-        buffers_.push_back(std::move(held));
-        return store_.add_extent(nbytes, static_cast<std::uint64_t*>(buffers_.back().view().buf));
+        tables_.push_back(std::move(held));
+        return store_.add_extent(nbytes, reinterpret_cast<std::uint64_t*>(tables_.back()->data()));
     }
 
     std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
@@ -187,16 +181,10 @@ class PyStore {
 
     // In the format of `identities`, without parents.
     nb::bytes take_evicted() {
-        constexpr std::size_t item = 80;
-        const std::vector<Name> names = store_.take_evicted();
-        char* data;
-        nb::bytes out = zeroed(names.size() * item, data);
-        for (const Name& name : names) {
-            std::memcpy(data, &name, 12);
-            std::memcpy(data + 16, name.key.words.data(), key_bytes);
-            data += item;
-        }
-        return out;
+        return rows(store_.take_evicted(), identity_bytes, [](const Name& name, char* row) {
+            std::memcpy(row, &name, 12);
+            std::memcpy(row + 16, name.key.words.data(), key_bytes);
+        });
     }
 
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
@@ -267,18 +255,16 @@ class PyStore {
     }
 
     TwoLists frames(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char *packed, *digests;
-        nb::bytes first = zeroed(list.size() * sizeof(Frame), packed);
-        nb::bytes second = zeroed(list.size() * checksum_bytes, digests);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            Frame frame = store_.frame(list[i]);
+        auto packed = [this](Id id, char* row) {
+            Frame frame = store_.frame(id);
             frame.tier = frame.rounds = 0;
-            std::memcpy(packed + i * sizeof(Frame), &frame, sizeof(Frame));
-            std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
-                        checksum_bytes);
-        }
-        return {first, second};
+            std::memcpy(row, &frame, sizeof(Frame));
+        };
+        auto digest = [this](Id id, char* row) {
+            std::memcpy(row, store_.checksum(id).bytes.data(), checksum_bytes);
+        };
+        return {rows(ids_in(ids), sizeof(Frame), packed),
+                rows(ids_in(ids), checksum_bytes, digest)};
     }
 
     nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
@@ -293,14 +279,12 @@ class PyStore {
 
     TwoLists in_segment(std::uint32_t segment, bool look) {
         IdList ids = store_.in_segment(segment);
-        char* flags;
-        nb::bytes mask = zeroed(ids.size(), flags);
-        for (std::size_t i = 0; i < ids.size(); ++i) {
-            const Record& record = store_.block(ids[i]);
-            const bool wanted = look ? store_.earns_second_chance(ids[i]) : record.used;
-            flags[i] = static_cast<char>(wanted | (record.tier != memory) << 1);
-        }
-        return {ids_out(ids), mask};
+        auto flags = [&](Id id, char* row) {
+            const Record& record = store_.block(id);
+            const bool wanted = look ? store_.earns_second_chance(id) : record.used;
+            *row = static_cast<char>(wanted | (record.tier != memory) << 1);
+        };
+        return {ids_out(ids), rows(ids, 1, flags)};
     }
 
     nb::bytes still(nb::bytes ids, std::uint32_t segment) const {
@@ -324,49 +308,32 @@ class PyStore {
 
     // "<IIIB3x32s32s": space, group, shard, whether there is a parent, key, key of the parent.
     nb::bytes identities(nb::bytes ids) const {
-        constexpr std::size_t item = 80;
-        Ids list = ids_in(ids);
-        char* data;
-        nb::bytes out = zeroed(list.size() * item, data);
-        std::memset(data, 0, list.size() * item);
-        for (Id id : list) {
+        return rows(ids_in(ids), identity_bytes, [this](Id id, char* row) {
             const Place& place = store_.place_of(id);
             Id parent = store_.parent_of(id);
-            std::memcpy(data, &place, 12);
-            data[12] = parent != none;
-            std::memcpy(data + 16, store_.key_of(id).words.data(), key_bytes);
+            std::memcpy(row, &place, 12);
+            row[12] = parent != none;
+            std::memcpy(row + 16, store_.key_of(id).words.data(), key_bytes);
             if (parent != none)
-                std::memcpy(data + 48, store_.key_of(parent).words.data(), key_bytes);
-            data += item;
-        }
-        return out;
+                std::memcpy(row + 48, store_.key_of(parent).words.data(), key_bytes);
+        });
     }
 
-    std::pair<nb::bytes, nb::bytes> checksums(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char *digests, *has;
-        nb::bytes first = zeroed(list.size() * checksum_bytes, digests);
-        nb::bytes second = zeroed(list.size(), has);
-        std::memset(digests, 0, list.size() * checksum_bytes);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            store_.block(list[i]);
-            has[i] = store_.summed(list[i]);
-            if (has[i])
-                std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
-                            checksum_bytes);
-        }
-        return {first, second};
+    TwoLists checksums(nb::bytes ids) const {
+        auto digest = [this](Id id, char* row) {
+            store_.block(id);
+            if (store_.summed(id))
+                std::memcpy(row, store_.checksum(id).bytes.data(), checksum_bytes);
+        };
+        auto has = [this](Id id, char* row) { *row = store_.summed(id); };
+        return {rows(ids_in(ids), checksum_bytes, digest), rows(ids_in(ids), 1, has)};
     }
 
     nb::bytes keys_of(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char* data;
-        nb::bytes out = zeroed(list.size() * key_bytes, data);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            store_.block(list[i]);
-            std::memcpy(data + i * key_bytes, store_.key_of(list[i]).words.data(), key_bytes);
-        }
-        return out;
+        return rows(ids_in(ids), key_bytes, [this](Id id, char* row) {
+            store_.block(id);
+            std::memcpy(row, store_.key_of(id).words.data(), key_bytes);
+        });
     }
 
     // The input of a policy: the names of the blocks, 8 bytes each, and the ids of the blocks
@@ -431,25 +398,21 @@ class PyStore {
 
     nb::tuple listed(std::uint32_t space, Id first, Id look, std::size_t limit) const {
         auto [next, ids] = store_.listed(space, first, look, limit);
-        constexpr std::size_t item = 56;
-        char* data;
-        nb::bytes rows = zeroed(ids.size() * item, data);
-        for (Id id : ids) {
+        constexpr std::size_t listed_bytes = 56;
+        auto listed = [this](Id id, char* row) {
             const Record& record = store_.block(id);
             const Place& place = store_.place_of(id);
             const Frame frame = record.framed ? store_.frame(id) : Frame{};
             const std::uint32_t head[] = {id, place.group, place.shard, frame.payload_bytes};
-            std::memcpy(data, head, sizeof head);
-            std::memcpy(data + 16, &record.leases, sizeof record.leases);
-            data[18] = record.tier == memory ? listed_state[record.state] : listed_below;
-            data[19] = static_cast<char>(record.framed | record.used << 1);
-            data[20] = static_cast<char>(frame.codec);
-            data[21] = static_cast<char>(frame.rounds & ~spared);
-            data[22] = data[23] = 0;
-            std::memcpy(data + 24, store_.key_of(id).words.data(), key_bytes);
-            data += item;
-        }
-        return nb::make_tuple(next, rows);
+            std::memcpy(row, head, sizeof head);
+            std::memcpy(row + 16, &record.leases, sizeof record.leases);
+            row[18] = record.tier == memory ? listed_state[record.state] : listed_below;
+            row[19] = static_cast<char>(record.framed | record.used << 1);
+            row[20] = static_cast<char>(frame.codec);
+            row[21] = static_cast<char>(frame.rounds & ~spared);
+            std::memcpy(row + 24, store_.key_of(id).words.data(), key_bytes);
+        };
+        return nb::make_tuple(next, rows(ids, listed_bytes, listed));
     }
 
     std::size_t memory_bytes() const { return sizeof(*this) + store_.memory_bytes(); }
@@ -480,7 +443,7 @@ class PyStore {
     }
 
     Store store_;
-    std::vector<HeldBuffer> buffers_;
+    std::vector<std::unique_ptr<HeldMemory>> tables_;  // of generations, which the store writes
 };
 
 }  // namespace

@@ -105,42 +105,39 @@ bool Store::complete(Id node) const {
 // A block of a full group left this node: cuts all nodes below it, and adds their evictable blocks,
 // which no match can reach, to `orphans`.
 void Store::cut_below(Id node, IdList* orphans) {
-    stack_.assign(1, node);
-    while (!stack_.empty()) {
-        Id above = stack_.back();
-        stack_.pop_back();
-        for (Id child = records_[above].first_child; child != none;
-             child = records_[child].next_sibling) {
-            if (records_[child].cut) continue;
-            if (++walked_ > walk_limit) {
-                cut_short_ = true;
-                return;
-            }
-            records_[child].cut = 1;
-            if (orphans)
-                for (Id id = child; id != none; id = records_[id].more)
-                    if (records_[id].evictable() && places_[records_[id].place].full)
-                        orphans->push_back(id);
-            if (records_[child].first_child != none) stack_.push_back(child);
-        }
-    }
+    set_cut_below(node, true, [&](Id child) {
+        if (orphans)
+            for (Id id = child; id != none; id = records_[id].more)
+                if (records_[id].evictable() && places_[records_[id].place].full)
+                    orphans->push_back(id);
+        return true;
+    });
 }
 
 // This node is complete and not cut: clears the flag of the nodes below it, down to the next gap.
 void Store::join_below(Id node) {
+    set_cut_below(node, false, [this](Id child) {
+        return records_[child].first_child != none && complete(child);
+    });
+}
+
+// Sets the flag of the nodes below this one that have the other value, as far as `passes` is true
+// for the nodes on the way.
+template <class Passes>
+void Store::set_cut_below(Id node, bool cut, Passes passes) {
     stack_.assign(1, node);
     while (!stack_.empty()) {
         Id above = stack_.back();
         stack_.pop_back();
         for (Id child = records_[above].first_child; child != none;
              child = records_[child].next_sibling) {
-            if (!records_[child].cut) continue;
+            if (records_[child].cut == cut) continue;
             if (++walked_ > walk_limit) {
                 cut_short_ = true;
                 return;
             }
-            records_[child].cut = 0;
-            if (records_[child].first_child != none && complete(child)) stack_.push_back(child);
+            records_[child].cut = cut;
+            if (passes(child) && records_[child].first_child != none) stack_.push_back(child);
         }
     }
 }

@@ -272,6 +272,8 @@ class Store {
     bool complete(Id node) const;
     void cut_below(Id node, IdList* orphans);
     void join_below(Id node);
+    template <class Passes>
+    void set_cut_below(Id node, bool cut, Passes passes);
     void keep_orphans(IdList& ids) const;
     void check_node(Id node, Counts& seen) const;
 

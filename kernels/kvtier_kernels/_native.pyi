@@ -424,11 +424,8 @@ def copy(dst: _Memory, src: _Memory, checksum: bool = False, threads: int = 1) -
     """Copies a buffer, bypassing the caches. Returns its digest if requested; then it uses one
     thread."""
 
-def nt_loop(dst: _Memory, src: _Memory) -> None:
-    """Copies with the plain streaming loop: a baseline."""
-
 def nt_loops(dsts: Sequence[_Memory], srcs: Sequence[_Memory]) -> None:
-    """The same for many ranges in one call."""
+    """Copies ranges with the plain streaming loop: a baseline."""
 
 def memcpy(dst: _Memory, src: _Memory) -> None:
     """Copies with the C library's memcpy: a baseline."""

@@ -289,7 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
         new = statuses.count(0)
         for _ in range(4):
             room = self.ask("room", *place[:2], new)
-            victims = self.lru.victims(new - room)
+            victims = self.lru.victims(new - room + 2)  # more than are needed
             if room == new or not victims:
                 break
             self.make_room(place, new, victims)
@@ -370,9 +370,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.demote(orphans)
 
     @precondition(lambda self: self.of(*RESTORABLE))
-    @rule(picks=st.lists(numbers, min_size=1, max_size=5))
-    def forget_some(self, picks):
-        self.forget(self.choose(self.of(*RESTORABLE), picks))
+    @rule(picks=st.lists(numbers, min_size=1, max_size=5), held=st.booleans())
+    def forget_some(self, picks, held):
+        ids = self.choose(self.of(*RESTORABLE), picks)
+        if held:
+            self.hold([i for i in ids[:2] if self.states[i] == "ready"])
+        self.forget(ids)
 
     def forget(self, ids):
         freed, orphans, died = self.ask("forget", pack(ids))
