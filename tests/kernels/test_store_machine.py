@@ -988,7 +988,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=effort(20, 300, 2000),
+    max_examples=effort(60, 600, 4000),
     stateful_step_count=effort(50, 50, 100),
     deadline=None,
     suppress_health_check=list(HealthCheck),
