@@ -23,7 +23,7 @@ Keys keys_in(const nb::bytes& keys) {
 }
 
 Key key_in(const nb::bytes& key) {
-    if (key.size() != key_bytes) throw std::invalid_argument("a key has 32 bytes");
+    need(key.size() == key_bytes, "a key has 32 bytes");
     return Key::read(key.c_str());
 }
 
@@ -51,7 +51,7 @@ nb::bytes rows(const Many& many, std::size_t row_bytes, Fill fill) {
 std::int64_t small(const nb::int_& number) {
     int overflow = 0;
     std::int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-    if (overflow) throw std::invalid_argument("a number is out of range");
+    need(!overflow, "a number is out of range");
     return value;
 }
 
@@ -69,8 +69,17 @@ nb::bytes places_out(const std::vector<Frame>& frames) {
     return rows(frames, 8, [](const Frame& frame, char* row) { std::memcpy(row, &frame, 8); });
 }
 
-void need_items(const nb::bytes& items, std::size_t n, std::size_t item_bytes, const char* what) {
-    if (items.size() != n * item_bytes) throw std::invalid_argument(what);
+const char* frames_in(const nb::bytes& frames, Ids ids) {
+    need(frames.size() == ids.size() * sizeof(Frame), "need 16 bytes of frame per id");
+    return frames.c_str();
+}
+
+// Null if there are none.
+const char* checksums_in(const nb::bytes& checksums, Ids ids) {
+    if (!checksums.size()) return nullptr;
+    need(checksums.size() == ids.size() * checksum_bytes,
+         "need 16 bytes of checksum per id, or no checksums");
+    return checksums.c_str();
 }
 
 TwoLists two(const std::pair<IdList, IdList>& lists) {
@@ -85,28 +94,27 @@ class PyStore {
     std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
         auto held = std::make_unique<HeldMemory>();
         held->take(generations, Access::kWrite, Shape::kContiguous, "generations");
-        if (nbytes < page_bytes || nbytes >> 44)
-            throw std::invalid_argument("an extent has between 4096 bytes and 16 TiB");
-        if (held->size() < nbytes / page_bytes * sizeof(std::uint64_t))
-            throw std::invalid_argument("the generation table needs 8 bytes a page");
-        if (reinterpret_cast<std::uintptr_t>(held->data()) % alignof(std::uint64_t))
-            throw std::invalid_argument("the generation table is not aligned to 8 bytes");
+        need(nbytes >= page_bytes && !(nbytes >> 44),
+             "an extent has between 4096 bytes and 16 TiB");
+        need(held->size() >= nbytes / page_bytes * sizeof(std::uint64_t),
+             "the generation table needs 8 bytes a page");
+        need(reinterpret_cast<std::uintptr_t>(held->data()) % alignof(std::uint64_t) == 0,
+             "the generation table is not aligned to 8 bytes");
         tables_.push_back(std::move(held));
         return store_.add_extent(nbytes, reinterpret_cast<std::uint64_t*>(tables_.back()->data()));
     }
 
     std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
                             const std::vector<nb::int_>& shards) {
-        if (groups.size() != shards.size())
-            throw std::invalid_argument("need one number of shards per group");
+        need(groups.size() == shards.size(), "need one number of shards per group");
         std::vector<GroupSpec> specs;
         for (std::size_t g = 0; g < groups.size(); ++g) {
             std::int64_t kind = small(std::get<0>(groups[g])),
                          window = small(std::get<1>(groups[g]));
             std::int64_t block_bytes = small(std::get<2>(groups[g])), count = small(shards[g]);
-            if (kind < 0 || kind > 2 || window < 0 || window >> 32 || block_bytes < 1 ||
-                count < 1 || count > 1 << 22)
-                throw std::invalid_argument("a group is (kind 0..2, window_blocks, block_bytes)");
+            need(kind >= 0 && kind <= 2 && window >= 0 && !(window >> 32) && block_bytes > 0 &&
+                     count > 0 && count <= 1 << 22,
+                 "a group is (kind 0..2, window_blocks, block_bytes)");
             specs.push_back({static_cast<Kind>(kind), static_cast<std::uint32_t>(window),
                              static_cast<std::uint64_t>(block_bytes),
                              static_cast<std::uint32_t>(count)});
@@ -190,7 +198,7 @@ class PyStore {
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
                      std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses) {
         Keys list = keys_in(keys);
-        if (statuses.size() != list.n) throw std::invalid_argument("need one status per key");
+        need(statuses.size() == list.n, "need one status per key");
         std::optional<Key> above;
         if (parent) above = key_in(*parent);
         IdList ids =
@@ -199,10 +207,7 @@ class PyStore {
     }
 
     void commit(nb::bytes ids, nb::bytes checksums) {
-        Ids list = ids_in(ids);
-        if (checksums.size() && checksums.size() != list.size() * checksum_bytes)
-            throw std::invalid_argument("need 16 bytes of checksum per id, or no checksums");
-        store_.commit(list, checksums.size() ? checksums.c_str() : nullptr);
+        store_.commit(ids_in(ids), checksums_in(checksums, ids_in(ids)));
     }
 
     void abort(nb::bytes ids) { store_.abort(ids_in(ids)); }
@@ -221,19 +226,13 @@ class PyStore {
 
     nb::bytes framed(std::uint32_t tier, nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
         Ids list = ids_in(ids);
-        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        if (checksums.size())
-            need_items(checksums, list.size(), checksum_bytes,
-                       "need 16 bytes of checksum per id, or no checksums");
-        const char* digests = checksums.size() ? checksums.c_str() : nullptr;
-        return ids_out(store_.framed(tier, list, frames.c_str(), digests));
+        return ids_out(
+            store_.framed(tier, list, frames_in(frames, list), checksums_in(checksums, list)));
     }
 
     nb::bytes moved(nb::bytes ids, nb::bytes before, nb::bytes frames) {
         Ids list = ids_in(ids);
-        need_items(before, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        return ids_out(store_.moved(list, before.c_str(), frames.c_str()));
+        return ids_out(store_.moved(list, frames_in(before, list), frames_in(frames, list)));
     }
 
     TwoLists promote(nb::bytes ids) {
@@ -250,8 +249,7 @@ class PyStore {
     ThreeLists spoilt(nb::bytes ids) { return and_died(store_.spoilt(ids_in(ids))); }
     ThreeLists damaged(nb::bytes ids, nb::bytes frames) {
         Ids list = ids_in(ids);
-        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        return and_died(store_.damaged(list, frames.c_str()));
+        return and_died(store_.damaged(list, frames_in(frames, list)));
     }
 
     TwoLists frames(nb::bytes ids) const {

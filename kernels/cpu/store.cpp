@@ -11,10 +11,6 @@
 namespace kvtier {
 namespace {
 
-void need(bool condition, const char* what) {
-    if (!condition) throw std::invalid_argument(what);
-}
-
 constexpr std::uint64_t max_places = 1U << 21;  // a record has 21 bits for its place
 constexpr std::size_t max_sizes = 1024;         // each costs a little when a free run changes
 constexpr std::array<char, Counts::states> answer{0, 2, 1, 3, 2, 1};    // to a probe, by state

@@ -9,10 +9,6 @@
 namespace kvtier {
 namespace {
 
-void need(bool condition, const char* what) {
-    if (!condition) throw std::invalid_argument(what);
-}
-
 template <class T>
 T load(const char* bytes) {
     T value;

@@ -20,6 +20,10 @@
 
 namespace kvtier {
 
+inline void need(bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
 using Id = std::uint32_t;
 inline constexpr Id none = 0xFFFFFFFF;
 inline constexpr Id max_records = 0x7FFFFFF0;  // the table of a slab uses one bit for itself

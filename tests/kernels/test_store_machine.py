@@ -11,7 +11,14 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvtier_kernels import Store
 from models.kernels.store import Tree, name_of
@@ -986,10 +993,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.ask("room", *plan[:3]) * pitch >= capacity
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(
-    max_examples=effort(60, 600, 4000),
-    stateful_step_count=effort(50, 50, 100),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+def test_every_answer_follows_from_what_was_done():
+    rounds = settings(
+        max_examples=effort(60, 600, 4000),
+        stateful_step_count=effort(50, 50, 100),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(StoreMachine, settings=rounds)
