@@ -130,7 +130,7 @@ class Promotions:
         def fits(parts: list[Missing]) -> bool:
             if sum(len(below) for _, _, below, _ in parts) > limit_blocks * ID_BYTES:
                 return False
-            ids = b"".join(below + promoting for _, _, below, promoting in parts if out_of_reach)
+            ids = b"".join(cold + promoting for _, _, cold, promoting in parts if out_of_reach)
             segments = {one[0] for one in struct.iter_unpack("<I12x", store.frames(ids)[0])}
             return segments.isdisjoint(out_of_reach)
 

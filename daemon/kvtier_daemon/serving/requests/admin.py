@@ -10,7 +10,6 @@ import msgspec
 
 from kvtier import wire
 from kvtier.errors import KvtierError, Refused
-from kvtier_daemon.catalog.blocks import TIERS
 from kvtier_daemon.serving import listing
 from kvtier_daemon.serving.context import (
     Handlers,
@@ -65,7 +64,7 @@ class AdminRequests:
     def tier(self, tenant: Tenant | None, request: wire.Tier) -> None:
         self._check_privileged("tiers can be switched")
         assert self._server.operated is not None
-        if request.tier not in TIERS or request.order not in TIER_ORDERS:
+        if request.tier not in ("warm", "cold") or request.order not in TIER_ORDERS:
             raise Refused(
                 "bad_request", f"unknown tier or order: {request.tier!r}, {request.order!r}"
             )
