@@ -21,6 +21,10 @@ MIB = 1 << 20
 Arm = Callable[[], object]
 
 
+def nt_loop(dst, src):
+    kernels.nt_loops([dst], [src])
+
+
 def prefaulted(size: int) -> mmap.mmap:
     """Anonymous memory, every page touched."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -107,7 +111,7 @@ def whole_blocks(
         ("copy_in", kernels.copy_in, inwards),
         ("copy_out", kernels.copy_out, [(part, view) for view, part in inwards]),
     ):
-        nt, plain = partial(each, kernels.nt_loop, both), partial(each, kernels.memcpy, both)
+        nt, plain = partial(each, nt_loop, both), partial(each, kernels.memcpy, both)
         run = partial(move, maps, slots, buffers)
         for what, arm, base, bar in (
             ("/ nt_loop", partial(run, 1, False), nt, 0.95),
@@ -143,14 +147,14 @@ def paged_blocks(
     assert all(slot == source for slot, source in places)
     kernels.scatter(pieces, ids, maps, slots)
     back = [(source, slot) for slot, source in places]
-    whole = partial(kernels.nt_loop, maps[0], memory)
+    whole = partial(nt_loop, maps[0], memory)
     for way, move, both in (("gather", kernels.gather, places), ("scatter", kernels.scatter, back)):
         run = partial(move, pieces, ids, maps, slots)
         for what, arm, base, bar in (
             (
                 "/ nt_loop on the pieces",
                 partial(run, 1, False),
-                partial(each, kernels.nt_loop, both),
+                partial(each, nt_loop, both),
                 0.9,
             ),
             ("/ nt_loop on one range", partial(run, 1, False), whole, 0.0),

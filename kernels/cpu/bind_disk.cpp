@@ -178,14 +178,13 @@ class Disk {
             if ((from.flags & ~kUrgent) != 0) unknown_flags(name);
             if (frame.header_bytes == 0 || frame.header_bytes % kPage != 0 ||
                 frame.payload_bytes == 0 || frame.payload_bytes > from.nbytes) {
-                throw nb::value_error(
-                    (name + ": these sizes are impossible for an encoded frame").c_str());
+                fail(nb::value_error, name, ": these sizes are impossible for an encoded frame");
             }
             to.urgent = (from.flags & kUrgent) != 0;
             to.encoded = to.staged = true;
             to.element = codec::element_of(frame.element);
             if (frame.lossy > lossy.size())
-                throw nb::index_error((name + ": its recipe does not exist").c_str());
+                fail(nb::index_error, name, ": its recipe does not exist");
             if (frame.lossy != 0) to.lossy = lossy[frame.lossy - 1].shared;
             to.block = to.payload;
             to.block_bytes = from.nbytes;
@@ -225,7 +224,7 @@ class Disk {
             to.seal = (from.flags & kSeal) != 0;
             const uint64_t at = from.header.at, nbytes = from.header.nbytes;
             if (at > held.size() || nbytes > held.size() - at) {
-                throw nb::index_error((name + ": its header is outside of the headers").c_str());
+                fail(nb::index_error, name, ": its header is outside of the headers");
             }
             if (nbytes == 0) return;
             to.header_bytes = whole_pages(nbytes);
@@ -430,7 +429,7 @@ class Disk {
         held.take(packed, Access::kRead, Shape::kContiguous, "ops");
         if (held.size() % sizeof(Packed) != 0) {
             const std::string each = std::to_string(sizeof(Packed));
-            throw nb::value_error(("ops: packed operations are " + each + " bytes each").c_str());
+            fail(nb::value_error, "ops: packed operations are ", each, " bytes each");
         }
         for (size_t i = 0; i < held.size() / sizeof(Packed); i++) {
             Packed from;
@@ -440,35 +439,31 @@ class Disk {
     }
 
     [[noreturn]] static void unknown_flags(const std::string& name) {
-        throw nb::value_error((name + ": unknown flags").c_str());
+        fail(nb::value_error, name, ": unknown flags");
     }
 
     // Checks and sets the fields that reads and writes have in common.
     void place(const PackedOperation& from, const std::string& name, bool writes_memory,
                Operation& to) {
         if (from.extent >= extents_.size()) {
-            throw nb::index_error((name + ": extent " + std::to_string(from.extent) + " of " +
-                                   std::to_string(extents_.size()))
-                                      .c_str());
+            fail(nb::index_error, name, ": extent ", from.extent, " of ", extents_.size());
         }
         const Mapping& mapping = *extents_[from.extent];
         const bool has_header = !writes_memory && from.header.nbytes != 0;
-        if (from.nbytes == 0 && !has_header) throw nb::value_error((name + ": no bytes").c_str());
+        if (from.nbytes == 0 && !has_header) fail(nb::value_error, name, ": no bytes");
         if (from.file_offset % kPage != 0 || from.memory_offset % kPage != 0) {
-            throw nb::value_error((name + ": its offsets are not multiples of a page").c_str());
+            fail(nb::value_error, name, ": its offsets are not multiples of a page");
         }
         if (from.file_offset > kOffsetMost) {
-            throw nb::value_error((name + ": exceeds the maximum file size").c_str());
+            fail(nb::value_error, name, ": exceeds the maximum file size");
         }
         const uint64_t size = mapping.size() / kPage * kPage;
         if (from.memory_offset > size || from.nbytes > size - from.memory_offset) {
-            throw nb::index_error((name + ": " + std::to_string(from.nbytes) + " bytes at " +
-                                   std::to_string(from.memory_offset) + " of an extent of " +
-                                   std::to_string(mapping.size()))
-                                      .c_str());
+            fail(nb::index_error, name, ": ", from.nbytes, " bytes at ", from.memory_offset,
+                 " of an extent of ", mapping.size());
         }
         if (writes_memory && !mapping.writable()) {
-            throw nb::value_error((name + ": its extent is mapped read-only").c_str());
+            fail(nb::value_error, name, ": its extent is mapped read-only");
         }
         to.token = from.token;
         to.fd = from.fd;

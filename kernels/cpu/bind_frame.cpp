@@ -14,11 +14,40 @@
 
 namespace nb = nanobind;
 
+namespace kvtier {
 namespace {
 
 using GridTuple = std::tuple<uint32_t, uint32_t, uint32_t, bool>;  // a Grid
 
+// The memory of a frame's header, of the source and of the target.
+struct FrameMemory {
+    FrameMemory(nb::handle text, nb::handle source, const char* name, nb::handle target) {
+        header.take(text, Access::kWrite, Shape::kContiguous, "header");
+        from.take(source, Access::kRead, Shape::kContiguous, name);
+        into.take(target, Access::kWrite, Shape::kContiguous, "into");
+    }
+    HeldMemory header, from, into;
+};
+
+// Encodes a block as `by` tells, a codec or a recipe; `how` are its other parameters.
+template <typename By, typename... How>
+size_t encode(const By& by, uint32_t element, const FrameMemory& held, const How&... how) {
+    const codec::Element is = codec::element_of(element);
+    if (held.into.size() < codec::bound(held.from.size())) {
+        throw nb::value_error("into: smaller than the bound of the parts");
+    }
+    size_t found = 0;
+    {
+        const Unlocked unlocked;
+        found = encode_frame(by, is, held.header.data(), held.header.size(), held.from.data(),
+                             held.from.size(), how..., held.into.data());
+    }
+    if (found == 0) throw nb::value_error("header: does not describe this block");
+    return found;
+}
+
 }  // namespace
+}  // namespace kvtier
 
 void bind_frame(nb::module_& m) {
     using namespace kvtier;
@@ -44,60 +73,29 @@ void bind_frame(nb::module_& m) {
         "encode_frame",
         [](uint32_t number, uint32_t element, nb::handle header, nb::handle block,
            nb::handle into) {
-            HeldMemory text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(block, Access::kRead, Shape::kContiguous, "block");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
             const codec::Codec by = codec::codec_of(number);
             if (by > codec::Codec::kR32) throw nb::value_error("codec: must be a lossless codec");
-            const codec::Element is = codec::element_of(element);
-            if (to.size() < codec::bound(bytes.size())) {
-                throw nb::value_error("into: smaller than the bound of the parts");
-            }
-            size_t found = 0;
-            {
-                const Unlocked unlocked;
-                found = encode_frame(by, is, text.data(), text.size(), bytes.data(), bytes.size(),
-                                     to.data());
-            }
-            if (found == 0) throw nb::value_error("header: does not describe this block");
-            return found;
+            return encode(by, element, FrameMemory(header, block, "block", into));
         },
         "codec"_a, "element"_a, "header"_a, "block"_a, "into"_a);
     m.def(
         "encode_lossy_frame",
         [](const codec::SharedRecipe& by, uint32_t element, nb::handle header, nb::handle block,
            nb::handle into, const std::vector<GridTuple>& lies, uint32_t position) {
-            HeldMemory text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(block, Access::kRead, Shape::kContiguous, "block");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
-            const codec::Element is = codec::element_of(element);
-            if (to.size() < codec::bound(bytes.size())) {
-                throw nb::value_error("into: smaller than the bound of the parts");
-            }
             std::vector<codec::Grid> grids;
             for (const auto& [rows, channels, head, by_token] : lies) {
                 grids.push_back({rows, channels, head, by_token});
             }
-            size_t found = 0;
-            {
-                const Unlocked unlocked;
-                found = encode_frame(*by.shared, is, text.data(), text.size(), bytes.data(),
-                                     bytes.size(), grids, position, to.data());
-            }
-            if (found == 0) throw nb::value_error("header: does not describe this block");
-            return found;
+            const FrameMemory held(header, block, "block", into);
+            return encode(*by.shared, element, held, grids, position);
         },
         "by"_a, "element"_a, "header"_a, "block"_a, "into"_a, "grids"_a, "position"_a);
     m.def(
         "decode_frame",
         [](uint32_t element, nb::handle header, nb::handle payload, nb::bytes digest,
            nb::handle into, const codec::SharedRecipe* lossy, const std::vector<size_t>& arrived) {
-            HeldMemory text, bytes, to;
-            text.take(header, Access::kWrite, Shape::kContiguous, "header");
-            bytes.take(payload, Access::kRead, Shape::kContiguous, "payload");
-            to.take(into, Access::kWrite, Shape::kContiguous, "into");
+            const FrameMemory held(header, payload, "payload", into);
+            const HeldMemory &text = held.header, &bytes = held.from, &to = held.into;
             const codec::Element is = codec::element_of(element);
             if (digest.size() != kDigestBytes) throw nb::value_error("digest: must have 16 bytes");
             const auto* expected = reinterpret_cast<const uint8_t*>(digest.c_str());

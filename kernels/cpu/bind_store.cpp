@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bytes.h"
+#include "python_bytes.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -17,30 +18,12 @@ using namespace kvtier;
 
 namespace {
 
-// A Python buffer, held while the store writes to it.
-class HeldBuffer {
- public:
-    explicit HeldBuffer(nb::handle object) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_WRITABLE) != 0) throw nb::python_error();
-    }
-    HeldBuffer(HeldBuffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
-    HeldBuffer(const HeldBuffer&) = delete;
-    HeldBuffer& operator=(const HeldBuffer&) = delete;
-    ~HeldBuffer() {
-        if (view_.obj) PyBuffer_Release(&view_);
-    }
-    const Py_buffer& view() const { return view_; }
-
- private:
-    Py_buffer view_{};
-};
-
 Keys keys_in(const nb::bytes& keys) {
     return {keys.c_str(), count_in(keys, key_bytes, "keys have 32 bytes each")};
 }
 
 Key key_in(const nb::bytes& key) {
-    if (key.size() != key_bytes) throw std::invalid_argument("a key has 32 bytes");
+    need(key.size() == key_bytes, "a key has 32 bytes");
     return Key::read(key.c_str());
 }
 
@@ -52,27 +35,51 @@ nb::bytes zeroed(std::size_t size, char*& data) {
     return nb::steal<nb::bytes>(made);
 }
 
+// A row of `row_bytes` for each of these; `fill(one, row)` writes it over zeros.
+template <class Many, class Fill>
+nb::bytes rows(const Many& many, std::size_t row_bytes, Fill fill) {
+    char* row;
+    nb::bytes out = zeroed(std::size(many) * row_bytes, row);
+    for (const auto& one : many) {
+        fill(one, row);
+        row += row_bytes;
+    }
+    return out;
+}
+
 // A number that exceeds 64 bits also fails every later check.
 std::int64_t small(const nb::int_& number) {
     int overflow = 0;
     std::int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-    if (overflow) throw std::invalid_argument("a number is out of range");
+    need(!overflow, "a number is out of range");
     return value;
 }
+
+// The states of a block as its row in a list names them; `listed_below` is READY below memory.
+constexpr std::array<char, Counts::states> listed_state{0, 1, 2, 3, 4, 6};
+constexpr char listed_below = 5;
+
+constexpr std::size_t identity_bytes = 80;
 
 using TwoLists = std::pair<nb::bytes, nb::bytes>;
 using ThreeLists = std::tuple<nb::bytes, nb::bytes, nb::bytes>;
 
 // Segment and page of each frame, as 4-byte numbers.
 nb::bytes places_out(const std::vector<Frame>& frames) {
-    char* data;
-    nb::bytes out = zeroed(frames.size() * 8, data);
-    for (std::size_t i = 0; i < frames.size(); ++i) std::memcpy(data + i * 8, &frames[i], 8);
-    return out;
+    return rows(frames, 8, [](const Frame& frame, char* row) { std::memcpy(row, &frame, 8); });
 }
 
-void need_items(const nb::bytes& items, std::size_t n, std::size_t item_bytes, const char* what) {
-    if (items.size() != n * item_bytes) throw std::invalid_argument(what);
+const char* frames_in(const nb::bytes& frames, Ids ids) {
+    need(frames.size() == ids.size() * sizeof(Frame), "need 16 bytes of frame per id");
+    return frames.c_str();
+}
+
+// Null if there are none.
+const char* checksums_in(const nb::bytes& checksums, Ids ids) {
+    if (!checksums.size()) return nullptr;
+    need(checksums.size() == ids.size() * checksum_bytes,
+         "need 16 bytes of checksum per id, or no checksums");
+    return checksums.c_str();
 }
 
 TwoLists two(const std::pair<IdList, IdList>& lists) {
@@ -85,30 +92,29 @@ class PyStore {
     explicit PyStore(std::size_t ghosts) : store_(ghosts) {}
 
     std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
-        HeldBuffer held(generations);
-        const Py_buffer& view = held.view();
-        if (nbytes < page_bytes || nbytes >> 44)
-            throw std::invalid_argument("an extent has between 4096 bytes and 16 TiB");
-        if (static_cast<std::uint64_t>(view.len) < nbytes / page_bytes * sizeof(std::uint64_t))
-            throw std::invalid_argument("the generation table needs 8 bytes a page");
-        if (reinterpret_cast<std::uintptr_t>(view.buf) % alignof(std::uint64_t))
-            throw std::invalid_argument("the generation table is not aligned to 8 bytes");
-        buffers_.push_back(std::move(held));
-        return store_.add_extent(nbytes, static_cast<std::uint64_t*>(buffers_.back().view().buf));
+        auto held = std::make_unique<HeldMemory>();
+        held->take(generations, Access::kWrite, Shape::kContiguous, "generations");
+        need(nbytes >= page_bytes && !(nbytes >> 44),
+             "an extent has between 4096 bytes and 16 TiB");
+        need(held->size() >= nbytes / page_bytes * sizeof(std::uint64_t),
+             "the generation table needs 8 bytes a page");
+        need(reinterpret_cast<std::uintptr_t>(held->data()) % alignof(std::uint64_t) == 0,
+             "the generation table is not aligned to 8 bytes");
+        tables_.push_back(std::move(held));
+        return store_.add_extent(nbytes, reinterpret_cast<std::uint64_t*>(tables_.back()->data()));
     }
 
     std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
                             const std::vector<nb::int_>& shards) {
-        if (groups.size() != shards.size())
-            throw std::invalid_argument("need one number of shards per group");
+        need(groups.size() == shards.size(), "need one number of shards per group");
         std::vector<GroupSpec> specs;
         for (std::size_t g = 0; g < groups.size(); ++g) {
             std::int64_t kind = small(std::get<0>(groups[g])),
                          window = small(std::get<1>(groups[g]));
             std::int64_t block_bytes = small(std::get<2>(groups[g])), count = small(shards[g]);
-            if (kind < 0 || kind > 2 || window < 0 || window >> 32 || block_bytes < 1 ||
-                count < 1 || count > 1 << 22)
-                throw std::invalid_argument("a group is (kind 0..2, window_blocks, block_bytes)");
+            need(kind >= 0 && kind <= 2 && window >= 0 && !(window >> 32) && block_bytes > 0 &&
+                     count > 0 && count <= 1 << 22,
+                 "a group is (kind 0..2, window_blocks, block_bytes)");
             specs.push_back({static_cast<Kind>(kind), static_cast<std::uint32_t>(window),
                              static_cast<std::uint64_t>(block_bytes),
                              static_cast<std::uint32_t>(count)});
@@ -130,10 +136,10 @@ class PyStore {
         return nb::make_tuple(ready, restorable, found);
     }
 
-    nb::list cold(std::uint32_t space, nb::bytes keys, std::size_t prefix) const {
+    nb::list missing(std::uint32_t space, nb::bytes keys, std::size_t prefix) const {
         nb::list found;
-        for (const Missing& part : store_.cold(space, keys_in(keys), prefix))
-            found.append(nb::make_tuple(part.group, part.shard, ids_out(part.cold),
+        for (const Missing& part : store_.missing(space, keys_in(keys), prefix))
+            found.append(nb::make_tuple(part.group, part.shard, ids_out(part.below),
                                         ids_out(part.promoting)));
         return found;
     }
@@ -176,29 +182,23 @@ class PyStore {
     ThreeLists make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
                          nb::bytes victims) {
         Left left = store_.make_room(space, group, n, ids_in(victims));
-        return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.cold)};
+        return {ids_out(left.gone), ids_out(left.orphans), ids_out(left.below)};
     }
 
     void note_evicted(bool on) { store_.note_evicted(on); }
 
     // In the format of `identities`, without parents.
     nb::bytes take_evicted() {
-        constexpr std::size_t item = 80;
-        const std::vector<Name> names = store_.take_evicted();
-        char* data;
-        nb::bytes out = zeroed(names.size() * item, data);
-        for (const Name& name : names) {
-            std::memcpy(data, &name, 12);
-            std::memcpy(data + 16, name.key.words.data(), key_bytes);
-            data += item;
-        }
-        return out;
+        return rows(store_.take_evicted(), identity_bytes, [](const Name& name, char* row) {
+            std::memcpy(row, &name, 12);
+            std::memcpy(row + 16, name.key.words.data(), key_bytes);
+        });
     }
 
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
                      std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses) {
         Keys list = keys_in(keys);
-        if (statuses.size() != list.n) throw std::invalid_argument("need one status per key");
+        need(statuses.size() == list.n, "need one status per key");
         std::optional<Key> above;
         if (parent) above = key_in(*parent);
         IdList ids =
@@ -207,10 +207,7 @@ class PyStore {
     }
 
     void commit(nb::bytes ids, nb::bytes checksums) {
-        Ids list = ids_in(ids);
-        if (checksums.size() && checksums.size() != list.size() * checksum_bytes)
-            throw std::invalid_argument("need 16 bytes of checksum per id, or no checksums");
-        store_.commit(list, checksums.size() ? checksums.c_str() : nullptr);
+        store_.commit(ids_in(ids), checksums_in(checksums, ids_in(ids)));
     }
 
     void abort(nb::bytes ids) { store_.abort(ids_in(ids)); }
@@ -222,27 +219,20 @@ class PyStore {
     TwoLists unlease(nb::bytes ids) { return two(store_.unlease(ids_in(ids))); }
     std::size_t ready(nb::bytes ids) const {
         Ids list = ids_in(ids);
-        return static_cast<std::size_t>(std::count_if(list.begin(), list.end(), [&](Id id) {
-            return store_.block(id).is() == State::ready;
-        }));
+        return static_cast<std::size_t>(std::count_if(
+            list.begin(), list.end(), [&](Id id) { return store_.block(id).in_memory(); }));
     }
     nb::bytes slots(nb::bytes ids) const { return slots_of(ids_in(ids)); }
 
-    nb::bytes framed(nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
+    nb::bytes framed(std::uint32_t tier, nb::bytes ids, nb::bytes frames, nb::bytes checksums) {
         Ids list = ids_in(ids);
-        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        if (checksums.size())
-            need_items(checksums, list.size(), checksum_bytes,
-                       "need 16 bytes of checksum per id, or no checksums");
-        const char* digests = checksums.size() ? checksums.c_str() : nullptr;
-        return ids_out(store_.framed(list, frames.c_str(), digests));
+        return ids_out(
+            store_.framed(tier, list, frames_in(frames, list), checksums_in(checksums, list)));
     }
 
     nb::bytes moved(nb::bytes ids, nb::bytes before, nb::bytes frames) {
         Ids list = ids_in(ids);
-        need_items(before, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        return ids_out(store_.moved(list, before.c_str(), frames.c_str()));
+        return ids_out(store_.moved(list, frames_in(before, list), frames_in(frames, list)));
     }
 
     TwoLists promote(nb::bytes ids) {
@@ -259,23 +249,20 @@ class PyStore {
     ThreeLists spoilt(nb::bytes ids) { return and_died(store_.spoilt(ids_in(ids))); }
     ThreeLists damaged(nb::bytes ids, nb::bytes frames) {
         Ids list = ids_in(ids);
-        need_items(frames, list.size(), sizeof(Frame), "need 16 bytes of frame per id");
-        return and_died(store_.damaged(list, frames.c_str()));
+        return and_died(store_.damaged(list, frames_in(frames, list)));
     }
 
     TwoLists frames(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char *packed, *digests;
-        nb::bytes first = zeroed(list.size() * sizeof(Frame), packed);
-        nb::bytes second = zeroed(list.size() * checksum_bytes, digests);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            Frame frame = store_.frame(list[i]);
-            frame.rounds = 0;
-            std::memcpy(packed + i * sizeof(Frame), &frame, sizeof(Frame));
-            std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
-                        checksum_bytes);
-        }
-        return {first, second};
+        auto packed = [this](Id id, char* row) {
+            Frame frame = store_.frame(id);
+            frame.tier = frame.rounds = 0;
+            std::memcpy(row, &frame, sizeof(Frame));
+        };
+        auto digest = [this](Id id, char* row) {
+            std::memcpy(row, store_.checksum(id).bytes.data(), checksum_bytes);
+        };
+        return {rows(ids_in(ids), sizeof(Frame), packed),
+                rows(ids_in(ids), checksum_bytes, digest)};
     }
 
     nb::bytes dirty(nb::bytes ids) const { return ids_out(store_.dirty(ids_in(ids))); }
@@ -290,14 +277,12 @@ class PyStore {
 
     TwoLists in_segment(std::uint32_t segment, bool look) {
         IdList ids = store_.in_segment(segment);
-        char* flags;
-        nb::bytes mask = zeroed(ids.size(), flags);
-        for (std::size_t i = 0; i < ids.size(); ++i) {
-            const Record& record = store_.block(ids[i]);
-            const bool wanted = look ? store_.earns_second_chance(ids[i]) : record.used;
-            flags[i] = static_cast<char>(wanted | (record.is() == State::cold) << 1);
-        }
-        return {ids_out(ids), mask};
+        auto flags = [&](Id id, char* row) {
+            const Record& record = store_.block(id);
+            const bool wanted = look ? store_.earns_second_chance(id) : record.used;
+            *row = static_cast<char>(wanted | (record.tier != memory) << 1);
+        };
+        return {ids_out(ids), rows(ids, 1, flags)};
     }
 
     nb::bytes still(nb::bytes ids, std::uint32_t segment) const {
@@ -311,58 +296,42 @@ class PyStore {
         return {ids_out(left.gone), ids_out(left.orphans)};
     }
 
-    std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t space, nb::bytes rows,
-                                                            std::uint32_t segment, nb::bytes used) {
+    std::tuple<std::size_t, std::size_t, nb::bytes> restore(std::uint32_t tier, std::uint32_t space,
+                                                            nb::bytes rows, std::uint32_t segment,
+                                                            nb::bytes used) {
         const std::size_t n = count_in(rows, 128, "rows have 128 bytes each");
-        const Restored over = store_.restore(space, rows.c_str(), n, segment, ids_in(used));
+        const Restored over = store_.restore(tier, space, rows.c_str(), n, segment, ids_in(used));
         return {over.made, over.unfit, places_out(over.died)};
     }
 
     // "<IIIB3x32s32s": space, group, shard, whether there is a parent, key, key of the parent.
     nb::bytes identities(nb::bytes ids) const {
-        constexpr std::size_t item = 80;
-        Ids list = ids_in(ids);
-        char* data;
-        nb::bytes out = zeroed(list.size() * item, data);
-        std::memset(data, 0, list.size() * item);
-        for (Id id : list) {
+        return rows(ids_in(ids), identity_bytes, [this](Id id, char* row) {
             const Place& place = store_.place_of(id);
             Id parent = store_.parent_of(id);
-            std::memcpy(data, &place, 12);
-            data[12] = parent != none;
-            std::memcpy(data + 16, store_.key_of(id).words.data(), key_bytes);
+            std::memcpy(row, &place, 12);
+            row[12] = parent != none;
+            std::memcpy(row + 16, store_.key_of(id).words.data(), key_bytes);
             if (parent != none)
-                std::memcpy(data + 48, store_.key_of(parent).words.data(), key_bytes);
-            data += item;
-        }
-        return out;
+                std::memcpy(row + 48, store_.key_of(parent).words.data(), key_bytes);
+        });
     }
 
-    std::pair<nb::bytes, nb::bytes> checksums(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char *digests, *has;
-        nb::bytes first = zeroed(list.size() * checksum_bytes, digests);
-        nb::bytes second = zeroed(list.size(), has);
-        std::memset(digests, 0, list.size() * checksum_bytes);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            store_.block(list[i]);
-            has[i] = store_.summed(list[i]);
-            if (has[i])
-                std::memcpy(digests + i * checksum_bytes, store_.checksum(list[i]).bytes.data(),
-                            checksum_bytes);
-        }
-        return {first, second};
+    TwoLists checksums(nb::bytes ids) const {
+        auto digest = [this](Id id, char* row) {
+            store_.block(id);
+            if (store_.summed(id))
+                std::memcpy(row, store_.checksum(id).bytes.data(), checksum_bytes);
+        };
+        auto has = [this](Id id, char* row) { *row = store_.summed(id); };
+        return {rows(ids_in(ids), checksum_bytes, digest), rows(ids_in(ids), 1, has)};
     }
 
     nb::bytes keys_of(nb::bytes ids) const {
-        Ids list = ids_in(ids);
-        char* data;
-        nb::bytes out = zeroed(list.size() * key_bytes, data);
-        for (std::size_t i = 0; i < list.size(); ++i) {
-            store_.block(list[i]);
-            std::memcpy(data + i * key_bytes, store_.key_of(list[i]).words.data(), key_bytes);
-        }
-        return out;
+        return rows(ids_in(ids), key_bytes, [this](Id id, char* row) {
+            store_.block(id);
+            std::memcpy(row, store_.key_of(id).words.data(), key_bytes);
+        });
     }
 
     // The input of a policy: the names of the blocks, 8 bytes each, and the ids of the blocks
@@ -401,12 +370,16 @@ class PyStore {
     nb::dict counts() const {
         const Counts& counts = store_.counts();
         nb::dict blocks, bytes, all;
-        for (std::size_t i = 1; i < state_names.size(); ++i) {
+        nb::list below;
+        for (std::size_t i = 1; i < Counts::states; ++i) {
             blocks[state_names[i]] = counts.blocks[i];
             bytes[state_names[i]] = counts.bytes[i];
         }
+        for (std::size_t i = Counts::states; i < counts.blocks.size(); ++i)
+            below.append(counts.blocks[i]);
         all["blocks"] = blocks;
         all["bytes"] = bytes;
+        all["below"] = below;
         all["framed_blocks"] = store_.framed_blocks();
         all["framed_bytes"] = store_.framed_bytes();
         all["nodes"] = counts.nodes;
@@ -423,25 +396,21 @@ class PyStore {
 
     nb::tuple listed(std::uint32_t space, Id first, Id look, std::size_t limit) const {
         auto [next, ids] = store_.listed(space, first, look, limit);
-        constexpr std::size_t item = 56;
-        char* data;
-        nb::bytes rows = zeroed(ids.size() * item, data);
-        for (Id id : ids) {
+        constexpr std::size_t listed_bytes = 56;
+        auto listed = [this](Id id, char* row) {
             const Record& record = store_.block(id);
             const Place& place = store_.place_of(id);
             const Frame frame = record.framed ? store_.frame(id) : Frame{};
             const std::uint32_t head[] = {id, place.group, place.shard, frame.payload_bytes};
-            std::memcpy(data, head, sizeof head);
-            std::memcpy(data + 16, &record.leases, sizeof record.leases);
-            data[18] = static_cast<char>(record.is());
-            data[19] = static_cast<char>(record.framed | record.used << 1);
-            data[20] = static_cast<char>(frame.codec);
-            data[21] = static_cast<char>(frame.rounds & ~spared);
-            data[22] = data[23] = 0;
-            std::memcpy(data + 24, store_.key_of(id).words.data(), key_bytes);
-            data += item;
-        }
-        return nb::make_tuple(next, rows);
+            std::memcpy(row, head, sizeof head);
+            std::memcpy(row + 16, &record.leases, sizeof record.leases);
+            row[18] = record.tier == memory ? listed_state[record.state] : listed_below;
+            row[19] = static_cast<char>(record.framed | record.used << 1);
+            row[20] = static_cast<char>(frame.codec);
+            row[21] = static_cast<char>(frame.rounds & ~spared);
+            std::memcpy(row + 24, store_.key_of(id).words.data(), key_bytes);
+        };
+        return nb::make_tuple(next, rows(ids, listed_bytes, listed));
     }
 
     std::size_t memory_bytes() const { return sizeof(*this) + store_.memory_bytes(); }
@@ -472,22 +441,12 @@ class PyStore {
     }
 
     Store store_;
-    std::vector<HeldBuffer> buffers_;
+    std::vector<std::unique_ptr<HeldMemory>> tables_;  // of generations, which the store writes
 };
-
-nb::dict lifecycle() {
-    nb::dict table;
-    for (const Transition& t : transitions)
-        table[nb::make_tuple(state_names[static_cast<std::size_t>(t.from)],
-                             event_names[static_cast<std::size_t>(t.event)])] =
-            state_names[static_cast<std::size_t>(t.to)];
-    return table;
-}
 
 }  // namespace
 
 void bind_store(nb::module_& m) {
-    m.def("lifecycle", &lifecycle, "The state table: (state, event) -> state.");
     nb::class_<PyStore>(m, "Store", "One tenant's blocks: the prefix tree, their states and slots.")
         .def(nb::init<std::size_t>(), "ghosts"_a = 65536)
         .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
@@ -495,7 +454,7 @@ void bind_store(nb::module_& m) {
         .def("drop_space", &PyStore::drop_space, "space"_a)
         .def("slot_bytes", &PyStore::slot_bytes, "space"_a, "group"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
-        .def("cold", &PyStore::cold, "space"_a, "keys"_a, "prefix"_a)
+        .def("missing", &PyStore::missing, "space"_a, "keys"_a, "prefix"_a)
         .def("resident", &PyStore::resident, "space"_a, "keys"_a)
         .def("states", &PyStore::states, "space"_a, "key"_a)
         .def("probe", &PyStore::probe, "space"_a, "group"_a, "shard"_a, "keys"_a)
@@ -518,7 +477,7 @@ void bind_store(nb::module_& m) {
         .def("forget", &PyStore::forget, "ids"_a)
         .def("lease", &PyStore::lease, "ids"_a)
         .def("unlease", &PyStore::unlease, "ids"_a)
-        .def("framed", &PyStore::framed, "ids"_a, "frames"_a, "checksums"_a)
+        .def("framed", &PyStore::framed, "tier"_a, "ids"_a, "frames"_a, "checksums"_a)
         .def("moved", &PyStore::moved, "ids"_a, "before"_a, "frames"_a)
         .def("promote", &PyStore::promote, "ids"_a)
         .def("promoted", &PyStore::promoted, "ids"_a)
@@ -534,7 +493,7 @@ void bind_store(nb::module_& m) {
         .def("still", &PyStore::still, "ids"_a, "segment"_a)
         .def("take_used", &PyStore::take_used, "limit"_a)
         .def("drop_segment", &PyStore::drop_segment, "segment"_a)
-        .def("restore", &PyStore::restore, "space"_a, "rows"_a, "segment"_a,
+        .def("restore", &PyStore::restore, "tier"_a, "space"_a, "rows"_a, "segment"_a,
              "used"_a = nb::bytes("", 0))
         .def("identities", &PyStore::identities, "ids"_a)
         .def("ready", &PyStore::ready, "ids"_a)

@@ -137,9 +137,7 @@ class Buffers {
     static void check(uint64_t has, uint64_t wanted, bool exact, const std::string& what,
                       const char* unit) {
         if (has == wanted || (!exact && has > wanted)) return;
-        throw nb::value_error(
-            (what + ": " + std::to_string(has) + " " + unit + ", not " + std::to_string(wanted))
-                .c_str());
+        fail(nb::value_error, what, ": ", has, " ", unit, ", not ", wanted);
     }
 
     size_t count_;
@@ -167,15 +165,11 @@ nb::bytes copy_whole(nb::handle mappings, nb::handle packed, const Buffers& buff
     if (!numbers.is_none()) which = read_u32(numbers, "at", true);
     const size_t matched = numbers.is_none() ? buffers.count() : which.size();
     if (matched != at.size()) {
-        throw nb::value_error(
-            (std::to_string(matched) + " buffers for " + std::to_string(at.size()) + " slots")
-                .c_str());
+        fail(nb::value_error, matched, " buffers for ", at.size(), " slots");
     }
     for (const uint32_t number : which) {
         if (number >= buffers.count()) {
-            throw nb::index_error(
-                ("at: buffer " + std::to_string(number) + " of " + std::to_string(buffers.count()))
-                    .c_str());
+            fail(nb::index_error, "at: buffer ", number, " of ", buffers.count());
         }
     }
     NewBytes digests(checksum ? kDigestBytes * at.size() : 0);
@@ -249,14 +243,11 @@ EnginePieces::EnginePieces(nb::sequence arrays, const std::vector<int64_t>& offs
         const uint64_t size = held_[j].size();
         const std::string name = "piece " + std::to_string(j);
         if (offsets[j] < 0 || piece_bytes[j] < 1 || offset > size || bytes > size - offset) {
-            throw nb::value_error((name + ": " + std::to_string(piece_bytes[j]) + " bytes at " +
-                                   std::to_string(offsets[j]) + " of an array of " +
-                                   std::to_string(size))
-                                      .c_str());
+            fail(nb::value_error, name, ": ", piece_bytes[j], " bytes at ", offsets[j],
+                 " of an array of ", size);
         }
         if (strides[j] < piece_bytes[j]) {
-            throw nb::value_error(
-                (name + ": a stride below its length would let blocks overlap").c_str());
+            fail(nb::value_error, name, ": a stride below its length would let blocks overlap");
         }
         pieces_.push_back({held_[j].data() + offset, stride, static_cast<size_t>(bytes)});
         blocks_ = std::min(blocks_, (size - offset - bytes) / stride + 1);
@@ -272,16 +263,12 @@ nb::bytes copy_pieces(const EnginePieces& pieces, nb::handle block_ids, nb::hand
     const std::vector<uint32_t> ids = read_u32(block_ids, "block_ids", true);
     Slots slots(mappings, packed);
     if (ids.size() != slots.count()) {
-        throw nb::value_error((std::to_string(ids.size()) + " block ids for " +
-                               std::to_string(slots.count()) + " slots")
-                                  .c_str());
+        fail(nb::value_error, ids.size(), " block ids for ", slots.count(), " slots");
     }
     for (size_t i = 0; i < ids.size(); i++) {
         if (ids[i] >= pieces.blocks()) {
-            throw nb::index_error(("block_ids: number " + std::to_string(i) + ": block " +
-                                   std::to_string(ids[i]) + " of " +
-                                   std::to_string(pieces.blocks()))
-                                      .c_str());
+            fail(nb::index_error, "block_ids: number ", i, ": block ", ids[i], " of ",
+                 pieces.blocks());
         }
     }
     if (!inwards && !pieces.writable()) throw nb::value_error("pieces: an array is read-only");
@@ -313,9 +300,7 @@ struct Pair {
         to.take(dst, Access::kWrite, Shape::kContiguous, "dst");
         from.take(src, Access::kRead, Shape::kContiguous, "src");
         if (to.size() != from.size()) {
-            throw nb::value_error(("dst has " + std::to_string(to.size()) + " bytes, src " +
-                                   std::to_string(from.size()))
-                                      .c_str());
+            fail(nb::value_error, "dst has ", to.size(), " bytes, src ", from.size());
         }
     }
     HeldMemory to, from;
@@ -397,15 +382,6 @@ void bind_blocks(nb::module_& m) {
         "nice"_a = 0);
     m.def("copy", &copy, "dst"_a, "src"_a, "checksum"_a = false, "threads"_a = 1);
     m.def(
-        "nt_loop",
-        [](nb::handle dst, nb::handle src) {
-            const Pair pair(dst, src);
-            const Unlocked unlocked;
-            nt_loop(pair.to.data(), pair.from.data(), pair.to.size());
-            stream_fence();
-        },
-        "dst"_a, "src"_a);
-    m.def(
         "nt_loops",
         [](nb::sequence dsts, nb::sequence srcs) {
             const size_t count = nb::len(dsts);
@@ -414,7 +390,7 @@ void bind_blocks(nb::module_& m) {
             for (size_t i = 0; i < count; i++) pairs.emplace_back(dsts[i], srcs[i]);
             const Unlocked unlocked;
             for (const Pair& pair : pairs) {
-                nt_loop(pair.to.data(), pair.from.data(), pair.to.size());
+                stream_copy(pair.to.data(), pair.from.data(), pair.to.size());
             }
             stream_fence();
         },

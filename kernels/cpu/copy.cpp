@@ -1,5 +1,4 @@
-// Copies that bypass the caches, by the chosen implementation, and the loop that they are compared
-// with.
+// Copies that bypass the caches, by the chosen implementation.
 #include "copy.h"
 
 #include <algorithm>
@@ -39,8 +38,6 @@ void stream_copy(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next
     lines(dst + first * kLine, src + first * kLine, last, next);
     std::memcpy(dst + whole * kLine, src + whole * kLine, n - whole * kLine);
 }
-
-void nt_loop(uint8_t* dst, const uint8_t* src, size_t n) { stream_copy(dst, src, n); }
 
 void stream_fence() {
 #if KVTIER_X86

@@ -393,14 +393,6 @@ bool FrameDecoder::take(size_t arrived) {
     return std::memcmp(found, header_ + kRawDigestAt, kDigestBytes) == 0;
 }
 
-bool decode_frame(const Recipe* lossy, codec::Element element, uint8_t* header, size_t header_bytes,
-                  const uint8_t* payload, size_t payload_bytes, const uint8_t* digest,
-                  uint8_t* block, size_t block_bytes) {
-    FrameDecoder decoder(lossy, element, header, header_bytes, payload, payload_bytes, digest,
-                         block, block_bytes);
-    return decoder.take(payload_bytes);
-}
-
 bool seal_frame(uint8_t* header, size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
                 uint8_t* digest) {
     if (!fits(header, header_bytes, payload_bytes)) return false;

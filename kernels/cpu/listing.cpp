@@ -18,15 +18,15 @@ std::pair<Id, std::vector<Tally>> Store::tally(Id first, Id look) const {
         const auto [there, is_new] = which.try_emplace(place.space, found.size());
         if (is_new) found.push_back(Tally{place.space, 0, 0, 0, 0, 0});
         Tally* const at = &found[there->second];
-        if (record.is() == State::ready) {
-            ++at->memory;
+        if (record.in_memory()) {
+            ++at->in_memory;
             at->memory_bytes += place.block_bytes;
         } else if (!record.framed) {
             ++at->other;
         }
         if (record.framed) {
-            ++at->disk;
-            at->disk_bytes += records_.frame(id).bytes();
+            ++at->below;
+            at->below_bytes += records_.frame(id).bytes();
         }
     }
     return {end < records_.limit() ? end : 0, found};

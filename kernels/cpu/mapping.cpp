@@ -110,7 +110,7 @@ size_t fresh(nb::handle tables, nb::handle packed) {
         const Mapping* table = slots.mapping(i, slot.extent);
         const uint64_t entry = slot.offset / kPage;
         if (entry >= table->size() / sizeof(uint64_t)) {
-            throw nb::index_error((slot_name(i) + ": its offset has no generation").c_str());
+            fail(nb::index_error, slot_name(i), ": its offset has no generation");
         }
         const auto* generations = reinterpret_cast<const uint64_t*>(table->data());
         if (__atomic_load_n(generations + entry, __ATOMIC_ACQUIRE) != slot.generation) return i;
@@ -128,9 +128,8 @@ Mapping::Mapping(int fd, uint64_t size, bool writable) : size_(size), writable_(
     if (fstat(fd, &status) != 0) raise_errno(errno);
     // An access beyond the end of the file would kill the process.
     if (static_cast<uint64_t>(status.st_size) < size) {
-        throw nb::value_error(("the file has " + std::to_string(status.st_size) +
-                               " bytes, fewer than the " + std::to_string(size) + " to map")
-                                  .c_str());
+        fail(nb::value_error, "the file has ", status.st_size, " bytes, fewer than the ", size,
+             " to map");
     }
     const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     void* at = map_file(fd, size, protection);
@@ -188,16 +187,13 @@ nb::handle Slots::object(size_t i, uint32_t extent) {
 
 Mapping* Slots::mapping(size_t i, uint32_t extent) {
     if (extent >= known_.size()) {
-        throw nb::index_error((slot_name(i) + ": extent " + std::to_string(extent) + " of " +
-                               std::to_string(known_.size()))
-                                  .c_str());
+        fail(nb::index_error, slot_name(i), ": extent ", extent, " of ", known_.size());
     }
     Mapping*& known = known_[extent];
     if (known == nullptr) {
         PyObject* item = PySequence_Fast_GET_ITEM(list_.ptr(), static_cast<Py_ssize_t>(extent));
         if (item == Py_None) {
-            throw nb::index_error(
-                (slot_name(i) + ": extent " + std::to_string(extent) + " is not mapped").c_str());
+            fail(nb::index_error, slot_name(i), ": extent ", extent, " is not mapped");
         }
         if (Py_TYPE(item) != mapping_type) {
             throw nb::type_error("mappings: must be a list of Mapping or None");
@@ -210,17 +206,15 @@ Mapping* Slots::mapping(size_t i, uint32_t extent) {
 uint8_t* Slots::place(size_t i, uint64_t bytes, bool writable) {
     const Slot slot = at(i);
     if (slot.reserved != 0) {
-        throw nb::value_error((slot_name(i) + ": its reserved field is not zero").c_str());
+        fail(nb::value_error, slot_name(i), ": its reserved field is not zero");
     }
     const Mapping* m = mapping(i, slot.extent);
     if (slot.offset > m->size() || bytes > m->size() - slot.offset) {
-        throw nb::index_error((slot_name(i) + ": " + std::to_string(bytes) + " bytes at " +
-                               std::to_string(slot.offset) + " of an extent of " +
-                               std::to_string(m->size()))
-                                  .c_str());
+        fail(nb::index_error, slot_name(i), ": ", bytes, " bytes at ", slot.offset,
+             " of an extent of ", m->size());
     }
     if (writable && !m->writable()) {
-        throw nb::value_error((slot_name(i) + ": its extent is mapped read-only").c_str());
+        fail(nb::value_error, slot_name(i), ": its extent is mapped read-only");
     }
     return m->data() + slot.offset;
 }

@@ -22,8 +22,7 @@ struct Fixed {
     Fixed(nb::handle object, const char* what) {
         held.take(object, Access::kRead, Shape::kContiguous, what);
         if (held.size() != kKey) {
-            throw nb::value_error(
-                (std::string(what) + ": 32 bytes, not " + std::to_string(held.size())).c_str());
+            fail(nb::value_error, what, ": 32 bytes, not ", held.size());
         }
     }
     HeldMemory held;
@@ -95,13 +94,11 @@ nb::bytes chain_hashes(nb::handle secret, nb::handle parent, nb::sequence hashes
     for (size_t i = 0; i < count; i++) {
         PyObject* item = PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
         if (!PyBytes_Check(item)) {
-            throw nb::type_error(("hash " + std::to_string(i) + ": must be bytes").c_str());
+            fail(nb::type_error, "hash ", i, ": must be bytes");
         }
         const auto size = static_cast<size_t>(PyBytes_GET_SIZE(item));
         if (size < kHashLeast || size > kHashMost) {
-            throw nb::value_error(
-                ("hash " + std::to_string(i) + ": 16 to 64 bytes, not " + std::to_string(size))
-                    .c_str());
+            fail(nb::value_error, "hash ", i, ": 16 to 64 bytes, not ", size);
         }
         chain.link(static_cast<uint8_t>(size), PyBytes_AS_STRING(item), size,
                    keys.data() + kKey * i);

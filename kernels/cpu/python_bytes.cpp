@@ -12,7 +12,7 @@ namespace {
 [[noreturn]] void refuse(const std::string& name) {
     nb::python_error error;
     std::string reason = nb::str(error.value()).c_str();
-    throw nb::value_error((name + ": " + reason).c_str());
+    fail(nb::value_error, name, ": ", reason);
 }
 
 // A tensor or a buffer is dense if its axes, in some order, skip no byte.
@@ -33,9 +33,7 @@ void widen(const uint8_t* data, size_t count, std::vector<uint32_t>& out, const 
         T value;
         std::memcpy(&value, data + i * sizeof(T), sizeof(T));
         if (!std::in_range<uint32_t>(value)) {
-            throw nb::value_error(
-                (std::string(what) + ": number " + std::to_string(i) + " is outside 0..2^32-1")
-                    .c_str());
+            fail(nb::value_error, what, ": number ", i, " is outside 0..2^32-1");
         }
         out[i] = static_cast<uint32_t>(value);
     }
@@ -56,8 +54,7 @@ void widen(const uint8_t* data, size_t count, size_t width, bool is_signed,
 }
 
 [[noreturn]] void not_integers(const char* what) {
-    throw nb::type_error(
-        (std::string(what) + ": must be a list or a buffer of 32-bit or 64-bit integers").c_str());
+    fail(nb::type_error, what, ": must be a list or a buffer of 32-bit or 64-bit integers");
 }
 
 uint32_t read_one(PyObject* item, const char* what, size_t i) {
@@ -83,9 +80,7 @@ uint32_t read_one(PyObject* item, const char* what, size_t i) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
     if (overflow != 0 || value < 0 || value > std::numeric_limits<uint32_t>::max()) {
-        throw nb::value_error(
-            (std::string(what) + ": number " + std::to_string(i) + " is outside 0..2^32-1")
-                .c_str());
+        fail(nb::value_error, what, ": number ", i, " is outside 0..2^32-1");
     }
     return static_cast<uint32_t>(value);
 }
@@ -122,7 +117,7 @@ void HeldMemory::take(nb::handle object, Access access, Shape shape, const char*
         if (!covers(
                 size_ / item, static_cast<size_t>(buffer_.ndim),
                 [&](size_t i) { return buffer_.shape[i]; }, stride)) {
-            throw nb::value_error((name() + ": its memory has gaps").c_str());
+            fail(nb::value_error, name(), ": its memory has gaps");
         }
     }
 }
@@ -130,7 +125,7 @@ void HeldMemory::take(nb::handle object, Access access, Shape shape, const char*
 void HeldMemory::take_tensor(nb::handle object, Access access, Shape shape,
                              const std::string& name) {
     if (!nb::hasattr(object, "__dlpack__")) {
-        throw nb::type_error((name + ": offers neither the buffer protocol nor DLPack").c_str());
+        fail(nb::type_error, name, ": offers neither the buffer protocol nor DLPack");
     }
     nb::ndarray<nb::ro> frozen;
     if (access != Access::kRead && nb::try_cast(object, tensor_, false)) {
@@ -138,13 +133,12 @@ void HeldMemory::take_tensor(nb::handle object, Access access, Shape shape,
     } else if (access != Access::kWrite && nb::try_cast(object, frozen, false)) {
         tensor_ = nb::ndarray<>(frozen);
     } else {
-        throw nb::value_error(
-            (name + ": the tensor cannot be " + (access == Access::kWrite ? "written" : "read"))
-                .c_str());
+        fail(nb::value_error, name, ": the tensor cannot be ",
+             (access == Access::kWrite ? "written" : "read"));
     }
     const int device = tensor_.device_type();
     if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
-        throw nb::value_error((name + ": the tensor is not in the host's memory").c_str());
+        fail(nb::value_error, name, ": the tensor is not in the host's memory");
     }
     int64_t inner = 1;
     bool contiguous = true;
@@ -157,7 +151,7 @@ void HeldMemory::take_tensor(nb::handle object, Access access, Shape shape,
         const auto stride = [&](size_t i) { return tensor_.stride(i); };
         if (shape == Shape::kContiguous ||
             !covers(tensor_.size(), tensor_.ndim(), extent, stride)) {
-            throw nb::value_error((name + ": the tensor is not contiguous").c_str());
+            fail(nb::value_error, name, ": the tensor is not contiguous");
         }
     }
     data_ = static_cast<uint8_t*>(tensor_.data());
@@ -193,8 +187,7 @@ std::vector<uint32_t> read_u32(nb::handle object, const char* what, bool packed_
         const auto bytes = static_cast<size_t>(view.b.len);
         if (packed_bytes && PyBytes_CheckExact(from)) {
             if (bytes % 4 != 0) {
-                throw nb::value_error(
-                    (std::string(what) + ": packed integers have 4 bytes each").c_str());
+                fail(nb::value_error, what, ": packed integers have 4 bytes each");
             }
             widen(data, bytes / 4, 4, false, numbers, what);
             return numbers;

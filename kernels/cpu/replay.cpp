@@ -16,14 +16,6 @@ namespace kvtier {
 
 namespace {
 
-// Mixes a name that may be a small number, so that it looks like a hash (splitmix64).
-std::uint64_t mixed(std::uint64_t x) {
-    x += 0x9E3779B97F4A7C15;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-    return x ^ (x >> 31);
-}
-
 constexpr std::uint32_t never = 0xFFFFFFFF;
 
 }  // namespace
@@ -47,7 +39,8 @@ Trace::Trace(std::span<const std::uint64_t> names, std::span<const std::uint32_t
     nodes_.reserve(names.size());
     for (std::size_t request = 0; request < lengths.size(); ++request)
         for (std::size_t i = starts_[request]; i < starts_[request + 1]; ++i) {
-            Name name = mixed(names[i]);
+            // A name may be a small number; this makes it look like a hash.
+            Name name = mix(names[i] + 0x9E3779B97F4A7C15);
             std::size_t at = name & mask;
             while (table[at] != never && names_[table[at]] != name) at = (at + 1) & mask;
             if (table[at] == never) {

@@ -161,23 +161,18 @@ void Slabs::push_free(std::uint32_t number, std::uint32_t slot) {
 
 // Makes one slab out of the shortest free run that holds a whole one, or else out of the longest
 // run.
-bool Slabs::carve(std::uint32_t size_class) {
+void Slabs::carve(std::uint32_t size_class) {
     const Class& wanted = classes_[size_class];
     auto found = sizes_.lower_bound({wanted.slab_pages, 0, 0});
-    if (found == sizes_.end()) {
-        if (sizes_.empty()) return false;
-        --found;
-    }
+    if (found == sizes_.end()) --found;
     auto [length, extent, start] = *found;
     std::uint64_t slots = std::min(wanted.slab_slots, length * page_bytes / wanted.pitch);
-    if (slots == 0) return false;
     std::uint64_t pages = pages_for(slots * wanted.pitch);
     cut_run(extent, start, length);
     if (length > pages) put_run(extent, start + pages, length - pages);
     std::uint32_t number = make_slab(size_class, extent, start, pages, slots);
     for (std::uint64_t slot = slots; slot-- > 0;)
         push_free(number, static_cast<std::uint32_t>(slot));
-    return true;
 }
 
 void Slabs::dissolve(std::uint32_t number) {
@@ -206,11 +201,11 @@ void Slabs::settle(std::uint32_t number) {
     if (slab.used == 0) dissolve(number);
 }
 
-bool Slabs::take(std::uint32_t size_class, Id id, std::uint32_t& number, std::uint16_t& slot) {
-    if (classes_[size_class].available == none && !carve(size_class)) return false;
-    number = classes_[size_class].available;
+std::pair<std::uint32_t, std::uint16_t> Slabs::take(std::uint32_t size_class, Id id) {
+    if (classes_[size_class].available == none) carve(size_class);
+    const std::uint32_t number = classes_[size_class].available;
     Slab& slab = *slabs_[number];
-    slot = static_cast<std::uint16_t>(slab.free_head);
+    const auto slot = static_cast<std::uint16_t>(slab.free_head);
     Id next = slab.table[slot] & ~mark;
     slab.free_head = next == list_end ? none : next;
     slab.table[slot] = id;
@@ -218,7 +213,7 @@ bool Slabs::take(std::uint32_t size_class, Id id, std::uint32_t& number, std::ui
     --classes_[size_class].free;
     if (--slab.free == 0) unlink(number);
     live_bytes_ += classes_[size_class].pitch;
-    return true;
+    return {number, slot};
 }
 
 void Slabs::release(std::uint32_t number, std::uint16_t slot) {

@@ -1,4 +1,5 @@
-// The store's calls: queries, plans, and the events of blocks. Those of the disk are in cold.cpp.
+// The store's calls: queries, plans, and the events of blocks. Those of the tiers below memory are
+// in tiers.cpp.
 #include "store.h"
 
 #include <algorithm>
@@ -10,14 +11,11 @@
 namespace kvtier {
 namespace {
 
-void need(bool condition, const char* what) {
-    if (!condition) throw std::invalid_argument(what);
-}
-
 constexpr std::uint64_t max_places = 1U << 21;  // a record has 21 bits for its place
 constexpr std::size_t max_sizes = 1024;         // each costs a little when a free run changes
-constexpr std::array<char, 7> answer{0, 2, 1, 3, 2, 1, 1};    // to a probe, by state
-constexpr std::array<char, 7> detailed{0, 2, 1, 3, 2, 5, 6};  // to `states`
+constexpr std::array<char, Counts::states> answer{0, 2, 1, 3, 2, 1};    // to a probe, by state
+constexpr std::array<char, Counts::states> detailed{0, 2, 1, 3, 2, 6};  // to `states`
+constexpr char detailed_below = 16;  // to `states`: this plus the tier, if it is only there
 
 // True if no id occurs twice. The blocks of a chain were mostly created in sequence, so most
 // batches only ascend or only descend.
@@ -127,7 +125,7 @@ const Record& Store::block(Id id) const {
 
 SlotAddress Store::slot(Id id) const {
     const Record& record = block(id);
-    need(record.slab != on_disk, "a block on disk has no slot");
+    need(record.slab != no_slab, "a block below memory has no slot");
     return slabs_.address(record.slab, record.slot);
 }
 
@@ -193,7 +191,7 @@ Id Store::residency(Id node, std::uint32_t place) const {
 
 Id Store::ready_at(Id node, std::uint32_t place) const {
     Id id = residency(node, place);
-    return id != none && records_[id].is() == State::ready ? id : none;
+    return id != none && records_[id].in_memory() ? id : none;
 }
 
 // One walk: reads each record once, for any number of groups and shards.
@@ -205,7 +203,7 @@ Match Store::match(std::uint32_t in, Keys keys) {
         all.ids.reserve(keys.n);
         each_node(in, keys, [&](std::size_t, Id node) {
             if (node == none) return false;
-            if (records_[node].is() == State::ready && all.ids.size() == best.restorable)
+            if (records_[node].in_memory() && all.ids.size() == best.restorable)
                 all.ids.push_back(node);
             else if (!restorable(records_[node].is()))
                 return false;
@@ -219,9 +217,9 @@ Match Store::match(std::uint32_t in, Keys keys) {
     }
     IdList ids;  // a row of places per key
     std::vector<std::uint32_t> ready(found.groups.size()), here(found.groups.size());
-    // The number of consecutive READY blocks up to this one; and of those in memory or on disk.
+    // The number of consecutive blocks in memory up to this one; and of those in any tier.
     std::vector<std::size_t> ready_run(found.groups.size(), 0), run(found.groups.size(), 0);
-    bool gap = false;  // in the READY blocks of a full group
+    bool gap = false;  // in the blocks in memory of a full group
     each_node(in, keys, [&](std::size_t i, Id node) {
         std::fill(ready.begin(), ready.end(), 0);
         std::fill(here.begin(), here.end(), 0);
@@ -231,7 +229,7 @@ Match Store::match(std::uint32_t in, Keys keys) {
             std::uint32_t place = records_[id].place;
             ids[i * found.places + place - found.first_place[0]] = id;
             ++here[places_[place].group];
-            ready[places_[place].group] += records_[id].is() == State::ready;
+            ready[places_[place].group] += records_[id].in_memory();
         }
         bool all_here = true, all_ready = true;
         for (std::size_t g = 0; g < found.groups.size(); ++g) {
@@ -268,7 +266,7 @@ Match Store::match(std::uint32_t in, Keys keys) {
     return best;
 }
 
-std::vector<Missing> Store::cold(std::uint32_t in, Keys keys, std::size_t prefix) const {
+std::vector<Missing> Store::missing(std::uint32_t in, Keys keys, std::size_t prefix) const {
     const Space& found = space(in);
     need(prefix <= keys.n, "the prefix is longer than the keys");
     std::vector<Missing> missing(found.places);
@@ -280,19 +278,20 @@ std::vector<Missing> Store::cold(std::uint32_t in, Keys keys, std::size_t prefix
     each_node(in, {keys.bytes, prefix}, [&](std::size_t i, Id node) {
         for (Id id = node; id != none; id = records_[id].more) {
             const Record& record = records_[id];
-            if (record.is() != State::cold && record.is() != State::promoting) continue;
+            const bool below = record.tier != memory;
+            if (!below && record.is() != State::promoting) continue;
             Missing& part = missing[record.place - found.first_place[0]];
             if (i < first_needed(found.groups[part.group], prefix)) continue;
-            (record.is() == State::cold ? part.cold : part.promoting).push_back(id);
+            (below ? part.below : part.promoting).push_back(id);
         }
         return true;
     });
     for (Missing& part : missing) {
-        remove_duplicates(part.cold);
+        remove_duplicates(part.below);
         remove_duplicates(part.promoting);
     }
     std::erase_if(missing,
-                  [](const Missing& part) { return part.cold.empty() && part.promoting.empty(); });
+                  [](const Missing& part) { return part.below.empty() && part.promoting.empty(); });
     return missing;
 }
 
@@ -314,9 +313,13 @@ IdList Store::resident(std::uint32_t in, Keys keys) const {
 void Store::states(std::uint32_t in, Key key, char* answers) const {
     const Space& found = space(in);
     std::fill_n(answers, found.places, detailed[0]);
-    for (Id id = find(in, key); id != none; id = records_[id].more)
-        if (records_[id].is() != State::absent)
-            answers[records_[id].place - found.first_place[0]] = detailed[records_[id].state];
+    for (Id id = find(in, key); id != none; id = records_[id].more) {
+        const Record& record = records_[id];
+        if (record.is() != State::absent)
+            answers[record.place - found.first_place[0]] =
+                record.tier == memory ? detailed[record.state]
+                                      : static_cast<char>(detailed_below + record.tier);
+    }
 }
 
 // True if no key occurs twice. Compares hashes, because new keys have no order.
@@ -383,7 +386,7 @@ Left Store::make_room(std::uint32_t space, std::uint32_t group, std::uint64_t n,
         if (records_[id].framed) {
             records_[id].become(after(Event::evict_framed));
             free_slot(id, State::ready);
-            left.cold.push_back(id);
+            left.below.push_back(id);
         } else {
             records_[id].become(after(Event::evict));
             leave(id, State::ready, &left.orphans);
@@ -472,7 +475,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         if (node == none) node = make_node(space, key, hash);
         set_parent(node, above);
         Id id = attach(node, place, Event::reserve);
-        slabs_.take(size_class, id, records_[id].slab, records_[id].slot);
+        take_slot(id);
         if (above != none) drop_idle(above);
         ids.push_back(id);
         last = node;
@@ -487,8 +490,8 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
 
 // ---- events ----
 
-// Moves the whole batch to the event's next state, or none of it. A block that is being read from
-// disk leaves at the end of the read, not at the end of a process.
+// Moves the whole batch to the event's next state, or none of it. A block that is being read leaves
+// at the end of the read, not at the end of a process.
 void Store::transition(Ids ids, Event event) {
     State from = before(event), to = after(event);
     change(ids, [=](const Record& record) {
@@ -497,15 +500,15 @@ void Store::transition(Ids ids, Event event) {
     });
 }
 
-void Store::tally(Id id, State from, State to) {
+void Store::tally(Id id, Status from, Status to) {
     std::uint64_t bytes = places_[records_[id].place].block_bytes;
-    auto a = static_cast<std::size_t>(from), b = static_cast<std::size_t>(to);
-    if (from != State::absent) --counts_.blocks[a], counts_.bytes[a] -= bytes;
-    if (to != State::absent) ++counts_.blocks[b], counts_.bytes[b] += bytes;
+    std::size_t a = Counts::at(from), b = Counts::at(to);
+    if (from.state != State::absent) --counts_.blocks[a], counts_.bytes[a] -= bytes;
+    if (to.state != State::absent) ++counts_.blocks[b], counts_.bytes[b] += bytes;
 }
 
 // Gives the node a new block of this place: in its own record if that is vacant.
-Id Store::attach(Id node, std::uint32_t place, Event event) {
+Id Store::attach(Id node, std::uint32_t place, Event event, std::uint32_t tier) {
     if (records_[node].ghost()) --counts_.ghosts;
     Id id = node;
     if (records_[node].is() != State::absent) {
@@ -518,7 +521,8 @@ Id Store::attach(Id node, std::uint32_t place, Event event) {
     }
     records_[id].place = place;
     records_[id].become(after(event));
-    tally(id, State::absent, after(event));
+    records_[id].tier = tier;
+    tally(id, State::absent, {after(event), tier});
     return id;
 }
 
@@ -526,7 +530,8 @@ Id Store::attach(Id node, std::uint32_t place, Event event) {
 void Store::detach(Id id) {
     Record& record = records_[id];
     Id node = records_.node_of(id);
-    record.slab = none;
+    record.slab = no_slab;
+    record.tier = memory;
     records_.drop_frame(id);
     record.summed = record.filling = record.lossy = 0;
     if (record.further) {
@@ -539,22 +544,34 @@ void Store::detach(Id id) {
     drop_idle(node);
 }
 
-// A block that is already ABSENT returns its slot and record.
+// A block that is already ABSENT leaves its place, and returns its record.
 void Store::leave(Id id, State from, IdList* orphans) {
     Record& record = records_[id];
-    tally(id, from, State::absent);
+    tally(id, {from, record.tier}, State::absent);
     if (restorable(from) && places_[record.place].full) cut_below(records_.node_of(id), orphans);
-    if (record.slab != on_disk) slabs_.release(record.slab, record.slot);
+    if (record.slab != no_slab) slabs_.release(record.slab, record.slot);
     detach(id);
 }
 
-// A block that is already COLD returns only its slot.
+// False if there is no room.
+bool Store::take_slot(Id id) {
+    Record& record = records_[id];
+    const std::uint32_t size_class = places_[record.place].size_class;
+    if (slabs_.room(size_class) == 0) return false;
+    const auto [slab, slot] = slabs_.take(size_class, id);
+    record.slab = slab;
+    record.slot = slot;
+    return true;
+}
+
+// A READY block returns its slot: it is only where its frame is.
 void Store::free_slot(Id id, State from) {
     Record& record = records_[id];
-    tally(id, from, State::cold);
     slabs_.release(record.slab, record.slot);
-    record.slab = on_disk;
+    record.slab = no_slab;
+    record.tier = records_.frame(id).tier;
     record.filling = record.lossy = 0;
+    tally(id, from, {State::ready, record.tier});
 }
 
 void Store::arrived(Id id) {
@@ -592,13 +609,14 @@ void Store::gone(Ids ids) {
 }
 
 IdList Store::evict(Ids ids) {
+    need(all_distinct(ids), "an id is given twice");
     change(ids, [](const Record& record) {
         if (!record.evictable()) return State::unused;
         return after(record.framed ? Event::evict_framed : Event::evict);
     });
     IdList orphans;
     for (Id id : ids)
-        if (records_[id].is() == State::cold)
+        if (records_[id].is() == State::ready)
             free_slot(id, State::ready);
         else
             leave(id, State::ready, &orphans);
@@ -606,14 +624,13 @@ IdList Store::evict(Ids ids) {
     return orphans;
 }
 
-// A block that is read from disk or by a lease holder keeps its slot until that ends.
+// A block that is being read, from a tier below or by a lease holder, keeps its slot until that
+// ends.
 Left Store::forget(Ids ids) {
     std::vector<State> was = change(ids, [](const Record& record) {
         switch (record.is()) {
             case State::ready:
                 return after(record.leases ? Event::forget_leased : Event::forget);
-            case State::cold:
-                return after(Event::lost);
             case State::promoting:
                 return after(Event::forget_promoting);
             default:
@@ -643,8 +660,8 @@ void Store::lease(Ids ids) {
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
         Id id = ids[i];
-        bool there = records_.known(id) &&
-                     (records_[id].is() == State::ready || records_[id].is() == State::doomed);
+        bool there =
+            records_.known(id) && (records_[id].in_memory() || records_[id].is() == State::doomed);
         if (there && records_[id].leases < max_leases) {
             ++records_[id].leases;
             continue;

@@ -93,7 +93,7 @@ void Store::set_parent(Id node, Id parent) {
     if (joined && record.first_child != none && complete(node)) join_below(node);
 }
 
-// True if each shard of each full group is READY, on disk, or being read.
+// True if each shard of each full group is READY in any tier, or being read.
 bool Store::complete(Id node) const {
     const Space& space = spaces_[places_[records_[node].place].space];
     std::uint32_t ready = 0;
@@ -105,42 +105,39 @@ bool Store::complete(Id node) const {
 // A block of a full group left this node: cuts all nodes below it, and adds their evictable blocks,
 // which no match can reach, to `orphans`.
 void Store::cut_below(Id node, IdList* orphans) {
-    stack_.assign(1, node);
-    while (!stack_.empty()) {
-        Id above = stack_.back();
-        stack_.pop_back();
-        for (Id child = records_[above].first_child; child != none;
-             child = records_[child].next_sibling) {
-            if (records_[child].cut) continue;
-            if (++walked_ > walk_limit) {
-                cut_short_ = true;
-                return;
-            }
-            records_[child].cut = 1;
-            if (orphans)
-                for (Id id = child; id != none; id = records_[id].more)
-                    if (records_[id].evictable() && places_[records_[id].place].full)
-                        orphans->push_back(id);
-            if (records_[child].first_child != none) stack_.push_back(child);
-        }
-    }
+    set_cut_below(node, true, [&](Id child) {
+        if (orphans)
+            for (Id id = child; id != none; id = records_[id].more)
+                if (records_[id].evictable() && places_[records_[id].place].full)
+                    orphans->push_back(id);
+        return true;
+    });
 }
 
 // This node is complete and not cut: clears the flag of the nodes below it, down to the next gap.
 void Store::join_below(Id node) {
+    set_cut_below(node, false, [this](Id child) {
+        return records_[child].first_child != none && complete(child);
+    });
+}
+
+// Sets the flag of the nodes below this one that have the other value, as far as `passes` is true
+// for the nodes on the way.
+template <class Passes>
+void Store::set_cut_below(Id node, bool cut, Passes passes) {
     stack_.assign(1, node);
     while (!stack_.empty()) {
         Id above = stack_.back();
         stack_.pop_back();
         for (Id child = records_[above].first_child; child != none;
              child = records_[child].next_sibling) {
-            if (!records_[child].cut) continue;
+            if (records_[child].cut == cut) continue;
             if (++walked_ > walk_limit) {
                 cut_short_ = true;
                 return;
             }
-            records_[child].cut = 0;
-            if (records_[child].first_child != none && complete(child)) stack_.push_back(child);
+            records_[child].cut = cut;
+            if (passes(child) && records_[child].first_child != none) stack_.push_back(child);
         }
     }
 }
@@ -187,23 +184,27 @@ void Store::check_node(Id node, Counts& seen) const {
         const Record& block = records_[id];
         hold(id == node || (block.further && block.parent == node), "a residency is not listed");
         if (block.is() == State::absent) {
-            hold(id == node && block.slab == none, "an absent block is kept");
+            hold(id == node && block.slab == no_slab && block.tier == memory,
+                 "an absent block is kept");
             continue;
         }
         hold(residency(node, block.place) == id, "two blocks have the same place");
         hold(places_[block.place].space == space, "a block is in another space than its key");
-        hold(!block.leases || block.is() == State::ready || block.is() == State::doomed,
+        hold(!block.leases || block.in_memory() || block.is() == State::doomed,
              "a leased block is in the wrong state");
         hold(block.is() != State::doomed || block.leases, "a doomed block outlived its leases");
-        hold((block.is() == State::cold) == (block.slab == on_disk), "a block on disk has a slot");
-        hold(block.framed || block.is() != State::cold, "a block on disk has no frame");
+        hold((block.tier == memory) == (block.slab != no_slab), "a block below memory has a slot");
+        hold(block.tier == memory || (block.is() == State::ready && block.framed &&
+                                      records_.frame(id).tier == block.tier),
+             "a block below memory has no frame there");
         hold(!block.framed || restorable(block.is()), "a block with a frame is in the wrong state");
         hold(block.framed || !block.used, "a block without a frame counts as used");
         hold(block.is() == State::promoting ? block.filling
                                             : !block.filling || block.is() == State::quarantined,
              "a block that is being read is in the wrong state");
-        ++seen.blocks[block.state];
-        seen.bytes[block.state] += places_[block.place].block_bytes;
+        const std::size_t at = Counts::at({block.is(), block.tier});
+        ++seen.blocks[at];
+        seen.bytes[at] += places_[block.place].block_bytes;
     }
 }
 

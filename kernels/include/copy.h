@@ -25,9 +25,6 @@ inline constexpr size_t kAhead = 4096;
 // or if it is one range.
 void stream_copy(uint8_t* dst, const uint8_t* src, size_t n, const uint8_t* next = nullptr);
 
-// The plain streaming loop: the reference for the speed of whole blocks and of pieces.
-void nt_loop(uint8_t* dst, const uint8_t* src, size_t n);
-
 // Makes streamed lines visible before all later stores.
 void stream_fence();
 

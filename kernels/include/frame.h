@@ -82,9 +82,4 @@ class FrameDecoder {
     DigestedCopy payload_digest_, block_digest_;
 };
 
-// Decodes a complete frame at once.
-bool decode_frame(const codec::Recipe* lossy, codec::Element element, uint8_t* header,
-                  size_t header_bytes, const uint8_t* payload, size_t payload_bytes,
-                  const uint8_t* digest, uint8_t* block, size_t block_bytes);
-
 }  // namespace kvtier

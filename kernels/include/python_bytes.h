@@ -6,12 +6,21 @@
 
 #include <cstdint>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
 namespace kvtier {
 
 namespace nb = nanobind;
+
+// Raises a Python exception; its text consists of these parts.
+template <typename... Parts>
+[[noreturn]] void fail(nb::builtin_exception (*error)(const char*), const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw error(text.str().c_str());
+}
 
 enum class Access { kRead, kWrite, kWriteIfAllowed };
 enum class Shape { kContiguous, kDense };  // dense: the axes in any order, without gaps

@@ -2,7 +2,7 @@
 //
 //    0                               32      36      40      44      48      52      56    60    64
 //    | key                           |parent |first  |next   |prev   |more   |slab   |slot |place |
-//    |                               |       |child  |sibling|sibling|       |       |lease|flags |
+//    |                               |       |child  |sibling|sibling|       |flags  |lease|flags |
 //
 // A record is one cache line, so a match reads one line of the index and one record per key.
 // Checksums and frames are in separate arrays: only saves and demotions read checksums, and a store
@@ -20,11 +20,17 @@
 
 namespace kvtier {
 
+inline void need(bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
 using Id = std::uint32_t;
 inline constexpr Id none = 0xFFFFFFFF;
-inline constexpr std::uint32_t on_disk = 0xFFFFFFFE;  // the slab of a COLD block
-inline constexpr Id max_records = 0x7FFFFFF0;         // the table of a slab uses one bit for itself
+inline constexpr Id max_records = 0x7FFFFFF0;  // the table of a slab uses one bit for itself
 inline constexpr std::uint16_t max_leases = 65534;
+inline constexpr std::uint32_t no_slab = (1U << 30) - 1;
+// Tiers are numbers: `memory`, then those below it, which have frames. Their owner names them.
+inline constexpr std::uint32_t memory = 0, max_tiers = 4;
 inline constexpr std::size_t key_bytes = 32;
 inline constexpr std::size_t checksum_bytes = 16;
 
@@ -47,28 +53,30 @@ struct alignas(64) Record {
     Id parent;  // of a node: its parent; of a further residency: its node; if unused: the next
     Id first_child;
     Id next_sibling;
-    Id prev_sibling;  // of a further residency: the residency before it
-    Id more;          // the next residency of the same key
-    std::uint32_t slab;
+    Id prev_sibling;            // of a further residency: the residency before it
+    Id more;                    // the next residency of the same key
+    std::uint32_t slab : 30;    // a slab has at least a page, so there are never that many
+    std::uint32_t filling : 1;  // a read from a tier below fills its slot
+    std::uint32_t lossy : 1;    // the bytes in its slot were decoded with loss
     std::uint16_t slot;
     std::uint16_t leases;
     std::uint32_t place : 21;  // which space, group and shard; a ghost's says only which space
     std::uint32_t state : 3;
+    std::uint32_t tier : 2;     // `memory` while it has a slot, then where its frame is
     std::uint32_t further : 1;  // a further residency, not the node of its key
     std::uint32_t cut : 1;      // a node below one that lacks a block of a full group
     std::uint32_t summed : 1;   // has a checksum
     std::uint32_t loose : 1;    // a node whose parent is gone, linked again when that is saved
-    std::uint32_t framed : 1;   // has a frame on disk
+    std::uint32_t framed : 1;   // has a frame in a tier below
     std::uint32_t used : 1;     // used again since its frame was written
-    std::uint32_t filling : 1;  // a read from the disk fills its slot
-    std::uint32_t lossy : 1;    // the bytes in its slot were decoded with loss
 
     State is() const { return static_cast<State>(state); }
     void become(State next) { state = static_cast<std::uint32_t>(next); }
-    bool evictable() const { return is() == State::ready && leases == 0; }
-    // Checks the slot, not the state: a block of a batch becomes ABSENT before its slot is
-    // returned.
-    bool ghost() const { return slab == none && more == none; }
+    bool in_memory() const { return is() == State::ready && tier == memory; }
+    bool evictable() const { return in_memory() && leases == 0; }
+    // Checks the place, not the state: a block of a batch becomes ABSENT before it leaves its
+    // place.
+    bool ghost() const { return slab == no_slab && tier == memory && more == none; }
 };
 static_assert(sizeof(Record) == 64);
 
@@ -78,14 +86,17 @@ struct Checksum {
     std::array<char, checksum_bytes> bytes;
 };
 
-// The position of a block on disk, and its encoding. The owner of a segment chooses its number.
-// Flags are those of a footer's row: `lossy_frame` marks a frame that was encoded with loss.
+// The position of a block in a tier below memory, and its encoding. The owner of a segment chooses
+// its number, which no segment of another tier has. Flags are those of a footer's row:
+// `lossy_frame` marks a frame that was encoded with loss.
 struct Frame {
     std::uint32_t segment, page, payload_bytes;
     std::uint8_t codec, header_pages, flags;
-    std::uint8_t rounds;  // used by the store only: in how many rounds of its segments it was used
+    // Used by the store only, 0 outside of it.
+    std::uint8_t tier : 4;
+    std::uint8_t rounds : 4;  // in how many rounds of its segments it was used
 
-    // The size on disk: header and payload are whole pages.
+    // The size in its tier: header and payload are whole pages.
     std::uint64_t bytes() const {
         constexpr std::uint64_t page = 4096;
         return (header_pages + (payload_bytes + page - 1) / page) * page;
@@ -117,14 +128,14 @@ class Records {
     // Ends the round of the block's segment; returns true if the block is to be copied: it was used
     // in this round, or, once more, it was used in three rounds.
     bool judge(Id id) {
-        std::uint8_t& rounds = frames_[id].rounds;
+        Frame& frame = frames_[id];
         if (items_[id].used) {
             items_[id].used = 0;
-            rounds = std::min<std::uint8_t>((rounds & ~spared) + 1, proven);
+            frame.rounds = std::min<std::uint8_t>((frame.rounds & ~spared) + 1, proven);
             return true;
         }
-        if (rounds != proven) return false;
-        rounds |= spared;
+        if (frame.rounds != proven) return false;
+        frame.rounds |= spared;
         return true;
     }
     // True if the checksum is that of the block's own bytes.
@@ -137,7 +148,7 @@ class Records {
         forget_frame(id);
     }
     std::uint64_t framed_blocks() const { return framed_blocks_; }
-    std::uint64_t framed_bytes() const { return framed_bytes_; }  // on disk
+    std::uint64_t framed_bytes() const { return framed_bytes_; }  // in the tiers below
 
     // All ids that were ever used are below this.
     Id limit() const { return limit_; }
@@ -158,7 +169,8 @@ class Records {
         Record& record = items_[id];
         record = Record{};
         record.parent = record.first_child = record.next_sibling = record.prev_sibling = none;
-        record.more = record.slab = none;
+        record.more = none;
+        record.slab = no_slab;
         return id;
     }
 

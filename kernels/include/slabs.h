@@ -69,8 +69,8 @@ class Slabs {
     std::uint64_t room(std::uint32_t size_class) const {
         return classes_[size_class].free + classes_[size_class].carvable;
     }
-    // Gives the block a slot without evicting; returns false if no slot is free.
-    bool take(std::uint32_t size_class, Id id, std::uint32_t& slab, std::uint16_t& slot);
+    // Gives the block a slot without evicting; there must be room.
+    std::pair<std::uint32_t, std::uint16_t> take(std::uint32_t size_class, Id id);
     // Frees a slot and increments its generation, so that readers of the old block detect it.
     void release(std::uint32_t slab, std::uint16_t slot);
     SlotAddress address(std::uint32_t slab, std::uint16_t slot) const;
@@ -134,7 +134,7 @@ class Slabs {
     std::uint32_t make_slab(std::uint32_t size_class, std::uint32_t extent, std::uint64_t start,
                             std::uint64_t pages, std::uint64_t slots);
     void drop_slab(std::uint32_t slab);
-    bool carve(std::uint32_t size_class);
+    void carve(std::uint32_t size_class);
     void dissolve(std::uint32_t slab);
     void settle(std::uint32_t slab);
     void push_free(std::uint32_t slab, std::uint32_t slot);

@@ -65,7 +65,7 @@ struct Restored {
 // The blocks of one group and shard that a prefix needs and that are not in memory.
 struct Missing {
     std::uint32_t group, shard;
-    std::vector<Id> cold, promoting;
+    std::vector<Id> below, promoting;
 };
 
 // The identity of a block that was evicted.
@@ -74,23 +74,36 @@ struct Name {
     Key key;
 };
 
-// The blocks of a space in a range of records. A block can be both in memory and on disk.
+// The blocks of a space in a range of records. A block can be both in memory and below.
 struct Tally {
-    std::uint32_t space, memory, disk, other;
-    std::uint64_t memory_bytes, disk_bytes;
+    std::uint32_t space, in_memory, below, other;
+    std::uint64_t memory_bytes, below_bytes;
 };
 static_assert(sizeof(Tally) == 32);
 
-// The blocks that left, the blocks that no match can reach since then, the blocks that stay only on
-// disk, and the frames that died.
+// The blocks that left, the blocks that no match can reach since then, the blocks that stay only in
+// a tier below, and the frames that died.
 struct Left {
-    std::vector<Id> gone, orphans, cold;
+    std::vector<Id> gone, orphans, below;
     std::vector<Frame> died;
 };
 
+// A state; and for READY blocks the tier.
+struct Status {
+    State state;
+    std::uint32_t tier;
+    Status(State state, std::uint32_t tier = memory) : state(state), tier(tier) {}
+};
+
 struct Counts {
-    std::array<std::uint64_t, state_names.size()> blocks{}, bytes{};
+    static constexpr std::size_t states = state_names.size();
+    // By state; after them, the READY blocks of each tier below memory.
+    std::array<std::uint64_t, states + max_tiers - 1> blocks{}, bytes{};
     std::uint64_t nodes = 0, ghosts = 0;
+    static std::size_t at(Status status) {
+        return status.tier == memory ? static_cast<std::size_t>(status.state)
+                                     : states + status.tier - 1;
+    }
 };
 
 // n keys, 32 bytes each.
@@ -116,7 +129,7 @@ class Store {
 
     // Queries. Blocks with a frame that a match finds count as used.
     Match match(std::uint32_t space, Keys keys);
-    std::vector<Missing> cold(std::uint32_t space, Keys keys, std::size_t prefix) const;
+    std::vector<Missing> missing(std::uint32_t space, Keys keys, std::size_t prefix) const;
     IdList resident(std::uint32_t space, Keys keys) const;
     void states(std::uint32_t space, Key key, char* answers) const;
     void probe(std::uint32_t place, Keys keys, char* answers) const;
@@ -144,8 +157,8 @@ class Store {
     void lease(Ids ids);
     std::pair<IdList, IdList> unlease(Ids ids);
 
-    // The disk (cold.cpp). Returns the ids whose frame came too late, or second.
-    IdList framed(Ids ids, const char* frames, const char* digests);
+    // The tiers below (tiers.cpp). Returns the ids whose frame came too late, or second.
+    IdList framed(std::uint32_t tier, Ids ids, const char* frames, const char* digests);
     IdList moved(Ids ids, const char* before, const char* frames);
     std::size_t promote(Ids ids);  // how many: always the first ones
     std::pair<IdList, IdList> promoted(Ids ids);
@@ -161,8 +174,8 @@ class Store {
     Left drop_segment(std::uint32_t segment);
     // Takes the rows of a segment's footer. The frames at the pages in `used`, in ascending order,
     // were used since they were written.
-    Restored restore(std::uint32_t space, const char* rows, std::size_t n, std::uint32_t segment,
-                     std::span<const std::uint32_t> used);
+    Restored restore(std::uint32_t tier, std::uint32_t space, const char* rows, std::size_t n,
+                     std::uint32_t segment, std::span<const std::uint32_t> used);
     IdList dirty(Ids ids) const;
     IdList lossy(Ids ids) const;
     std::vector<std::uint32_t> depths(Ids ids) const;
@@ -259,6 +272,8 @@ class Store {
     bool complete(Id node) const;
     void cut_below(Id node, IdList* orphans);
     void join_below(Id node);
+    template <class Passes>
+    void set_cut_below(Id node, bool cut, Passes passes);
     void keep_orphans(IdList& ids) const;
     void check_node(Id node, Counts& seen) const;
 
@@ -283,13 +298,15 @@ class Store {
         return was;
     }
     void transition(Ids ids, Event event);
-    void tally(Id id, State from, State to);
+    void tally(Id id, Status from, Status to);
     void arrived(Id id);
     void leave(Id id, State from, IdList* orphans);
+    bool take_slot(Id id);
     void free_slot(Id id, State from);
-    Id attach(Id node, std::uint32_t place, Event event);
+    Id attach(Id node, std::uint32_t place, Event event, std::uint32_t tier = memory);
     void detach(Id id);
     std::vector<State> end_reads(Ids ids, State to, State without_frame);
+    void lose(Id id, Left& left);
     void note_frame(Id id, const Frame& frame, const char* digest);
     bool is_frame_of(Id id, const Frame& frame, const char* digest) const;
     bool lies_in(Id id, std::uint32_t segment) const {

@@ -1,11 +1,10 @@
-"""What the store promises, said once for the native one and its twin."""
+"""What the store promises."""
 
 import struct
 
 import pytest
 
-from kvtier_kernels import Store, lifecycle
-from models.kernels.store import Store as Twin
+from kvtier_kernels import Store
 from support.stores import (
     FULL,
     PAGE,
@@ -23,9 +22,9 @@ from support.stores import (
 MIB = 1 << 20
 
 
-@pytest.fixture(params=[Store, Twin], ids=["native", "twin"])
-def store(request):
-    return request.param()
+@pytest.fixture
+def store():
+    return Store()
 
 
 def matched(store, space, keys):
@@ -40,7 +39,7 @@ def test_a_block_is_matched_once_it_is_committed(store):
     store.commit(ids[:8], b"")
     assert matched(store, space, keys(1, 2, 3)) == 2
     assert store.probe(space, 0, 0, keys(1, 2, 3, 4)) == bytes([1, 1, 2, 0])
-    blocks = dict.fromkeys(("doomed", "quarantined", "cold", "promoting"), 0)
+    blocks = dict.fromkeys(("doomed", "quarantined", "promoting"), 0)
     assert store.counts()["blocks"] == {"writing": 1, "ready": 2} | blocks
 
 
@@ -327,10 +326,10 @@ def test_a_ghost_goes_with_its_last_child(store):
     assert (store.counts()["nodes"], store.counts()["ghosts"]) == (0, 0)
 
 
-@pytest.fixture(params=[Store, Twin], ids=["native", "twin"])
-def frugal(request):
+@pytest.fixture
+def frugal():
     """It keeps no ghost that a single child hangs on."""
-    return request.param(0)
+    return Store(0)
 
 
 def test_ghosts_are_no_more_than_blocks(frugal):
@@ -544,16 +543,10 @@ def test_bad_arguments_raise_and_change_nothing(store):
             store.add_space(bad, [1] * len(bad))
     with pytest.raises(ValueError):
         store.add_extent(2 * PAGE, bytearray(8))
-    with pytest.raises(BufferError):
+    with pytest.raises(ValueError, match="generations"):
         store.add_extent(PAGE, bytes(8))
     assert store.counts() == before
     store.check()
-
-
-def test_the_native_state_table_is_the_one_in_lifecycle():
-    from models.lifecycle import NEXT
-
-    assert lifecycle() == {(s.value, event): to.value for (s, event), to in NEXT.items()}
 
 
 @pytest.mark.parametrize("call", ["forget", "lease"])

@@ -5,7 +5,6 @@ import random
 import pytest
 
 from kvtier_kernels import Store
-from models.kernels.store import Store as Twin
 from models.policies.native import Lru
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -104,8 +103,8 @@ def test_a_pinned_block_does_not_keep_its_slab_from_the_others():
 class Held:
     """A full arena of small blocks, some of them leased; saves may be refused here."""
 
-    def __init__(self, kind, arena_bytes, held, sizes):
-        self.store, self.lru = kind(), Lru()
+    def __init__(self, arena_bytes, held, sizes):
+        self.store, self.lru = Store(), Lru()
         self.store.add_extent(arena_bytes, bytearray(arena_bytes // 4096 * 8))
         self.spaces = [self.store.add_space([(0, 0, size)], [1]) for size in sizes]
         self.rnd = random.Random(len(held))
@@ -138,37 +137,30 @@ class Held:
         return len(ids) // 4
 
 
-both = pytest.mark.parametrize("kind", [Store, Twin], ids=["native", "twin"])
-
-
-@both
-def test_a_save_that_held_blocks_leave_no_place_for_evicts_nothing(kind):
-    arena = Held(kind, 16 * MIB, range(16, 256, 32), [64 * KIB, 4 * MIB])
+def test_a_save_that_held_blocks_leave_no_place_for_evicts_nothing():
+    arena = Held(16 * MIB, range(16, 256, 32), [64 * KIB, 4 * MIB])
     assert arena.save(1, 2) == 0
     assert arena.ready() == 256
     assert arena.save(0, 248) == 248
 
 
-@both
-def test_a_save_with_less_place_than_it_wants_evicts_only_for_that(kind):
-    arena = Held(kind, 16 * MIB, [16, 80, 144], [64 * KIB, 4 * MIB])
+def test_a_save_with_less_place_than_it_wants_evicts_only_for_that():
+    arena = Held(16 * MIB, [16, 80, 144], [64 * KIB, 4 * MIB])
     assert arena.save(1, 4) == 1
     assert arena.ready() == 256 - 64 + 1
 
 
-@both
-def test_a_block_longer_than_any_extent_evicts_nothing(kind):
-    arena = Held(kind, 4 * MIB, [], [64 * KIB, 5 * MIB])
+def test_a_block_longer_than_any_extent_evicts_nothing():
+    arena = Held(4 * MIB, [], [64 * KIB, 5 * MIB])
     assert arena.save(1, 1) == 0
     assert arena.ready() == 64
 
 
-@both
 @pytest.mark.parametrize("seed", range(6))
-def test_what_lies_around_held_blocks_stays_of_use(kind, seed):
+def test_what_lies_around_held_blocks_stays_of_use(seed):
     rnd = random.Random(seed)
     held = sorted(rnd.sample(range(256), rnd.randint(1, 8)))
-    arena = Held(kind, 16 * MIB, held, [64 * KIB, 4 * MIB, 48 * KIB, MIB])
+    arena = Held(16 * MIB, held, [64 * KIB, 4 * MIB, 48 * KIB, MIB])
     for which in [1, *rnd.choices(range(4), k=6)]:
         arena.save(which, rnd.choice([1, 2, 20, 300]))
     # Big blocks, held too, come and go around the small ones.

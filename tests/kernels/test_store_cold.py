@@ -1,4 +1,4 @@
-"""What the store promises of blocks on disk, said once for the native one and its twin."""
+"""What the store promises of blocks in a tier below memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 import pytest
 
 from kvtier_kernels import Store
-from models.kernels.store import Store as Twin
 from support.stores import (
     FULL,
     PAGE,
@@ -28,9 +27,9 @@ FRAME = struct.Struct("<IIIBBBB")
 ROW = struct.Struct("<32s32sIHHIIHHQQQ16sI")
 
 
-@pytest.fixture(params=[Store, Twin], ids=["native", "twin"])
-def store(request):
-    return request.param()
+@pytest.fixture
+def store():
+    return Store()
 
 
 def digest(name):
@@ -44,7 +43,7 @@ def write(store, ids, segment=1, first_page=1, codec=0, flags=1):
         for at in range(len(ids) // 4)
     ]
     sums = b"".join(digest(i) for i in unpack(ids))
-    late = store.framed(ids, b"".join(frames), sums)
+    late = store.framed(1, ids, b"".join(frames), sums)
     store.check()
     return late
 
@@ -85,11 +84,11 @@ def test_a_block_with_a_frame_stays_on_disk_when_it_is_evicted(store, plain):
     free = store.counts()["free_bytes"]
     ids = saved_cold(store, plain, [1, 2, 3])
     counts = store.counts()
-    assert (counts["blocks"]["cold"], counts["bytes"]["cold"]) == (3, 3 * PAGE)
+    assert (counts["below"], counts["framed_bytes"]) == ([3, 0, 0], 3 * 2 * PAGE)
     assert counts["blocks"]["ready"] == 0 and counts["free_bytes"] == free
     assert store.match(plain, keys(1, 2, 3, 4)) == (0, 3, [])
     assert store.probe(plain, 0, 0, keys(1, 4)) == bytes([1, 0])
-    assert store.states(plain, key(1)) == bytes([5])
+    assert store.states(plain, key(1)) == bytes([17])
     assert store.resident(plain, keys(1, 2, 3)) == ids
     assert store.present(plain, 0, 0, keys(1, 2, 3)) == b""
     with pytest.raises(ValueError):
@@ -98,12 +97,41 @@ def test_a_block_with_a_frame_stays_on_disk_when_it_is_evicted(store, plain):
         store.lease(ids)
 
 
+def test_the_place_of_a_block_is_the_number_of_a_tier(store, plain):
+    ids = save(store, plain, [1, 2])
+    frames = [FRAME.pack(segment, 1, PAGE, 0, 1, 1, 0) for segment in (1, 2)]
+    for tier in (0, 4):
+        with pytest.raises(ValueError):
+            store.framed(tier, ids[:4], frames[0], digest(1))
+        with pytest.raises(ValueError):
+            store.restore(tier, plain, row(3), 3)
+    assert store.framed(1, ids[:4], frames[0], digest(1)) == b""
+    assert store.framed(3, ids[4:], frames[1], digest(2)) == b""
+    store.evict(ids)
+    store.check()
+    assert store.counts()["below"] == [1, 0, 1]
+    assert [store.states(plain, key(name)) for name in (1, 2)] == [b"\x11", b"\x13"]
+    assert store.missing(plain, keys(1, 2), 2) == [(0, 0, ids, b"")]
+    # A frame that is restored later is the newer one, wherever it is.
+    assert store.restore(2, plain, row(2, key(1)), 3)[0] == 0
+    store.check()
+    assert store.counts()["below"] == [1, 1, 0]
+    assert store.promote(ids)[0] == ids
+    assert store.counts()["below"] == [0, 0, 0]
+    assert store.unpromoted(ids[:4]) == (b"", b"")
+    assert store.promoted(ids[4:]) == (ids[4:], b"")
+    assert store.states(plain, key(1)) == b"\x11"
+    store.evict(ids[4:])
+    assert store.counts()["below"] == [1, 1, 0]
+    store.check()
+
+
 def test_making_room_says_what_stays_on_disk(store, plain):
     clean, dirty = save(store, plain, [1, 2]), save(store, plain, [3, 4])
     write(store, clean)
     evicted, orphans, cold = store.make_room(plain, 0, 64, clean + dirty)
     assert (evicted, orphans, cold) == (clean + dirty, b"", clean)
-    assert store.counts()["blocks"]["cold"] == 2
+    assert store.counts()["below"][0] == 2
     store.check()
 
 
@@ -126,13 +154,13 @@ def test_a_promoted_block_is_read_into_a_new_slot_and_ready_again(store):
     old = store.slots(ids)
     write(store, ids)
     store.evict(ids)
-    assert store.cold(space, keys(1, 2), 2) == [(0, 0, ids, b"")]
+    assert store.missing(space, keys(1, 2), 2) == [(0, 0, ids, b"")]
     taken, slots = store.promote(ids)
     assert taken == ids and slots == store.slots(ids)
     assert generation(table, old[:24]) > struct.unpack("<IIQQ", old[:24])[3]
     assert generation(table, slots[:24]) == struct.unpack("<IIQQ", slots[:24])[3]
     assert store.states(space, key(1)) == bytes([6])
-    assert store.cold(space, keys(1, 2), 2) == [(0, 0, b"", ids)]
+    assert store.missing(space, keys(1, 2), 2) == [(0, 0, b"", ids)]
     assert lengths(store, space, keys(1, 2)) == (0, 2)
     frames, sums = store.frames(ids)
     assert len(frames) == 32 and sums == b"".join(map(digest, unpack(ids)))
@@ -157,7 +185,7 @@ def test_as_many_are_promoted_as_there_is_room_for_the_leading_ones(store):
     with pytest.raises(ValueError):
         store.lease(taken)
     assert store.unpromoted(taken) == (b"", b"")
-    assert store.counts()["blocks"]["cold"] == 4
+    assert store.counts()["below"][0] == 4
     assert store.room(space, 0, 4) == 4
     store.check()
 
@@ -186,7 +214,7 @@ def test_what_comes_from_a_lossy_frame_is_lossy_until_it_leaves_memory(store, pl
 
 
 def test_what_is_restored_of_lossy_frames_is_lossy(store, plain):
-    store.restore(plain, row(1, flags=2, codec=7) + row(2, key(1), page=3), 7)
+    store.restore(1, plain, row(1, flags=2, codec=7) + row(2, key(1), page=3), 7)
     ids = store.resident(plain, keys(1, 2))
     store.promote(ids)
     assert store.promoted(ids)[0] == ids
@@ -326,7 +354,7 @@ def test_reads_end_for_those_alone_whose_slots_they_fill(store, plain):
         store.promote(cold + ready)
     with pytest.raises(ValueError):
         store.promote(cold + cold)
-    assert store.counts()["blocks"]["cold"] == 1
+    assert store.counts()["below"][0] == 1
     store.check()
 
 
@@ -361,8 +389,8 @@ def test_a_frame_without_a_digest_is_of_a_block_that_has_one(store, plain):
     raw, coded = (FRAME.pack(1, 1, 99, codec, 1, 1, 0) for codec in (0, 3))
     for one, frame in ((ids[4:], raw), (ids[:4], coded)):
         with pytest.raises(ValueError, match="digest"):
-            store.framed(one, frame, b"")
-    assert store.framed(ids[:4], raw, b"") == b""
+            store.framed(1, one, frame, b"")
+    assert store.framed(1, ids[:4], raw, b"") == b""
     assert store.frames(ids[:4]) == (raw, b"x" * 16)
     with pytest.raises(ValueError):
         store.frames(ids[4:])
@@ -392,7 +420,7 @@ def test_windows_and_states_need_only_what_trails(store):
     assert lengths(store, space, keys(*names)) == (4, 4)
     store.evict(ids[0, 0][12:] + ids[1, 0] + ids[2, 0])
     assert lengths(store, space, keys(*names)) == (0, 4)
-    missing = store.cold(space, keys(*names), 4)
+    missing = store.missing(space, keys(*names), 4)
     assert missing == [
         (0, 0, ids[0, 0][12:], b""), (1, 0, ids[1, 0][8:], b""), (2, 0, ids[2, 0][12:], b""),
     ]  # fmt: skip
@@ -401,7 +429,7 @@ def test_windows_and_states_need_only_what_trails(store):
     store.promoted(reads)
     assert lengths(store, space, keys(*names)) == (4, 4)
     with pytest.raises(ValueError):
-        store.cold(space, keys(*names), 5)
+        store.missing(space, keys(*names), 5)
     store.check()
 
 
@@ -470,16 +498,16 @@ def test_use_is_told_once_and_only_of_frames_that_are_there(store, plain):
 def test_use_is_known_again_after_a_restart(store, plain):
     rows = row(1) + row(2, key(1), page=3) + row(3, key(2), page=5)
     used = struct.pack("<III", 3, 4, 900)
-    assert store.restore(plain, rows, 7, used) == (3, 0, b"")
+    assert store.restore(1, plain, rows, 7, used) == (3, 0, b"")
     ids = store.resident(plain, keys(1, 2, 3))
     assert store.in_segment(7) == (ids, bytes([2, 3, 2]))
     assert store.take_used(9) == b"", "its owner knows"
     # A newer frame is used only if that frame was.
-    assert store.restore(plain, row(2, key(1), page=3), 8)[0] == 0
+    assert store.restore(1, plain, row(2, key(1), page=3), 8)[0] == 0
     assert store.in_segment(8) == (ids[4:8], b"\2")
     for wrong in (struct.pack("<II", 4, 3), b"abc"):
         with pytest.raises(ValueError):
-            store.restore(plain, row(4), 7, wrong)
+            store.restore(1, plain, row(4), 7, wrong)
     store.check()
 
 
@@ -543,17 +571,17 @@ def test_identities_are_what_a_frame_is_named_by(store):
 
 def test_a_segment_is_restored_after_a_restart(store, plain):
     rows = row(1) + row(2, key(1), page=3) + row(4, key(3), page=5)
-    assert store.restore(plain, rows, 7) == (3, 0, b"")
+    assert store.restore(1, plain, rows, 7) == (3, 0, b"")
     store.check()
     assert lengths(store, plain, keys(1, 2)) == (0, 2)
     ids = store.resident(plain, keys(1, 2, 4))
     assert store.in_segment(7) == (ids, bytes([3, 3, 2]))
     assert store.frames(ids[4:8]) == (FRAME.pack(7, 3, PAGE, 0, 1, 1, 0), digest(2))
     assert store.counts()["ghosts"] == 1
-    assert store.restore(plain, row(3, page=1), 8) == (1, 0, b"")
+    assert store.restore(1, plain, row(3, page=1), 8) == (1, 0, b"")
     assert store.counts()["ghosts"] == 0
     # Where one is there already, the frame that is restored later is the newer one.
-    assert store.restore(plain, row(2, key(1), page=9), 9) == (0, 0, struct.pack("<II", 7, 3))
+    assert store.restore(1, plain, row(2, key(1), page=9), 9) == (0, 0, struct.pack("<II", 7, 3))
     assert store.in_segment(7)[0] == ids[:4] + ids[8:]
     assert store.in_segment(9)[0] == ids[4:8]
     store.check()
@@ -563,15 +591,15 @@ def test_a_block_in_memory_gets_its_frame_back(store, plain):
     """As after its disk was switched off and on: nothing of it has to be written again."""
     ids = save(store, plain, [1, 2])
     frames = FRAME.pack(7, 1, PAGE, 0, 1, 0, 0) + FRAME.pack(7, 3, 9, 3, 1, 1, 0)
-    assert store.framed(ids, frames, digest(1) + digest(2)) == b""
+    assert store.framed(1, ids, frames, digest(1) + digest(2)) == b""
     store.drop_segment(7)
     assert store.dirty(ids) == ids
     rows = row(1, page=5) + row(2, key(1), page=7, codec=3)
-    assert store.restore(plain, rows, 8, pack(7)) == (2, 0, b"")
+    assert store.restore(1, plain, rows, 8, pack(7)) == (2, 0, b"")
     assert store.dirty(ids) == b"" and store.in_segment(8) == (ids, bytes([0, 1]))
     assert store.checksums(ids) == (digest(1) + bytes(16), bytes([1, 0]))
     # Only one of them can be told of when it is forgotten.
-    assert store.restore(plain, row(1, page=9), 9) == (0, 0, struct.pack("<II", 9, 9))
+    assert store.restore(1, plain, row(1, page=9), 9) == (0, 0, struct.pack("<II", 9, 9))
     assert write(store, ids[:4], segment=9) == ids[:4]
     assert store.forget(ids[:4])[2] == struct.pack("<II", 8, 5)
     store.check()
@@ -584,7 +612,7 @@ def test_a_raw_frame_that_may_have_other_bytes_is_none_of_a_block_in_memory(
     """Its digest would become the checksum of the bytes in memory."""
     ids, _ = store.reserve(plain, 0, 0, None, keys(1), bytes(1))
     store.commit(ids, checksums)
-    assert store.restore(plain, row(1, page=5), 7) == (0, 0, struct.pack("<II", 7, 5))
+    assert store.restore(1, plain, row(1, page=5), 7) == (0, 0, struct.pack("<II", 7, 5))
     assert store.dirty(ids) == ids
     assert store.in_segment(7) == (b"", b"")
     assert store.checksums(ids) == (bytes(16), bytes([bool(checksums)]))
@@ -592,7 +620,7 @@ def test_a_raw_frame_that_may_have_other_bytes_is_none_of_a_block_in_memory(
 
 def test_rows_that_lie_about_their_parents_close_no_circle(store, plain):
     rows = row(1, key(1)) + row(2, key(3), page=3) + row(3, key(2), page=5)
-    assert store.restore(plain, rows, 7) == (3, 0, b"")
+    assert store.restore(1, plain, rows, 7) == (3, 0, b"")
     store.check()
     assert lengths(store, plain, keys(1, 2, 3)) == (0, 3)
     assert len(store.drop_segment(7)[0]) == 3 * 4
@@ -604,12 +632,12 @@ def test_rows_that_fit_no_block_are_counted_and_passed_over(store, plain):
         row(1, group=1), row(2, shard=1), row(3, payload=PAGE - 1), row(4, payload=1 << 32, codec=3),
         row(5, codec=256), row(6, header_pages=256), row(7, codec=3, payload=5),
     ]  # fmt: skip
-    assert store.restore(plain, b"".join(rows), 7) == (1, 6, b"")
+    assert store.restore(1, plain, b"".join(rows), 7) == (1, 6, b"")
     assert lengths(store, plain, key(7)) == (0, 1)
     with pytest.raises(ValueError):
-        store.restore(plain, rows[0][1:], 7)
+        store.restore(1, plain, rows[0][1:], 7)
     with pytest.raises(IndexError):
-        store.restore(plain + 1, rows[6], 7)
+        store.restore(1, plain + 1, rows[6], 7)
     store.check()
 
 
@@ -620,5 +648,5 @@ def test_a_frame_costs_little_memory():
     before = store.memory_bytes()
     for segment in range(8):
         rows = b"".join(row((segment, at), page=1 + 2 * at) for at in range(n // 8))
-        assert store.restore(space, rows, segment) == (n // 8, 0, b"")
+        assert store.restore(1, space, rows, segment) == (n // 8, 0, b"")
     assert (store.memory_bytes() - before) / n < 150  # of whole chunks of memory; 115 at a million

@@ -33,7 +33,9 @@ from kvtier_daemon.catalog.spaces import KnownSpace
 from kvtier_kernels import Store
 
 ID_BYTES = 4
-COLD, PROMOTING = 5, 6  # states that `Store.states` returns in addition to the wire's outcomes
+TIERS = "warm", "cold"  # the names of the tiers, by their numbers: memory, and those below it
+# States that `Store.states` returns in addition to the wire's outcomes; BELOW + n: only in tier n.
+PROMOTING, BELOW = 6, 16
 FRAME = struct.Struct("<IIIBBBB")  # segment, page, payload bytes, codec, header pages, flags, 0
 FRAME_BYTES = FRAME.size
 PLACE_BYTES = 8  # the first two fields: where the frame is
@@ -242,10 +244,10 @@ class BlockTable:
         codes = (SLOW_DISK if one else ONCE for one in again)
         return dict(zip(array("I", dirty), codes, strict=True))
 
-    def _count_unwritten(self, dirty: dict[int, int], evicted: bytes, cold: bytes) -> None:
+    def _count_unwritten(self, dirty: dict[int, int], evicted: bytes, below: bytes) -> None:
         """Count evicted blocks that should have been written. Blocks that expire are never written."""
         lasting = self.expiring.lasting(evicted) if self.expiring.time_of else evicted
-        dropped = max(0, len(lasting) - len(cold)) // ID_BYTES
+        dropped = max(0, len(lasting) - len(below)) // ID_BYTES
         if self.why_unwritten == EVICTED or not dropped:
             return
         if self.why_unwritten != ONCE:
@@ -259,15 +261,15 @@ class BlockTable:
         victims = b""  # the first pass uses slots that other spaces left empty
         while (short := wanted - store.room(space, group, wanted)) > 0:
             dirty = self._note_victims(victims) if victims else {}
-            evicted, orphans, cold = store.make_room(space, group, wanted, victims)
+            evicted, orphans, below = store.make_room(space, group, wanted, victims)
             if self.changes.watched:
                 self.changes.add(WENT, MEMORY, self.changes.evicted())
-            policy.left(cold)
-            policy.gone(_without(evicted, cold))
+            policy.left(below)
+            policy.gone(_without(evicted, below))
             policy.demoted(orphans)
-            self.evicted["capacity"] += (len(evicted) - len(cold)) // ID_BYTES
-            self.evicted["demoted"] += len(cold) // ID_BYTES
-            self._count_unwritten(dirty, evicted, cold)
+            self.evicted["capacity"] += (len(evicted) - len(below)) // ID_BYTES
+            self.evicted["demoted"] += len(below) // ID_BYTES
+            self._count_unwritten(dirty, evicted, below)
             if self.expiring.time_of:
                 self.expiring.drop(evicted)
             if victims and not evicted:

@@ -20,9 +20,10 @@ from kvtier.key import KEY_BYTES
 from kvtier.layout import KvSpec
 from kvtier.wire import GRANTED, GROWING, IN_PROGRESS, NO_ROOM, OUTCOMES, Part
 from kvtier_daemon.catalog.blocks import (
-    COLD,
+    BELOW,
     ID_BYTES,
     PROMOTING,
+    TIERS,
     BlockTable,
     last_first,
 )
@@ -137,8 +138,8 @@ class Usage:
             return "in_progress"
         if GRANTED in states:
             return "absent"
-        if COLD in states:
-            return "cold"
+        if (lowest := max(states)) > BELOW:
+            return TIERS[lowest - BELOW]
         return "promoting" if PROMOTING in states else "incomplete"
 
 

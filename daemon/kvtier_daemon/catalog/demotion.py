@@ -126,7 +126,7 @@ class Demotions:
         assert all(one in self._writing for one in array("I", ids)), (
             "a block is not part of a demotion"
         )
-        late = self._blocks.store.framed(ids, frames, digests)
+        late = self._blocks.store.framed(DISK, ids, frames, digests)
         changes = self._blocks.changes
         if changes.watched:
             gone = set(array("I", late))
@@ -154,7 +154,7 @@ class Demotions:
         """How many blocks are READY and have no frame."""
         counts = self._blocks.store.counts()
         blocks = counts["blocks"]
-        clean = counts["framed_blocks"] - blocks["cold"] - blocks["promoting"]
+        clean = counts["framed_blocks"] - sum(counts["below"]) - blocks["promoting"]
         return max(0, blocks["ready"] - clean)
 
     def sweep(self, begin: int, limit_blocks: int) -> tuple[Demotion, int, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.wire import GRANTED, IN_PROGRESS
-from kvtier_daemon.catalog.blocks import COLD, PROMOTING, BlockTable
+from kvtier_daemon.catalog.blocks import BELOW, PROMOTING, BlockTable
 from kvtier_daemon.catalog.miss_log import BY_POLICY, near
 from kvtier_daemon.catalog.spaces import KnownSpace, SpaceTable
 from kvtier_kernels import Store
@@ -52,6 +52,6 @@ def _where(store: Store, space: KnownSpace, key: bytes) -> str:
         return ""
     if GRANTED in states:
         return "incomplete"
-    if COLD in states:
+    if max(states) > BELOW:
         return "on_disk"
     return "coming" if PROMOTING in states else "in_memory"

@@ -18,7 +18,7 @@ from kvtier_daemon.catalog.holds import Holds, Request
 from kvtier_daemon.catalog.miss_log import LOST, SPOILT
 from kvtier_daemon.catalog.spaces import KnownSpace
 
-Missing = tuple[int, int, bytes, bytes]  # group, shard, COLD ids, PROMOTING ids
+Missing = tuple[int, int, bytes, bytes]  # group, shard, ids only in a tier below, PROMOTING ids
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,13 +75,13 @@ class Promotions:
         ready, whole, _ = store.match(space.index, keys)
         if ready == whole:
             return Promotion()
-        wanted = store.cold(space.index, keys, whole)
-        asked = sum(len(cold) + len(promoting) for _, _, cold, promoting in wanted) // ID_BYTES
+        wanted = store.missing(space.index, keys, whole)
+        asked = sum(len(below) + len(promoting) for _, _, below, promoting in wanted) // ID_BYTES
         limit_blocks = max(0, limit_blocks - self.reading)
         prefix, wanted = self._within(space, keys, whole, wanted, limit_blocks, out_of_reach)
-        reads_any = any(cold for _, _, cold, _ in wanted)
+        reads_any = any(below for _, _, below, _ in wanted)
         if accept is not None and wanted:
-            on_disk = b"".join(cold for _, _, cold, _ in wanted)
+            on_disk = b"".join(below for _, _, below, _ in wanted)
             coming = b"".join(promoting for _, _, _, promoting in wanted)
             if (on_disk or coming) and not accept(Survey(store.frames(on_disk)[0], coming)):
                 return Promotion(left_out=asked)
@@ -89,11 +89,11 @@ class Promotions:
         ids, joined, sizes = b"", b"", array("I")
         self._blocks.lease(present)
         try:
-            for group, _, cold, promoting in wanted:
+            for group, _, below, promoting in wanted:
                 joined += promoting
-                if cold:
-                    self._blocks.make_room(space.index, group, len(cold) // ID_BYTES)
-                    promoted = store.promote(cold)[0]
+                if below:
+                    self._blocks.make_room(space.index, group, len(below) // ID_BYTES)
+                    promoted = store.promote(below)[0]
                     ids += promoted
                     sizes += array("I", [space.block_bytes[group]]) * (len(promoted) // ID_BYTES)
         finally:
@@ -127,7 +127,7 @@ class Promotions:
         store = self._blocks.store
 
         def fits(parts: list[Missing]) -> bool:
-            if sum(len(cold) for _, _, cold, _ in parts) > limit_blocks * ID_BYTES:
+            if sum(len(below) for _, _, below, _ in parts) > limit_blocks * ID_BYTES:
                 return False
             ids = b"".join(cold + promoting for _, _, cold, promoting in parts if out_of_reach)
             segments = {one[0] for one in struct.iter_unpack("<I12x", store.frames(ids)[0])}
@@ -141,7 +141,7 @@ class Promotions:
         while high - low > enough:
             middle = (low + high) // 2
             shorter = store.match(space.index, keys[: middle * KEY_BYTES])[1]
-            parts = store.cold(space.index, keys, shorter)
+            parts = store.missing(space.index, keys, shorter)
             if fits(parts):
                 low, best = middle, (shorter, parts)
             else:

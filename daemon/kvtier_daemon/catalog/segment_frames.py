@@ -154,7 +154,7 @@ class SegmentFrames:
         space = self._spaces.open(identity, spec, NOBODY)
         try:
             self._spaces.settle(space)
-            made, unfit, dead = self._blocks.store.restore(space.index, rows, segment, used)
+            made, unfit, dead = self._blocks.store.restore(DISK, space.index, rows, segment, used)
             self._blocks.dead_frames += dead
             return made, unfit
         finally:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from kvtier.wire import CODES, OUTCOMES
 from kvtier_daemon.catalog import WHY_MISSED
-from kvtier_daemon.catalog.blocks import WHY_EVICTED
+from kvtier_daemon.catalog.blocks import TIERS, WHY_EVICTED
 from kvtier_daemon.catalog.miss_log import UNWRITTEN
 from kvtier_daemon.observing.exposition import Family, Kind, Labels, Sample
 from kvtier_daemon.observing.loop_lag import KEPT_S
@@ -29,7 +29,6 @@ Read = Callable[[Figures], Any]
 WARM_STATES: Final = ("ready", "writing", "promoting", "doomed", "quarantined")
 ROUTES: Final = ("save", "load", "cold_write", "cold_read", "cold_rewrite", "cold_scrub")
 FRAMES: Final = ("written", "written_again", "read", "not_read", "spoilt")
-TIERS: Final = ("warm", "cold")
 OTHER: Final = "other"  # a test fails if a daemon reports it
 
 

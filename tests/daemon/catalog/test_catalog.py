@@ -25,7 +25,6 @@ from kvtier.wire import (
 from kvtier_daemon.catalog import Catalog, Granted, KnownSpace, LeaseId, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_kernels import Store
-from models.kernels.store import Store as TwinStore
 from models.policies.attention import Attention, AttentionModel
 from models.policies.lru import LruModel
 from support.specs import spec_of
@@ -40,9 +39,8 @@ counter = itertools.count()
 
 @pytest.fixture(params=["native", "twin"], autouse=True)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every decision is the same over the native store and policy and over their models."""
+    """Every decision is the same over the native policy and over its model."""
     if request.param == "twin":
-        monkeypatch.setitem(globals(), "Store", TwinStore)
         monkeypatch.setitem(globals(), "make", lambda name: LruModel())
 
 
@@ -344,7 +342,7 @@ def test_unimportant_blocks_go_first() -> None:
 
 
 def test_important_blocks_outlive_their_peers() -> None:
-    policy = AttentionModel() if Store is TwinStore else Attention()
+    policy = AttentionModel() if isinstance(make("lru"), LruModel) else Attention()
     catalog = Catalog(Store(), policy)
     catalog.add_extent(16 * SIZE, bytearray(-(-16 * SIZE // 4096) * 8))
     space, chains = space_of(catalog), [chain(4) for _ in range(3)]
@@ -584,8 +582,8 @@ def save_everywhere(catalog: Catalog, space: KnownSpace, keys: bytes) -> None:
 
 
 def test_a_lookup_of_many_groups_and_shards_costs_no_more_than_one_of_as_many_blocks() -> None:
-    if Store is TwinStore:
-        pytest.skip("the twin is not made to be fast")
+    if isinstance(make("lru"), LruModel):
+        pytest.skip("the model is not made to be fast")
 
     def seconds(groups: int, shards: int, blocks: int) -> list[float]:
         catalog = catalog_of(groups * shards * blocks, 4096)

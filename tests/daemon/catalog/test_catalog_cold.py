@@ -24,7 +24,6 @@ from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.catalog.promotion import Promotion
 from kvtier_daemon.codec.frame import HAS_PARENT, Identity
 from kvtier_kernels import Store
-from models.kernels.store import Store as TwinStore
 from models.policies.lru import LruModel
 from support.specs import spec_of
 from support.stores import look_up
@@ -39,9 +38,8 @@ counter = itertools.count()
 
 @pytest.fixture(params=["native", "twin"], autouse=True)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every decision is the same over the native store and policy and over their models."""
+    """Every decision is the same over the native policy and over its model."""
     if request.param == "twin":
-        monkeypatch.setitem(globals(), "Store", TwinStore)
         monkeypatch.setitem(globals(), "make", lambda name: LruModel())
 
 

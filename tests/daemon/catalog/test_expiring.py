@@ -17,7 +17,6 @@ from kvtier_daemon.catalog.expiring import Expiring, expiry_time
 from kvtier_daemon.catalog.miss_log import OFF
 from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_kernels import Store
-from models.kernels.store import Store as TwinStore
 from models.policies.lru import LruModel
 from support.specs import spec_of
 
@@ -30,7 +29,6 @@ counter = itertools.count()
 @pytest.fixture(params=["native", "twin"], autouse=True)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "twin":
-        monkeypatch.setitem(globals(), "Store", TwinStore)
         monkeypatch.setitem(globals(), "make", lambda name: LruModel())
 
 

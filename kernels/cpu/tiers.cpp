@@ -1,4 +1,5 @@
-// The store's calls about the disk: records and drops frames, promotes blocks, restores segments.
+// The store's calls about the tiers below memory: records and drops frames, promotes blocks,
+// restores segments.
 #include <algorithm>
 #include <stdexcept>
 #include <unordered_map>
@@ -8,10 +9,6 @@
 namespace kvtier {
 namespace {
 
-void need(bool condition, const char* what) {
-    if (!condition) throw std::invalid_argument(what);
-}
-
 template <class T>
 T load(const char* bytes) {
     T value;
@@ -19,8 +16,14 @@ T load(const char* bytes) {
     return value;
 }
 
-Frame frame_at(const char* frames, std::size_t i) {
-    return load<Frame>(frames + i * sizeof(Frame));
+Frame frame_at(const char* frames, std::size_t i, std::uint32_t tier = memory) {
+    auto frame = load<Frame>(frames + i * sizeof(Frame));
+    frame.tier = static_cast<std::uint8_t>(tier);
+    return frame;
+}
+
+void need_below(std::uint32_t tier) {
+    need(tier > memory && tier < max_tiers, "frames are in the tiers 1 to 3");
 }
 
 bool same_bytes(const Frame& a, const Frame& b) {
@@ -50,17 +53,24 @@ struct Row {
 
 void Store::note_frame(Id id, const Frame& frame, const char* digest) {
     records_.set_frame(id, frame);
+    Record& record = records_[id];
+    if (record.tier != memory && record.tier != frame.tier) {
+        tally(id, {State::ready, record.tier}, {State::ready, frame.tier});
+        record.tier = frame.tier;
+    }
     if (digest) {
         std::memcpy(records_.checksum(id).bytes.data(), digest, checksum_bytes);
-        records_[id].summed = 1;
+        record.summed = 1;
     }
     IdList& listed = segments_[frame.segment];
-    // Grows by a quarter instead of doubling, because there is an entry for each block on disk.
+    // Grows by a quarter instead of doubling, because there is an entry for each block with a
+    // frame.
     if (listed.size() == listed.capacity()) listed.reserve(listed.size() + listed.size() / 4 + 16);
     listed.push_back(id);
 }
 
-IdList Store::framed(Ids ids, const char* frames, const char* digests) {
+IdList Store::framed(std::uint32_t tier, Ids ids, const char* frames, const char* digests) {
+    need_below(tier);
     auto awaited = [&](Id id) { return records_[id].is() == State::ready && !records_[id].framed; };
     for (std::size_t i = 0; i < ids.size(); ++i) {
         if (i + 8 < ids.size()) prefetch(ids[i + 8]);
@@ -72,7 +82,7 @@ IdList Store::framed(Ids ids, const char* frames, const char* digests) {
     IdList late;
     for (std::size_t i = 0; i < ids.size(); ++i)
         if (awaited(ids[i]))
-            note_frame(ids[i], frame_at(frames, i),
+            note_frame(ids[i], frame_at(frames, i, tier),
                        digests ? digests + i * checksum_bytes : nullptr);
         else
             late.push_back(ids[i]);
@@ -89,7 +99,7 @@ IdList Store::moved(Ids ids, const char* before, const char* frames) {
                     same_bytes(records_.frame(id), frame_at(before, i)) &&
                     records_.frame(id).codec == frame_at(frames, i).codec;
         if (same)
-            note_frame(id, frame_at(frames, i), nullptr);
+            note_frame(id, frame_at(frames, i, records_.frame(id).tier), nullptr);
         else
             late.push_back(id);
     }
@@ -172,21 +182,20 @@ std::pair<IdList, bool> Store::coldest(Ids ids, std::uint64_t within, std::uint6
 // ---- promotion ----
 
 std::size_t Store::promote(Ids ids) {
-    transition(ids, Event::promote);
+    change(ids, [](const Record& record) {
+        bool below = record.is() == before(Event::promote) && record.tier != memory;
+        return below ? after(Event::promote) : State::unused;
+    });
     std::size_t n = 0;
-    for (; n < ids.size(); ++n) {
+    for (; n < ids.size() && take_slot(ids[n]); ++n) {
         Record& record = records_[ids[n]];
-        std::uint32_t size_class = places_[record.place].size_class, slab;
-        std::uint16_t slot;
-        if (slabs_.room(size_class) == 0 || !slabs_.take(size_class, ids[n], slab, slot)) break;
-        record.slab = slab;
-        record.slot = slot;
+        tally(ids[n], {State::ready, record.tier}, State::promoting);
+        record.tier = memory;
         record.filling = 1;
         // Copied now, because the frame may be dropped during the read.
         record.lossy = (records_.frame(ids[n]).flags & lossy_frame) != 0;
-        tally(ids[n], State::cold, State::promoting);
     }
-    for (std::size_t i = n; i < ids.size(); ++i) records_[ids[i]].become(State::cold);
+    for (std::size_t i = n; i < ids.size(); ++i) records_[ids[i]].become(before(Event::promote));
     return n;
 }
 
@@ -223,7 +232,7 @@ Left Store::unpromoted(Ids ids) {
     std::vector<State> was = end_reads(ids, after(Event::unpromoted), after(Event::spoilt));
     Left left;
     for (std::size_t i = 0; i < ids.size(); ++i) {
-        if (records_[ids[i]].is() == State::cold) {
+        if (records_[ids[i]].is() == State::ready) {
             free_slot(ids[i], was[i]);
         } else {
             leave(ids[i], was[i], &left.orphans);
@@ -246,6 +255,14 @@ Left Store::spoilt(Ids ids) {
     return left;
 }
 
+// The block has lost its frame: it leaves if it was only there.
+void Store::lose(Id id, Left& left) {
+    if (records_[id].tier == memory) return;
+    records_[id].become(after(Event::lost));
+    leave(id, State::ready, &left.orphans);
+    left.gone.push_back(id);
+}
+
 // A block whose frame is being read is left to the result of that read.
 Left Store::damaged(Ids ids, const char* frames) {
     Left left;
@@ -255,14 +272,10 @@ Left Store::damaged(Ids ids, const char* frames) {
         if (!records_.known(id) || !records_[id].framed ||
             !same_bytes(records_.frame(id), frame_at(frames, i)))
             continue;
-        State was = records_[id].is();
-        if (was == State::promoting) continue;
+        if (records_[id].is() == State::promoting) continue;
         left.died.push_back(records_.frame(id));
         records_.drop_frame(id);
-        if (was != State::cold) continue;
-        records_[id].become(after(Event::lost));
-        leave(id, was, &left.orphans);
-        left.gone.push_back(id);
+        lose(id, left);
     }
     keep_orphans(left.orphans);
     return left;
@@ -311,12 +324,8 @@ Left Store::drop_segment(std::uint32_t segment) {
     Left left;
     begin();
     for (Id id : in_segment(segment)) {
-        State was = records_[id].is();
         records_.drop_frame(id);
-        if (was != State::cold) continue;
-        records_[id].become(after(Event::lost));
-        leave(id, was, &left.orphans);
-        left.gone.push_back(id);
+        lose(id, left);
     }
     segments_.erase(segment);
     keep_orphans(left.orphans);
@@ -332,10 +341,11 @@ bool Store::is_frame_of(Id id, const Frame& frame, const char* digest) const {
                                                                digest, checksum_bytes));
 }
 
-Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::uint32_t segment,
-                        std::span<const std::uint32_t> used) {
+Restored Store::restore(std::uint32_t tier, std::uint32_t in, const char* rows, std::size_t n,
+                        std::uint32_t segment, std::span<const std::uint32_t> used) {
     constexpr std::size_t step = 12, ring = 32, breath = 256;
     const Space& found = space(in);
+    need_below(tier);
     need(std::ranges::is_sorted(used), "used pages must ascend");
     IdList& listed = segments_[segment];  // the reference stays valid
     listed.reserve(listed.size() + n);
@@ -372,13 +382,14 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
                     static_cast<std::uint8_t>(row.codec()),
                     static_cast<std::uint8_t>(row.header_pages()),
                     static_cast<std::uint8_t>(row.flags()),
+                    static_cast<std::uint8_t>(tier),
                     0};
         std::uint32_t place = found.first_place[row.group()] + row.shard();
         std::uint64_t hash = hashes[i % ring];
         Key key = row.key();
         Id node = find(in, key, hash), there = node == none ? none : residency(node, place);
         if (there != none) {
-            if (records_[there].is() == State::cold) {
+            if (records_[there].tier != memory) {
                 over.died.push_back(records_.frame(there));
                 note(there, frame, row.digest());
             } else if (is_frame_of(there, frame, row.digest())) {
@@ -404,8 +415,7 @@ Restored Store::restore(std::uint32_t in, const char* rows, std::size_t n, std::
         }
         if (node == none) node = make_node(in, key, hash);
         set_parent(node, above);
-        Id id = attach(node, place, Event::restore);
-        records_[id].slab = on_disk;
+        Id id = attach(node, place, Event::restore, tier);
         note(id, frame, row.digest());
         arrived(id);
         if (above != none) drop_idle(above);
