@@ -1,4 +1,4 @@
-"""A store takes over the blocks of another one from the notes in shared memory, wherever that one was killed."""
+"""A store takes over the blocks of another one from notes in shared memory, wherever that one was killed."""
 
 from __future__ import annotations
 
@@ -228,8 +228,8 @@ def test_a_note_that_contradicts_another_or_the_memory_costs_blocks_and_nothing_
 
 def test_memory_that_was_taken_over_is_used_like_any_other(memory):
     chance = random.Random(5)
+    store, spaces = memory.store()
     for seed in range(effort(20, 100, 500)):
-        store, spaces = memory.store() if not seed else (adopted.store, adopted.spaces)
         act(store, spaces, random.Random(seed), 300, lambda *_: None)
         before = blocks(store, spaces)
         adopted = memory.adopted()
@@ -238,11 +238,12 @@ def test_memory_that_was_taken_over_is_used_like_any_other(memory):
         if chance.random() < 0.3:
             adopted.store.gone(adopted.writing)
             adopted.store.check()
+        store, spaces = adopted.store, adopted.spaces
 
 
 def act(store, spaces, chance, rounds, tell):
-    """Do random things with a store. `tell` is called with a verb and identities: "going" before blocks may go,
-    "left" after they have left, "saved" after they were committed."""
+    """Do random things with a store. `tell` is called with a verb and identities: "going" before blocks may
+    go, "left" after they have left, "saved" after they were committed."""
     for _ in range(rounds):
         name = chance.choice(list(spaces))
         space, groups = spaces[name], SPACES[name]
@@ -300,7 +301,7 @@ def test_a_store_that_was_killed_anywhere_leaves_what_it_said_it_had(memory):
                 store, spaces = memory.store()
                 store.adopt(EVERYWHERE, [(name, spaces[name]) for name in spaces])
 
-                def tell(verb, some):
+                def tell(verb, some, write=write):
                     os.write(write, verb[:1].encode() + struct.pack("<I", len(some)) + some)
 
                 tell("saved", b"")

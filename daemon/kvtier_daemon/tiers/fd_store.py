@@ -1,4 +1,4 @@
-"""Where the daemon's memory survives its end: descriptors under names, held by systemd or by a keeper process.
+"""Holds the daemon's memory beyond its end: descriptors under names, with systemd or a keeper process.
 
 `take` returns what an earlier daemon stored. A store that fails costs the next restart its warm blocks and
 nothing else, so no method raises.
@@ -6,13 +6,12 @@ nothing else, so no method raises.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,18 +35,8 @@ class FdStore(Protocol):
     def remove(self, name: str) -> None:
         """Hold it no longer."""
 
-
-class NoStore:
-    """Holds nothing: memory ends with the daemon."""
-
-    def take(self) -> Mapping[str, int]:
-        return {}
-
-    def put(self, name: str, fd: int) -> None:
-        pass
-
-    def remove(self, name: str) -> None:
-        pass
+    def close(self) -> None:
+        """This process stores nothing more."""
 
 
 class SystemdStore:
@@ -67,6 +56,9 @@ class SystemdStore:
 
     def remove(self, name: str) -> None:
         self._notifier.unstore(name)
+
+    def close(self) -> None:
+        pass
 
 
 class KeeperStore:
@@ -94,19 +86,21 @@ class KeeperStore:
         return taken
 
     def put(self, name: str, fd: int) -> None:
-        with self._reporting() as daemon:
-            if daemon is not None:
-                socket.send_fds(daemon, [keeper.PUT + name.encode()], [fd])
+        self._send(keeper.PUT + name.encode(), [fd])
 
     def remove(self, name: str) -> None:
-        with self._reporting() as daemon:
-            if daemon is not None:
-                daemon.send(keeper.REMOVE + name.encode())
+        self._send(keeper.REMOVE + name.encode())
 
-    @contextlib.contextmanager
-    def _reporting(self):  # type: ignore[no-untyped-def]
+    def close(self) -> None:
+        if self._daemon is not None:
+            self._daemon.close()
+            self._daemon = None
+
+    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+        if self._daemon is None:
+            return
         try:
-            yield self._daemon
+            socket.send_fds(self._daemon, [message], fds)
         except OSError as error:
             self._fail(error)
 
@@ -114,9 +108,16 @@ class KeeperStore:
         log.warning(
             "no keeper process: %s; warm blocks will not survive a restart of the daemon", error
         )
-        if self._daemon is not None:
-            self._daemon.close()
-            self._daemon = None
+        self.close()
+
+
+def fd_store(
+    notifier: Notifier, inherited: Mapping[str, int], socket_path: Path, idle_s: float
+) -> FdStore:
+    """Return systemd's store if the unit has one ($FDSTORE is its size), otherwise a keeper process."""
+    if notifier.is_heard and os.environ.get("FDSTORE", "0") != "0":
+        return SystemdStore(notifier, inherited)
+    return KeeperStore(Path(f"{socket_path}.keeper"), idle_s)
 
 
 def _connected(path: Path) -> socket.socket | None:
@@ -144,6 +145,6 @@ def _started(path: Path, idle_s: float) -> socket.socket | None:
         listener.listen()
         subprocess.run(
             [sys.executable, "-I", "-S", keeper.__file__, os.fspath(path), str(idle_s)],
-            stdin=listener, stdout=subprocess.DEVNULL, check=True,
+            stdin=listener.fileno(), stdout=subprocess.DEVNULL, check=True,
         )  # fmt: skip
     return _connected(path)

@@ -1,21 +1,25 @@
 """A process that holds a daemon's descriptors while no daemon runs: `python keeper.py PATH SECONDS`.
 
-It listens at PATH for daemons of its own user. A daemon puts descriptors under names; the next daemon takes all
-of them. When no daemon has been connected for SECONDS, the process ends, and the kernel frees the memory behind
-the descriptors. It imports the standard library only, so that it needs little memory and no installed package.
+It listens at PATH for daemons of its own user. A daemon puts descriptors under names; the next daemon takes
+all of them. The process ends when no daemon has been connected for SECONDS, or when it holds nothing for the
+next one; then the kernel frees the memory behind the descriptors. It imports the standard library only, so
+that it needs little memory itself.
 """
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
 import struct
 import sys
 import time
+from pathlib import Path
 
 MESSAGE_BYTES = 256
 LIMIT_FDS = 16_000
+PATIENCE_S = 5.0
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 PUT, REMOVE, TAKE, END = b"P", b"R", b"T", b"E"
 
@@ -25,29 +29,33 @@ class Keeper:
         self._listener = listener
         self._idle_s = idle_s
         self._held: dict[bytes, int] = {}
-        self._daemons: set[socket.socket] = set()
+        self._daemons: dict[int, socket.socket] = {}
+        self._poll = select.poll()  # select() refuses descriptors from 1024 on
+        self._poll.register(listener, select.POLLIN)
         self._idle_since = time.monotonic()
+        self._is_new = True  # no daemon has been connected
 
     def run(self) -> None:
         """Serve until no daemon has been connected for `idle_s`."""
         while True:
             left_s = self._idle_since + self._idle_s - time.monotonic()
-            if not self._daemons and left_s <= 0:
+            if not self._daemons and (left_s <= 0 or not (self._held or self._is_new)):
                 return
-            timeout_s = None if self._daemons else left_s
-            readable, _, _ = select.select([self._listener, *self._daemons], [], [], timeout_s)
-            for one in readable:
-                if one is self._listener:
-                    self._accept()
+            for fd, _ in self._poll.poll(None if self._daemons else left_s * 1000):
+                if fd in self._daemons:
+                    self._serve(self._daemons[fd])
                 else:
-                    self._serve(one)
+                    self._accept()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             daemon, _ = self._listener.accept()
             credentials = daemon.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
             if PEER.unpack(credentials)[1] == os.geteuid():
-                self._daemons.add(daemon)
+                daemon.settimeout(PATIENCE_S)
+                self._daemons[daemon.fileno()] = daemon
+                self._poll.register(daemon, select.POLLIN)
+                self._is_new = False
             else:
                 daemon.close()
 
@@ -70,7 +78,8 @@ class Keeper:
                 return
         except OSError:
             pass
-        self._daemons.discard(daemon)
+        self._poll.unregister(daemon)
+        del self._daemons[daemon.fileno()]
         daemon.close()
         self._idle_since = time.monotonic()
 
@@ -81,18 +90,20 @@ class Keeper:
 
 
 def main() -> None:
-    path, seconds = sys.argv[1], float(sys.argv[2])
+    path, seconds = Path(sys.argv[1]), float(sys.argv[2])
     listener = socket.socket(fileno=0)  # bound by the daemon, so that it can connect at once
     if os.fork():
         os._exit(0)  # the daemon waits for the parent only
     os.setsid()
     os.chdir("/")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    own = os.stat(path).st_ino
+    own = path.stat().st_ino
     Keeper(listener, seconds).run()
     with contextlib.suppress(OSError):
-        if os.stat(path).st_ino == own:
-            os.unlink(path)
+        if path.stat().st_ino == own:
+            path.unlink()
 
 
 if __name__ == "__main__":
