@@ -296,7 +296,7 @@ def test_a_socket_elsewhere_or_of_another_kind_is_refused(path, tmp_path):
 
 
 def test_stored_descriptors_are_told_from_sockets_by_their_names():
-    first, *_ = fds = [os.dup(0) for _ in range(3)]
+    first, *_ = fds = [fcntl.fcntl(0, fcntl.F_DUPFD, 200) for _ in range(3)]
     assert fds == list(range(first, first + 3))
     environ = handed_over(count=3) | {
         "LISTEN_FDNAMES": "kvtierd.socket:kvtier-manifest:kvtier-1-data"
