@@ -41,11 +41,13 @@ class Keeper:
             left_s = self._idle_since + self._idle_s - time.monotonic()
             if not self._daemons and (left_s <= 0 or not (self._held or self._is_new)):
                 return
-            for fd, _ in self._poll.poll(None if self._daemons else left_s * 1000):
-                if fd in self._daemons:
-                    self._serve(self._daemons[fd])
-                else:
-                    self._accept()
+            ready = self._poll.poll(None if self._daemons else left_s * 1000)
+            # All messages of an earlier daemon, which may have ended, before those of a later one.
+            for daemon in list(self._daemons.values()):
+                while self._serve(daemon):
+                    pass
+            if any(fd == self._listener.fileno() for fd, _ in ready):
+                self._accept()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -59,9 +61,10 @@ class Keeper:
             else:
                 daemon.close()
 
-    def _serve(self, daemon: socket.socket) -> None:
+    def _serve(self, daemon: socket.socket) -> bool:
+        """Carry out one message; return whether there may be more."""
         try:
-            message, fds, _, _ = socket.recv_fds(daemon, MESSAGE_BYTES, 1)
+            message, fds, _, _ = socket.recv_fds(daemon, MESSAGE_BYTES, 1, socket.MSG_DONTWAIT)
             verb, name = message[:1], message[1:]
             if verb == PUT and fds and len(self._held) < LIMIT_FDS:
                 self._remove(name)
@@ -75,13 +78,16 @@ class Keeper:
             for fd in fds:
                 os.close(fd)
             if message:
-                return
+                return True
+        except BlockingIOError:
+            return False
         except OSError:
             pass
         self._poll.unregister(daemon)
         del self._daemons[daemon.fileno()]
         daemon.close()
         self._idle_since = time.monotonic()
+        return False
 
     def _remove(self, name: bytes) -> None:
         fd = self._held.pop(name, -1)
