@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -39,12 +39,14 @@ from kvtier_daemon.probe import DiskProbe, Probe
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
+from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.fd_store import fd_store
 from kvtier_daemon.tiers.kept_arena import KeptArena, owner_of
-from kvtier_daemon.tiers.warm import WarmTier
+from kvtier_daemon.tiers.memory_check import check_memory
+from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Store
 
 log = logging.getLogger(__name__)
@@ -175,8 +177,11 @@ class App:
         lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
         ready = self.warm.start()
+        taken_over: dict[str, bytes] = {}
         if self._kept is not None:
-            self._take_over(self._kept)
+            taken_over = _take_over(
+                self._kept, self.warm, self.tenants, self._cold.map, self._server.writers
+            )
         loop.add_reader(ready, self._extents_ready)
         self._update_growing()
         looked_at = await self._show(loop)
@@ -201,6 +206,10 @@ class App:
             if self._notifier.is_heard:
                 running.append(tasks.create_task(self._replace_while_hung(), name="stand in"))
             self._cold.start(tasks)
+            running += [
+                tasks.create_task(check_memory(self.tenants[name], ids), name=f"check {name}")
+                for name, ids in taken_over.items()
+            ]
             if looked_at is not None:
                 running.append(tasks.create_task(self._keep_history(), name="history"))
             await stopped.wait()
@@ -409,33 +418,39 @@ class App:
                 format_bytes(self.warm.huge_bytes),
             )
 
-    def _take_over(self, kept: KeptArena) -> None:
-        """Take over the blocks that an earlier daemon left in memory."""
-        assert self._server is not None
-        started = time.monotonic()
-        noted: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.tenants}
-        for extent in self.warm.taken_over():
-            number = self.tenants[extent.tenant].add(extent)
-            self._cold.map(self.tenants[extent.tenant], extent)
-            noted[extent.tenant] += [(number, first, pages) for first, pages in extent.noted]
-        blocks = dropped = 0
-        for name, tenant in self.tenants.items():
-            keeper = tenant.catalog.kept
-            ready, writers, lost = keeper.adopt(kept.spaces(name), noted[name])
-            blocks, dropped = blocks + len(ready) // ID_BYTES, dropped + lost
-            self._server.writers.watch(tenant, writers)
-            keeper.keep_spaces(functools.partial(kept.keep_spaces, name))
-        self._server.writers.forget_others()
-        kept.settle()
-        if kept.kept_bytes:
-            log.info(
-                "took over %s of memory with %d blocks from the earlier daemon in %.2f s; %d blocks were "
-                "dropped", format_bytes(kept.kept_bytes), blocks, time.monotonic() - started, dropped,
-            )  # fmt: skip
-
     def _update_growing(self) -> None:
         for tenant in self.tenants.values():
             tenant.catalog.growing = not self.warm.complete
+
+
+def _take_over(
+    kept: KeptArena, warm: WarmTier, tenants: Mapping[str, Tenant], use: Callable[[Tenant, Extent], None],
+    writers: Writers,
+) -> dict[str, bytes]:  # fmt: skip
+    """Take over the blocks that an earlier daemon left in memory; return their ids by tenant. `use` gets each
+    extent."""
+    started = time.monotonic()
+    noted: dict[str, list[tuple[int, int, int]]] = {name: [] for name in tenants}
+    for extent in warm.taken_over():
+        number = tenants[extent.tenant].add(extent)
+        use(tenants[extent.tenant], extent)
+        noted[extent.tenant] += [(number, first, pages) for first, pages in extent.noted]
+    taken, dropped = {}, 0
+    for name, tenant in tenants.items():
+        blocks = tenant.catalog.kept
+        taken[name], sessions, lost = blocks.adopt(kept.spaces(name), noted[name])
+        dropped += lost
+        writers.watch(tenant, sessions)
+        blocks.keep_spaces(functools.partial(kept.keep_spaces, name))
+    writers.forget_others()
+    kept.settle()
+    if kept.kept_bytes:
+        log.info(
+            "took over %s of memory with %d blocks from the earlier daemon in %.2f s; %d blocks were dropped",
+            format_bytes(kept.kept_bytes), sum(map(len, taken.values())) // ID_BYTES,
+            time.monotonic() - started, dropped,
+        )  # fmt: skip
+    return taken
 
 
 def _address(port: socket.socket | None) -> str:

@@ -251,3 +251,24 @@ def test_blocks_that_are_on_disk_too_are_known_as_such_after_a_restart(folder: P
     stats = daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] == BLOCKS)
     assert stats["tiers"]["warm"]["blocks"] == BLOCKS
     daemon.stop()
+
+
+def test_a_block_that_changed_after_its_save_is_forgotten(folder: Path) -> None:
+    daemon = start(folder)
+    with daemon.connect() as client:
+        blocks = save(client)
+    end(daemon, signal.SIGKILL)
+    store = KeeperStore(folder / "kvtier.sock.keeper", KEEP_S)
+    fds = store.take()
+    (data,) = (fd for name, fd in fds.items() if name.endswith("-data"))
+    at = os.pread(data, BLOCKS * len(blocks[0]), 0).index(blocks[BLOCKS // 2])
+    os.pwrite(data, b"x", at + 1000)
+    for fd in fds.values():
+        os.close(fd)
+    store.close()
+    daemon = start(folder)
+    daemon.wait_for(lambda stats: stats["tiers"]["warm"]["blocks"] == BLOCKS - 1)
+    with daemon.connect() as client:
+        assert loaded(client) == blocks[: BLOCKS // 2]
+    assert "1 blocks of tenant default were changed" in daemon.log.read_text()
+    daemon.stop()
