@@ -109,13 +109,9 @@ class App:
         self._notifier = Notifier.from_environment()
         self._kept: KeptArena | None = None
         if config.warm.keep_s:
-            owners = {
-                name: owner_of(secrets[name], tenant.uids)
-                for name, tenant in config.tenants.items()
-            }
             self._kept = KeptArena(
-                fd_store(self._notifier, stored, config.socket, config.warm.keep_s), owners,
-                config.warm.huge_pages,
+                fd_store(self._notifier, stored, config.socket, config.warm.keep_s),
+                _owners(config, self.tenants), config.warm.huge_pages,
             )  # fmt: skip
         self.warm = WarmTier(
             quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages, self._kept
@@ -297,6 +293,8 @@ class App:
         logging.getLogger().setLevel(config.log_level.upper())
         self._server.limit_clients(config.max_clients)
         self._cold.reconfigure(config)
+        if self._kept is not None:
+            self._kept.keep_owners(_owners(config, self.tenants))
 
     # --- status -------------------------------------------------------------------
 
@@ -421,6 +419,12 @@ class App:
     def _update_growing(self) -> None:
         for tenant in self.tenants.values():
             tenant.catalog.growing = not self.warm.complete
+
+
+def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:
+    return {
+        name: owner_of(tenants[name].secret, tenant.uids) for name, tenant in config.tenants.items()
+    }
 
 
 def _take_over(

@@ -18,7 +18,7 @@ from kvtier import Client, Space
 from kvtier.units import parse_bytes
 from kvtier_daemon.tiers.fd_store import KeeperStore
 from kvtier_daemon.tiers.kept_arena import HEAD, MANIFEST
-from support.daemons import Daemon, start_daemon
+from support.daemons import Daemon, kvtier, start_daemon
 from support.specs import spec_of
 
 KEEP_S = 120
@@ -196,6 +196,26 @@ def test_memory_of_other_users_is_not_taken_over(folder: Path, changed: str) -> 
         assert client.stats()["tiers"]["warm"]["blocks"] == 0
     if changed == "users":
         assert "the users or the secret of tenant one have changed" in daemon.log.read_text()
+    daemon.stop()
+
+
+def test_a_user_that_a_reload_added_and_a_restart_removed_has_no_part_in_the_memory(
+    folder: Path,
+) -> None:
+    def config(*uids: int) -> str:
+        return f"[tenants.one]\nuids = {list(uids)}\nquota = '100%'\n"
+
+    daemon = start(folder, config=config(os.getuid()))
+    with daemon.connect() as client:
+        save(client)
+    file = folder / "kvtier.toml"
+    before = file.read_text()
+    file.write_text(before.replace(f"[{os.getuid()}]", f"[{os.getuid()}, 12345]"))
+    assert kvtier("reload", "--socket", daemon.socket).returncode == 0
+    end(daemon, signal.SIGKILL)
+    daemon = start(folder, config=config(os.getuid()))
+    with daemon.connect() as client:
+        assert loaded(client) == []
     daemon.stop()
 
 

@@ -212,6 +212,12 @@ class KeptArena:
         self._now.tenants[tenant].extents.append(extent)
         self._write()
 
+    def keep_owners(self, owners: Mapping[str, bytes]) -> None:
+        """Note the tenants' present users."""
+        for tenant, owner in owners.items():
+            self._now.tenants[tenant].owner = owner
+        self._write()
+
     def keep_spaces(self, tenant: str, spaces: Mapping[int, tuple[bytes, KvSpec]]) -> None:
         """Note the tenant's spaces; before a slot is given to a block of a new one."""
         self._now.tenants[tenant].spaces = dict(spaces)
