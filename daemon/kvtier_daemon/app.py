@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -12,15 +13,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import kvtier
 from kvtier.units import format_bytes
 from kvtier_daemon import shutdown
 from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.catalog.blocks import DeferredPolicy
+from kvtier_daemon.catalog.blocks import ID_BYTES, DeferredPolicy
 from kvtier_daemon.catalog.policy import AUTO, make
-from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
+from kvtier_daemon.claim import claim_socket, inherited_fds, inherited_socket, release_socket
 from kvtier_daemon.config import profiles
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import Config, LoadedConfig, tenant_of
@@ -36,10 +39,14 @@ from kvtier_daemon.probe import DiskProbe, Probe
 from kvtier_daemon.secrets import load_secrets
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
+from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold.lifecycle import END_S, ColdLifecycle
 from kvtier_daemon.tiers.cold.tier import ColdTier
-from kvtier_daemon.tiers.warm import WarmTier
+from kvtier_daemon.tiers.fd_store import fd_store
+from kvtier_daemon.tiers.kept_arena import KeptArena, owner_of
+from kvtier_daemon.tiers.memory_check import check_memory
+from kvtier_daemon.tiers.warm import Extent, WarmTier
 from kvtier_kernels import Store
 
 log = logging.getLogger(__name__)
@@ -60,13 +67,14 @@ def run(loaded: LoadedConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     logging.getLogger().addHandler(RECENT)
     secrets = load_secrets(config.state, config.tenants)
-    listener = inherited_socket(config.socket) or claim_socket(
+    sockets, stored = inherited_fds()
+    listener = inherited_socket(config.socket, sockets) or claim_socket(
         config.socket, config.socket_mode, config.socket_group, origin=loaded.origins["socket"]
     )
     try:
         port = web.listen(*config.http.listen) if config.http is not None else None
         with asyncio.Runner(loop_factory=_uvloop_factory()) as runner:
-            runner.run(App(loaded, secrets, listener, port).serve())
+            runner.run(App(loaded, secrets, listener, port, stored).serve())
     finally:
         release_socket(listener)
 
@@ -80,6 +88,7 @@ class App:
         secrets: dict[str, bytes],
         listener: socket.socket,
         port: socket.socket | None = None,
+        stored: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         config = loaded.config
         quotas = {name: tenant.quota_bytes for name, tenant in config.tenants.items()}
@@ -97,10 +106,16 @@ class App:
             )
             for name, quota in quotas.items()
         }
-        self.warm = WarmTier(
-            quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages
-        )
         self._notifier = Notifier.from_environment()
+        self._kept: KeptArena | None = None
+        if config.warm.keep_s:
+            self._kept = KeptArena(
+                fd_store(self._notifier, stored, config.socket, config.warm.keep_s),
+                _owners(config, self.tenants), config.warm.huge_pages,
+            )  # fmt: skip
+        self.warm = WarmTier(
+            quotas, config.warm.extent_bytes, config.warm.lock, config.warm.huge_pages, self._kept
+        )
         self._settings = CurrentConfig(loaded, self._notifier, self._swap, self._count_failure)
         self._unforeseen = InternalErrors(self._count_failure)
         self._cold = ColdLifecycle(
@@ -127,8 +142,15 @@ class App:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unforeseen.of_loop)
         stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopped.set)
+
+        def interrupted() -> None:
+            # An operator at a terminal expects the memory to be free.
+            if self._kept is not None:
+                self._kept.drop()
+            stopped.set()
+
+        loop.add_signal_handler(signal.SIGTERM, stopped.set)
+        loop.add_signal_handler(signal.SIGINT, interrupted)
         reload = asyncio.Event()
         loop.add_signal_handler(signal.SIGHUP, reload.set)
         # The objects so far live as long as the daemon: exclude them from garbage collection.
@@ -146,10 +168,17 @@ class App:
             self.config.max_clients,
             recorder,
             self,
+            kept=self._kept,
         )
         lag = LoopLag(loop)
         self._figures.serving(self._server, lag)
-        loop.add_reader(self.warm.start(), self._extents_ready)
+        ready = self.warm.start()
+        taken_over: dict[str, bytes] = {}
+        if self._kept is not None:
+            taken_over = _take_over(
+                self._kept, self.warm, self.tenants, self._cold.map, self._server.writers
+            )
+        loop.add_reader(ready, self._extents_ready)
         self._update_growing()
         looked_at = await self._show(loop)
         self._notifier.ready(f"serving on {self.config.socket}")
@@ -173,6 +202,10 @@ class App:
             if self._notifier.is_heard:
                 running.append(tasks.create_task(self._replace_while_hung(), name="stand in"))
             self._cold.start(tasks)
+            running += [
+                tasks.create_task(check_memory(self.tenants[name], ids), name=f"check {name}")
+                for name, ids in taken_over.items()
+            ]
             if looked_at is not None:
                 running.append(tasks.create_task(self._keep_history(), name="history"))
             await stopped.wait()
@@ -194,6 +227,8 @@ class App:
             looked_at.close()
         lag.stop()
         self.warm.close()
+        if self._kept is not None:
+            self._kept.close()
         if self._stand_in is not None:
             loop.remove_reader(self._stand_in.ended)
             self._stand_in.end(0)
@@ -258,6 +293,8 @@ class App:
         logging.getLogger().setLevel(config.log_level.upper())
         self._server.limit_clients(config.max_clients)
         self._cold.reconfigure(config)
+        if self._kept is not None:
+            self._kept.keep_owners(_owners(config, self.tenants))
 
     # --- status -------------------------------------------------------------------
 
@@ -382,6 +419,42 @@ class App:
     def _update_growing(self) -> None:
         for tenant in self.tenants.values():
             tenant.catalog.growing = not self.warm.complete
+
+
+def _owners(config: Config, tenants: Mapping[str, Tenant]) -> dict[str, bytes]:
+    return {
+        name: owner_of(tenants[name].secret, tenant.uids) for name, tenant in config.tenants.items()
+    }
+
+
+def _take_over(
+    kept: KeptArena, warm: WarmTier, tenants: Mapping[str, Tenant], use: Callable[[Tenant, Extent], None],
+    writers: Writers,
+) -> dict[str, bytes]:  # fmt: skip
+    """Take over the blocks that an earlier daemon left in memory; return their ids by tenant. `use` gets each
+    extent."""
+    started = time.monotonic()
+    noted: dict[str, list[tuple[int, int, int]]] = {name: [] for name in tenants}
+    for extent in warm.taken_over():
+        number = tenants[extent.tenant].add(extent)
+        use(tenants[extent.tenant], extent)
+        noted[extent.tenant] += [(number, first, pages) for first, pages in extent.noted]
+    taken, dropped = {}, 0
+    for name, tenant in tenants.items():
+        blocks = tenant.catalog.kept
+        taken[name], sessions, lost = blocks.adopt(kept.spaces(name), noted[name])
+        dropped += lost
+        writers.watch(tenant, sessions)
+        blocks.keep_spaces(functools.partial(kept.keep_spaces, name))
+    writers.forget_others()
+    kept.settle()
+    if kept.kept_bytes:
+        log.info(
+            "took over %s of memory with %d blocks from the earlier daemon in %.2f s; %d blocks were dropped",
+            format_bytes(kept.kept_bytes), sum(map(len, taken.values())) // ID_BYTES,
+            time.monotonic() - started, dropped,
+        )  # fmt: skip
+    return taken
 
 
 def _address(port: socket.socket | None) -> str:

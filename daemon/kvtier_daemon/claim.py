@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError, TierError
 
 BACKLOG: Final = 128
 LISTEN_FIRST: Final = 3  # sd_listen_fds(3)
+STORED: Final = "kvtier-"  # how names of stored descriptors begin
 PATIENCE_S: Final = 3.0  # another daemon holds the lock for as long as a bind takes
 ENDED: Final = ("Z", "X")  # of the states of a process
 _PAUSE_S = 0.02
@@ -74,25 +75,42 @@ def claim_socket(
         return listener
 
 
-def inherited_socket(
-    path: Path, environ: MutableMapping[str, str] | None = None, first: int = LISTEN_FIRST
-) -> socket.socket | None:
+def inherited_fds(
+    environ: MutableMapping[str, str] | None = None, first: int = LISTEN_FIRST
+) -> tuple[list[int], dict[str, int]]:
+    """Return what the service manager handed over: sockets, and the descriptors that an earlier daemon stored
+    with it, by name. Removes the manager's variables from the environment."""
+    environ = os.environ if environ is None else environ
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return [], {}
+    sockets: list[int] = []
+    stored: dict[str, int] = {}
+    for at in range(int(count)):
+        fd, name = first + at, names[at] if at < len(names) else ""
+        if name.startswith(STORED):
+            os.set_inheritable(fd, False)
+            stored[name] = fd
+        else:
+            sockets.append(fd)
+    return sockets, stored
+
+
+def inherited_socket(path: Path, sockets: Sequence[int]) -> socket.socket | None:
     """Return the socket that the service manager listens with, non-blocking; None if it handed over none.
 
     The manager decides which users may connect. ConfigError if it listens at another path than `path`, which
-    clients use. Removes the manager's variables from the environment.
+    clients use.
     """
-    environ = os.environ if environ is None else environ
-    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
-    environ.pop("LISTEN_FDNAMES", None)
-    if pid != str(os.getpid()) or not count.isdecimal() or not int(count):
+    if not sockets:
         return None
-    if int(count) > 1:
+    if len(sockets) > 1:
         raise ConfigError(
-            f"socket {path}: the service manager handed over {count} sockets, not one"
+            f"socket {path}: the service manager handed over {len(sockets)} sockets, not one"
         )
     try:
-        listener = socket.socket(fileno=first)
+        listener = socket.socket(fileno=sockets[0])
     except OSError as error:
         text = (
             f"socket {path}: the service manager handed over something that is not a "

@@ -125,7 +125,15 @@ class Notifier:
         """Ask for `seconds` from now on for the start or the stop that is under way."""
         return self._send(EXTEND_TIMEOUT_USEC=str(round(seconds * 1_000_000)))
 
-    def _send(self, wait: bool = True, **assignments: str) -> bool:
+    def store(self, name: str, fd: int) -> bool:
+        """Let the manager hold a duplicate of this descriptor over restarts of the service."""
+        return self._send(descriptor=fd, FDSTORE="1", FDNAME=name, FDPOLL="0")
+
+    def unstore(self, name: str) -> bool:
+        """Let the manager close what it holds under this name."""
+        return self._send(FDSTOREREMOVE="1", FDNAME=name)
+
+    def _send(self, wait: bool = True, descriptor: int = -1, **assignments: str) -> bool:
         """Return whether the manager received the message. Without `wait`, periodic messages are dropped if
         its queue is full."""
         if self._address is None:
@@ -136,7 +144,8 @@ class Notifier:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.settimeout(PATIENCE_S if wait else 0)
                 sender.connect(self._address)
-                sender.sendall("\n".join(lines).encode())
+                fds = [descriptor] if descriptor >= 0 else []
+                socket.send_fds(sender, ["\n".join(lines).encode()], fds)
         except OSError:  # the manager is gone or busy; that is no reason to fail
             return False
         return True

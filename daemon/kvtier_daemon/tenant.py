@@ -33,7 +33,7 @@ class Tenant:
 
     def add(self, extent: Extent) -> int:
         """Add this extent for the life of the daemon; return its number among the tenant's."""
-        index = self.catalog.add_extent(extent.nbytes, extent.table)
+        index = self.catalog.add_extent(extent.nbytes, extent.table, extent.notes)
         assert index == len(self.extents)
         self.extents.append(extent)
         return index

@@ -91,7 +91,7 @@ class PyStore {
  public:
     explicit PyStore(std::size_t ghosts) : store_(ghosts) {}
 
-    std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations) {
+    std::uint32_t add_extent(std::uint64_t nbytes, nb::handle generations, nb::handle notes) {
         auto held = std::make_unique<HeldMemory>();
         held->take(generations, Access::kWrite, Shape::kContiguous, "generations");
         need(nbytes >= page_bytes && !(nbytes >> 44),
@@ -100,12 +100,23 @@ class PyStore {
              "the generation table needs 8 bytes a page");
         need(reinterpret_cast<std::uintptr_t>(held->data()) % alignof(std::uint64_t) == 0,
              "the generation table is not aligned to 8 bytes");
+        auto* generation = reinterpret_cast<std::uint64_t*>(held->data());
+        SlotNote* noted = nullptr;
         tables_.push_back(std::move(held));
-        return store_.add_extent(nbytes, reinterpret_cast<std::uint64_t*>(tables_.back()->data()));
+        if (!notes.is_none()) {
+            held = std::make_unique<HeldMemory>();
+            held->take(notes, Access::kWrite, Shape::kContiguous, "notes");
+            need(held->size() >= nbytes / page_bytes * sizeof(SlotNote) &&
+                     reinterpret_cast<std::uintptr_t>(held->data()) % alignof(SlotNote) == 0,
+                 "the notes need 128 aligned bytes a page");
+            noted = reinterpret_cast<SlotNote*>(held->data());
+            tables_.push_back(std::move(held));
+        }
+        return store_.add_extent(nbytes, generation, noted);
     }
 
     std::uint32_t add_space(const std::vector<std::tuple<nb::int_, nb::int_, nb::int_>>& groups,
-                            const std::vector<nb::int_>& shards) {
+                            const std::vector<nb::int_>& shards, std::uint32_t name) {
         need(groups.size() == shards.size(), "need one number of shards per group");
         std::vector<GroupSpec> specs;
         for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -119,7 +130,7 @@ class PyStore {
                              static_cast<std::uint64_t>(block_bytes),
                              static_cast<std::uint32_t>(count)});
         }
-        return store_.add_space(std::move(specs));
+        return store_.add_space(std::move(specs), name);
     }
 
     bool drop_space(std::uint32_t space) { return store_.drop_space(space); }
@@ -196,14 +207,29 @@ class PyStore {
     }
 
     TwoLists reserve(std::uint32_t space, std::uint32_t group, std::uint32_t shard,
-                     std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses) {
+                     std::optional<nb::bytes> parent, nb::bytes keys, nb::bytes statuses,
+                     std::uint32_t owner, std::uint64_t expires_ms) {
         Keys list = keys_in(keys);
         need(statuses.size() == list.n, "need one status per key");
         std::optional<Key> above;
         if (parent) above = key_in(*parent);
         IdList ids =
-            store_.reserve(store_.place(space, group, shard), above, list, statuses.c_str());
+            store_.reserve(store_.place(space, group, shard), above, list, statuses.c_str(), owner,
+                           expires_ms);
         return {ids_out(ids), slots_of(ids)};
+    }
+
+    nb::tuple adopt(
+        const std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>>& pages,
+        const std::vector<std::pair<std::uint32_t, std::uint32_t>>& spaces) {
+        std::vector<NotedPages> runs;
+        for (auto [extent, first, count] : pages) {
+            if (extent >= store_.slabs().extents()) throw std::out_of_range("no such extent");
+            runs.push_back({extent, first, count});
+        }
+        Adopted adopted = store_.adopt(runs, {spaces.begin(), spaces.end()});
+        return nb::make_tuple(ids_out(adopted.ready), adopted.expires_ms, ids_out(adopted.writing),
+                              adopted.owners, adopted.dropped);
     }
 
     void commit(nb::bytes ids, nb::bytes checksums) {
@@ -449,8 +475,9 @@ class PyStore {
 void bind_store(nb::module_& m) {
     nb::class_<PyStore>(m, "Store", "One tenant's blocks: the prefix tree, their states and slots.")
         .def(nb::init<std::size_t>(), "ghosts"_a = 65536)
-        .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a)
-        .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a)
+        .def("add_extent", &PyStore::add_extent, "nbytes"_a, "generations"_a,
+             "notes"_a = nb::none())
+        .def("add_space", &PyStore::add_space, "groups"_a, "shards"_a, "name"_a = 0)
         .def("drop_space", &PyStore::drop_space, "space"_a)
         .def("slot_bytes", &PyStore::slot_bytes, "space"_a, "group"_a)
         .def("match", &PyStore::match, "space"_a, "keys"_a)
@@ -468,7 +495,8 @@ void bind_store(nb::module_& m) {
         .def("note_evicted", &PyStore::note_evicted, "on"_a)
         .def("take_evicted", &PyStore::take_evicted)
         .def("reserve", &PyStore::reserve, "space"_a, "group"_a, "shard"_a, "parent"_a.none(),
-             "keys"_a, "statuses"_a)
+             "keys"_a, "statuses"_a, "owner"_a = 0, "expires_ms"_a = 0)
+        .def("adopt", &PyStore::adopt, "pages"_a, "spaces"_a)
         .def("commit", &PyStore::commit, "ids"_a, "checksums"_a)
         .def("abort", &PyStore::abort, "ids"_a)
         .def("quarantine", &PyStore::quarantine, "ids"_a)

@@ -47,11 +47,11 @@ std::uint32_t Slabs::join_class(std::uint64_t block_bytes) {
     return number;
 }
 
-std::uint32_t Slabs::add_extent(std::uint64_t bytes, std::uint64_t* generations) {
+std::uint32_t Slabs::add_extent(std::uint64_t bytes, std::uint64_t* generations, SlotNote* notes) {
     std::uint64_t pages = bytes / page_bytes;
     for (std::uint64_t i = 0; i < pages; ++i)
         if (generations[i] == 0) generations[i] = 1;
-    extents_.push_back(Extent{pages, generations, {}, {}});
+    extents_.push_back(Extent{pages, generations, notes, {}, {}});
     auto index = static_cast<std::uint32_t>(extents_.size() - 1);
     capacity_pages_ += pages;
     add_run(index, 0, pages);
@@ -244,6 +244,63 @@ SlotAddress Slabs::address(std::uint32_t number, std::uint16_t slot) const {
     std::uint64_t& entry = extents_[slab.extent].generations[first / page_bytes];
     return {slab.extent, 0, first,
             std::atomic_ref<std::uint64_t>(entry).load(std::memory_order_relaxed)};
+}
+
+SlotNote* Slabs::note(std::uint32_t number, std::uint16_t slot) const {
+    const Slab& slab = *slabs_[number];
+    SlotNote* notes = extents_[slab.extent].notes;
+    return notes ? notes + first_byte(slab, slot) / page_bytes : nullptr;
+}
+
+// ---- slots known from notes ----
+
+bool Slabs::is_current(std::uint32_t extent, std::uint64_t page) const {
+    return extents_[extent].notes[page].generation == extents_[extent].generations[page];
+}
+
+// Makes the note of a slot that is not taken over invalid, and its readers notice.
+void Slabs::outdate(std::uint32_t extent, std::uint64_t page) {
+    std::atomic_ref<std::uint64_t>(extents_[extent].generations[page])
+        .fetch_add(1, std::memory_order_release);
+}
+
+void Slabs::lay(std::uint32_t extent, std::vector<Known>& slots) {
+    for (std::size_t first = 0, end; first < slots.size(); first = end) {
+        std::uint32_t size_class = slots[first].size_class;
+        std::uint64_t pitch = pages_of(size_class), start = slots[first].page, last = 0;
+        for (end = first; end < slots.size() && slots[end].size_class == size_class; ++end) {
+            std::uint64_t at = slots[end].page - start;
+            if (at % pitch || at / pitch >= classes_[size_class].slab_slots) break;
+            last = at / pitch;
+            slots[end].slot = static_cast<std::uint16_t>(last);
+        }
+        std::uint64_t pages = (last + 1) * pitch;
+        auto run = std::prev(extents_[extent].runs.upper_bound(start));
+        auto [left, length] = *run;
+        cut_run(extent, left, length);
+        if (start > left) put_run(extent, left, start - left);
+        if (left + length > start + pages)
+            put_run(extent, start + pages, left + length - start - pages);
+        std::uint32_t number = make_slab(size_class, extent, start, pages, last + 1);
+        for (std::size_t i = first; i < end; ++i) slots[i].slab = number;
+    }
+}
+
+void Slabs::put(const Known& known, Id id) {
+    Slab& slab = *slabs_[known.slab];
+    slab.table[known.slot] = id;
+    ++slab.used;
+    live_bytes_ += classes_[slab.size_class].pitch;
+}
+
+void Slabs::open(const std::vector<Known>& slots) {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        if (i && slots[i].slab == slots[i - 1].slab) continue;
+        Slab& slab = *slabs_[slots[i].slab];
+        for (std::uint32_t slot = slab.slots(); slot-- > 0;)
+            if (slab.table[slot] == closed) push_free(slots[i].slab, slot);
+        if (slab.used == 0) settle(slots[i].slab);
+    }
 }
 
 std::size_t Slabs::memory_bytes() const {

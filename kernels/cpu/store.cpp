@@ -37,7 +37,7 @@ void remove_duplicates(IdList& ids) {
 
 }  // namespace
 
-std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
+std::uint32_t Store::add_space(std::vector<GroupSpec> groups, std::uint32_t name) {
     need(!groups.empty(), "a space needs a group");
     Space space;
     std::uint64_t count = 0;
@@ -51,6 +51,7 @@ std::uint32_t Store::add_space(std::vector<GroupSpec> groups) {
     }
     need(count <= max_places, "too many spaces, groups and shards");
     space.places = static_cast<std::uint32_t>(count);
+    space.name = name;
     std::uint32_t at = make_places(space.places);
     std::vector<std::uint32_t> classes;
     for (const GroupSpec& group : groups) classes.push_back(slabs_.join_class(group.block_bytes));
@@ -439,7 +440,7 @@ void Store::note_evicted(bool on) {
 }
 
 IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
-                      const char* statuses) {
+                      const char* statuses, std::uint32_t owner, std::uint64_t expires_ms) {
     std::uint32_t space = places_[place].space, size_class = places_[place].size_class;
     IdList ids;
     begin();
@@ -476,6 +477,7 @@ IdList Store::reserve(std::uint32_t place, std::optional<Key> parent, Keys keys,
         set_parent(node, above);
         Id id = attach(node, place, Event::reserve);
         take_slot(id);
+        note_writing(id, owner, expires_ms);
         if (above != none) drop_idle(above);
         ids.push_back(id);
         last = node;
@@ -590,7 +592,164 @@ void Store::commit(Ids ids, const char* checksums) {
                         checksum_bytes);
         tally(ids[i], State::writing, State::ready);
         arrived(ids[i]);
+        note_ready(ids[i]);
     }
+}
+
+void Store::note_writing(Id id, std::uint32_t owner, std::uint64_t expires_ms) {
+    const Record& record = records_[id];
+    SlotNote* note = slabs_.note(record.slab, record.slot);
+    if (!note) return;
+    const Place& place = places_[record.place];
+    Id parent = parent_of(id);
+    note->open();
+    note->state = Noted::writing;
+    note->owner = owner;
+    note->space = spaces_[place.space].name;
+    note->group = place.group;
+    note->shard = place.shard;
+    note->has_parent = parent != none;
+    note->summed = note->lossy = note->rest = 0;
+    note->key = key_of(id);
+    note->parent = parent != none ? records_[parent].key : Key{};
+    note->sequence = ++sequence_;
+    note->expires_ms = expires_ms;
+    note->close(slabs_.address(record.slab, record.slot).generation);
+}
+
+void Store::note_ready(Id id) {
+    const Record& record = records_[id];
+    SlotNote* note = slabs_.note(record.slab, record.slot);
+    if (!note) return;
+    note->summed = records_.summed(id);
+    note->lossy = record.lossy;
+    if (note->summed) note->checksum = records_.checksum(id);
+    note->become(Noted::ready);
+}
+
+Adopted Store::adopt(std::span<const NotedPages> pages,
+                     const std::unordered_map<std::uint32_t, std::uint32_t>& spaces) {
+    need(counts_.nodes == 0, "blocks are taken over by an empty store only");
+    struct Found {
+        std::uint32_t extent;
+        const SlotNote* note;
+        std::uint32_t place;
+        Slabs::Known slot;
+    };
+    Adopted adopted;
+    std::vector<Found> found;
+    for (const NotedPages& run : pages) {
+        const SlotNote* notes = slabs_.notes(run.extent);
+        std::uint64_t end = std::min(run.first + run.pages, slabs_.pages(run.extent));
+        for (std::uint64_t page = run.first; notes && page < end; ++page) {
+            const SlotNote& note = notes[page];
+            if (!note.generation || !slabs_.is_current(run.extent, page)) continue;
+            auto known = spaces.find(note.space);
+            bool fits = note.state != Noted::nothing && known != spaces.end();
+            if (fits) {
+                const std::vector<GroupSpec>& groups = space(known->second).groups;
+                fits = note.group < groups.size() && note.shard < groups[note.group].shards;
+            }
+            std::uint32_t at = fits ? place(known->second, note.group, note.shard) : 0;
+            std::uint64_t slot = fits ? slabs_.pages_of(places_[at].size_class) : 0;
+            if (fits && page + slot <= slabs_.pages(run.extent)) {
+                found.push_back({run.extent, &note, at, {page, places_[at].size_class}});
+            } else {
+                slabs_.outdate(run.extent, page);
+                adopted.dropped += note.state == Noted::ready;
+            }
+        }
+    }
+    // Slots that overlap contradict each other: none of them is taken over.
+    std::ranges::sort(found, {}, [](const Found& one) {
+        return std::pair{one.extent, one.slot.page};
+    });
+    std::vector<bool> apart(found.size(), true);
+    for (std::size_t i = 1, before = 0; i < found.size(); ++i) {
+        const Slabs::Known& last = found[before].slot;
+        std::uint64_t end = last.page + slabs_.pages_of(last.size_class);
+        if (found[before].extent == found[i].extent && found[i].slot.page < end)
+            apart[before] = apart[i] = false;
+        const Slabs::Known& own = found[i].slot;
+        if (found[before].extent != found[i].extent ||
+            own.page + slabs_.pages_of(own.size_class) > end)
+            before = i;
+    }
+    std::vector<Found> kept;
+    for (std::size_t i = 0; i < found.size(); ++i) {
+        if (apart[i]) {
+            kept.push_back(found[i]);
+        } else {
+            slabs_.outdate(found[i].extent, found[i].slot.page);
+            ++adopted.dropped;
+        }
+    }
+    std::vector<Slabs::Known> laid, slots;
+    for (std::size_t first = 0, end; first < kept.size(); first = end) {
+        slots.clear();
+        for (end = first; end < kept.size() && kept[end].extent == kept[first].extent; ++end)
+            slots.push_back(kept[end].slot);
+        slabs_.lay(kept[first].extent, slots);
+        for (std::size_t i = first; i < end; ++i) kept[i].slot = slots[i - first];
+        laid.insert(laid.end(), slots.begin(), slots.end());
+    }
+    // Parents were mostly reserved before their children.
+    std::ranges::sort(kept, {}, [](const Found& one) { return one.note->sequence; });
+    begin();
+    for (const Found& one : kept) {
+        const SlotNote& note = *one.note;
+        sequence_ = std::max(sequence_, note.sequence);
+        std::optional<Id> id = adopt_one(note, one.place);
+        if (!id) {  // its slot stays closed until `open`
+            slabs_.outdate(one.extent, one.slot.page);
+            ++adopted.dropped;
+            continue;
+        }
+        slabs_.put(one.slot, *id);
+        records_[*id].slab = one.slot.slab;
+        records_[*id].slot = one.slot.slot;
+        if (note.state == Noted::ready) {
+            adopted.ready.push_back(*id);
+            adopted.expires_ms.push_back(note.expires_ms);
+        } else {
+            adopted.writing.push_back(*id);
+            adopted.owners.push_back(note.owner);
+        }
+    }
+    slabs_.open(laid);
+    return adopted;
+}
+
+// The block of a note; none if its key has one already.
+std::optional<Id> Store::adopt_one(const SlotNote& note, std::uint32_t at) {
+    std::uint32_t space = places_[at].space;
+    auto node_of = [&](const Key& key) {
+        std::uint64_t hash = index_.hash(space, key);
+        Id node = find(space, key, hash);
+        return node == none ? make_node(space, key, hash) : node;
+    };
+    Id above = note.has_parent ? node_of(note.parent) : none;
+    Id node = node_of(note.key);
+    if (residency(node, at) != none) {
+        if (above != none) drop_idle(above);
+        return std::nullopt;
+    }
+    set_parent(node, above);
+    Id id = attach(node, at, Event::reserve);
+    if (above != none) drop_idle(above);
+    Record& record = records_[id];
+    if (note.state == Noted::ready) {
+        record.become(after(Event::commit));
+        record.summed = note.summed;
+        record.lossy = note.lossy;
+        if (note.summed) records_.checksum(id) = note.checksum;
+        tally(id, State::writing, State::ready);
+        arrived(id);
+    } else {
+        record.become(after(Event::quarantine));
+        tally(id, State::writing, State::quarantined);
+    }
+    return id;
 }
 
 void Store::abort(Ids ids) {
@@ -648,6 +807,7 @@ Left Store::forget(Ids ids) {
             left.gone.push_back(id);
         } else {
             tally(id, was[i], record.is());
+            if (SlotNote* note = slabs_.note(record.slab, record.slot)) note->become(Noted::nothing);
             if (places_[record.place].full) cut_below(records_.node_of(id), &left.orphans);
         }
     }

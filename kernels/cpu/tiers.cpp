@@ -219,6 +219,8 @@ std::pair<IdList, IdList> Store::promoted(Ids ids) {
         if (record.is() == ready) {
             record.filling = 0;
             tally(ids[i], was[i], ready);
+            note_writing(ids[i], 0, 0);
+            note_ready(ids[i]);
             there.push_back(ids[i]);
         } else {
             leave(ids[i], was[i], nullptr);

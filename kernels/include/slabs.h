@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "record.h"
+#include "slot_notes.h"
 
 namespace kvtier {
 
@@ -54,7 +55,8 @@ class Slabs {
  public:
     explicit Slabs(const Records& records) : records_(records) {}
 
-    std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations);
+    // `notes` has a note for each page, or is null.
+    std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations, SlotNote* notes);
     // The size class for blocks of this size. It exists until all its users have left and it has no
     // slab.
     std::uint32_t join_class(std::uint64_t block_bytes);
@@ -74,6 +76,29 @@ class Slabs {
     // Frees a slot and increments its generation, so that readers of the old block detect it.
     void release(std::uint32_t slab, std::uint16_t slot);
     SlotAddress address(std::uint32_t slab, std::uint16_t slot) const;
+    // The note of a slot; null for an extent without notes.
+    SlotNote* note(std::uint32_t slab, std::uint16_t slot) const;
+
+    // A slot that is known from a note. `lay` makes slabs over free runs for slots of one extent, in
+    // ascending order, and fills in `slab` and `slot`; `put` then gives each slot its block, and
+    // `open` frees the slots of these slabs that got none.
+    struct Known {
+        std::uint64_t page;
+        std::uint32_t size_class;
+        std::uint32_t slab = none;
+        std::uint16_t slot = 0;
+    };
+    const SlotNote* notes(std::uint32_t extent) const { return extents_[extent].notes; }
+    std::size_t extents() const { return extents_.size(); }
+    std::uint64_t pages(std::uint32_t extent) const { return extents_[extent].pages; }
+    std::uint64_t pages_of(std::uint32_t size_class) const {
+        return classes_[size_class].pitch / page_bytes;
+    }
+    bool is_current(std::uint32_t extent, std::uint64_t page) const;
+    void outdate(std::uint32_t extent, std::uint64_t page);
+    void lay(std::uint32_t extent, std::vector<Known>& slots);
+    void put(const Known& slot, Id id);
+    void open(const std::vector<Known>& slots);
 
     std::uint32_t top(std::uint32_t slab) const {
         return slabs_[slab]->over == none ? slab : slabs_[slab]->over;
@@ -105,6 +130,7 @@ class Slabs {
     struct Extent {
         std::uint64_t pages;
         std::uint64_t* generations;
+        SlotNote* notes;
         std::map<std::uint64_t, std::uint64_t> runs;   // free: first page -> pages
         std::map<std::uint64_t, std::uint32_t> slabs;  // uppermost: first page -> slab
     };

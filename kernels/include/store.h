@@ -38,7 +38,7 @@ struct Place {
 struct Space {
     std::vector<GroupSpec> groups;
     std::vector<std::uint32_t> first_place;  // of each group
-    std::uint32_t places = 0, full_places = 0, nodes = 0;
+    std::uint32_t places = 0, full_places = 0, nodes = 0, name = 0;
     bool plain = false;  // one full group of one shard: a match reads one record per key
 };
 
@@ -121,10 +121,11 @@ class Store {
     // Above `ghosts` ghosts, only those with several children are kept.
     explicit Store(std::size_t ghosts) : index_(records_), slabs_(records_), ghost_limit_(ghosts) {}
 
-    std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations) {
-        return slabs_.add_extent(bytes, generations);
+    std::uint32_t add_extent(std::uint64_t bytes, std::uint64_t* generations, SlotNote* notes) {
+        return slabs_.add_extent(bytes, generations, notes);
     }
-    std::uint32_t add_space(std::vector<GroupSpec> groups);
+    // Notes call the space `name`.
+    std::uint32_t add_space(std::vector<GroupSpec> groups, std::uint32_t name);
     bool drop_space(std::uint32_t space);  // false if it contains blocks
 
     // Queries. Blocks with a frame that a match finds count as used.
@@ -145,7 +146,14 @@ class Store {
     std::vector<Name> take_evicted() { return std::exchange(evicted_, {}); }
     // Finds a key that exists only at its turn; then the slots taken before it are given back, with
     // new generations.
-    IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses);
+    // The session `owner` writes them.
+    IdList reserve(std::uint32_t place, std::optional<Key> parent, Keys keys, const char* statuses,
+                   std::uint32_t owner, std::uint64_t expires_ms);
+
+    // Takes over the blocks that the notes on these pages describe, the oldest first. `spaces` has
+    // the number of each space by the name that notes call it. Before any other block.
+    Adopted adopt(std::span<const NotedPages> pages,
+                  const std::unordered_map<std::uint32_t, std::uint32_t>& spaces);
 
     // Events; each takes the whole batch or throws.
     void commit(Ids ids, const char* checksums);
@@ -303,6 +311,9 @@ class Store {
     void leave(Id id, State from, IdList* orphans);
     bool take_slot(Id id);
     void free_slot(Id id, State from);
+    void note_writing(Id id, std::uint32_t owner, std::uint64_t expires_ms);
+    void note_ready(Id id);
+    std::optional<Id> adopt_one(const SlotNote& note, std::uint32_t place);
     Id attach(Id node, std::uint32_t place, Event event, std::uint32_t tier = memory);
     void detach(Id id);
     std::vector<State> end_reads(Ids ids, State to, State without_frame);
@@ -330,6 +341,7 @@ class Store {
     IdList pending_ghosts_;  // ghosts that the next call checks
     IdList newly_used_;      // blocks used since the last `take_used`
     std::size_t ghost_limit_;
+    std::uint64_t sequence_ = 0;  // of the last note
     std::size_t walked_ = 0, climbed_ = 0;
     bool cut_short_ = false;  // a walk reached its limit: some `cut` flags may be out of date
 };

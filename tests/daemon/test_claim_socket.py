@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_daemon.claim import claim_socket, inherited_socket, release_socket
+from kvtier_daemon.claim import claim_socket, inherited_fds, inherited_socket, release_socket
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_a_socket_that_the_manager_listens_with_is_taken_and_left_to_it(path):
         environ = handed_over()
         first = os.dup(manager.fileno())
         os.set_inheritable(first, True)
-        listener = inherited_socket(path, environ, first)
+        listener = inherited_socket(path, inherited_fds(environ, first)[0])
         assert environ == {}, "no child is to think that it is meant"
         assert listener.getblocking() is False
         assert os.get_inheritable(listener.fileno()) is False
@@ -279,7 +279,8 @@ def test_a_socket_that_the_manager_listens_with_is_taken_and_left_to_it(path):
 
 @pytest.mark.parametrize("environ", [{}, handed_over(pid=1), handed_over(count=0)])
 def test_what_was_handed_to_another_is_not_taken(path, environ):
-    assert inherited_socket(path, environ, 0) is None
+    assert inherited_fds(environ, 0) == ([], {})
+    assert inherited_socket(path, []) is None
 
 
 def test_a_socket_elsewhere_or_of_another_kind_is_refused(path, tmp_path):
@@ -289,6 +290,22 @@ def test_a_socket_elsewhere_or_of_another_kind_is_refused(path, tmp_path):
         network.listen()
         for one, what in ((elsewhere, "listens at"), (network, "expected a listening")):
             with pytest.raises(ConfigError, match=what):
-                inherited_socket(path, handed_over(), os.dup(one.fileno()))
+                inherited_socket(path, [os.dup(one.fileno())])
         with pytest.raises(ConfigError, match="2 sockets"):
-            inherited_socket(path, handed_over(count=2), 0)
+            inherited_socket(path, [0, 1])
+
+
+def test_stored_descriptors_are_told_from_sockets_by_their_names():
+    first, *_ = fds = [fcntl.fcntl(0, fcntl.F_DUPFD, 200) for _ in range(3)]
+    assert fds == list(range(first, first + 3))
+    environ = handed_over(count=3) | {
+        "LISTEN_FDNAMES": "kvtierd.socket:kvtier-manifest:kvtier-1-data"
+    }
+    sockets, stored = inherited_fds(environ, first)
+    assert sockets == [first] and stored == {
+        "kvtier-manifest": first + 1,
+        "kvtier-1-data": first + 2,
+    }
+    assert not any(map(os.get_inheritable, stored.values())) and environ == {}
+    for fd in fds:
+        os.close(fd)

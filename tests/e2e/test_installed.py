@@ -156,6 +156,42 @@ def test_the_printed_commands_install_serve_reload_restart_and_upgrade(machine: 
     assert python(machine, "load", LOAD, "patient") == "[1, 2, 3, 4]"
 
 
+def test_blocks_in_memory_survive_a_crash_a_restart_and_an_upgrade(machine: Machine) -> None:
+    machine.do(
+        "mkdir -p /etc/kvtier; printf '[warm]\\nsize = \"64MiB\"\\n' > /etc/kvtier/kvtier.toml"
+    )
+    for command in printed(machine):
+        machine.do(command)
+    assert python(machine, "save", SAVE) == "[1, 2, 3, 4]"
+
+    def restarted(how: str) -> None:
+        main = machine.show("MainPID")
+        machine.do(how)
+        wait_for(
+            lambda: (
+                machine.show("MainPID") not in ("0", main)
+                and machine.show("ActiveState") == "active"
+            ),
+            machine.journal,
+        )
+
+    restarted("systemctl kill --signal=KILL kvtierd.service")
+    assert python(machine, "load", LOAD) == "[1, 2, 3, 4]"
+    restarted("systemctl restart kvtierd.service")
+    assert python(machine, "load", LOAD) == "[1, 2, 3, 4]"
+    machine.do(
+        "sed -i 's/^__version__ = .*/__version__ = \"9.9.9\"/'"
+        " /opt/kvtier/lib/python3*/site-packages/kvtier/__init__.py"
+    )
+    restarted("systemctl restart kvtierd.service")
+    assert python(machine, "load", LOAD) == "[1, 2, 3, 4]"
+    # A stop frees the memory.
+    machine.do("systemctl stop kvtierd.service")
+    assert machine.do("ls /run/kvtier") == "kvtier.sock\nkvtier.sock.lock"
+    machine.do("systemctl start kvtierd.service")
+    assert machine.do("/opt/kvtier/bin/python /tmp/load.py 2>&1 || true").startswith("not found")
+
+
 def test_daemons_of_nodes_are_installed_and_removed_by_the_printed_commands(
     machine: Machine,
 ) -> None:

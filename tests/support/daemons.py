@@ -124,12 +124,16 @@ def start_daemon(
     wait: bool = True,
     command: Sequence[str] = SERVE,
     env: Mapping[str, str] | None = None,
+    keep_s: int | None = 0,
 ) -> Daemon:
-    """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete."""
+    """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A keeper
+    process holds its memory for `keep_s` after its end; with None, as long as the product's default says."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:
         text += f'[warm]\nsize = "{warm}"\n'
+    if keep_s is not None:
+        text = text.replace("[warm]\n", f"[warm]\nkeep_s = {keep_s}\n")
     path = folder / "kvtier.toml"
     path.write_text(text)
     log = folder / "daemon.log"

@@ -31,6 +31,7 @@ from kvtier_daemon.catalog.changes import ChangeFeed
 from kvtier_daemon.catalog.demotion import Demotions
 from kvtier_daemon.catalog.explain import find_reason
 from kvtier_daemon.catalog.holds import Holds
+from kvtier_daemon.catalog.kept_blocks import KeptBlocks
 from kvtier_daemon.catalog.leases import NO_LEASE, NOBODY, LeaseId, Leases, SessionId
 from kvtier_daemon.catalog.miss_log import NOTES_BYTES, MissLog
 from kvtier_daemon.catalog.pins import PinnedPrefixes
@@ -159,6 +160,7 @@ class Catalog:
         self.leases = Leases()
         self._reading = ReadLeases(self.blocks, self.leases)
         self._writing = WriteLeases(self.blocks, self.spaces, self.leases)
+        self.kept = KeptBlocks(self.blocks, self.spaces, self._writing)
         self.pins = PinnedPrefixes(self.blocks, self._reading)
         self.holds = Holds(self.blocks)
         self.promotions = Promotions(self.blocks, self.holds)
@@ -168,9 +170,10 @@ class Catalog:
         self.lookups = Lookups()
         self.growing = False  # the tenant's memory will grow
 
-    def add_extent(self, nbytes: int, generations: Buffer) -> int:
-        """Add memory for blocks, usable from this call on. `generations` is its generation table."""
-        return self._store.add_extent(nbytes, generations)
+    def add_extent(self, nbytes: int, generations: Buffer, notes: Buffer | None = None) -> int:
+        """Add memory for blocks, usable from this call on. `generations` is its generation table, `notes` are
+        for the next daemon."""
+        return self._store.add_extent(nbytes, generations, notes)
 
     def counts(self) -> Counts:
         return self._store.counts()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,7 @@ class SpaceTable:
         self._by_identity: dict[bytes, KnownSpace] = {}
         self._by_index: dict[int, KnownSpace] = {}
         self._next = 0
+        self.keep: Callable[[], None] = lambda: None  # called before a space gets its first block
 
     def __len__(self) -> int:
         return len(self._of)
@@ -99,7 +100,7 @@ class SpaceTable:
         space = self._by_identity.get(identity)
         if space is None or space.spec != spec:
             if len(self._of) >= LIMIT_SPACES:
-                self._retire(list(self._of.values()))
+                self.retire(list(self._of.values()))
             if len(self._of) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
             sizes = tuple(map(spec.group_block_bytes, range(len(spec.cache_groups))))
@@ -107,6 +108,14 @@ class SpaceTable:
             self._next += 1
             self._of[space.number] = self._by_identity[identity] = space
         space.users.add(session)
+        return space
+
+    def restore(self, number: int, identity: bytes, spec: KvSpec) -> KnownSpace:
+        """The space that had this number in an earlier daemon, with a place in the store."""
+        space = KnownSpace(number, identity, spec, spec.places)
+        self._next = max(self._next, number + 1)
+        self._of[number] = self._by_identity[identity] = space
+        self.settle(space)
         return space
 
     def at(self, number: int) -> KnownSpace:
@@ -135,6 +144,7 @@ class SpaceTable:
         if space.index < 0:
             self._add(space)
             self._by_index[space.index] = space
+            self.keep()
 
     def _add(self, space: KnownSpace) -> None:
         spec = space.spec
@@ -144,11 +154,11 @@ class SpaceTable:
         ]  # fmt: skip
         shards = [group.shards for group in spec.cache_groups]
         try:
-            space.index = self._store.add_space(groups, shards)
+            space.index = self._store.add_space(groups, shards, space.number)
         except ValueError:
-            self._retire([other for other in self._of.values() if other is not space])
+            self.retire([other for other in self._of.values() if other is not space])
             try:
-                space.index = self._store.add_space(groups, shards)
+                space.index = self._store.add_space(groups, shards, space.number)
             except ValueError as error:
                 raise Refused("too_many", f"this tenant's spaces: {error}") from error
 
@@ -165,14 +175,14 @@ class SpaceTable:
         for space in left:
             space.users.discard(session)
             space.watches.pop(session, None)
-        self._retire(left)
+        self.retire(left)
 
     def leave_one(self, session: SessionId, space: KnownSpace) -> None:
         """The session stops using this space."""
         space.users.discard(session)
-        self._retire([space])
+        self.retire([space])
 
-    def _retire(self, spaces: Iterable[KnownSpace]) -> None:
+    def retire(self, spaces: Iterable[KnownSpace]) -> None:
         """Remove those of these spaces that no session uses and that have no blocks."""
         for space in spaces:
             if not space.users and self.unsettle(space):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import Refused
@@ -67,7 +67,9 @@ class WriteLeases:
             outcomes = self._outcomes(space, group, shard, keys)
             if expires_at < math.inf:
                 _refuse_beyond(outcomes, max(0, LIMIT_IDS - len(self._blocks.expiring)))
-            ids, slots = self._take(space, group, shard, parent, keys, outcomes)
+            ids, slots = self._take(
+                space, group, shard, parent, keys, outcomes, session, expires_at
+            )
         finally:
             self._spaces.unsettle(space)  # if it got no blocks
         _refuse_beyond(outcomes, len(ids) // ID_BYTES)
@@ -95,6 +97,8 @@ class WriteLeases:
         parent: bytes,
         keys: bytes,
         outcomes: bytearray,
+        session: SessionId,
+        expires_at: float,
     ) -> tuple[bytes, bytes]:
         """Take blocks for the leading new keys, as far as there is room: (ids, slots)."""
         store, index = self._blocks.store, space.index
@@ -106,7 +110,10 @@ class WriteLeases:
             wanted = outcomes.count(GRANTED)
             if wanted:
                 self._blocks.make_room(index, group, wanted)
-            return store.reserve(index, group, shard, parent or None, keys, bytes(outcomes))
+            expires_ms = int(expires_at * 1000) if expires_at < math.inf else 0
+            return store.reserve(
+                index, group, shard, parent or None, keys, bytes(outcomes), session, expires_ms
+            )
         finally:
             self._blocks.unlease(last_first(above) + present)
 
@@ -173,6 +180,10 @@ class WriteLeases:
         if quarantined:
             self._quarantined[session] = quarantined
         return bool(quarantined)
+
+    def quarantine(self, held: Mapping[SessionId, bytes]) -> None:
+        """Sessions of an earlier daemon may write to the slots of these blocks until `process_gone`."""
+        self._quarantined.update(held)
 
     def process_gone(self, session: SessionId) -> None:
         ids = self._quarantined.pop(session, b"")

@@ -24,7 +24,9 @@ from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.session import HALF_S, RECEIVE_FIRST_BYTES, Session
 from kvtier_daemon.serving.turns import Share, Turns
+from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.kept_arena import KeptArena
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,10 @@ class Server:
         recorder: Recorder,
         operated: Operated | None = None,
         clock: Callable[[], float] = time.monotonic,
+        kept: KeptArena | None = None,
     ) -> None:
         self.loop = loop
+        self.writers = Writers(loop, kept)
         self.stats = stats
         self.clock = clock
         self.recorder = recorder
@@ -79,7 +83,7 @@ class Server:
         # The kernel limits a user's descriptors in transit to its limit of open files.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._parking = max(64, min(soft, 1 << 16) // 2)
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(self.writers.next_session)
         loop.add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -202,6 +206,7 @@ class Server:
     def end_for_good(self, tenant: Tenant | None, token: bytes) -> None:
         """End the session with this token, and free its slots, if it is the tenant's. Only its client knows
         the token."""
+        self.writers.end_for_good(tenant, token)
         for session in [*self.ghosts, *self.sessions]:
             if session.token == token and session.tenant is tenant:
                 session.end_for_good()
@@ -236,6 +241,7 @@ class Server:
         for session in list(self.sessions):
             session.send(wire.GoingDown(0, reason))
             session.end(reason)
+        self.writers.close()  # the next daemon must know the ghosts
         for session in list(self.ghosts):
             session.abandon()
         self.ghosts.clear()

@@ -18,6 +18,7 @@ from kvtier_daemon.serving.peer import Peer
 from kvtier_daemon.serving.requests import WITHOUT_TENANT, WRITES, Requests
 from kvtier_daemon.serving.sending import BLOCKED, FAILED, PAUSE_S, PAUSED, Outbox
 from kvtier_daemon.serving.turns import TURN_S, Share, Turns
+from kvtier_daemon.serving.writers import Writers
 from kvtier_daemon.tenant import Tenant
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Listener(Host, Protocol):
     """The parts of the server that sessions use."""
 
     turns: Turns
+    writers: Writers
     run: bytes  # names this start of the daemon
     receive_buffer: memoryview
     receive_first: memoryview
@@ -407,6 +409,7 @@ class Session:
 
     def abandon(self) -> None:
         """Stop waiting for the end of the process."""
+        self._server.writers.ended(self.id)
         if self.peer.pidfd >= 0:
             self._server.loop.remove_reader(self.peer.pidfd)
         self.peer.close()
@@ -436,6 +439,8 @@ def _greet(session: Session, server: Listener, request: wire.Hello) -> None:
     session.greeted = True
     session.inbox.framer.limit = wire.LIMIT_FRAME_BYTES
     session.read_only = request.read_only
+    if session.tenant is not None and not request.read_only:
+        server.writers.began(session.id, session.tenant, session.token, session.peer.pid)
     session.announce()
     _tell_client(session, server, "came")
     name = session.tenant.name if session.tenant else ""

@@ -6,21 +6,19 @@ import errno
 import fcntl
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.units import format_bytes
+from kvtier_daemon.tiers.kept_arena import SEALS, ExtentFiles, KeptArena, noted_pages
 from kvtier_kernels import Mapping, Prefaulter
 
 log = logging.getLogger(__name__)
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
-GENERATION_BYTES = 8
-# Nobody may resize an extent, or seal it further. Not F_SEAL_FUTURE_WRITE: after it a restarted daemon
-# could not map its own arena for writing, nor could a client that connects later. So a client can punch holes
-# in its extents (measured on Linux 6.18: fallocate and MADV_REMOVE are refused under that seal alone).
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+GENERATION_BYTES, NOTE_BYTES = 8, 128  # for each page
 
 
 def table_bytes(extent_bytes: int) -> int:
@@ -47,13 +45,17 @@ def plan_extents(
 
 @dataclass(slots=True)
 class Extent:
-    """A piece of the arena. `table_fd` is a read-only reopening: clients never write generations."""
+    """A piece of the arena. `table_fd` is a read-only reopening: clients never write generations. `notes`
+    describes the blocks in its slots for the next daemon; `noted` are the runs of pages that have notes of an
+    earlier daemon."""
 
     tenant: str
     nbytes: int
     fd: int
     table_fd: int
     table: Mapping
+    notes: Mapping | None = None
+    noted: tuple[tuple[int, int], ...] = ()
 
     def handles(self, read_only: bool) -> tuple[int, int]:
         """New descriptors of the extent and of its table, for a client; the caller closes both. A reader's
@@ -83,18 +85,29 @@ class WarmTier:
         extent_bytes: int,
         lock: bool = False,
         huge_pages: bool = False,
+        kept: KeptArena | None = None,
     ) -> None:
         self._lock = lock
+        self._kept = kept
+        self._earlier: deque[Extent] = (
+            deque()
+        )  # that were taken over, and not yet returned by `ready`
         self._huge_pages = huge_pages
         page = HUGE_PAGE if huge_pages else PAGE
-        self._plan = plan_extents(quotas, extent_bytes, page)
+        left = dict(quotas)
+        for tenant, quota in quotas.items():
+            for files in kept.take(tenant, quota) if kept is not None else ():
+                left[tenant] -= files.nbytes
+                self._earlier.append(_take_over(tenant, files))
+        self._earlier_bytes = sum(extent.nbytes for extent in self._earlier)
+        self._plan = plan_extents(left, extent_bytes, page)
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Reserved huge pages need no making.
         self._prefaulter = Prefaulter(self.event_fd, not huge_pages)
         self._files: list[tuple[int, int]] = []
         self._finished = 0
         self.extents: list[Extent] = []
-        self.capacity_bytes = sum(nbytes for _, nbytes in self._plan)
+        self.capacity_bytes = self._earlier_bytes + sum(nbytes for _, nbytes in self._plan)
         self.failure = ""
 
     def start(self) -> int:
@@ -114,6 +127,7 @@ class WarmTier:
             os.eventfd_read(self.event_fd)
         except BlockingIOError:
             return
+        yield from self.taken_over()
         progress = self._prefaulter.progress()
         while self._finished < len(self._plan) and not self.failure:
             pair = progress[2 * self._finished : 2 * self._finished + 2]
@@ -133,10 +147,17 @@ class WarmTier:
             self.extents.append(extent)
             yield extent
 
+    def taken_over(self) -> Iterator[Extent]:
+        """The extents of the earlier daemon, once each. They need no allocation."""
+        while self._earlier:
+            extent = self._earlier.popleft()
+            self.extents.append(extent)
+            yield extent
+
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the arena that are there so far."""
-        return sum(done for done, _ in self._prefaulter.progress()[1::2])
+        return self._earlier_bytes + sum(done for done, _ in self._prefaulter.progress()[1::2])
 
     @property
     def huge_bytes(self) -> int:
@@ -150,9 +171,9 @@ class WarmTier:
     def close(self) -> None:
         self._prefaulter.stop()
         del self._prefaulter  # and with it its descriptors and its locks
-        for extent in self.extents:
+        for extent in (*self.extents, *self._earlier):
             extent.close()
-        for fd, table_fd in self._files[len(self.extents) :]:
+        for fd, table_fd in self._files[self._finished :]:
             os.close(fd)
             os.close(table_fd)
         self.extents.clear()
@@ -162,10 +183,17 @@ class WarmTier:
     def _finish(self, tenant: str, nbytes: int, fd: int, table_fd: int) -> Extent:
         for each in (fd, table_fd):
             fcntl.fcntl(each, fcntl.F_ADD_SEALS, SEALS)
-        table = Mapping(table_fd, table_bytes(nbytes), True)
-        read_only = os.open(f"/proc/self/fd/{table_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        os.close(table_fd)  # the mapping stays
-        return Extent(tenant, nbytes, fd, read_only, table)
+        if self._kept is None:
+            return _extent(tenant, nbytes, fd, table_fd, None)
+        # Not allocated: the pages between the first pages of slots are never written.
+        notes_fd = _memfd(f"kvtier-{tenant}-notes", nbytes // PAGE * NOTE_BYTES)
+        try:
+            fcntl.fcntl(notes_fd, fcntl.F_ADD_SEALS, SEALS)
+            self._kept.keep(tenant, ExtentFiles(nbytes, fd, table_fd, notes_fd))
+            notes = Mapping(notes_fd, nbytes // PAGE * NOTE_BYTES, True)
+        finally:
+            os.close(notes_fd)
+        return _extent(tenant, nbytes, fd, table_fd, notes)
 
     def _give_up(self, code: int, nbytes: int) -> None:
         have = format_bytes(sum(extent.nbytes for extent in self.extents))
@@ -175,6 +203,23 @@ class WarmTier:
             f"{errno.errorcode.get(code, code)})"
         )
         log.error("%s", self.failure)
+
+
+def _extent(tenant: str, nbytes: int, fd: int, table_fd: int, notes: Mapping | None) -> Extent:
+    table = Mapping(table_fd, table_bytes(nbytes), True)
+    read_only = os.open(f"/proc/self/fd/{table_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(table_fd)  # the mapping stays
+    return Extent(tenant, nbytes, fd, read_only, table, notes)
+
+
+def _take_over(tenant: str, files: ExtentFiles) -> Extent:
+    """Map an extent of the earlier daemon."""
+    noted = tuple(noted_pages(files.notes_fd, NOTE_BYTES))
+    notes = Mapping(files.notes_fd, files.nbytes // PAGE * NOTE_BYTES, True)
+    os.close(files.notes_fd)
+    extent = _extent(tenant, files.nbytes, files.fd, files.table_fd, notes)
+    extent.noted = noted
+    return extent
 
 
 def _memfd(name: str, nbytes: int, huge_pages: bool = False) -> int:

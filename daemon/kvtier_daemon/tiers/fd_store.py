@@ -1,0 +1,150 @@
+"""Holds the daemon's memory beyond its end: descriptors under names, with systemd or a keeper process.
+
+`take` returns what an earlier daemon stored. A store that fails costs the next restart its warm blocks and
+nothing else, so no method raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvtier_daemon.notify import Notifier
+from kvtier_daemon.tiers import keeper
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # on a busy machine; the keeper answers at once
+
+
+class FdStore(Protocol):
+    """Holds descriptors by name, also after the end of this process."""
+
+    def take(self) -> Mapping[str, int]:
+        """Return the descriptors of earlier daemons; the caller closes them. The store still holds them."""
+
+    def put(self, name: str, fd: int) -> None:
+        """Hold a duplicate of this descriptor."""
+
+    def remove(self, name: str) -> None:
+        """Hold it no longer."""
+
+    def close(self) -> None:
+        """This process stores nothing more."""
+
+
+class SystemdStore:
+    """systemd's descriptor store. It keeps descriptors over restarts of the service, and closes them when the
+    service is stopped."""
+
+    def __init__(self, notifier: Notifier, inherited: Mapping[str, int]) -> None:
+        self._notifier = notifier
+        self._inherited = inherited
+
+    def take(self) -> Mapping[str, int]:
+        return self._inherited
+
+    def put(self, name: str, fd: int) -> None:
+        if not self._notifier.store(name, fd):
+            log.warning("systemd did not take a descriptor: warm blocks will not survive a restart")
+
+    def remove(self, name: str) -> None:
+        self._notifier.unstore(name)
+
+    def close(self) -> None:
+        pass
+
+
+class KeeperStore:
+    """A keeper process beside the daemon's socket, started when none listens there."""
+
+    def __init__(self, path: Path, idle_s: float) -> None:
+        self._daemon: socket.socket | None = None
+        try:
+            self._daemon = _connected(path) or _started(path, idle_s)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._fail(error)
+
+    def take(self) -> Mapping[str, int]:
+        taken: dict[str, int] = {}
+        try:
+            if self._daemon is not None:
+                self._daemon.send(keeper.TAKE)
+                while True:
+                    message, fds, _, _ = socket.recv_fds(self._daemon, keeper.MESSAGE_BYTES, 1)
+                    if message[:1] != keeper.PUT:
+                        break
+                    taken[message[1:].decode()] = fds[0]
+        except OSError as error:
+            self._fail(error)
+        return taken
+
+    def put(self, name: str, fd: int) -> None:
+        self._send(keeper.PUT + name.encode(), [fd])
+
+    def remove(self, name: str) -> None:
+        self._send(keeper.REMOVE + name.encode())
+
+    def close(self) -> None:
+        if self._daemon is not None:
+            self._daemon.close()
+            self._daemon = None
+
+    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+        if self._daemon is None:
+            return
+        try:
+            socket.send_fds(self._daemon, [message], fds)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        log.warning(
+            "no keeper process: %s; warm blocks will not survive a restart of the daemon", error
+        )
+        self.close()
+
+
+def fd_store(
+    notifier: Notifier, inherited: Mapping[str, int], socket_path: Path, idle_s: float
+) -> FdStore:
+    """Return systemd's store if the unit has one ($FDSTORE is its size), otherwise a keeper process."""
+    if notifier.is_heard and os.environ.get("FDSTORE", "0") != "0":
+        return SystemdStore(notifier, inherited)
+    return KeeperStore(Path(f"{socket_path}.keeper"), idle_s)
+
+
+def _connected(path: Path) -> socket.socket | None:
+    """Connect to a keeper of this user; None if none listens."""
+    daemon = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    daemon.settimeout(PATIENCE_S)
+    try:
+        daemon.connect(os.fspath(path))
+    except (ConnectionRefusedError, FileNotFoundError):
+        daemon.close()
+        return None
+    credentials = daemon.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, keeper.PEER.size)
+    if (owner := keeper.PEER.unpack(credentials)[1]) != os.geteuid():
+        daemon.close()
+        raise PermissionError(f"{path} belongs to uid {owner}")
+    return daemon
+
+
+def _started(path: Path, idle_s: float) -> socket.socket | None:
+    """Start a keeper that listens at this path, and connect to it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
+        path.unlink(missing_ok=True)
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(os.fspath(path))
+        listener.listen()
+        subprocess.run(
+            [sys.executable, "-I", "-S", keeper.__file__, os.fspath(path), str(idle_s)],
+            stdin=listener.fileno(), stdout=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+    return _connected(path)

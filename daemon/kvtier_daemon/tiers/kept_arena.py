@@ -1,0 +1,267 @@
+"""What the next daemon needs to take over the arena: a manifest in shared memory, and stored descriptors.
+
+The manifest says which extents belong to which tenant, what the spaces are whose numbers the notes of slots
+contain, and which processes may still write to slots. It has two halves that are written in turn, so that a
+daemon that is killed while it writes leaves the other one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.layout import KvSpec
+from kvtier.units import MIB, format_bytes
+from kvtier_daemon.tiers.fd_store import FdStore
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of the manifest, of the generations and of the notes of slots
+MANIFEST = "kvtier-manifest"
+HALF_BYTES = 64 * MIB  # sparse
+HEAD = struct.Struct("<QQI")  # sequence, bytes, CRC-32
+ID_BYTES = 8
+# No process may resize an extent, or seal it further. Not F_SEAL_FUTURE_WRITE: after it a restarted daemon
+# could not map its own arena for writing, nor could a client that connects later. So a client can punch holes
+# in its extents (measured on Linux 6.18: fallocate and MADV_REMOVE are refused under that seal alone).
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+PARTS = ("data", "generations", "notes")
+
+
+class KeptExtent(msgspec.Struct, frozen=True):
+    id: str
+    nbytes: int
+    huge_pages: bool
+
+
+class KeptTenant(msgspec.Struct):
+    """`owner` changes with the tenant's users and its secret: then its memory is not taken over, because a
+    user that left may have it mapped."""
+
+    owner: bytes
+    extents: list[KeptExtent] = []
+    spaces: dict[int, tuple[bytes, KvSpec]] = {}  # by number: identity and description
+
+
+class KeptSession(msgspec.Struct, frozen=True):
+    """A session that may write to slots."""
+
+    tenant: str
+    token: bytes
+    pid: int
+
+
+class Format(msgspec.Struct):
+    """The one field that every format of the manifest has."""
+
+    format: object
+
+
+class Manifest(msgspec.Struct):
+    format: int = FORMAT
+    tenants: dict[str, KeptTenant] = {}
+    sessions: dict[int, KeptSession] = {}
+
+
+class ExtentFiles(NamedTuple):
+    """The descriptors of one extent: its data, its generations and the notes of its slots."""
+
+    nbytes: int
+    fd: int
+    table_fd: int
+    notes_fd: int
+
+
+def owner_of(secret: bytes, uids: Iterable[int | str]) -> bytes:
+    """Return what must stay the same for a tenant's memory to be taken over."""
+    text = msgspec.msgpack.encode(sorted(map(str, uids)))
+    return hashlib.blake2b(text, key=secret[:64], digest_size=16).digest()
+
+
+def noted_pages(notes_fd: int, note_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of pages, as first and number, that may have notes: memory that was never written is
+    skipped."""
+    at, end = 0, os.fstat(notes_fd).st_size
+    while at < end:
+        try:
+            at = os.lseek(notes_fd, at, os.SEEK_DATA)
+        except OSError:  # no more data
+            return
+        hole = os.lseek(notes_fd, at, os.SEEK_HOLE)
+        yield at // note_bytes, -(-(hole - at) // note_bytes)
+        at = hole
+
+
+class KeptArena:
+    """The arena of an earlier daemon, as far as it fits, and the manifest of this one's."""
+
+    def __init__(self, store: FdStore, owners: Mapping[str, bytes], huge_pages: bool) -> None:
+        self._store = store
+        self._huge_pages = huge_pages
+        self._fds = dict(store.take())
+        self._sequence = 0
+        self._fd = self._fds.pop(MANIFEST, -1)
+        before = self._read() if self._fd >= 0 else None
+        if self._fd < 0:
+            self._fd = os.memfd_create(MANIFEST, os.MFD_CLOEXEC)
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, 2 * HALF_BYTES)
+            store.put(MANIFEST, self._fd)
+        self._before = before or Manifest()
+        self._now = Manifest(tenants={name: KeptTenant(owner) for name, owner in owners.items()})
+        self.earlier_sessions = self._before.sessions
+        self._now.sessions = dict(self.earlier_sessions)
+        self.next_session = max(self._before.sessions, default=0) + 1
+
+    # --- what an earlier daemon left ---------------------------------------------------------
+
+    def take(self, tenant: str, quota_bytes: int) -> list[ExtentFiles]:
+        """Return the extents of this tenant that can be taken over, at most its quota; the caller closes the
+        descriptors. They stay in the manifest."""
+        kept, now = self._before.tenants.get(tenant), self._now.tenants[tenant]
+        if kept is None:
+            return []
+        if kept.owner != now.owner:
+            log.warning(
+                "warm: the users or the secret of tenant %s have changed: its %d extents from before the "
+                "restart are not used", tenant, len(kept.extents),
+            )  # fmt: skip
+            return []
+        taken: list[ExtentFiles] = []
+        for extent in kept.extents:
+            files = self._files(extent)
+            if files is None:
+                continue
+            if sum(one.nbytes for one in taken) + extent.nbytes > quota_bytes:
+                _close(files)
+                continue
+            taken.append(files)
+            now.extents.append(extent)
+        now.spaces = dict(kept.spaces)
+        return taken
+
+    def spaces(self, tenant: str) -> Mapping[int, tuple[bytes, KvSpec]]:
+        """Return the tenant's spaces by number, as the notes of its slots call them."""
+        return self._now.tenants[tenant].spaces
+
+    def settle(self) -> None:
+        """Hold only what was taken over, and write the manifest of this daemon."""
+        held = {
+            f"{one.id}-{part}"
+            for each in self._now.tenants.values()
+            for one in each.extents
+            for part in PARTS
+        }
+        for name, fd in self._fds.items():
+            os.close(fd)
+            if name not in held:
+                self._store.remove(name)
+        self._fds.clear()
+        self._write()
+
+    def _files(self, extent: KeptExtent) -> ExtentFiles | None:
+        """Return the files of this extent if all are there and have the right size."""
+        fds = [self._fds.get(f"{extent.id}-{part}", -1) for part in PARTS]
+        if min(fds) < 0 or extent.huge_pages != self._huge_pages:
+            return None
+        sealed = all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS for fd in fds)
+        if not sealed or os.fstat(fds[0]).st_size != extent.nbytes:
+            return None
+        return ExtentFiles(extent.nbytes, *map(os.dup, fds))
+
+    def _read(self) -> Manifest | None:
+        """Return the newest half that is whole; None if another format was written, or none."""
+        halves = []
+        for half in (0, HALF_BYTES):
+            head = os.pread(self._fd, HEAD.size, half)
+            sequence, nbytes, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, 0, 0)
+            text = os.pread(self._fd, nbytes, half + HEAD.size) if 0 < nbytes < HALF_BYTES else b""
+            if text and zlib.crc32(text) == crc:
+                halves.append((sequence, text))
+        if not halves:
+            return None
+        self._sequence, text = max(halves)
+        try:
+            found = msgspec.msgpack.decode(text, type=Format).format
+            if found == FORMAT:
+                return msgspec.msgpack.decode(text, type=Manifest)
+        except msgspec.ValidationError as error:
+            found = str(error)
+        log.warning(
+            "warm: the arena of the earlier daemon has format %s, not %s: its blocks are not used", found,
+            FORMAT,
+        )  # fmt: skip
+        return None
+
+    # --- what this daemon leaves -------------------------------------------------------------
+
+    def keep(self, tenant: str, files: ExtentFiles) -> None:
+        """Hold a new extent."""
+        extent = KeptExtent(f"kvtier-{secrets.token_hex(ID_BYTES)}", files.nbytes, self._huge_pages)
+        for part, fd in zip(PARTS, files[1:], strict=True):
+            self._store.put(f"{extent.id}-{part}", fd)
+        self._now.tenants[tenant].extents.append(extent)
+        self._write()
+
+    def keep_owners(self, owners: Mapping[str, bytes]) -> None:
+        """Note the tenants' present users."""
+        for tenant, owner in owners.items():
+            self._now.tenants[tenant].owner = owner
+        self._write()
+
+    def keep_spaces(self, tenant: str, spaces: Mapping[int, tuple[bytes, KvSpec]]) -> None:
+        """Note the tenant's spaces; before a slot is given to a block of a new one."""
+        self._now.tenants[tenant].spaces = dict(spaces)
+        self._write()
+
+    def session_began(self, number: int, session: KeptSession) -> None:
+        """Note a session before it can write."""
+        self._now.sessions[number] = session
+        self._write()
+
+    def session_ended(self, number: int) -> None:
+        """The session no longer writes, or its process has ended."""
+        if self._now.sessions.pop(number, None) is not None:
+            self._write()
+
+    def drop(self) -> None:
+        """Hold nothing: the memory ends with the daemon."""
+        self._store.remove(MANIFEST)
+        for tenant in self._now.tenants.values():
+            for extent in tenant.extents:
+                for part in PARTS:
+                    self._store.remove(f"{extent.id}-{part}")
+
+    def close(self) -> None:
+        self._store.close()
+        os.close(self._fd)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(one.nbytes for each in self._now.tenants.values() for one in each.extents)
+
+    def _write(self) -> None:
+        text = msgspec.msgpack.encode(self._now)
+        if len(text) > HALF_BYTES - HEAD.size:
+            log.error(
+                "warm: the manifest would have %s: the next daemon cannot take over all blocks",
+                format_bytes(len(text)),
+            )
+            return
+        self._sequence += 1
+        head = HEAD.pack(self._sequence, len(text), zlib.crc32(text))
+        os.pwrite(self._fd, head + text, self._sequence % 2 * HALF_BYTES)
+
+
+def _close(files: ExtentFiles) -> None:
+    for fd in files[1:]:
+        os.close(fd)
