@@ -189,7 +189,7 @@ def test_a_block_that_was_read_from_disk_is_noted(memory):
     store, spaces = memory.store()
     ids = save(store, spaces[7], ("a", "b"))
     frames = b"".join(struct.pack("<IIIBBBB", 1, page, PAGE, 0, 1, 1, 0) for page in (1, 3))
-    assert store.framed(ids, frames, b"") == b""
+    assert store.framed(1, ids, frames, b"") == b""
     store.evict(ids)
     assert not memory.adopted().ready
     taken, _ = store.promote(ids)

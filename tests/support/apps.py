@@ -19,7 +19,7 @@ def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "")
     (folder / "disk").mkdir()
     file = folder / "kvtier.toml"
     file.write_text(
-        f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\n'
+        f'socket = "{folder}/s"\nstate = "{folder}/state"\n[warm]\nsize = "4MiB"\nkeep_s = 0\n'
         f'[cold]\ndirectories = ["{folder}/disk"]\nsize = "64MiB"\nsegment = "1MiB"\n{more}'
     )
     loaded = load(file, environ={})

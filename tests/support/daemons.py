@@ -126,8 +126,8 @@ def start_daemon(
     env: Mapping[str, str] | None = None,
     keep_s: int | None = 0,
 ) -> Daemon:
-    """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A keeper
-    process holds its memory for `keep_s` after its end; with None, as long as the product's default says."""
+    """Start a daemon and wait until it accepts clients and, with `wait`, until its arena is complete. A
+    keeper process holds its memory for `keep_s` after its end, or for the default with None."""
     socket = str(folder / "kvtier.sock")
     text = f'socket = "{socket}"\nstate = "{folder / "state"}"\n{config}\n'
     if "[warm]" not in config:

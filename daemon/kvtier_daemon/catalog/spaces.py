@@ -103,8 +103,7 @@ class SpaceTable:
                 self.retire(list(self._of.values()))
             if len(self._of) >= LIMIT_SPACES:
                 raise Refused("too_many", f"this tenant has {LIMIT_SPACES} spaces already")
-            sizes = tuple(map(spec.group_block_bytes, range(len(spec.cache_groups))))
-            space = KnownSpace(self._next, identity, spec, spec.places, sizes)
+            space = KnownSpace(self._next, identity, spec, spec.places, _sizes(spec))
             self._next += 1
             self._of[space.number] = self._by_identity[identity] = space
         space.users.add(session)
@@ -112,7 +111,7 @@ class SpaceTable:
 
     def restore(self, number: int, identity: bytes, spec: KvSpec) -> KnownSpace:
         """The space that had this number in an earlier daemon, with a place in the store."""
-        space = KnownSpace(number, identity, spec, spec.places)
+        space = KnownSpace(number, identity, spec, spec.places, _sizes(spec))
         self._next = max(self._next, number + 1)
         self._of[number] = self._by_identity[identity] = space
         self.settle(space)
@@ -189,3 +188,7 @@ class SpaceTable:
                 del self._of[space.number]
                 if self._by_identity.get(space.identity) is space:
                     del self._by_identity[space.identity]
+
+
+def _sizes(spec: KvSpec) -> tuple[int, ...]:
+    return tuple(map(spec.group_block_bytes, range(len(spec.cache_groups))))

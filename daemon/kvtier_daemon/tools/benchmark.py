@@ -83,7 +83,7 @@ def _daemon(work: Path, cold: bool) -> Iterator[Client]:
     path = work / "bench.sock"
     config = work / "bench.toml"
     text = f'socket = "{path}"\nstate = "{work / "state"}"\nlog_level = "warning"\n'
-    text += f'[warm]\nsize = "{2 * SET_BYTES}"\n'
+    text += f'[warm]\nsize = "{2 * SET_BYTES}"\nkeep_s = 0\n'
     if cold:
         (work / "cold").mkdir()
         text += f'[cold]\ndirectories = ["{work / "cold"}"]\nsize = "{COLD_BYTES}"\ncodec = "raw"\n'

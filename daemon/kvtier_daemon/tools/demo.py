@@ -75,7 +75,10 @@ def run(seconds: float, warm: str, as_json: bool) -> bool:
 
 
 def _start_daemon(path: str, folder: str, warm_bytes: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ, KVTIER_STATE=str(Path(folder) / "state"))
+    environment = os.environ | {
+        "KVTIER_STATE": str(Path(folder) / "state"),
+        "KVTIER_WARM__KEEP_S": "0",
+    }
     command = [sys.executable, "-m", "kvtier_daemon.cli", "serve", "--socket", path]
     command += ["--warm-size", str(warm_bytes), "--log-level", "warning"]
     return subprocess.Popen(command, env=environment)
