@@ -18,6 +18,7 @@ from kvtier import Client, KvSpec
 from kvtier_daemon.codec import block_parts
 from kvtier_daemon.codec import profile as files
 from kvtier_daemon.codec.losses import Loss, Losses
+from models import codecs
 from support.daemons import Daemon, kvtier
 from support.disks import mounted
 from support.losses_by_twins import block_of, floats_of, once_lost, once_lost_soon, profile_of
@@ -210,8 +211,9 @@ def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> 
     codec, back = loss.codec(0, 0), bytearray(len(block))
     assert codec is not None
     into = bytearray(len(block))
-    entries = codec.encode(block, block_parts.entries(spec, 0), spec.dtype, into, (), position)
-    codec.decode(into, entries, spec.dtype, back)
+    parts = block_parts.entries(spec, 0)
+    entries = codecs.encode(codec, block, parts, spec.dtype, into, (), position)
+    codecs.decode(codec, into, entries, spec.dtype, back)
     return bytes(back)
 
 

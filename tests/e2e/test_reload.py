@@ -23,6 +23,7 @@ log_level = "{level}"
 max_clients = {clients}
 [warm]
 size = "{warm}"
+keep_s = 0
 [cold]
 directories = ["{folder}"]
 size = "64MiB"

@@ -145,6 +145,7 @@ def _started(path: Path, idle_s: float) -> socket.socket | None:
         listener.listen()
         subprocess.run(
             [sys.executable, "-I", "-S", keeper.__file__, os.fspath(path), str(idle_s)],
-            stdin=listener.fileno(), stdout=subprocess.DEVNULL, check=True,
+            stdin=listener.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            check=True,
         )  # fmt: skip
     return _connected(path)
