@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.wire import CAME, DIGEST_BYTES, DISK, SLOT_BYTES
-from kvtier_daemon.catalog.blocks import FRAME_BYTES, ID_BYTES, PLACE_BYTES, BlockTable
+from kvtier_daemon.catalog.blocks import ID_BYTES, BlockTable
+from kvtier_daemon.catalog.frames import FRAME_BYTES, PLACE_BYTES
 from kvtier_daemon.catalog.spaces import IDENTITY, KnownSpace, SpaceTable
 from kvtier_daemon.codec.frame import Identity
 

@@ -52,7 +52,7 @@ class SegmentFiles:
         """Start to create a file of the configured size; the future has its descriptor."""
         number, self._next_number = self._next_number, self._next_number + 1
         path = self._directory.segment_path(self._tenant, number)
-        return path, self._disk.run_in_thread(self._directory.make, path, self.segment_bytes)
+        return path, self._disk.files.run(self._directory.make, path, self.segment_bytes)
 
     def remove(self, segment: Segment) -> None:
         """Close and remove the file of a segment, in the thread that also creates files."""
@@ -63,7 +63,7 @@ class SegmentFiles:
             os.close(fd)
             self._unlink(Path(segment.path))
 
-        self._disk.run_in_thread(remove)
+        self._disk.files.run(remove)
 
     def lose_room(self, path: Path | None = None) -> None:
         """Count a file that takes room and cannot be used."""
@@ -76,9 +76,9 @@ class SegmentFiles:
 
     async def scan(self) -> list[Recovered]:
         """Return the content of the files that fit, oldest first; remove the other files."""
-        described = await self._disk.run_in_thread(spaces_of, self._directory, self._tenant)
+        described = await self._disk.files.run(spaces_of, self._directory, self._tenant)
         found = []
-        for path in await self._disk.run_in_thread(self._directory.files, self._tenant):
+        for path in await self._disk.files.run(self._directory.files, self._tenant):
             self._next_number = max(self._next_number, int(path.name) + 1)
             if (one := await self._scan_file(path, None)) is not None:
                 found.append(one)
@@ -101,7 +101,7 @@ class SegmentFiles:
             if one.warning:
                 log.warning("cold: %s: %s", one.path, one.warning)
             if one.path not in paths:
-                await self._disk.run_in_thread(self._unlink, one.path)
+                await self._disk.files.run(self._unlink, one.path)
         self.described = self._drop_unused(described, kept)
         return kept
 
@@ -122,7 +122,7 @@ class SegmentFiles:
     ) -> Recovered | None:
         """Return the content of a file; None if it cannot be read."""
         try:
-            return await self._disk.run_in_thread(self._recover, path, described)
+            return await self._disk.files.run(self._recover, path, described)
         except TierError as error:
             log.error("cold: %s", error)
             self.lose_room(path)
