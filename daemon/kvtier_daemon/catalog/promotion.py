@@ -130,7 +130,9 @@ class Promotions:
         def fits(parts: list[Missing]) -> bool:
             if sum(len(cold) for _, _, cold, _ in parts) > limit_blocks * ID_BYTES:
                 return False
-            ids = b"".join(cold + promoting for _, _, cold, promoting in parts if out_of_reach)
+            if not out_of_reach:
+                return True
+            ids = b"".join(cold + promoting for _, _, cold, promoting in parts)
             return segments_of(store.frames(ids)[0]).isdisjoint(out_of_reach)
 
         if fits(wanted):

@@ -58,10 +58,6 @@ class SegmentFrames:
         stored = (StoredFrame(*fields) for fields in FRAME.iter_unpack(frames))
         return {frame.page: frame.nbytes // PAGE for frame in stored}
 
-    def lossy(self, ids: bytes) -> bytes:
-        """The blocks of these whose bytes in memory were decoded from a lossy frame."""
-        return self._blocks.store.lossy(ids)
-
     def depths(self, ids: bytes) -> bytes:
         """The number of known keys before each of these blocks; 4 bytes each."""
         return self._blocks.store.depths(ids)

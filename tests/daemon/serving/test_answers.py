@@ -19,7 +19,7 @@ from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S
 from kvtier_daemon.observing.events import EventFeed
-from kvtier_daemon.planning import PATIENCE_S, links, planner, recomputed
+from kvtier_daemon.planning import PATIENCE_S, planner, read_order, recomputed
 from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.requests import Requests
@@ -143,7 +143,7 @@ def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> 
 
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "WINDOW_S", 0.0)
+    monkeypatch.setattr(read_order, "WINDOW_S", 0.0)
     monkeypatch.setattr(test_forget, "key", key)
 
 

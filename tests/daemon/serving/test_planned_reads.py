@@ -16,7 +16,7 @@ from daemon.tiers.test_forget import ONE, SLOTS, Tenant
 from kvtier_daemon.catalog import Found
 from kvtier_daemon.catalog.frames import FRAME
 from kvtier_daemon.catalog.holds import Request
-from kvtier_daemon.planning import PATIENCE_S, links, recomputed
+from kvtier_daemon.planning import PATIENCE_S, read_order, recomputed
 from kvtier_daemon.tiers.cold import read_queue
 from kvtier_daemon.tiers.cold.frames import Incoming, Read
 from support.specs import pattern
@@ -70,7 +70,7 @@ class Held(Tenant):
 
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "WINDOW_S", 0.0)
+    monkeypatch.setattr(read_order, "WINDOW_S", 0.0)
     monkeypatch.setattr(test_forget, "key", key)
 
 
@@ -224,7 +224,7 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         link = tenant.bench.tier.disks[0].link
         link.wrote(1 << 30)  # they have had their share
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
-        assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / links.GUESS_BYTES_S)
+        assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / read_order.GUESS_BYTES_S)
         # Another one waits for the same: it has to be told of each, too.
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(8, 1))[0] == 24
         assert len(planner.order) == 3

@@ -303,7 +303,6 @@ class Flusher:
 
     def _outgoing(self, plan: Demotion) -> list[Outgoing]:
         ids, catalog = array("I", plan.ids), self._catalog
-        lossy = frozenset(array("I", catalog.segments.lossy(plan.ids)))
         spaces = {block.space.identity: block.space for block in plan.blocks}
         wants = any(self.choice.has_loss(one.identity, one.spec) for one in spaces.values())
         depths = (
@@ -313,7 +312,7 @@ class Flusher:
         )
         return [
             outgoing(
-                number, block, place_of(self._extents, block.slot), number in lossy,
+                number, block, place_of(self._extents, block.slot), block.lossy,
                 depth * block.space.spec.block_tokens,
             )
             for number, depth, block in zip(ids, depths, plan.blocks, strict=True)
