@@ -51,8 +51,7 @@ class LoadForecast:
         self._order = order
 
     def shared(self, joined: Iterable[Hashable]) -> Shared:
-        """Reads of other requests, by the first request that waits for each: the bytes that are not
-        submitted."""
+        """The bytes of other requests' reads that are not submitted, by the first request that waits."""
         shared: dict[ReadRequest, dict[DiskLink, int]] = {}
         for block in joined:
             read = self._order.reads.get(block)
@@ -171,9 +170,7 @@ class Planner:
     """`dice` returns numbers from 0 to 1."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        dice: Callable[[], float] = random.random,
+        self, clock: Callable[[], float] = time.monotonic, dice: Callable[[], float] = random.random
     ) -> None:
         self.order = ReadSchedule()
         self.late = 0  # loads that were started and did not end in time
@@ -212,7 +209,7 @@ class Planner:
         promised = request.recompute_s < float("inf")
         shared = self._forecast.shared(joined)
         if known is None and urgent and not promised:
-            # A short load goes before a long one.
+            # Short loads precede long ones.
             request.rank_at = now + min(within_s, RANK_TIMES * alone_s(new))
         why = self._forecast.reason(request, new, shared, now)
         if why == "crowded" and not promised:
@@ -293,8 +290,7 @@ class Planner:
         self._declined[request.name] = request
 
     def _repeated(self, request: ReadRequest, load: bool) -> Verdict:
-        """The earlier verdict with the remaining time. `load`: whether additional blocks are to be read
-        too."""
+        """The earlier verdict with the remaining time. `load`: whether to read additional blocks too."""
         verdict, load_s = request.verdict, self._forecast.finish_s(request)
         return Verdict(verdict.load and load, verdict.why, load_s, verdict.recompute_s, False)
 
@@ -314,8 +310,7 @@ class Planner:
         return name in self._requests
 
     def ended(self, block: Hashable, good: bool) -> list[Hashable]:
-        """A submitted read has ended, with its data or without; return the urgent requests that waited for
-        it."""
+        """A submitted read has ended, with its data or without; return the urgent requests that waited."""
         requests = self.order.ended(block, good)
         waited = [one.name for one in requests if one.urgent and self._is_current(one)]
         for request in requests:

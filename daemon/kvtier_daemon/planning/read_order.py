@@ -68,8 +68,7 @@ class DiskLink:
 
     @property
     def sure_bytes_s(self) -> float:
-        """The bandwidth that urgent reads can rely on: less than the average, which writes and prefetches
-        share."""
+        """The bandwidth that urgent reads can rely on: writes and prefetches share the average."""
         return self.bytes_s * SURE
 
     def began(self, nbytes: int, urgent: bool) -> None:
@@ -145,8 +144,7 @@ class DiskLink:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to load, why, and how long loading and computing would take. `first`: this is the request's
-    first verdict."""
+    """Whether to load, why, and how long both ways take. `first`: the request had no verdict before."""
 
     load: bool
     why: str

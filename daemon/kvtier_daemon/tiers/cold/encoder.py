@@ -275,7 +275,7 @@ class Encoder:
                     used[number] = pages(nbytes)
                     result[at] = replace(
                         blocks[at], codec=codecs[at].number, header=bytes(header),
-                        encoded_bytes=nbytes, encoded_at=encoded_at,
+                        payload_bytes=nbytes, encoded_at=encoded_at,
                         release=partial(self.staging.give, *encoded_at, pages(nbytes)),
                     )  # fmt: skip
             return result

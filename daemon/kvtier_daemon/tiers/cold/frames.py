@@ -9,7 +9,7 @@ import asyncio
 import errno
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier.layout import KvSpec
@@ -37,6 +37,7 @@ class Decoding:
     lossy: Codec | None = None
 
 
+# The forms of blocks are not frozen: thousands are created at once, and that would take longer.
 @dataclass(slots=True, eq=False)
 class Incoming:
     """A block to read into a slot. `load_bytes` is what the read costs its link. Without `coding`, the
@@ -61,7 +62,7 @@ def keep() -> None:
     """The `release` of blocks whose payload needs none."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Outgoing:
     """A block to write, and its slot. `digest` is empty if it is unknown. `lossy`: the block was decoded from
     a lossy frame. `position` is that of its first token, if a codec needs it.
@@ -83,17 +84,14 @@ class Outgoing:
     position: int = 0
     codec: int = RAW
     header: bytes = b""
-    encoded_bytes: int = 0
+    payload_bytes: int = 0  # by default those of the block
     encoded_at: tuple[int, int] | None = None
     release: Callable[[], None] = keep
+    block_bytes: int = field(init=False)
 
-    @property
-    def block_bytes(self) -> int:
-        return self.spec.group_block_bytes(self.group)
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.encoded_bytes or self.block_bytes
+    def __post_init__(self) -> None:
+        self.block_bytes = self.spec.group_block_bytes(self.group)
+        self.payload_bytes = self.payload_bytes or self.block_bytes
 
 
 Wrote = Callable[[FramedBlocks, list[int]], None]  # what is on disk, and the ids that are not

@@ -214,7 +214,7 @@ class Reclaimer:
             one = wanted.pop(block.id)
             if not code and (header := _header_of(text, one, block)):
                 wanted[block.id] = replace(
-                    one, codec=encoded[block.id], header=header, encoded_bytes=block.payload_bytes,
+                    one, codec=encoded[block.id], header=header, payload_bytes=block.payload_bytes,
                     encoded_at=(block.extent, block.offset),
                 )  # fmt: skip
             waiting.discard(block.id)
