@@ -83,7 +83,7 @@ class DiskProbe:
         for directory, drive in cold.probed():
             if drive not in self._asked and drive.writes.is_on and drive.reads.is_on:
                 self._asked.add(drive)
-                opening = drive.run_in_thread(open_direct, str(directory), os.O_TMPFILE)
+                opening = drive.files.run(open_direct, str(directory), os.O_TMPFILE)
                 opening.add_done_callback(partial(self._opened, directory, drive))
 
     def _opened(self, directory: Path, drive: DirectoryDisk, opening: asyncio.Future[int]) -> None:
@@ -102,7 +102,7 @@ class DiskProbe:
             self._asked.discard(drive)
             if code and code not in NOT_ITS_FAULT:
                 lane = drive.reads if lane_is_reads else drive.writes
-                drive.fault(lane, f"{directory}: the disk probe failed", code)
+                lane.fault(f"{directory}: the disk probe failed", code)
 
         def wrote(code: int, _: bytes | None) -> None:
             if code:

@@ -21,7 +21,7 @@ from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.server import Server
 from kvtier_daemon.tiers.cold import lifecycle
 from kvtier_daemon.tiers.cold.mover import Mover
-from kvtier_daemon.tiers.cold.read_queue import ReadQueue
+from kvtier_daemon.tiers.cold.read_queue import PendingRequests
 from support.apps import served
 
 
@@ -30,7 +30,8 @@ def planted(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner, name", [(Catalog, "expire_leases"), (Server, "check_clients"), (ReadQueue, "tend")]
+    "owner, name",
+    [(Catalog, "expire_leases"), (Server, "check_clients"), (PendingRequests, "expire")],
 )
 def test_what_is_looked_after_now_and_then_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
@@ -43,7 +44,7 @@ def test_what_is_looked_after_now_and_then_may_fail(
         monkeypatch.setattr(owner, name, planted)
         while app._server.failures["internal"] < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert app.cold.given_up == (owner is ReadQueue), "what can't be looked after is off"
+        assert app.cold.given_up == (owner is PendingRequests), "what can't be looked after is off"
         monkeypatch.undo()
 
     served(tmp_path, work)

@@ -147,6 +147,7 @@ class Choice:
         self._losses = losses if losses is not None else Losses()
         self._tenant = tenant
         self._spaces: dict[bytes, CodecStats] = {}
+        self._able: dict[str, list[Codec]] = {}  # the candidates for each element type
 
     def codec(self, space: bytes, spec: KvSpec, nbytes: int, links: Iterable[float]) -> Codec:
         """Return the codec for a block of `nbytes` of this space. `links` are the bandwidths of the links
@@ -185,13 +186,15 @@ class Choice:
 
     def candidates(self, spec: KvSpec, nbytes: int = 0) -> tuple[Codec, ...]:
         """Return the lossless codecs for the element type of this space and blocks of `nbytes`."""
-        able = [
-            codec
-            for codec in BY_NAME.values()
-            if not codec.lossy and codec.number != RAW and suits(codec, spec.dtype)
-        ]
-        native = [codec for codec in able if codec.native]
-        return tuple(codec for codec in native or able if _takes(codec.number, nbytes))
+        able = self._able.get(spec.dtype)
+        if able is None:
+            suited = [
+                codec
+                for codec in BY_NAME.values()
+                if not codec.lossy and codec.number != RAW and suits(codec, spec.dtype)
+            ]
+            able = self._able[spec.dtype] = [codec for codec in suited if codec.native] or suited
+        return tuple(codec for codec in able if _takes(codec.number, nbytes))
 
     def ask(self, asked: str, by_model: Sequence[tuple[str, str]]) -> None:
         """Use this configuration from now on. Measurements and the losses of spaces stay."""

@@ -17,8 +17,8 @@ from kvtier.key import token_keys
 from kvtier.layout import space_id
 from kvtier.wire import CAME, CHANGE, DISK, GRANTED, MEMORY, PRESENT, SLOT_BYTES, WENT
 from kvtier_daemon.catalog import Catalog, SessionId, SpaceWatch, demotion, holds
-from kvtier_daemon.catalog.blocks import PLACE_BYTES
 from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.frames import PLACE_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S, HOLD_SHARE
 from kvtier_daemon.catalog.policy import Policy, make
 from kvtier_daemon.catalog.promotion import Promotion

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvtier_daemon.planning.links import GUESS_BYTES_S, STALE_S, WINDOW_READS, DiskLink
 from kvtier_daemon.planning.planner import FORGET_S, LIMIT_DECLINED, LIMIT_REQUESTS, Planner
-from kvtier_daemon.planning.read_order import LIMIT_WAITS
+from kvtier_daemon.planning.read_order import (
+    GUESS_BYTES_S,
+    LIMIT_WAITS,
+    STALE_S,
+    WINDOW_READS,
+    DiskLink,
+)
 from models.planning import BLOCK, RATE, Load, World
 from support.effort import effort
 

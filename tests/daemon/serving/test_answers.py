@@ -19,7 +19,7 @@ from kvtier.errors import Refused
 from kvtier.key import KEY_BYTES
 from kvtier_daemon.catalog.holds import HOLD_S
 from kvtier_daemon.observing.events import EventFeed
-from kvtier_daemon.planning import PATIENCE_S, links, planner, recomputed
+from kvtier_daemon.planning import PATIENCE_S, planner, read_order, recomputed
 from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.requests import Requests
@@ -143,7 +143,7 @@ def test_a_read_only_session_can_make_no_request_that_writes(tmp_path: Path) -> 
 
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "WINDOW_S", 0.0)
+    monkeypatch.setattr(read_order, "WINDOW_S", 0.0)
     monkeypatch.setattr(test_forget, "key", key)
 
 
@@ -273,7 +273,7 @@ def test_what_is_computed_is_a_miss_by_the_name_of_its_reason(
         assert since(client, before) == {"asked": COUNT, "cold": COUNT}
         await client.held.turn()
         now[0] += PATIENCE_S + 0.01
-        client.held.reads.tend()
+        client.held.reads.pending.expire()
         assert client.match(request=2).why == "late"
         assert since(client, before) == {"asked": COUNT, "no: late": COUNT}
         assert client.match(request=2).why == "late"
@@ -363,12 +363,12 @@ def test_who_waits_for_what_will_not_come_is_told_at_once(
             if why == "late":
                 now = client.held.reads.planner._clock() + 2 * PATIENCE_S
                 none_begins.setattr(client.held.reads.planner, "_clock", lambda: now)
-                client.held.reads.tend()
+                client.held.reads.pending.expire()
             elif why == "shut":
                 tier.shut()
         if why == "off":
             tier.disks[0].give_up("gone")
-            client.held.reads._pump_soon(tier.disks[0])
+            client.held.reads.pump(tier.disks[0])
         for _ in range(20):
             await client.held.turn()
         told = client.last()
@@ -471,7 +471,7 @@ def test_who_waits_no_more_has_nothing_held(
         elif how == "late":
             now = client.held.reads.planner._clock() + 2 * PATIENCE_S
             monkeypatch.setattr(client.held.reads.planner, "_clock", lambda: now)
-            client.held.reads.tend()
+            client.held.reads.pending.expire()
             client.load(12, request=7)
         elif how == "session":
             client.mover.session_ended(ONE)
@@ -505,10 +505,10 @@ def test_who_has_a_later_lease_still_waits(tmp_path: Path, monkeypatch: pytest.M
         assert first.lease and second.coming
         waits = client.held.reads.planner.is_waiting
         client.tell(wire.Release(0, first.lease))
-        client.held.reads.tend()
+        client.held.reads.pending.expire()
         assert waits((ONE, 7))
         client.tell(wire.Release(0, second.lease))
-        client.held.reads.tend()
+        client.held.reads.pending.expire()
         assert not waits((ONE, 7))
 
     with_client(tmp_path, work)

@@ -14,11 +14,11 @@ from daemon.tiers import test_forget
 from daemon.tiers.test_cold import BLOCK, Bench, run
 from daemon.tiers.test_forget import ONE, SLOTS, Tenant
 from kvtier_daemon.catalog import Found
+from kvtier_daemon.catalog.frames import FRAME
 from kvtier_daemon.catalog.holds import Request
-from kvtier_daemon.planning import PATIENCE_S, links, recomputed
+from kvtier_daemon.planning import PATIENCE_S, read_order, recomputed
 from kvtier_daemon.tiers.cold import read_queue
-from kvtier_daemon.tiers.cold.mover import FRAME
-from kvtier_daemon.tiers.cold.transfers import Incoming, Read
+from kvtier_daemon.tiers.cold.frames import Incoming, Read
 from support.specs import pattern
 
 
@@ -70,7 +70,7 @@ class Held(Tenant):
 
 @pytest.fixture(autouse=True)
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "WINDOW_S", 0.0)
+    monkeypatch.setattr(read_order, "WINDOW_S", 0.0)
     monkeypatch.setattr(test_forget, "key", key)
 
 
@@ -197,7 +197,7 @@ def test_what_does_not_come_in_time_is_given_up_and_told_so(
         begun = len(tenant.read)
         assert 0 < begun < 24
         now[0] += PATIENCE_S + 0.01
-        tenant.reads.tend()
+        tenant.reads.pending.expire()
         assert tenant.catalog.promotions.reading == begun
         assert tenant.mover.counts["not_read"] == 24 - begun
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[2] == "late"
@@ -224,7 +224,7 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         link = tenant.bench.tier.disks[0].link
         link.wrote(1 << 30)  # they have had their share
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
-        assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / links.GUESS_BYTES_S)
+        assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / read_order.GUESS_BYTES_S)
         # Another one waits for the same: it has to be told of each, too.
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(8, 1))[0] == 24
         assert len(planner.order) == 3
@@ -242,7 +242,7 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         if how == "late":
             now = planner._clock() + PATIENCE_S + 0.01
             monkeypatch.setattr(planner, "_clock", lambda: now)
-            tenant.reads.tend()
+            tenant.reads.pending.expire()
         left = tenant.catalog.promotions.reading
         assert left >= 24 - 4 - 4
         while tenant.catalog.promotions.reading:
@@ -282,7 +282,7 @@ def test_who_goes_takes_nothing_from_another_tenant(
         assert (goes.mover.counts["not_read"], stays.mover.counts["not_read"]) == (24, 0)
         assert stays.catalog.promotions.reading == 24
         monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
-        goes.reads._pump_soon(bench.tier.disks[0])
+        goes.reads.pump(bench.tier.disks[0])
         while stays.catalog.promotions.reading:
             await goes.let_go()
             await asyncio.sleep(0)
@@ -318,7 +318,7 @@ def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
         if how == "off":
             tenant.bench.tier.disks[0].reads.give_up("the test says so")
             monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
-            tenant.reads._pump_soon(tenant.bench.tier.disks[0])
+            tenant.reads.pump(tenant.bench.tier.disks[0])
         else:
             tenant.mover.cancel((1, 1))
         for _ in range(40):
@@ -378,7 +378,7 @@ def test_what_is_to_be_read_is_summed_whether_blocks_are_alike_or_not(
         used = [one.number for one in tenant.bench.tier.segments if one.head][:2]
         assert len(used) == 2
         frames = b"".join(
-            FRAME.pack(used[at % 2], at, nbytes, 0, 1, 0, 0) for at, nbytes in enumerate(sizes)
+            FRAME.pack(used[at % 2], at, nbytes, 0, 1, 0) for at, nbytes in enumerate(sizes)
         )
         link = tenant.bench.tier.disks[0].link
         assert tenant.reads.bytes_of(frames) == ({link: sum(sizes)} if sizes else {})

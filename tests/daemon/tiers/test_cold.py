@@ -7,18 +7,20 @@ import errno
 import os
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kvtier.errors import TierError
+from kvtier_daemon.catalog.frames import FramedBlocks, StoredFrame
 from kvtier_daemon.codec.choice import Choice
 from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold.frames import Decoding, Incoming, Outgoing
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment import decode_entries
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
-from kvtier_daemon.tiers.cold.transfers import Decoding, Incoming, Landed, Outgoing
 from kvtier_kernels import Mapping, views
 from support.specs import pattern, spec_of
 
@@ -32,6 +34,30 @@ SIZE = 48 * MIB
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+class Landed(NamedTuple):
+    """A block on disk."""
+
+    id: int
+    segment: int
+    page: int
+    header_pages: int
+    payload_bytes: int
+    digest: bytes
+    codec: int
+
+
+def landed(blocks: FramedBlocks) -> list[Landed]:
+    found = []
+    for number, packed, digest in blocks:
+        at = StoredFrame.unpack(packed)
+        found.append(
+            Landed(
+                number, at.segment, at.page, at.header_pages, at.payload_bytes, digest, at.codec
+            )
+        )  # fmt: skip
+    return found
 
 
 class Bench:
@@ -94,8 +120,8 @@ class Bench:
                 coded = await self.tier.coding.encode(going[1::2], self.choice, [1e9])
                 going[1::2] = coded
 
-            def wrote(landed: list[Landed], bad: list[int], done: asyncio.Event = waiting) -> None:
-                self.on_disk.update({one.id: one for one in landed})
+            def wrote(written: FramedBlocks, bad: list[int], done: asyncio.Event = waiting) -> None:
+                self.on_disk.update({one.id: one for one in landed(written)})
                 failed.extend(bad)
                 done.set()
 
@@ -122,7 +148,8 @@ class Bench:
             [
                 Incoming(
                     number, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest,
-                    self.extent, 0, Decoding(one.codec, SPEC, BLOCK, 0) if one.codec else None,
+                    self.extent, 0, one.payload_bytes,
+                    Decoding(one.codec, SPEC, BLOCK) if one.codec else None,
                 )
             ],
             over,

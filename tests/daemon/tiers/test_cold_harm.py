@@ -77,7 +77,7 @@ def test_a_lane_that_was_given_up_is_not_woken_by_faults() -> None:
     lane = DiskLane("it", lambda: now[0])
     lane.give_up("a bug")
     for _ in range(FAULTS_TO_OFF):
-        lane.fault("EIO")
+        lane.fault("it failed", errno.EIO)
     now[0] += 6
     assert lane.given_up and not lane.is_on
 

@@ -44,7 +44,7 @@ def lane(clock: Clock) -> DiskLane:
 
 def faults(lane: DiskLane, count: int = FAULTS_TO_OFF) -> None:
     for _ in range(count):
-        lane.fault("it failed")
+        lane.fault("it failed", errno.EIO)
 
 
 def test_faults_in_a_row_switch_a_lane_off_for_longer_and_longer(
@@ -62,7 +62,7 @@ def test_faults_in_a_row_switch_a_lane_off_for_longer_and_longer(
         assert lane.is_on
         pause = min(2 * pause, LONGEST_OFF_S)
     assert pause == LONGEST_OFF_S
-    assert lane.failure == "it failed"
+    assert lane.failure == "it failed: Input/output error"
     lane.worked()
     assert lane.is_on and not lane.failure
     faults(lane)
@@ -87,23 +87,23 @@ def test_what_was_begun_before_a_pause_does_not_end_it(lane: DiskLane, clock: Cl
 
 
 def test_a_lane_that_hangs_is_off_until_it_comes_back(lane: DiskLane, clock: Clock) -> None:
-    lane.tend()
+    lane.check()
     clock.now += 10 * HANGS_S
-    lane.tend()
+    lane.check()
     assert lane.is_on, "nothing to wait for"
     lane.began()
     lane.began()
     clock.now += HANGS_S - 0.1
-    lane.tend()
+    lane.check()
     lane.ended()  # slow is not hanging
     clock.now += HANGS_S - 0.1
-    lane.tend()
+    lane.check()
     assert lane.is_on
     clock.now += 0.2
-    lane.tend()
+    lane.check()
     assert not lane.is_on and "no request completed" in lane.failure
     lane.ended()
-    lane.tend()
+    lane.check()
     assert lane.is_on and not lane.failure
 
 
@@ -114,10 +114,10 @@ def test_what_was_too_late_for_the_disk_is_no_sign_of_it(lane: DiskLane, clock: 
         lane.began()
         clock.now += HANGS_S / 2
         lane.ended(errno.ETIMEDOUT)
-    lane.tend()
+    lane.check()
     assert not lane.is_on
     lane.ended(errno.EIO)
-    lane.tend()
+    lane.check()
     assert lane.is_on
 
 
@@ -125,7 +125,7 @@ def test_a_lane_that_was_given_up_stays_off(lane: DiskLane, clock: Clock) -> Non
     lane.give_up("a bug")
     clock.now += 1e9
     lane.worked()
-    lane.tend()
+    lane.check()
     assert not lane.is_on and lane.failure == "a bug"
 
 
@@ -133,9 +133,9 @@ def test_what_is_done_beside_the_loop_counts_as_a_write(tmp_path: Path, clock: C
     async def work() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), str(tmp_path), "threads", clock)
         go_on = threading.Event()
-        waiting = drive.run_in_thread(go_on.wait)
+        waiting = drive.files.run(go_on.wait)
         clock.now += HANGS_S + 1
-        drive.tend()
+        drive.check()
         assert not drive.writes.is_on and drive.reads.is_on
         assert not drive.stop(0), "a thread is in the kernel still"
         go_on.set()

@@ -22,6 +22,7 @@ from daemon.tiers.test_cold import SEGMENT, SIZE, Bench, run
 from kvtier import KvSpec
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec import framing
 from kvtier_daemon.codec.base import FIX4, R32, ZSTD
@@ -30,14 +31,13 @@ from kvtier_daemon.codec.frame import PAGE, RAW
 from kvtier_daemon.tiers.cold import encoder as encoding
 from kvtier_daemon.tiers.cold import tier as cold
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
-from kvtier_daemon.tiers.cold.encode_buffer import STAGED_BYTES
+from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
 from kvtier_daemon.tiers.cold.encoder import threads_here
-from kvtier_daemon.tiers.cold.frames import FRAME
+from kvtier_daemon.tiers.cold.frames import Incoming, Outgoing
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import first_frame
-from kvtier_daemon.tiers.cold.transfers import Incoming, Landed, Outgoing
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import Store
 from support.specs import spec_of
@@ -245,7 +245,7 @@ def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
             await tenant.on_disk(known)
             await tenant.same("bfloat16", 0, known)
             ids = tenant.ids["bfloat16", known - 1]
-            ((segment, *_, number, _, _, _),) = tenant.frames(ids)
+            ((segment, *_, number, _, _),) = tenant.frames(ids)
             assert number == NUMBERS[codec]
             segments.add(tenant.bench.tier.segments[segment].path)
             await tenant.close()
@@ -259,7 +259,7 @@ def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
 
 
 def spoil(tenant: Tenant, number: int, inside: int) -> None:
-    ((segment, page, *_, header_pages, _, _),) = tenant.frames(tenant.ids["bfloat16", number])
+    ((segment, page, *_, header_pages, _),) = tenant.frames(tenant.ids["bfloat16", number])
     path = tenant.bench.tier.segments[segment].path
     fd = os.open(path, os.O_RDWR)
     at = (page + header_pages) * PAGE + inside
@@ -349,7 +349,7 @@ def test_no_memory_for_a_frame_is_no_fault_of_the_disk(tmp_path: Path) -> None:
         told: list[int] = []
         for _ in range(6):
             segment.reading += 1
-            block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0)
+            block = Incoming(0, 0, 1, 1, 4096, bytes(16), 0, 0, 4096)
             tier._read_one(shelf, segment, block, lambda _, code: told.append(code))(
                 errno.ENOMEM, None
             )
@@ -554,7 +554,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
             return place
 
         def slow(
-            name: str, some: Sequence[Outgoing], done: Callable[[list[Landed], list[int]], None]
+            name: str, some: Sequence[Outgoing], done: Callable[[FramedBlocks, list[int]], None]
         ) -> int:
             return write(name, some, lambda *over: landed.append(partial(done, *over)))
 
@@ -789,7 +789,7 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
         frames = tenant.frames(b"".join(tenant.ids.values()))
         first_segment = [one for one in frames if one[0] == frames[0][0]]
         end = first_frame(SEGMENT) // PAGE
-        for _, page, nbytes, _, header_pages, _, _ in first_segment:
+        for _, page, nbytes, _, header_pages, _ in first_segment:
             assert page == end, "one after the other"
             end = page + header_pages + -(-nbytes // PAGE)
         assert SEGMENT - end * PAGE < BLOCK + 3 * PAGE

@@ -22,7 +22,7 @@ from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import eraser as erasing_module
 from kvtier_daemon.tiers.cold import segment_store as shelf_module
 from kvtier_daemon.tiers.cold import tombstones
-from kvtier_daemon.tiers.cold.disk import Over
+from kvtier_daemon.tiers.cold.disk import Callback
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.recovery import Recovered
@@ -527,7 +527,7 @@ def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back
     def fails() -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def no_write(_fd: int, _at: int, _text: bytes, over: Over) -> None:
+    def no_write(_fd: int, _at: int, _text: bytes, over: Callback) -> None:
         over(errno.EIO, None)
 
     async def work() -> None:

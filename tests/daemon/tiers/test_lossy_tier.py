@@ -269,7 +269,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             await seal(tenant)
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             again = tenant.ids["bfloat16", 0]
-            assert tenant.catalog.segments.lossy(again) == again
+            assert tenant.catalog._store.lossy(again) == again
             tenant.mover._reclaimer.second_chance_bytes = 0
             await tenant.leave()
             tenant.mover.saved(again)
@@ -279,7 +279,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert (codec, flags) == (RAW, LOSSY)
             assert tenant.header(0).lossy_generation == 1
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
-            assert tenant.catalog.segments.lossy(again) == again
+            assert tenant.catalog._store.lossy(again) == again
             # And where its new frame is brought away.
             await seal(tenant)
             tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
@@ -294,7 +294,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert await other.bring("bfloat16", 0) == tenant.lost(0)
             space = other.spaces["bfloat16"]
             ids = other.catalog._store.present(space.index, 0, 0, key(0))
-            assert other.catalog.segments.lossy(ids) == ids
+            assert other.catalog._store.lossy(ids) == ids
 
     run(work())
 

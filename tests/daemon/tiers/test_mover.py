@@ -15,8 +15,8 @@ from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold import flusher
 from kvtier_daemon.tiers.cold import read_queue as reads_module
+from kvtier_daemon.tiers.cold.frames import Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.mover import Mover
-from kvtier_daemon.tiers.cold.transfers import Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_kernels import Store
 from support.specs import pattern
@@ -53,7 +53,14 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
         one = bench.on_disk[0]
         place = (bench.extent, (SLOTS - 1) * BLOCK)
         ahead = Incoming(
-            0, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest, *place
+            0,
+            one.segment,
+            one.page,
+            one.header_pages,
+            one.payload_bytes,
+            one.digest,
+            *place,
+            one.payload_bytes,
         )
         bench.tier.read([ahead] * 4000, lambda *_: None)
         mover.saved(ids)

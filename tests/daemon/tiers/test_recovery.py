@@ -15,12 +15,12 @@ from kvtier_daemon.tiers.cold.recovery import entries_of, recover
 from kvtier_daemon.tiers.cold.segment import (
     FooterEntry,
     Head,
+    TombstonePages,
     decode_entries,
     encode_footer,
     encode_row,
     first_frame,
 )
-from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages
 from support.specs import pattern, spec_of
 
 SPEC = spec_of("recovery", layers=1, kv_heads=1)

@@ -16,14 +16,14 @@ import pytest
 from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from daemon.tiers.test_mover import keys, places
 from kvtier_daemon.catalog import Catalog, SessionId
+from kvtier_daemon.catalog.frames import FRAME
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec.frame import PAGE
-from kvtier_daemon.tiers.cold.frames import FRAME
+from kvtier_daemon.tiers.cold.frames import Incoming
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.transfers import Incoming
 from kvtier_kernels import Store
 from support.specs import pattern
 
@@ -86,7 +86,7 @@ class Kept(Bench):
     def frame_of(self, number: int) -> tuple[Segment, int, int]:
         """Segment, page and header pages of a block's frame."""
         one = array("I", [array("I", self.ids)[number]]).tobytes()
-        segment, page, _, _, header_pages, _, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
+        segment, page, _, _, header_pages, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
         return self.tier.segments[segment], page, header_pages
 
     def text_of(self, number: int, payload_bytes: int = 0) -> bytes:
@@ -189,8 +189,9 @@ def test_who_wants_blocks_comes_first(tmp_path: Path) -> None:
         segment, page, header_pages = kept.frame_of(0)
         digest = kept.catalog._store.frames(kept.ids[:4])[1]
         wanted = Incoming(
-            0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK
-        )
+            0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK,
+            BLOCK,
+        )  # fmt: skip
         kept.tier.read([wanted] * 4000, lambda *_: None)
         going = asyncio.create_task(kept.scrub.round())
         waited = 0

@@ -13,8 +13,8 @@ import pytest
 from kvtier_daemon.app import App
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.observing.metrics import families
-from kvtier_daemon.tiers.cold import encode_buffer as module
-from kvtier_daemon.tiers.cold.encode_buffer import EncodeBuffer
+from kvtier_daemon.tiers.cold import encoder as module
+from kvtier_daemon.tiers.cold.encoder import EncodeBuffer
 from support.apps import served
 
 MOST = 64 * PAGE

@@ -163,7 +163,7 @@ def test_what_was_counted_is_not_forgotten_with_the_tier(tmp_path: Path) -> None
         assert app.cold is not None
         coding = app.cold.coding
         coding.failures, coding.staging.waited, coding.staging.refused = 4, 3, 2
-        app.cold.disks[0].faults = 5
+        app.cold.disks[0].writes.faults = 5
         for _ in range(2):
             await switched(app, "off", "off")
             await switched(app, "on", "on")

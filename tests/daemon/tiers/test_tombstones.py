@@ -16,9 +16,8 @@ import pytest
 from daemon.tiers.test_cold import SIZE, Bench, files_of, run
 from daemon.tiers.test_forget import Tenant, after_a_start
 from kvtier.errors import TierError
-from kvtier_daemon.tiers.cold.segment import first_frame
+from kvtier_daemon.tiers.cold.segment import PAGES_EACH, TombstonePages, first_frame
 from kvtier_daemon.tiers.cold.segment_log import Stage
-from kvtier_daemon.tiers.cold.tombstone_pages import PAGES_EACH, TombstonePages
 
 PAGE = 4096
 LONG = bool(os.environ.get("KVTIER_FAULTS"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.frames import FramedBlocks
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold import flusher
 from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF, DiskLane
+from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.mover import Mover
-from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, Wrote
 from kvtier_kernels import Store
 
 SLOTS = 64
@@ -243,11 +245,11 @@ def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
         landed, saves = desk.mover._flusher._landed, 0
         on_disk: set[int] = set()
 
-        def saved_meanwhile(blocks: list[Landed]) -> None:
+        def saved_meanwhile(blocks: FramedBlocks) -> None:
             nonlocal saves
             landed(blocks)
-            for one in blocks:
-                on_disk.add(one.id)
+            for number, _, _ in blocks:
+                on_disk.add(number)
                 saves += 1
                 desk.save(10_000 + saves)
 
@@ -276,7 +278,11 @@ def test_a_drain_is_not_over_before_what_could_not_be_written_at_first(tmp_path:
             refused += 1
             if refused > 2:
                 return write(tenant, blocks, done)
-            return write(tenant, blocks, lambda landed, _: done([], [one.id for one in landed]))
+            return write(
+                tenant,
+                blocks,
+                lambda landed, _: done(FramedBlocks(), [one for one, _, _ in landed]),
+            )
 
         desk.bench.tier.write = refuse  # type: ignore[method-assign]
         desk.mover.drain(True)
@@ -355,7 +361,7 @@ def test_a_tier_that_takes_again_wakes(
             lane = desk.bench.tier.disks[0].writes = DiskLane("writing", lambda: desk.now)
             desk.save(100)
             for _ in range(FAULTS_TO_OFF):
-                lane.fault("it is broken")
+                lane.fault("it is broken", errno.EIO)
         await desk.rest()
         looks.clear()
         desk.mover.tend()

@@ -13,6 +13,7 @@ from itertools import chain
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import ID_BYTES
 from kvtier_daemon.catalog.demotion import Demotion
+from kvtier_daemon.catalog.frames import FramedBlocks
 from kvtier_daemon.catalog.miss_log import BUDGET, OFF, ONCE, SLOW_DISK
 from kvtier_daemon.codec.choice import Average, Choice
 from kvtier_daemon.tiers.cold.encoder import threads_here
@@ -20,10 +21,9 @@ from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
     BEGIN_TRIES,
     WRITE_BLOCKS,
+    Outgoing,
     begin,
     describe,
-    frame_bytes,
-    frame_of,
     ids_of,
     in_time,
     outgoing,
@@ -31,7 +31,6 @@ from kvtier_daemon.tiers.cold.frames import (
 )
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
 from kvtier_daemon.tiers.cold.tier import ColdTier
-from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -304,7 +303,6 @@ class Flusher:
 
     def _outgoing(self, plan: Demotion) -> list[Outgoing]:
         ids, catalog = array("I", plan.ids), self._catalog
-        lossy = frozenset(array("I", catalog.segments.lossy(plan.ids)))
         spaces = {block.space.identity: block.space for block in plan.blocks}
         wants = any(self.choice.has_loss(one.identity, one.spec) for one in spaces.values())
         depths = (
@@ -314,7 +312,7 @@ class Flusher:
         )
         return [
             outgoing(
-                number, block, place_of(self._extents, block.slot), number in lossy,
+                number, block, place_of(self._extents, block.slot), block.lossy,
                 depth * block.space.spec.block_tokens,
             )
             for number, depth, block in zip(ids, depths, plan.blocks, strict=True)
@@ -335,20 +333,18 @@ class Flusher:
             self._catalog.demotions.not_demoted(ids_of(gone))
             blocks[:] = [block for block in blocks if block.id in wanted]
 
-    def _settle(self, landed: list[Landed], failed: list[int]) -> None:
+    def _settle(self, landed: FramedBlocks, failed: list[int]) -> None:
         self._landed(landed)
         self._catalog.demotions.not_demoted(array("I", failed).tobytes())
 
-    def _landed(self, landed: list[Landed]) -> None:
-        nbytes = sum(map(frame_bytes, landed))
+    def _landed(self, landed: FramedBlocks) -> None:
+        count, nbytes = len(landed.ids) // ID_BYTES, landed.nbytes
         self._budget.spend(nbytes)
         self._reclaimer.wrote(nbytes)
-        self._drain_blocks -= len(landed)
-        self.counts["written"] += len(landed)
+        self._drain_blocks -= count
+        self.counts["written"] += count
         self.bytes["written"] += nbytes
-        numbers = array("I", (one.id for one in landed)).tobytes()
-        frames = b"".join(map(frame_of, landed))
-        self._catalog.demotions.demoted(numbers, frames, b"".join(one.digest for one in landed))
+        self._catalog.demotions.demoted(landed.ids, landed.frames, landed.digests)
 
     async def _begin_soon(self, blocks: list[Outgoing]) -> asyncio.Future[bool] | None:
         """Submit these blocks, after the copies of the reclaimer, and remove what was submitted from the

@@ -128,7 +128,9 @@ class ColdLifecycle:
     @property
     def hangs(self) -> bool:
         """Whether a disk hangs: threads that wait for it cannot be stopped."""
-        return self.tier is not None and any(disk.hangs for disk in self.tier.disks)
+        return self.tier is not None and any(
+            disk.reads.hangs or disk.writes.hangs for disk in self.tier.disks
+        )
 
     @property
     def is_there(self) -> bool:

@@ -14,10 +14,11 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from kvtier.key import KEY_BYTES
+from kvtier.wire import DIGEST_BYTES, SLOT
 from kvtier_daemon.catalog import Catalog, KnownSpace
+from kvtier_daemon.catalog.frames import CODECS, FRAME, PAYLOAD_SIZES, SEGMENTS
 from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.catalog.promotion import Promotion, Survey
 from kvtier_daemon.codec.base import Codec
@@ -29,22 +30,13 @@ from kvtier_daemon.planning import PATIENCE_S, WHY, Verdict
 from kvtier_daemon.planning.recomputed import RecomputedBlocks, prefetch_limit
 from kvtier_daemon.tiers.base import TierStats
 from kvtier_daemon.tiers.cold.flusher import Flusher
-from kvtier_daemon.tiers.cold.frames import (
-    CODEC_AT,
-    DAMAGED,
-    FRAME,
-    NBYTES_AT,
-    SLOT,
-    incoming,
-    place_of,
-)
+from kvtier_daemon.tiers.cold.frames import DAMAGED, Decoding, Incoming
 from kvtier_daemon.tiers.cold.read_queue import Name
 from kvtier_daemon.tiers.cold.reclaimer import Reclaimer
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.cold.tombstones import TombstoneWriter
-from kvtier_daemon.tiers.cold.transfers import Decoding, Incoming
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -274,33 +266,34 @@ class Mover:
     def _read(self, request: Request, space: KnownSpace, plan: Promotion) -> None:
         """Queue the reads of a request that the planner has accepted."""
         loads = self._load_bytes(space, plan.frames)
-        blocks = (
-            self._wanted(space, plan, loads, number, at)
-            for at, number in enumerate(array("I", plan.ids))
-        )
         self._waiting_bytes += self._cold.reads.add(
-            request, self._tenant, loads, blocks, self._names(plan.joined), self._have_read
-        )
+            request, self._tenant, loads, self._incoming(space, plan, loads), self._names(plan.joined),
+            self._have_read,
+        )  # fmt: skip
 
     def _load_bytes(self, space: KnownSpace, frames: bytes) -> bytes:
         """Return the frames, with each payload size replaced by its cost for the link: more bytes if decoding
         is slower than reading."""
-        codecs = set(frames[CODEC_AT :: FRAME.size]) - {RAW}
+        codecs = set(frames[CODECS]) - {RAW}
         if not codecs:
             return frames
         words, link_of = array("I", frames), self._cold.reads.link_of
-        step = FRAME.size // words.itemsize
         slow = {
             (segment, codec): slowness
-            for segment in set(words[::step])
+            for segment in set(words[SEGMENTS])
             for codec in codecs
             if (slowness := self._slowness(space, codec, link_of(segment).bytes_s)) > 1
         }
         if slow:
-            at = NBYTES_AT // words.itemsize
-            for number, codec in enumerate(frames[CODEC_AT :: FRAME.size]):
-                if factor := slow.get((words[number * step], codec)):
-                    words[number * step + at] = min(int(words[number * step + at] * factor), MOST)
+            words[PAYLOAD_SIZES] = array(
+                "I",
+                (
+                    min(int(nbytes * slow.get((segment, codec), 1)), MOST)
+                    for segment, nbytes, codec in zip(
+                        words[SEGMENTS], words[PAYLOAD_SIZES], frames[CODECS], strict=True
+                    )
+                ),
+            )
         return words.tobytes()
 
     def _slowness(self, space: KnownSpace, codec: int, link_bytes_s: float) -> float:
@@ -311,45 +304,51 @@ class Mover:
 
     def cancel(self, request: Request) -> None:
         """Cancel the reads that only this request waits for."""
-        self._cold.reads.cancel(request)
+        self._cold.reads.pending.cancel(request)
 
     def released(self, request: Request) -> None:
         """Note that the request's lease was released: nothing waits for its reads unless it asks again
         soon."""
-        self._cold.reads.planner.released(request)
+        self._cold.reads.pending.released(request)
 
     def call_when_read(self, request: Request, then: Callable[[], None]) -> bool:
         """Call `then` once when all reads of this request have ended. False, without a call, if none is
         pending."""
-        return self._cold.reads.call_when_read(request, then)
+        return self._cold.reads.pending.call_when_read(request, then)
 
     def call_when_recovered(self, request: Request, then: Callable[[], None]) -> None:
         """Call `then` once when all blocks from before the start are known."""
         self._cold.call_when_recovered(request, then)
 
     def cancel_calls(self, request: Request) -> None:
-        self._cold.reads.cancel_calls(request)
+        self._cold.reads.pending.cancel_calls(request)
         self._cold.cancel_calls(request)
 
     def session_ended(self, session: int) -> None:
         """Cancel the reads that only this session waits for."""
-        self._cold.reads.session_ended(session)
+        self._cold.reads.pending.session_ended(session)
 
     def _room(self, space: KnownSpace) -> int:
         """Return how many more blocks of this space may be read now."""
         return max(0, (READING_BYTES - self._waiting_bytes) // space.spec.block_bytes)
 
-    def _wanted(
-        self, space: KnownSpace, plan: Promotion, loads: bytes, number: int, at: int
-    ) -> Incoming:
-        place = place_of(self.extents, plan.slots[at * SLOT.size : (at + 1) * SLOT.size])
-        block = incoming(number, plan.frames, plan.digests, at, place)
-        codec = plan.frames[at * FRAME.size + CODEC_AT]
-        if codec == RAW:
-            return block
-        load_bytes = FRAME.unpack_from(loads, at * FRAME.size)[2]
-        size, lossy = plan.sizes[at], self._lossy(space, number) if codec in LOSSY else None
-        return replace(block, coding=Decoding(codec, space.spec, size, load_bytes, lossy))
+    def _incoming(self, space: KnownSpace, plan: Promotion, loads: bytes) -> Iterator[Incoming]:
+        """Return the blocks to read, when they are needed: each takes microseconds."""
+        columns = zip(
+            array("I", plan.ids), FRAME.iter_unpack(plan.frames), SLOT.iter_unpack(plan.slots),
+            memoryview(loads).cast("I")[PAYLOAD_SIZES], plan.sizes, strict=True,
+        )  # fmt: skip
+        for at, (number, stored, slot, load_bytes, block_bytes) in enumerate(columns):
+            segment, page, nbytes, codec, header_pages, _ = stored
+            coding = None
+            if codec != RAW:
+                lossy = self._lossy(space, number) if codec in LOSSY else None
+                coding = Decoding(codec, space.spec, block_bytes, lossy)
+            yield Incoming(
+                number, segment, page, header_pages, nbytes,
+                plan.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES],
+                self.extents[slot[0]], slot[2], load_bytes, coding,
+            )  # fmt: skip
 
     def _lossy(self, space: KnownSpace, number: int) -> Codec | None:
         """Return the lossy codec of this block."""

@@ -13,32 +13,26 @@ from functools import partial
 
 from kvtier.errors import FrameError
 from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.catalog.segment_frames import Rescue
+from kvtier_daemon.catalog.frames import PLACE_BYTES, FramedBlocks, StoredFrame
 from kvtier_daemon.codec import frame
 from kvtier_daemon.codec.frame import pages
 from kvtier_daemon.tiers.cold.frames import (
     BEGIN_S,
     BEGIN_TRIES,
-    CODEC_AT,
-    FLAGS_AT,
-    FRAME,
-    PLACE_BYTES,
     SETTLE_S,
     WRITE_BLOCKS,
+    Incoming,
+    Outgoing,
     begin,
     describe,
-    frame_bytes,
-    frame_of,
     ids_of,
     in_time,
-    incoming,
     outgoing,
 )
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_daemon.tiers.cold.tombstones import TombstoneWriter
-from kvtier_daemon.tiers.cold.transfers import Coded, Incoming, Landed, Outgoing
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -109,53 +103,55 @@ class Reclaimer:
         """Copy the blocks of a segment that were requested again and are only in it."""
         catalog = self._catalog
         found = catalog.segments.reclaim(segment.number, KEEP_MOST)
-        frames = [
-            found.frames[at : at + FRAME.size] for at in range(0, len(found.frames), FRAME.size)
-        ]
+        blocks = list(found)
         at = 0
         while (
-            at < len(frames)
+            at < len(blocks)
             and self.second_chance_bytes > 0
             and self._cold.is_on
             and self._cold.takes
         ):
             count, nbytes = 0, 0
             while (
-                at + count < len(frames)
+                at + count < len(blocks)
                 and count < WRITE_BLOCKS
                 and (not count or nbytes < COPY_BYTES)
             ):
-                nbytes += pages(FRAME.unpack(frames[at + count])[2])
+                nbytes += pages(StoredFrame.unpack(blocks[at + count][1]).payload_bytes)
                 count += 1
-            if not await self._copy(segment, found, frames, range(at, at + count), nbytes):
+            if not await self._copy(segment, blocks[at : at + count], nbytes):
                 break
             at += count
 
     async def _copy(
         self,
         segment: Segment,
-        found: Rescue,
-        frames: Sequence[bytes],
-        which: range,
+        framed: Sequence[tuple[int, bytes, bytes]],
         nbytes: int,
     ) -> bool:
-        """Copy these frames of a segment; False if there is no place for them, and so for no others."""
-        ids, extent, offset = array("I", found.ids), self._copy_memory_of(nbytes), 0
-        # Some may be gone by now, and their ids others'.
+        """Copy these blocks, given by id, frame and digest, out of a segment. False if there is no place for
+        them, and so for no others."""
+        extent, offset = self._copy_memory_of(nbytes), 0
+        # Some may have been forgotten, and their ids reused.
         named = self._catalog.segments.described_in(
-            ids[which.start : which.stop].tobytes(), segment.number
+            array("I", (number for number, _, _ in framed)).tobytes(), segment.number
         )
-        reading, writing, encoded = [], {}, {}
-        for at in which:
-            if block := named.get(ids[at]):
-                place = (extent, offset)
-                one = incoming(ids[at], found.frames, found.digests, at, place)
-                reading.append(one)
-                lossy = bool(frames[at][FLAGS_AT] & frame.LOSSY)
-                writing[ids[at]] = outgoing(ids[at], block, place, lossy)
-                if codec := frames[at][CODEC_AT]:
-                    encoded[ids[at]] = codec
-                offset += pages(one.payload_bytes)
+        reading, writing, encoded, before = [], {}, {}, {}
+        for number, packed, digest in framed:
+            if plan := named.get(number):
+                stored = StoredFrame.unpack(packed)
+                size = stored.payload_bytes
+                reading.append(
+                    Incoming(
+                        number, stored.segment, stored.page, stored.header_pages, size, digest, extent,
+                        offset, size,
+                    )
+                )  # fmt: skip
+                writing[number] = outgoing(number, plan, (extent, offset), stored.is_lossy)
+                before[number] = packed
+                if stored.codec:
+                    encoded[number] = stored.codec
+                offset += pages(size)
         if not reading:
             return True
         if not (
@@ -164,11 +160,9 @@ class Reclaimer:
         ):
             self._copy_memory = None  # the disk's until it gives it back
             return False
-        before = dict(zip((ids[at] for at in which), frames[which.start : which.stop], strict=True))
 
-        def settle(landed: list[Landed], _: list[int]) -> None:
-            for one in landed:
-                self._rescued(segment, one, before[one.id])
+        def settle(landed: FramedBlocks, _: list[int]) -> None:
+            self._rescued(segment, landed, before)
 
         blocks, tries = list(writing.values()), 0
         while blocks and tries < BEGIN_TRIES and await describe(self._cold, self._tenant, blocks):
@@ -219,10 +213,10 @@ class Reclaimer:
         def over(block: Incoming, code: int, text: bytes) -> None:
             one = wanted.pop(block.id)
             if not code and (header := _header_of(text, one, block)):
-                coded = Coded(
-                    header, encoded[block.id], block.payload_bytes, block.extent, block.offset, _keep_memory
+                wanted[block.id] = replace(
+                    one, codec=encoded[block.id], header=header, payload_bytes=block.payload_bytes,
+                    encoded_at=(block.extent, block.offset),
                 )  # fmt: skip
-                wanted[block.id] = replace(one, coded=coded)
             waiting.discard(block.id)
             if not waiting and not done.done():
                 done.set_result(None)
@@ -231,15 +225,16 @@ class Reclaimer:
             self._cold.read_header(block, partial(over, block))
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
-    def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
-        nbytes = frame_bytes(one)
+    def _rescued(self, segment: Segment, landed: FramedBlocks, before: dict[int, bytes]) -> None:
+        nbytes, numbers = landed.nbytes, array("I", landed.ids)
         self.second_chance_bytes -= nbytes
         self._budget.spend(nbytes)
-        self.counts["written_again"] += 1
+        self.counts["written_again"] += len(numbers)
         self.bytes["written_again"] += nbytes
-        after = frame_of(one)
-        self._tombstones.copied(segment, before[:PLACE_BYTES], after[:PLACE_BYTES])
-        self._catalog.segments.rescued(array("I", [one.id]).tobytes(), before, after)
+        for number, after, _ in landed:
+            self._tombstones.copied(segment, before[number][:PLACE_BYTES], after[:PLACE_BYTES])
+        frames = b"".join(before[number] for number in numbers)
+        self._catalog.segments.rescued(landed.ids, frames, landed.frames)
 
     def _copy_memory_of(self, nbytes: int) -> int:
         """Return the number of memory outside the arena with at least this size."""
@@ -257,7 +252,3 @@ def _header_of(text: bytes, block: Outgoing, read: Incoming) -> bytes:
     name = frame.Identity(block.space, block.group, block.shard, block.key)
     same = one.identity == name and one.payload_digest == read.digest
     return text if same and one.payload_bytes == read.payload_bytes else b""
-
-
-def _keep_memory() -> None:
-    """The memory that is read to is kept for the next ones."""

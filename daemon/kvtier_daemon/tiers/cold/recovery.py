@@ -19,6 +19,7 @@ from kvtier_daemon.tiers.cold.segment import (
     ENTRY,
     FooterEntry,
     Head,
+    TombstonePages,
     Trailer,
     check_rows,
     encode_row,
@@ -28,8 +29,8 @@ from kvtier_daemon.tiers.cold.segment import (
     pages_of,
     space_of,
     split_rows,
+    without,
 )
-from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages, without
 from kvtier_kernels import xxh3_128
 
 

@@ -21,16 +21,15 @@ from typing import Any
 from kvtier.errors import FrameError
 from kvtier_daemon.catalog import Catalog
 from kvtier_daemon.catalog.blocks import ID_BYTES
+from kvtier_daemon.catalog.frames import StoredFrame
 from kvtier_daemon.catalog.segment_frames import Framed
 from kvtier_daemon.codec import frame
-from kvtier_daemon.codec.frame import PAGE, pages
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
-from kvtier_daemon.tiers.cold.frames import DAMAGED, FRAME
+from kvtier_daemon.tiers.cold.frames import DAMAGED, Incoming
 from kvtier_daemon.tiers.cold.segment import Head
 from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import ColdTier
-from kvtier_daemon.tiers.cold.transfers import Incoming
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Scrubber:
 
     async def _wait(self, one: Framed, disk: DirectoryDisk) -> None:
         """Wait until the rate permits this frame, and no request waits for a read."""
-        await self._pace.take(_nbytes(one))
+        await self._pace.take(StoredFrame.unpack(one.frame).nbytes)
         while disk.reads.is_on and disk.worker.queued[0]:
             await self._sleep(PAUSE_S)
 
@@ -147,7 +146,7 @@ class Scrubber:
             if not _lasts(segment, head) or not disk.reads.is_on:
                 return False
             code, header, payload = await self._read(one)
-            self.counts["bytes"] += _nbytes(one)
+            self.counts["bytes"] += StoredFrame.unpack(one.frame).nbytes
             if not code:
                 self.counts["frames"] += 1
                 return payload in DAMAGED or not _names(header, head.epoch, one)
@@ -167,10 +166,12 @@ class Scrubber:
             if not payload.cancelled():
                 payload.set_result(code)
 
-        segment, page, nbytes, _, header_pages, _, _ = FRAME.unpack(one.frame)
+        stored = StoredFrame.unpack(one.frame)
+        nbytes = stored.payload_bytes
         block = Incoming(
-            one.id, segment, page, header_pages, nbytes, one.digest, self._memory_of(nbytes), 0
-        )
+            one.id, stored.segment, stored.page, stored.header_pages, nbytes, one.digest,
+            self._memory_of(nbytes), 0, nbytes,
+        )  # fmt: skip
         self._cold.read_header(block, have_header)
         self._cold.read([block], have_payload, urgent=False)
         (head_code, text), code = await header, await payload
@@ -185,7 +186,7 @@ class Scrubber:
             return
         self.counts["damaged"] += 1
         again = "the block is in memory and is written again" if dirty else "the block is lost"
-        page = FRAME.unpack(one.frame)[1]
+        page = StoredFrame.unpack(one.frame).page
         log.warning("cold: %s: the frame at page %d is damaged; %s", segment.path, page, again)
         if dirty:
             self._dirty(tenant, dirty)
@@ -200,12 +201,6 @@ class Scrubber:
 def _lasts(segment: Segment, head: Head) -> bool:
     """Whether the segment is sealed and was not reused. The scrub does not keep it from being reused."""
     return segment.head is head and segment.stage is Stage.SEALED
-
-
-def _nbytes(one: Framed) -> int:
-    """Return how many bytes are read for this frame."""
-    _, _, payload_bytes, _, header_pages, _, _ = FRAME.unpack(one.frame)
-    return int(header_pages * PAGE + pages(payload_bytes))
 
 
 def _names(header: bytes, epoch: int, one: Framed) -> bool:

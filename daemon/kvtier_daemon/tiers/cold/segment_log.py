@@ -21,6 +21,7 @@ from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.segment import (
     ENTRY,
     Head,
+    TombstonePages,
     described_bytes,
     first_frame,
     footer_bytes,
@@ -28,7 +29,6 @@ from kvtier_daemon.tiers.cold.segment import (
     space_bytes,
     split_rows,
 )
-from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages
 
 
 class Stage(Enum):

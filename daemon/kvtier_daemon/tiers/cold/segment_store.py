@@ -11,31 +11,33 @@ import logging
 import os
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier_daemon.catalog.frames import FRAME, FramedBlocks
 from kvtier_daemon.codec.block_parts import entries
-from kvtier_daemon.codec.frame import GENERATION_AT, PAGE, RAW, Identity, Template, pages, stamp
+from kvtier_daemon.codec.frame import GENERATION_AT, LOSSY, PAGE, RAW, Template, pages, stamp
 from kvtier_daemon.codec.framing import ONCE
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, spaces_of
-from kvtier_daemon.tiers.cold.disk import DirectoryDisk, Over
+from kvtier_daemon.tiers.cold.disk import Callback, DirectoryDisk
 from kvtier_daemon.tiers.cold.eraser import erase
+from kvtier_daemon.tiers.cold.frames import Outgoing, Wrote
 from kvtier_daemon.tiers.cold.recovery import Recovered, entries_of, free_bytes
 from kvtier_daemon.tiers.cold.segment import (
-    FooterEntry,
     described_bytes,
     encode_footer,
-    encode_row,
     first_frame,
     footer_bytes,
+    pack_row,
     space_bytes,
 )
 from kvtier_daemon.tiers.cold.segment_files import LEAST_SEGMENTS, SegmentFiles
 from kvtier_daemon.tiers.cold.segment_log import Segment, SegmentLog, Stage, Taken
 from kvtier_daemon.tiers.cold.segment_tombstones import SegmentTombstones
-from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, WriteBatch, Wrote
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,23 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BEFORE_ERASE = (Stage.BEGINNING, Stage.OPEN, Stage.SEALING, Stage.FREEING)
 ERASE_POLL_S = 0.005
 RESUME_SHARE = 4  # writing to a segment is resumed if a fourth of it is free
+
+
+@dataclass(slots=True, eq=False)
+class WriteBatch:
+    """Writes that one sync makes durable."""
+
+    segment: Segment
+    done: Wrote
+    settled: asyncio.Future[None]
+    ops: int = 0
+    # Of the blocks whose frames were written so far.
+    ids: array[int] = field(default_factory=lambda: array("I"))
+    frames: bytearray = field(default_factory=bytearray)
+    digests: bytearray = field(default_factory=bytearray)
+    rows: list[tuple[int, bytes]] = field(default_factory=list)  # position in the table, and entry
+    failed: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # a client removed the page behind their slot
 
 
 class SegmentNumbers:
@@ -153,7 +172,7 @@ class SegmentStore:
         batch = WriteBatch(segment, done, self._loop.create_future())
         ops, headers, full = bytearray(), bytearray(), False
         for block in blocks:
-            kind, coded, nbytes = self._numbering.template(block), block.coded, block.payload_bytes
+            kind, nbytes = self._numbering.template(block), block.payload_bytes
             frame_bytes = kind.header_bytes + pages(nbytes)
             taken = segment.take(frame_bytes, (block.space, block.spec))
             if taken is None:
@@ -161,11 +180,12 @@ class SegmentStore:
                 break
             sequence = self._numbering.sequence
             self._numbering.sequence += 1
-            header = bytearray(coded.header) if coded is not None else self._numbering.blank(block)
+            header = bytearray(block.header) if block.header else self._numbering.blank(block)
             lossy = header[GENERATION_AT] > 0
             stamp(header, block.key, block.parent, segment.head.epoch, sequence)
             ops += self.disk.frame_op(
-                segment.fd, taken.page * PAGE, nbytes, *block.place, (len(headers), len(header)),
+                segment.fd, taken.page * PAGE, nbytes, *(block.encoded_at or (block.extent, block.offset)),
+                (len(headers), len(header)),
                 _frame_done(batch, block, kind, taken, sequence, lossy, self._is_lost),
             )  # fmt: skip
             headers += header
@@ -178,15 +198,16 @@ class SegmentStore:
             self.seal()
         return batch.ops
 
-    def _wrote_all(self, batch: WriteBatch) -> Over:
-        def over(code: int, _: bytes | None) -> None:
+    def _wrote_all(self, batch: WriteBatch) -> Callback:
+        def written(code: int, _: bytes | None) -> None:
             segment = batch.segment
             segment.writing -= 1
+            landed = FramedBlocks(batch.ids.tobytes(), bytes(batch.frames), bytes(batch.digests))
             if code or batch.failed:
                 if code != errno.EFAULT:  # that is a page of the slot, not the disk
-                    self.disk.write_fault(f"{segment.path}: write failed", code or errno.EIO)
-                batch.failed += [one.id for one in batch.landed]
-                batch.landed = []
+                    self.disk.writes.fault(f"{segment.path}: write failed", code or errno.EIO)
+                batch.failed += batch.ids
+                landed = FramedBlocks()
                 segment.failed = True
                 if segment.stage is Stage.OPEN:
                     self.log.failed(segment)
@@ -195,7 +216,7 @@ class SegmentStore:
                     segment.list_frame(at, row)
             self.in_flight.discard(batch)
             try:
-                batch.done(batch.landed, batch.failed + batch.lost)
+                batch.done(landed, batch.failed + batch.lost)
             finally:
                 batch.settled.set_result(None)
             self.prepare()
@@ -203,7 +224,7 @@ class SegmentStore:
             if segment.stage is Stage.SEALING and not segment.writing:
                 self._write_footer(segment)
 
-        return over
+        return written
 
     # --- segments ----------------------------------------------------------------------------
 
@@ -223,18 +244,18 @@ class SegmentStore:
             segment.fd, at, text, self._stage_done(segment, self.log.now_sealed, what)
         )
 
-    def _stage_done(self, segment: Segment, good: Callable[[Segment], None], what: str) -> Over:
+    def _stage_done(self, segment: Segment, good: Callable[[Segment], None], what: str) -> Callback:
         """Return the callback of a write after which the segment has its next stage."""
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             if code:
-                self.disk.write_fault(what, code)
+                self.disk.writes.fault(what, code)
                 self.log.failed(segment)
             else:
                 good(segment)
             self.prepare()
 
-        return over
+        return written
 
     def prepare(self) -> None:
         """Begin a segment if none is open, and get one more free segment: a new file, or the oldest
@@ -263,16 +284,16 @@ class SegmentStore:
         assert segment.head is not None
         marks = segment.tombstones
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             if code:
-                self.disk.write_fault(f"{segment.path}: cannot write its head", code)
+                self.disk.writes.fault(f"{segment.path}: cannot write its head", code)
                 self.log.not_begun(segment)
             else:
                 self._begun(segment)
                 self.prepare()
 
         text = segment.head.encode() + marks.encode(epoch, 0, marks.count)
-        self.disk.write_text(segment.fd, 0, text, over)
+        self.disk.write_text(segment.fd, 0, text, written)
 
     def _begun(self, segment: Segment) -> None:
         self.log.begun(segment)
@@ -310,7 +331,7 @@ class SegmentStore:
         """Retry later. Without room, the existing segments are reused until then."""
         what = f"cannot create {path}"
         if code in NO_ROOM:
-            self.disk.faults += 1
+            self.disk.writes.faults += 1
             self.disk.short = f"{what}: {os.strerror(code)}"
             log.error(
                 "cold: %s; reusing existing segments, retrying in %.0f s",
@@ -319,7 +340,7 @@ class SegmentStore:
             )
             self._grows_at = self._clock() + RETRY_GROW_S
         else:
-            self.disk.write_fault(what, code)
+            self.disk.writes.fault(what, code)
             self._tries_at = self._clock() + RETRY_S
 
     def release_segment(self, segment: Segment) -> None:
@@ -337,10 +358,10 @@ class SegmentStore:
             return
         self.log.freeing(segment)
 
-        def over(code: int, _: bytes | None) -> None:
+        def cleared(code: int, _: bytes | None) -> None:
             if code:
                 # A start would still find its frames, so it is not free.
-                self.disk.write_fault(
+                self.disk.writes.fault(
                     f"{segment.path}: cannot clear its head, so it cannot be reused yet", code
                 )
                 self._tries_at = self._clock() + RETRY_S
@@ -349,7 +370,7 @@ class SegmentStore:
             self._recycle(segment)
 
         # Otherwise a start would find its frames, also those that were forgotten.
-        self.disk.write_text(segment.fd, 0, bytes(PAGE), over)
+        self.disk.write_text(segment.fd, 0, bytes(PAGE), cleared)
 
     def _recycle(self, segment: Segment) -> None:
         """Use the file again; replace it if new files have another size."""
@@ -387,12 +408,12 @@ class SegmentStore:
         else:
             segment.reading += 1
         head, pages_of = (None, {}) if was_free else (segment.head, live(segment.number))
-        job = self.disk.run_in_thread(
+        job = self.disk.files.run(
             erase, Path(segment.path), segment.fd, head, pages_of,
             partial(spaces_of, self.directory, self.tenant),
         )  # fmt: skip
 
-        def over(done: asyncio.Future[None]) -> None:
+        def erased(done: asyncio.Future[None]) -> None:
             if not was_free:
                 self.read_ended(segment)
                 return
@@ -400,7 +421,7 @@ class SegmentStore:
             segment.leftover = done.cancelled() or done.exception() is not None
             self.prepare()
 
-        job.add_done_callback(over)
+        job.add_done_callback(erased)
         await asyncio.shield(job)  # the caller may time out; the writes go on
 
     # --- start -------------------------------------------------------------------------------
@@ -432,13 +453,13 @@ class SegmentStore:
         at, text = encode_footer(one.head, one.spaces, one.table, one.end, torn=True)
         segment.writing += 1
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             segment.writing -= 1
             if code:
-                self.disk.write_fault(f"{segment.path}: cannot write its footer", code)
+                self.disk.writes.fault(f"{segment.path}: cannot write its footer", code)
             self._free_if_unused(segment)
 
-        self.disk.write_text(segment.fd, at, text, over)
+        self.disk.write_text(segment.fd, at, text, written)
 
     def resume(self, found: Sequence[Recovered]) -> None:
         """Continue to write to the newest segment, if a fourth of it is free. Never to one that a killed
@@ -468,10 +489,10 @@ def _is_clean(segment: Segment, live: Callable[[int], dict[int, int]]) -> bool:
 def _frame_done(
     batch: WriteBatch, block: Outgoing, kind: Template, taken: Taken, sequence: int, lossy: bool,
     is_lost: Callable[[int], bool],
-) -> Over:  # fmt: skip
+) -> Callback:  # fmt: skip
     """Return the callback of one frame's write, which notes the frame in the batch."""
 
-    def over(code: int, digest: bytes | None) -> None:
+    def written(code: int, digest: bytes | None) -> None:
         if code or digest is None:
             batch.failed.append(block.id)
             return
@@ -479,15 +500,21 @@ def _frame_done(
             batch.lost.append(block.id)  # the frame is not the block: no entry names it
             return
         header_pages, nbytes = kind.header_bytes // PAGE, block.payload_bytes
-        entry = FooterEntry(
-            Identity(block.space, block.group, block.shard, block.key), block.parent, taken.page,
+        row = pack_row(
+            block.key, block.parent, taken.space, block.group, block.shard, taken.page,
             header_pages + pages(nbytes) // PAGE, header_pages, block.codec, nbytes, kind.raw_bytes,
             sequence, digest, lossy,
         )  # fmt: skip
-        batch.rows.append((taken.at, encode_row(entry, taken.space)))
-        number = batch.segment.number
-        batch.landed.append(
-            Landed(block.id, number, taken.page, header_pages, nbytes, digest, block.codec, lossy)
+        batch.rows.append((taken.at, row))
+        batch.ids.append(block.id)
+        batch.frames += FRAME.pack(
+            batch.segment.number,
+            taken.page,
+            nbytes,
+            block.codec,
+            header_pages,
+            LOSSY if lossy else 0,
         )
+        batch.digests += digest
 
-    return over
+    return written

@@ -74,15 +74,15 @@ class SegmentTombstones:
         done = self._writing[segment] = self._loop.create_future()
         segment.noting = True
 
-        def over(code: int, _: bytes | None) -> None:
+        def written(code: int, _: bytes | None) -> None:
             segment.noting = False
             del self._writing[segment]
             self._failed.pop(segment, None)
             if code:
                 what = f"{segment.path}: cannot write its tombstones"
-                self._disk.write_fault(what, code)
+                self._disk.writes.fault(what, code)
                 self._failed[segment] = f"{what}: {os.strerror(code)}"
-                marks.not_written(range(first, first + count))
+                marks.dirty.update(range(first, first + count))
                 self._dirty[segment] = None
                 self._retry_at = self._clock() + RETRY_S
             elif segment in self._dirty:
@@ -91,4 +91,4 @@ class SegmentTombstones:
             self._unused(segment)
 
         text = marks.encode(head.epoch, first, count)
-        self._disk.write_text(segment.fd, PAGE + first * PAGE, text, over)
+        self._disk.write_text(segment.fd, PAGE + first * PAGE, text, written)

@@ -25,28 +25,34 @@ import msgspec
 from kvtier.errors import KvtierError, TierError
 from kvtier.layout import KvSpec
 from kvtier.units import format_bytes
+from kvtier_daemon.catalog.frames import PLACE
 from kvtier_daemon.codec.base import ELEMENTS
 from kvtier_daemon.codec.frame import PAGE, pages
 from kvtier_daemon.codec.table import BY_NUMBER
 from kvtier_daemon.tiers.cold.access_log import AccessLog
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, open_direct, space_key
-from kvtier_daemon.tiers.cold.disk import BENIGN, HANGS_S, DirectoryDisk, Over, anonymous
-from kvtier_daemon.tiers.cold.encode_buffer import STAGED_BYTES, EncodeBuffer
-from kvtier_daemon.tiers.cold.encoder import Encoder, threads_here
+from kvtier_daemon.tiers.cold.disk import (
+    BENIGN,
+    HANGS_S,
+    STAGED_BYTES,
+    Callback,
+    DirectoryDisk,
+    anonymous,
+)
+from kvtier_daemon.tiers.cold.encoder import EncodeBuffer, Encoder, threads_here
+from kvtier_daemon.tiers.cold.frames import Decoding, Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
 from kvtier_daemon.tiers.cold.read_queue import ReadQueue
 from kvtier_daemon.tiers.cold.recovery import Recovered
+from kvtier_daemon.tiers.cold.segment import TombstonePages
 from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentNumbers, SegmentStore
-from kvtier_daemon.tiers.cold.tombstone_pages import TombstonePages
-from kvtier_daemon.tiers.cold.transfers import Decoding, Incoming, Outgoing, Read, Wrote
 from kvtier_kernels import Mapping as MappedExtent
 from kvtier_kernels import Recipe
 
 log = logging.getLogger(__name__)
 
-PLACE = struct.Struct("<II")
 DOUBTED_MOST = FITS_MOST = 4096
 ROOM_LEAST = 8 << 20
 ERASED_AT_ONCE = 8
@@ -327,9 +333,9 @@ class ColdTier:
 
     def tend(self) -> None:
         """Do periodic work: check disks and directories, and write tombstones that failed."""
-        self.reads.tend()
+        self.reads.pending.expire()
         for disk in self.disks:
-            disk.tend()
+            disk.check()
             disk.measure(self.coding.rates)
         for store in self._all_stores():
             store.tombstones.retry()
@@ -337,14 +343,14 @@ class ColdTier:
             fails = any(disk.reads.failure or disk.writes.failure for disk in self.disks)
             self._checks_at = self._clock() + (LOOK_FAILED_S if fails else LOOK_S)
             for directory, disk in zip(self._directories, self.disks, strict=True):
-                if not disk.is_busy and not disk.lost:
+                if not disk.files.is_busy and not disk.lost:
                     looking = self._loop.create_task(self._check_location(directory, disk))
                     self._checking.add(looking)
                     looking.add_done_callback(self._checking.discard)
 
     async def _check_location(self, directory: ColdDirectory, disk: DirectoryDisk) -> None:
         try:
-            elsewhere = await disk.run_in_thread(directory.elsewhere)
+            elsewhere = await disk.files.run(directory.elsewhere)
         except OSError as error:
             disk.lose(f"{directory.path}: its file system has failed: {error.strerror}")
             self.recovered.clear()  # later forgets are repeated after the next scan
@@ -492,13 +498,13 @@ class ColdTier:
                 )
             )  # fmt: skip
         for disk, raw in ops.items():
-            disk.read(raw)
+            disk.worker.read(raw)
         for disk, (theirs, recipes) in encoded.items():
-            disk.read_encoded(theirs, recipes)
+            disk.worker.read_frames(theirs, recipes)
 
     def _read_encoded(
         self, disk: DirectoryDisk, segment: Segment, block: Incoming, how: Decoding, recipes: list[Recipe],
-        urgent: bool, over: Over,
+        urgent: bool, over: Callback,
     ) -> bytes:  # fmt: skip
         """Return the operation that reads and decodes this frame in the worker. Empty if a thread of the
         daemon decodes it: then the read is started here."""
@@ -548,13 +554,15 @@ class ColdTier:
         at, nbytes = block.page * PAGE, block.header_pages * PAGE
         store.disk.read_text(segment.fd, at, nbytes, over)
 
-    def _read_one(self, store: SegmentStore, segment: Segment, block: Incoming, done: Read) -> Over:
+    def _read_one(
+        self, store: SegmentStore, segment: Segment, block: Incoming, done: Read
+    ) -> Callback:
         def over(code: int, _: bytes | None) -> None:
             if not code and self.is_lost(block.extent):
                 code = errno.EFAULT
             if code and code not in BENIGN:
                 what = f"{segment.path} at {block.page * PAGE}: read failed"
-                store.disk.fault(store.disk.reads, what, code)
+                store.disk.reads.fault(what, code)
             if (code or self._unreadable_once) and self._is_lost(store, segment, block, code):
                 code = errno.ENODATA
             try:
@@ -788,7 +796,7 @@ class ColdTier:
     ) -> None:
         stores = [store for store in self._all_stores() if store.disk is disk]
         try:
-            await disk.run_in_thread(directory.read_index)
+            await disk.files.run(directory.read_index)
             await self._remove_other_tenants(directory, disk, stores)
             # Scan all stores before a file is created: files that one store removes make room for another.
             looked = [(store, await store.files.scan()) for store in stores]
@@ -803,7 +811,7 @@ class ColdTier:
         for store, one in found:
             try:
                 # Opening a file may wait for the disk.
-                fd = await disk.run_in_thread(open_direct, one.path)
+                fd = await disk.files.run(open_direct, one.path)
                 segment = store.adopt(one, fd)
                 if one.head is not None:
                     await restored(store.tenant, one, segment.number)
@@ -821,13 +829,13 @@ class ColdTier:
     async def _remove_other_tenants(
         self, directory: ColdDirectory, disk: DirectoryDisk, stores: Sequence[SegmentStore]
     ) -> None:
-        for tenant in set(await disk.run_in_thread(directory.tenants)) - set(self.stores):
+        for tenant in set(await disk.files.run(directory.tenants)) - set(self.stores):
             log.warning(
                 "cold: %s: removing data of tenant %s, which is no longer configured",
                 directory.path,
                 tenant,
             )
-            left = await disk.run_in_thread(directory.remove, tenant)
+            left = await disk.files.run(directory.remove, tenant)
             # They take room and cannot be used.
             for at in range(left):
                 stores[at % len(stores)].files.lose_room()
@@ -835,7 +843,7 @@ class ColdTier:
     def shut(self) -> None:
         """Start no more I/O, and cancel all waiting reads."""
         self._closing = True
-        self.reads.shut()
+        self.reads.pending.shut()
 
     async def close(self, timeout_s: float = 10.0) -> bool:
         """Write footers, so that the next start is fast, then close all files. False if a disk or a codec

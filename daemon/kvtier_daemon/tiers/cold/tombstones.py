@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog, KnownSpace
-from kvtier_daemon.tiers.cold.frames import PLACE_BYTES
+from kvtier_daemon.catalog.frames import PLACE_BYTES
 from kvtier_daemon.tiers.cold.segment_log import NOT_FREE_YET, Segment
 from kvtier_daemon.tiers.cold.tier import ColdTier
 
