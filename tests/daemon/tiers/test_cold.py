@@ -1,4 +1,5 @@
-"""The cold tier's files: what is written is read, found again after a start, and stays within its cap."""
+"""The cold tier's files: written blocks are readable, are found after a restart, and take no more than
+`cold.size`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def key(number: int) -> bytes:
 
 
 class Bench:
-    """A cold tier with some memory to write from and read to, and nothing that decides."""
+    """A cold tier with an arena of 64 blocks for writes and reads. It has no catalog and makes no
+    decisions."""
 
     def __init__(
         self, folders: list[Path], size: int = SIZE, engine: str = "auto", share: float = 1.0,
@@ -50,11 +52,11 @@ class Bench:
         self.tier = ColdTier(
             self.loop, open_directories(folders, size), size, SEGMENT, shares, self.leave, engine
         )
-        self.choice = Choice(self.tier.coding.rates, codec)  # of every other block
+        self.choice = Choice(self.tier.coding.rates, codec)  # for every second block
         self.memory, self.extent = self.arena()
 
     def arena(self) -> tuple[Mapping, int]:
-        """Memory for 64 blocks, and its number."""
+        """Memory for 64 blocks, and its extent number."""
         fd = os.memfd_create("arena")
         os.ftruncate(fd, 64 * BLOCK)
         memory = Mapping(fd, 64 * BLOCK, True)
@@ -75,7 +77,7 @@ class Bench:
         return views([memory or self.memory], slots, BLOCK, True)[0]
 
     async def write(self, numbers: range) -> list[int]:
-        """Write blocks 64 at a time; those that failed."""
+        """Write blocks, 64 at a time. Returns the ids whose write failed."""
         failed: list[int] = []
         todo = list(numbers)
         while todo:
@@ -110,7 +112,7 @@ class Bench:
         return failed
 
     async def read(self, number: int) -> bytes | int:
-        """The block's bytes, or the errno."""
+        """The block's bytes, or the errno of the read."""
         one, waiting = self.on_disk[number], asyncio.Event()
 
         def over(block: Incoming, code: int) -> None:
@@ -153,7 +155,7 @@ class Bench:
 
 
 def used(folder: Path) -> int:
-    """What everything in the directory takes, as the file system counts."""
+    """The disk space of all files in the directory, as the file system counts it."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
@@ -169,7 +171,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def test_blocks_come_back_as_they_were_written(tmp_path: Path, engine: str) -> None:
+def test_blocks_are_read_as_they_were_written(tmp_path: Path, engine: str) -> None:
     async def work() -> None:
         bench = Bench([tmp_path], engine=engine)
         await bench.recover()
@@ -203,7 +205,9 @@ def test_a_start_finds_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disks", [1, 2])
-def test_the_cap_holds_and_the_newest_stay(tmp_path: Path, disks: int) -> None:
+def test_a_full_tier_stays_within_its_size_and_keeps_the_newest_blocks(
+    tmp_path: Path, disks: int
+) -> None:
     folders = [tmp_path / str(n) for n in range(disks)]
     for folder in folders:
         folder.mkdir()
@@ -224,7 +228,7 @@ def test_the_cap_holds_and_the_newest_stay(tmp_path: Path, disks: int) -> None:
     assert sum(map(used, folders)) <= SIZE * disks
 
 
-def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
+def test_a_damaged_block_is_an_error_and_intact_blocks_are_read(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
@@ -243,7 +247,7 @@ def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
         assert await bench.read(7) == errno.EBADMSG
         assert await bench.read(8) == errno.EBADMSG
         assert await bench.read(9) == pattern(key(9), BLOCK)
-        assert bench.tier.is_on and not bench.tier.faults, "damage is no fault of the disk"
+        assert bench.tier.is_on and not bench.tier.faults, "damage does not count as a disk fault"
         os.truncate(path, PAGE)
         assert await bench.read(9) == errno.ENODATA
         await bench.tier.close()
@@ -251,7 +255,7 @@ def test_damage_is_told_and_what_is_whole_still_read(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
+def test_a_directory_in_use_is_refused_to_a_second_daemon(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         with pytest.raises(TierError, match=f"another daemon, pid {os.getpid()}"):
@@ -262,7 +266,7 @@ def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_directory_that_is_missing_or_a_cap_that_is_small_is_said(tmp_path: Path) -> None:
+def test_a_missing_directory_or_a_size_that_is_too_small_is_an_error(tmp_path: Path) -> None:
     async def work() -> None:
         with pytest.raises(TierError, match="create it"):
             Bench([tmp_path / "missing"])
@@ -272,7 +276,7 @@ def test_a_directory_that_is_missing_or_a_cap_that_is_small_is_said(tmp_path: Pa
     run(work())
 
 
-def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> None:
+def test_a_segment_left_open_by_a_kill_is_sealed_at_the_next_start(tmp_path: Path) -> None:
     def footers() -> list[bool]:
         found = [recover(path, None, {}) for path in files_of(tmp_path)]
         return [one.sealed for one in found if one.head is not None]
@@ -300,7 +304,7 @@ def test_what_a_kill_left_open_is_sealed_by_the_next_start(tmp_path: Path) -> No
 
 
 def kill(bench: Bench) -> None:
-    """End as it is."""
+    """Stop without writing footers, the index or anything else, as a kill does."""
     for drive in bench.tier.disks:
         drive.stop(5)
     for volume in bench.tier._directories:
@@ -308,10 +312,11 @@ def kill(bench: Bench) -> None:
         volume.close()
 
 
-def test_what_was_being_written_at_a_kill_does_not_come_with_what_is_written_later(
+def test_frames_after_one_torn_by_a_kill_are_not_found_after_later_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames behind one that was not finished: whole, of this epoch, and never said to be there."""
+    """After a frame whose write did not end, other frames may be complete and have the current epoch.
+    The next life must not accept them."""
 
     async def first() -> None:
         bench = Bench([tmp_path])
@@ -334,7 +339,7 @@ def test_what_was_being_written_at_a_kill_does_not_come_with_what_is_written_lat
             await bench.tier.close()
 
     run(first())
-    with monkeypatch.context() as early:  # it ends before it has begun another segment
+    with monkeypatch.context() as early:  # the log ends before another segment is begun
         early.setattr(SegmentStore, "prepare", lambda _: None)
         run(again([0, 1, 2, 3, 4], range(0)))
     run(again([0, 1, 2, 3, 4], range(20, 21)))
@@ -345,7 +350,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted((folder / "segments" / "t").iterdir())
 
 
-def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
+def test_a_smaller_size_is_enforced_at_the_start(tmp_path: Path) -> None:
     async def work(size: int, low: int) -> int:
         bench = Bench([tmp_path], size=size)
         await bench.recover()

@@ -1,4 +1,4 @@
-"""A codec is one class and one row: this file adds one, and a cold tier stores blocks by it."""
+"""A codec is one class and one row: this file adds one, and a cold tier stores blocks with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBER = 77
 
 
 class Deflate:
-    """Lossless: each part by zlib."""
+    """Lossless: compresses each part with zlib."""
 
     name, number, lossy, native, profile, recipe = (
         "deflate",
