@@ -159,9 +159,8 @@ def test_a_daemon_writes_no_more_than_its_daily_writes(
         again = space.keys(list(range(5000, 5000 + 16 * 250)))
         space.save(again, bytes(250 * spec.block_bytes))
         cold = daemon.stats()["tiers"]["cold"]
-        assert (
-            cold["states"]["written"] <= 2 * hour + 4
-        )  # two writers may each start within the budget
+        # Two writers may each start within the budget.
+        assert cold["states"]["written"] <= 2 * hour + 4
         assert sum(cold["unwritten"].values()) >= 128 - 6 - cold["states"]["written"]
 
 

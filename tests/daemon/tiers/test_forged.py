@@ -197,14 +197,8 @@ def test_no_byte_of_the_index_gives_a_wrong_record_or_ends_the_tier(in_memory: P
     data = (index / "data.mdb").read_bytes()
     every = range(len(data))
     if not LONG:
-        known = [
-            10,
-            16,
-            20,
-            23,
-            40,
-            4116,
-        ]  # on LMDB's first pages: magic, format, the size of the map
+        # On LMDB's first pages: magic, format, the size of the map.
+        known = [10, 16, 20, 23, 40, 4116]
         flipped(index, [[at] for at in known + random.Random(3).sample(every, FLIPS)])
         return
     groups = [list(every[at : at + 64]) for at in range(0, len(every), 64)]

@@ -186,9 +186,8 @@ def test_bytes_of_earlier_uses_of_a_segment_are_erased_too(tmp_path: Path) -> No
         shelf.files.most_bytes = 3 * SEGMENT
         for number in range(6 * SEGMENT // BLOCK):
             tenant.save(number)
-            await tenant.on_disk(
-                number - SLOTS // 4
-            )  # otherwise some are evicted before they are written
+            # Otherwise some are evicted before they are written.
+            await tenant.on_disk(number - SLOTS // 4)
         await tenant.on_disk(number + 1)
         stale = [at for at in range(number + 1) if not tenant.knows(at)]
         before = starts(held(tmp_path))

@@ -141,9 +141,8 @@ class Cold:
         if not ids:
             return None
         (slot,) = views([self._memory], self._catalog._store.slots(ids), BLOCK, False)
-        self._catalog.match(
-            self._space(identity), identity.key
-        )  # a request, which the policy counts
+        # A request, which the policy counts.
+        self._catalog.match(self._space(identity), identity.key)
         return bytes(slot)
 
     def hold(self, identity: Identity) -> bool:
