@@ -562,12 +562,12 @@ def test_a_damaged_index_that_was_renamed_counts_toward_the_size(tmp_path: Path)
 def test_a_directory_that_hangs_at_the_start_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders, let_go = two(tmp_path), threading.Event()
+    folders, may_continue = two(tmp_path), threading.Event()
     read = ColdDirectory.read_index
 
     def hanging(volume: ColdDirectory) -> None:
         if volume.path == folders[0]:
-            let_go.wait(60)
+            may_continue.wait(60)
         read(volume)
 
     async def work() -> None:
@@ -582,7 +582,7 @@ def test_a_directory_that_hangs_at_the_start_does_not_delay_the_others(
             await asyncio.wait([recovering], timeout=6)
             assert bench.on_disk, "no block of the good directory was recovered"
         finally:
-            let_go.set()
+            may_continue.set()
             await recovering
             await bench.tier.close()
 
