@@ -1,4 +1,4 @@
-"""Runs a vLLM engine and does what it is told, a line of JSON for a line of JSON."""
+"""Runs a vLLM engine: reads one order per line as JSON, and answers each with one line of JSON."""
 
 from __future__ import annotations
 
