@@ -1,4 +1,4 @@
-"""`kvtier explain` and the words that clients have for the planner, with a real daemon."""
+"""`kvtier explain` and the client's planner interface, with a real daemon."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_miss_is_explained_by_its_number_and_by_its_key(
         client.explain(99)
 
 
-def test_an_engine_that_computes_fast_is_told_to_compute(
+def test_an_engine_with_fast_recompute_is_declined(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     daemon = cold_daemon(daemon_of, disk, "through")
@@ -95,7 +95,7 @@ def test_an_engine_that_computes_fast_is_told_to_compute(
         assert daemon.stats()["failures"]["bad_request"] == 3
 
 
-def test_what_is_computed_again_comes_into_memory_meanwhile(
+def test_blocks_that_are_recomputed_repeatedly_are_promoted(
     daemon_of: Callable[..., Daemon], disk: Path
 ) -> None:
     daemon = cold_daemon(daemon_of, disk, "through")
@@ -106,7 +106,7 @@ def test_what_is_computed_again_comes_into_memory_meanwhile(
         space = client.open(SPEC)
         keys = space.keys(tokens(0))
         space.prefill(1e-12, 0.0)
-        for request in (5, 5, 6):  # computed by two, and saved in vain
+        for request in (5, 5, 6):  # two requests compute it, and save it without effect
             found = space.match(keys, request=request)
             assert (found.ready + found.coming < CHAIN, found.why) == (True, "slower")
             assert space.save(keys, [pattern(key, SPEC.block_bytes) for key in keys]).present
@@ -121,7 +121,7 @@ def test_what_is_computed_again_comes_into_memory_meanwhile(
         assert (loads["slower"], loads["prefetch"]) == (2, 1)
 
 
-def test_a_pin_is_taken_back(daemon_of: Callable[..., Daemon]) -> None:
+def test_a_pin_can_be_removed(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     with daemon.connect() as client:
         save(client, 0)
@@ -138,7 +138,7 @@ def why(client: Client, chain: int, at: int = 0) -> str:
     return str(client.explain(keys=key)["keys"][0]["why"])
 
 
-def test_what_memory_gave_up_is_told_with_its_reason(daemon_of: Callable[..., Daemon]) -> None:
+def test_blocks_evicted_from_memory_are_explained(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(config='[warm]\nsize = "4MiB"\npolicy = "lru"\n')
     with daemon.connect() as client:
         space = client.open(SPEC)
@@ -164,7 +164,7 @@ def test_what_memory_gave_up_is_told_with_its_reason(daemon_of: Callable[..., Da
         ("", "off"),
     ],
 )
-def test_what_no_disk_took_is_told_with_its_reason(
+def test_unwritten_blocks_are_explained(
     daemon_of: Callable[..., Daemon], disk: Path, more: str, reason: str
 ) -> None:
     daemon = cold_daemon(daemon_of, disk, "through", "lru", more)
@@ -180,9 +180,7 @@ def test_what_no_disk_took_is_told_with_its_reason(
         assert "s ago, by lru)" in told
 
 
-def test_what_the_disk_gave_up_is_told_with_its_reason(
-    daemon_of: Callable[..., Daemon], disk: Path
-) -> None:
+def test_blocks_lost_from_disk_are_explained(daemon_of: Callable[..., Daemon], disk: Path) -> None:
     warm = '[warm]\nsize = "16MiB"\npolicy = "lru"\n'
     cold = (
         f'[cold]\ndirectories = ["{disk}"]\nsize = "64MiB"\nsegment = "1MiB"\nwrite = "through"\n'

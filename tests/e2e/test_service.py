@@ -1,4 +1,4 @@
-"""As a service: the manager is told when it serves and when it stops."""
+"""As a service: the daemon notifies the service manager when it is ready and when it stops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 
-def test_the_service_manager_is_told(tmp_path: Path) -> None:
+def test_the_service_manager_is_notified(tmp_path: Path) -> None:
     heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     heard.bind(str(tmp_path / "notify"))
     heard.settimeout(60)

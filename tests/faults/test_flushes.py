@@ -1,4 +1,5 @@
-"""What is said to be on disk was flushed to it, on either engine: seen from below the system calls."""
+"""Writes that are reported as complete were flushed before, with both engines: observed below the
+system calls."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def file(tmp_path: Path) -> Iterator[Noted]:
 
 
 async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[object]]]:
-    """Write pages to the file one after the other; what each was told, and the requests until then."""
+    """Write pages to the file one at a time. Returns the result of each, and the requests before it."""
     loop, told = asyncio.get_running_loop(), []
     drive = DirectoryDisk(loop, "noted", engine, time.monotonic)
     fd = os.open(file.path, os.O_RDWR | os.O_DIRECT)
@@ -51,7 +52,7 @@ async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_write_is_over_after_its_flush(file: Noted, engine: str) -> None:
+def test_a_write_completes_after_its_flush(file: Noted, engine: str) -> None:
     told = asyncio.run(written(file, engine, 3))
     one, two, three = ((number * PAGE, PAGE) for number in range(3))
     flushed = [one, "flush"], [one, "flush", two, "flush"]
@@ -82,7 +83,7 @@ print(done, flush=True)
 """
 
 
-def test_an_index_whose_flush_fails_says_nothing_is_on_disk(tmp_path: Path) -> None:
+def test_an_index_whose_flush_fails_confirms_no_change(tmp_path: Path) -> None:
     folder = tmp_path / "index"
     folder.mkdir()
     shim = Shim(tmp_path, folder)
