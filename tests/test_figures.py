@@ -1,4 +1,4 @@
-"""`make figures` takes no result of code that has changed since."""
+"""`make figures` uses no result of code that has changed since."""
 
 from __future__ import annotations
 

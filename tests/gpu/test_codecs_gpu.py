@@ -1,4 +1,5 @@
-"""The codecs on a GPU: it is asked what the processor's levels are, and the text built for the host."""
+"""The codecs on a GPU: it runs the tests of the processor levels, and of the kernels that are built for
+the host."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def run(
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_bytes_are_those_of_the_processor_and_the_twins(gpu: Any, file: str) -> None:
+def test_bytes_equal_those_of_the_processor_and_the_models(gpu: Any, file: str) -> None:
     run(files=(file,))
 
 
