@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from daemon.tiers.test_cold import BLOCK, SIZE, Bench, key, used
+from support.cold_bench import BLOCK, SIZE, Bench, key, used
 from support.specs import pattern
 
 CYCLES = 500 if os.environ.get("KVTIER_FAULTS") else 20
@@ -21,7 +21,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3].split(":")
-from daemon.tiers.test_cold import Bench, run
+from support.cold_bench import Bench, run
 
 async def work():
     bench = Bench([Path(sys.argv[1])], codec="r32")

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, MIB, Bench, key
 from kvtier.errors import KvtierError
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
+from support.cold_bench import BLOCK, MIB, Bench, key
 from support.disks import hurry
 from support.specs import pattern
 

@@ -12,7 +12,6 @@ import pytest
 
 from daemon.serving.test_planned_reads import Held, key, keys
 from daemon.tiers import test_forget
-from daemon.tiers.test_cold import BLOCK, run
 from daemon.tiers.test_forget import ONE, SLOTS
 from kvtier import wire
 from kvtier.errors import Refused
@@ -26,6 +25,7 @@ from kvtier_daemon.serving.requests import Requests
 from kvtier_daemon.tenant import Tenant
 from kvtier_daemon.tiers.cold import read_queue
 from kvtier_daemon.tiers.cold import tier as cold
+from support.cold_bench import BLOCK, run
 
 COUNT = 20
 TOKENS = 16

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from daemon.tiers import test_forget
-from daemon.tiers.test_cold import BLOCK, Bench, run
 from daemon.tiers.test_forget import ONE, SLOTS, Tenant
 from kvtier_daemon.catalog import Found
 from kvtier_daemon.catalog.holds import Request
@@ -19,6 +18,7 @@ from kvtier_daemon.planning import PATIENCE_S, links, recomputed
 from kvtier_daemon.tiers.cold import read_queue
 from kvtier_daemon.tiers.cold.mover import FRAME
 from kvtier_daemon.tiers.cold.transfers import Incoming, Read
+from support.cold_bench import BLOCK, Bench, run
 from support.specs import pattern
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from conformance.tier_tests import Identity, name
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, run
 from daemon.tiers.test_mover import SLOTS, keys
 from daemon.tiers.test_tier_cold import PER_SEGMENT, Cold
 from kvtier_daemon.catalog import Catalog, SessionId
@@ -21,6 +20,7 @@ from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.write_budget import DAY_S, WriteBudget
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, run
 from support.daemons import Daemon
 from support.specs import pattern, spec_of
 

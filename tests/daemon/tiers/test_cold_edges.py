@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from daemon.tiers import test_cold
-from daemon.tiers.test_cold import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
 from kvtier.errors import TierError
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import segment_files as files
@@ -21,6 +20,7 @@ from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
 from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from support.cold_bench import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
 
 
 def filled(folder: Path, count: int = 100) -> None:

@@ -13,19 +13,6 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import (
-    BLOCK,
-    SEGMENT,
-    SIZE,
-    SPACE,
-    SPEC,
-    Bench,
-    files_of,
-    key,
-    kill,
-    run,
-    used,
-)
 from daemon.tiers.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog
@@ -45,6 +32,19 @@ from kvtier_daemon.tiers.cold.segment import first_frame
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tools import fsck
 from kvtier_kernels import Store
+from support.cold_bench import (
+    BLOCK,
+    SEGMENT,
+    SIZE,
+    SPACE,
+    SPEC,
+    Bench,
+    files_of,
+    key,
+    kill,
+    run,
+    used,
+)
 
 
 def test_a_forget_that_is_repeated_after_its_tombstone_failed_persists(tmp_path: Path) -> None:

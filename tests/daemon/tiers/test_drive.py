@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SIZE, Bench, run
 from kvtier_daemon.tiers.cold.disk import (
     FAULTS_TO_OFF,
     HANGS_S,
@@ -22,6 +21,7 @@ from kvtier_daemon.tiers.cold.disk import (
     DiskLane,
     anonymous,
 )
+from support.cold_bench import BLOCK, SIZE, Bench, run
 
 
 class Clock:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from conformance.codec_tests import kv
-from daemon.tiers.test_cold import SEGMENT, SIZE, Bench, run
 from kvtier import KvSpec
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog, SessionId
@@ -40,6 +39,7 @@ from kvtier_daemon.tiers.cold.segment import first_frame
 from kvtier_daemon.tiers.cold.transfers import Incoming, Landed, Outgoing
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import Store
+from support.cold_bench import SEGMENT, SIZE, Bench, run
 from support.specs import spec_of
 
 ONE = SessionId(1)

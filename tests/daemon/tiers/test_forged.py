@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemon.tiers.test_cold import SPACE, SPEC, files_of, key, run
 from daemon.tiers.test_forget import Tenant
 from kvtier.errors import FrameError
 from kvtier_daemon.tiers.cold.access_log import KEY, TABLE
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment import LIMIT_SEQUENCE, Head, encode_footer
+from support.cold_bench import SPACE, SPEC, files_of, key, run
 
 LONG = bool(os.environ.get("KVTIER_FAULTS"))
 FORGERIES = 200 if LONG else 8

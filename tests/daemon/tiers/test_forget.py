@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SEGMENT, SIZE, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec import frame
@@ -31,6 +30,7 @@ from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.tier import open_directories
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SEGMENT, SIZE, SPACE, SPEC, Bench, key, run
 from support.specs import pattern
 
 SLOTS = 32

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 import pytest
 
-from daemon.tiers.test_cold import SIZE, run
 from daemon.tiers.test_encoded import BLOCK, ONE, SLOTS, SPECS, Tenant, key, seal, spoil, until
 from kvtier import KvSpec
 from kvtier_daemon.codec import frame
@@ -27,6 +26,7 @@ from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import FooterEntry, decode_entries, encode_row
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import xxh3_128
+from support.cold_bench import SIZE, run
 from support.losses_by_twins import STEP, block_of, floats_of, once_lost, profile_of
 from support.specs import spec_of
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.tiers.cold import flusher
@@ -20,6 +19,7 @@ from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.transfers import Incoming, Outgoing, Read, Wrote
 from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 from support.specs import pattern
 
 SLOTS = 64

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import SIZE, Bench, files_of, run
 from daemon.tiers.test_cold_edges import filled
 from kvtier.errors import ConfigError, TierError
 from kvtier_daemon.secrets import load_secrets
@@ -17,6 +16,7 @@ from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.ownership import distrust
 from kvtier_daemon.tools import doctor
 from kvtier_daemon.tools.fsck import check
+from support.cold_bench import SIZE, Bench, files_of, run
 
 STRANGER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from daemon.tiers.test_mover import keys, places
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
@@ -25,6 +24,7 @@ from kvtier_daemon.tiers.cold.segment_log import Segment, Stage
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
 from kvtier_daemon.tiers.cold.transfers import Incoming
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 from support.specs import pattern
 
 SLOTS = 64

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import SIZE, Bench, files_of, run
 from daemon.tiers.test_forget import Tenant, after_a_start
 from kvtier.errors import TierError
 from kvtier_daemon.tiers.cold.segment import first_frame
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.tombstone_pages import PAGES_EACH, TombstonePages
+from support.cold_bench import SIZE, Bench, files_of, run
 
 PAGE = 4096
 LONG = bool(os.environ.get("KVTIER_FAULTS"))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import SPACE, Bench, run
 from daemon.tiers.test_mover import keys
 from daemon.tiers.test_scrub import SAVED, Kept
 from kvtier_daemon.catalog import SessionId
@@ -20,6 +19,7 @@ from kvtier_daemon.tiers.cold.access_log import KEY, PIECE, TABLE, AccessLog
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.segment_log import Stage
+from support.cold_bench import SPACE, Bench, run
 from support.specs import spec_of
 
 WANTED = 5  # the first blocks of the chain

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, SPACE, SPEC, Bench, key, run
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.demotion import Demotion
 from kvtier_daemon.catalog.policy import make
@@ -18,6 +17,7 @@ from kvtier_daemon.tiers.cold.disk import FAULTS_TO_OFF, DiskLane
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.transfers import Landed, Outgoing, Wrote
 from kvtier_kernels import Store
+from support.cold_bench import BLOCK, SPACE, SPEC, Bench, key, run
 
 SLOTS = 64
 ALL = 4 * SLOTS * BLOCK  # a quota of which the coldest part is the whole arena

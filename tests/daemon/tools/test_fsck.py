@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import BLOCK, Bench
 from kvtier_daemon.cli import main
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold.recovery import recover
 from kvtier_daemon.tiers.cold.segment import encode_footer, page_of, split_rows
 from kvtier_daemon.tiers.cold.transfers import Landed
+from support.cold_bench import BLOCK, Bench
 
 
 def filled(folder: Path, close: bool = True) -> dict[int, tuple[Path, Landed]]:
