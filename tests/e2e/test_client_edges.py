@@ -216,13 +216,21 @@ def test_poll_and_begin_calls_never_wait(daemon_of: Callable[..., Daemon]) -> No
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     client.close()
-    client = daemon.connect(timeout_s=5)
-    held = threading.Thread(target=lambda: client.link.lock.acquire() and time.sleep(0.5))
-    held.start()
-    time.sleep(0.1)
+    client = daemon.connect(timeout_s=60)
+    locked, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        client.link.lock.acquire()
+        locked.set()
+        may_end.wait(60)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    assert locked.wait(60)
     assert client.poll() == {}
-    assert held.is_alive(), "it did not wait for the other thread"
-    held.join()
+    assert holding.is_alive(), "the poll waited for the other thread"
+    may_end.set()
+    holding.join()
     client.link.connection.close(farewell=True)
 
 

@@ -416,6 +416,6 @@ def test_a_block_larger_than_a_segment_does_not_affect_others(
         space = client.open(large)
         keys = space.keys(tokens(0)[:64])
         space.save(keys, [pattern(key, large.block_bytes) for key in keys])
-        time.sleep(1)
+        settled(daemon)
         assert daemon.stats()["tiers"]["cold"]["blocks"] == before == 4 * CHAIN
         assert space.match(keys).ready == 4

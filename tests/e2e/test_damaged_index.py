@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from kvtier_daemon.tiers.cold.index import Index
@@ -44,7 +43,7 @@ def test_a_daemon_starts_with_a_zeroed_leaf_of_the_index(tmp_path: Path) -> None
         data.write_bytes(good)
     daemon = start_daemon(tmp_path, config=config)
     try:
-        time.sleep(1)
+        daemon.wait_for_disks()
         assert daemon.process.poll() is None, daemon.log.read_text()[-400:]
     finally:
         if daemon.process.poll() is None:

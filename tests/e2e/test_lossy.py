@@ -320,7 +320,7 @@ def test_a_damaged_lossy_block_is_a_miss_or_decoded_correctly(
     daemon = began(daemon_of, disk, asked)
     with daemon.connect() as client:
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] > 0)
-        time.sleep(0.5)
+        daemon.wait_for_disks()
         came = 0
         for chain in range(CHAINS):
             came += check(asked, found(client, chain), whole=False)
@@ -336,7 +336,7 @@ def test_after_a_kill_lossy_blocks_are_correct_or_missing(
     for cycle in range(4):
         daemon = began(daemon_of, disk, "ecsq-mid")
         with daemon.connect() as client:
-            time.sleep(0.3)
+            daemon.wait_for_disks()
             for chain in range(4 * cycle):
                 came += check("ecsq-mid", found(client, chain), whole=False)
             for chain in range(4 * cycle, 4 * cycle + 4):

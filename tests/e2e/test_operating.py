@@ -306,8 +306,9 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
             assert theirs.stdout is not None
             lines = [theirs.stdout.readline().split() for _ in range(5)]
             client.open(spec_of("secret-model")).match(keys)
-            time.sleep(0.2)
-            out, _ = theirs.communicate("\n", timeout=30)
+            for _ in range(20):
+                client.ping()
+            out, _ = theirs.communicate("\n", timeout=60)
         assert lines[:3] == [
             ["ours", "no_tenant", "no_tenant", "no_tenant"],
             ["theirs", "Report", "Listed", "unknown_space"],
@@ -629,6 +630,23 @@ def wait_for_a_watcher(daemon: Daemon) -> None:
     time.sleep(0.1)
 
 
+def printed_until(
+    process: subprocess.Popen[str], complete: Callable[[list[dict[str, Any]]], bool]
+) -> str:
+    """Read the events that a process prints until they are complete. Returns the output."""
+    assert process.stdout is not None
+    guard = threading.Timer(60, process.kill)
+    guard.start()
+    printed, events = "", []
+    for line in process.stdout:
+        printed += line
+        events.append(json.loads(line))
+        if complete(events):
+            break
+    guard.cancel()
+    return printed
+
+
 def test_monitor_prints_events(daemon_of: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = daemon_of(folder=tmp_path / "d", config=cold(tmp_path))
     with started("monitor", "--json", "--socket", daemon.socket) as watching:
@@ -640,10 +658,16 @@ def test_monitor_prints_events(daemon_of: Callable[..., Daemon], tmp_path: Path)
             space.match(space.keys([9] * 32))
             daemon.wait_for(lambda stats: stats["tiers"]["cold"]["blocks"] >= 900)
             saved(client, "watched", 300, first=1)
-            time.sleep(0.3)
-        time.sleep(0.2)
+
+        def complete(events: list[dict[str, Any]]) -> bool:
+            went = any(e.get("what") == "went" and e["client"] == "engine 7" for e in events)
+            demoted = sum(e.get("demoted", 0) for e in events if e["kind"] == "evict")
+            return went and demoted >= 150
+
+        printed = printed_until(watching, complete)
         watching.send_signal(signal.SIGINT)
-        out, err = watching.communicate(timeout=60)
+        rest, err = watching.communicate(timeout=60)
+        out = printed + rest
     assert watching.returncode == 130, err
     events = [json.loads(line) for line in out.splitlines()]
     engine = [event for event in events if event.get("client") == "engine 7"]

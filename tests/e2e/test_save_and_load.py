@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -123,6 +124,10 @@ def test_another_salt_finds_nothing(shared_daemon: Daemon) -> None:
         assert space.match(space.keys(TOKENS)).ready == 0
 
 
+def has_no_lease(stats: dict[str, Any]) -> bool:
+    return not any(tenant["leases"] for tenant in stats["tenants"].values())
+
+
 def test_a_load_whose_lease_expired_is_an_error(daemon_of: Callable[..., Daemon]) -> None:
     daemon = daemon_of(warm="16MiB")
     spec = spec_of()
@@ -132,7 +137,7 @@ def test_a_load_whose_lease_expired_is_an_error(daemon_of: Callable[..., Daemon]
         fill(space, keys, spec.block_bytes)
         with pytest.raises(StaleLease), space.load(keys, deadline_ms=50) as blocks:
             assert bytes(blocks[0]) == pattern(keys[0], spec.block_bytes)
-            time.sleep(0.4)
+            daemon.wait_for(has_no_lease)
             many = other.keys(list(range(10**6, 10**6 + 16 * 256)))
             assert len(other.save(many, bytes(spec.block_bytes * 256))) == 256
         with space.load(keys) as blocks:
@@ -151,7 +156,7 @@ def test_copies_after_the_end_of_the_lease_are_not_counted(
         lease = space.lease(keys, deadline_ms=50)
         part = lease.part(0, 0)
         assert lease.fresh(part) == 12
-        time.sleep(0.4)
+        daemon.wait_for(has_no_lease)
         many = other.keys(list(range(10**6, 10**6 + 16 * 250)))
         other.save(many, bytes(spec.block_bytes * 250))
         assert lease.fresh(part) == 6, "six blocks were given away, from the tail"

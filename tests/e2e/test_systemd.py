@@ -342,7 +342,7 @@ def test_the_daemon_is_started_by_its_socket_reloaded_and_stopped(manager: Manag
     stats = asked(path, Client.stats)  # the first client starts the daemon
     assert isinstance(stats, dict)
     assert manager.show("ActiveState") == "active"
-    manager.wait_for(lambda: "cold " in manager.show("StatusText"), "STATUS= is live", 20)
+    manager.wait_for(lambda: "cold " in manager.show("StatusText"), "STATUS= is live", 60)
     assert manager.show("StatusText").startswith("warm 0 B of 16 MiB, cold ")
 
     config = manager.folder / "kvtier.toml"
@@ -353,11 +353,11 @@ def test_the_daemon_is_started_by_its_socket_reloaded_and_stopped(manager: Manag
     def clients(client: Client) -> object:
         return client.settings()["keys"]["max_clients"][0]
 
-    manager.wait_for(lambda: asked(path, clients) == 7, "the new value is in force", 10)
+    manager.wait_for(lambda: asked(path, clients) == 7, "the new value is in force", 60)
     config.write_text("max_clients = 0\n" + config.read_text())
     manager.run("systemctl --user reload kvtierd.service")
     log = manager.folder / "daemon.log"
-    manager.wait_for(lambda: "reload refused" in log.read_text(), "it is refused", 10)
+    manager.wait_for(lambda: "reload refused" in log.read_text(), "it is refused", 60)
     assert asked(path, clients) == 7 and manager.show("MainPID") == main
     assert manager.show("ActiveState") == "active"
 
@@ -433,11 +433,11 @@ def test_a_disk_that_hangs_delays_neither_a_stop_nor_the_next_start(
                 assert bytes(block or b"") == pattern(key, SPEC.block_bytes), "other bytes"
             return len(blocks)
 
-    manager.wait_for(lambda: "cold tier is ready" in log.read_text(), "it is open", 20)
+    manager.wait_for(lambda: "cold tier is ready" in log.read_text(), "it is open", 60)
     with frozen.frozen():
         asked(path, lambda client: saved(client, 0))
         asked(path, lambda client: client.tier("warm", "drain"))
-        manager.wait_for(lambda: manager.show("MainPID") != main, "another one stands in", 20)
+        manager.wait_for(lambda: manager.show("MainPID") != main, "another one stands in", 60)
         began = time.monotonic()
         units = "kvtierd.service kvtierd.socket" if way == "stop" else "kvtierd.service"
         manager.run(f"systemctl --user {way} {units}")
@@ -448,7 +448,7 @@ def test_a_disk_that_hangs_delays_neither_a_stop_nor_the_next_start(
             assert manager.show("ExecMainStatus") == "75"
             manager.run("systemctl --user start kvtierd.socket kvtierd.service")
         manager.wait_for(lambda: manager.show("ActiveState") == "active", "it is started", 60)
-        manager.wait_for(lambda: bool(asked(path, serves)), "it serves", 20)
+        manager.wait_for(lambda: bool(asked(path, serves)), "it serves", 60)
     manager.wait_for(
         lambda: "is available again, reading its segments" in log.read_text(), "taken up", 60
     )

@@ -93,7 +93,8 @@ def test_killed_clients_leave_no_lease_slot_or_descriptor(daemon_of: Callable[..
         shared = space.keys(list(range(16 * 8)))
         space.save(shared, [pattern(key, spec.block_bytes) for key in shared])
         daemon.wait_for(at_rest)
-        time.sleep(0.2)  # until the connection of the stats request is closed too
+        while watching.stats()["sessions"] > 1:  # the connection of the stats request
+            time.sleep(0.01)
         files = daemon.open_files()
         plan = [STEPS[n % len(STEPS)] for n in range(KILLS)]
         chance.shuffle(plan)
@@ -134,7 +135,8 @@ def test_slots_of_a_stopped_writer_are_not_reused(
         assert client.stdout is not None
         assert client.stdout.readline() == "here\n"
         daemon.wait_for(lambda stats: stats["tiers"]["warm"]["states"]["quarantined"] == 16)
-        time.sleep(0.3)
+        turns = daemon.stats()["loop"]["counts"][-1]
+        daemon.wait_for(lambda stats: stats["loop"]["counts"][-1] >= turns + 6)
         with daemon.connect() as other:
             space = other.open(spec)
             keys = space.keys(list(range(10**7, 10**7 + 16 * 256)))

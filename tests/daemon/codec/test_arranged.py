@@ -173,9 +173,9 @@ def test_analysing_a_large_page_takes_as_long_as_a_small_one() -> None:
             "order", layers=1, kv_heads=heads, head_dim=dims, block_tokens=4096,
             layout="page:hpdt|hptd",
         ).checked()  # fmt: skip
-        began = time.perf_counter()
+        began = time.thread_time()
         assert isinstance(Losses([("order", "q8")]).look(spec), Loss)
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     small = min(seconds(1, 480) for _ in range(5))
     assert min(seconds(128, 512) for _ in range(3)) < 30 * small  # for 136 times as many elements

@@ -14,6 +14,7 @@ import pytest
 from conformance.tier_tests import Identity, name
 from daemon.tiers.test_mover import SLOTS, keys
 from daemon.tiers.test_tier_cold import PER_SEGMENT, Cold
+from e2e.test_cold_tier import settled
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec.frame import PAGE
@@ -109,7 +110,10 @@ def test_a_mover_writes_no_more_than_its_budget(
             while mover.counts["written"] < least and time.monotonic() < until:
                 mover.tend()
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.15)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            while catalog.demotions.writing:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             assert least <= mover.counts["written"] <= most, hours
             clock.now += HOUR_S
         assert sum(spent) == mover.counts["written"] * (BLOCK + PAGE), "headers are written too"
@@ -143,7 +147,7 @@ def test_a_daemon_writes_no_more_than_its_daily_writes(
             space.save(some, [pattern(key, spec.block_bytes) for key in some])
         once = int(share * hour)
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["states"]["written"] >= once - 2)
-        time.sleep(0.5)
+        settled(daemon)
         assert daemon.stats()["tiers"]["cold"]["states"]["written"] <= once + 4
         if admission == "all":
             return

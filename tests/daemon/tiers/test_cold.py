@@ -155,12 +155,15 @@ def test_a_segment_left_open_by_a_kill_is_sealed_at_the_next_start(tmp_path: Pat
         await bench.recover()
         assert sorted(bench.on_disk) == list(range(40))
         await bench.tier.settled("t")
-        await asyncio.sleep(0.1)
+        while not all(recover(path, None, {}).sealed for path in open_at_kill):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         await bench.all_read()
         await bench.tier.close()
 
     run(killed())
     assert not all(footers())
+    found = {path: recover(path, None, {}) for path in files_of(tmp_path)}
+    open_at_kill = [path for path, one in found.items() if one.head is not None and not one.sealed]
     run(again())
     assert all(footers())
     run(again())

@@ -7,11 +7,11 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from daemon.tiers import test_cold
 from kvtier.errors import TierError
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import segment_files as files
@@ -20,6 +20,7 @@ from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
 from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from support import cold_bench
 from support.cold_bench import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
 
 
@@ -98,7 +99,7 @@ def test_segments_of_another_size_are_readable_until_they_are_reclaimed(
 ) -> None:
     """The segment size follows `cold.size`. A change of it once deleted all blocks."""
     filled(tmp_path, 200)
-    monkeypatch.setattr(test_cold, "SEGMENT", segment)
+    monkeypatch.setattr(cold_bench, "SEGMENT", segment)
 
     async def work() -> None:
         bench = Bench([tmp_path])
@@ -191,12 +192,21 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
         first = bench.tier.segments[bench.on_disk[0].segment]
         first.reading += 1  # a slow read is in progress
         before = bytes_of(first.path)
+        write, refused = bench.tier.write, 0
+
+        def counted(*arguments: Any) -> int:
+            nonlocal refused
+            accepted = write(*arguments)
+            refused += accepted == 0
+            return accepted
+
+        bench.tier.write = counted  # type: ignore[method-assign]
         writing = asyncio.create_task(bench.write(range(40, 1000)))
-        for _ in range(2000):
-            if first.stage is Stage.LEAVING:
-                break
+        while first.stage is not Stage.LEAVING:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.3)
+        refused = 0
+        while refused < 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         assert first.stage is Stage.LEAVING and not writing.done()
         assert bytes_of(first.path) == before
         bench.tier.stores["t"][0].read_ended(first)

@@ -462,18 +462,22 @@ def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
         evict_all(tenant)
         tenant.mover._reclaimer.second_chance_bytes = 1 << 30
         read, was_read = tenant.mover._reclaimer._read_all, asyncio.Event()
+        may_write = asyncio.Event()
 
         async def reading(*args: Any) -> bool:
             good = await read(*args)
             was_read.set()
-            await asyncio.sleep(0.1)
+            await may_write.wait()
             return good
 
         tenant.mover._reclaimer._read_all = reading  # type: ignore[method-assign]
         shelf.log.reclaim()
         tenant.mover.reclaim(shelf, first)
         await was_read.wait()
-        assert await tenant.forget(1) == ""
+        forgetting = asyncio.create_task(tenant.forget(1))
+        await asyncio.sleep(0)
+        may_write.set()
+        assert await forgetting == ""
         while first in shelf.log.others:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert tenant.mover.counts["written_again"] == 1
@@ -493,7 +497,8 @@ def test_a_block_that_recovery_finds_after_its_forget_is_dropped(tmp_path: Path)
         await tenant.kill()
         early = Tenant(tmp_path)
         answers = [asyncio.create_task(early.forget(1)), asyncio.create_task(early.forget(2))]
-        await asyncio.sleep(0.01)
+        for _ in range(100):
+            await asyncio.sleep(0)
         assert not any(one.done() for one in answers), "the recovery has not listed the blocks yet"
         await early.start()
         assert await asyncio.gather(*answers) == ["", ""]
@@ -640,10 +645,18 @@ def test_blocks_whose_space_description_can_not_be_stored_are_not_written(
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
+        refused = threading.Event()
+
+        def refusing(*_: object) -> str:
+            refused.set()
+            return "no room in the index"
+
         with monkeypatch.context() as broken:
-            broken.setattr(Index, "_commit", lambda *_: "no room in the index")
+            broken.setattr(Index, "_commit", refusing)
             tenant.save(0)
-            await asyncio.sleep(0.1)
+            assert await asyncio.to_thread(refused.wait, 45)
+            for _ in range(100):
+                await asyncio.sleep(0)
             assert tenant.mover.counts["written"] == 0
             assert tenant.knows(0)
         await tenant.on_disk(1)

@@ -395,9 +395,10 @@ def test_a_writer_that_was_blocked_continues_without_a_notification(
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(desk.bench.tier, what, lambda _: False)
+            checks: list[str] = []
+            patch.setattr(desk.bench.tier, what, lambda tenant: checks.append(tenant) is not None)
             desk.save(100)
-            await asyncio.sleep(3 * flusher.PAUSE_S)
+            await until(lambda: len(checks) >= 6)
             assert not desk.mover.counts["written"]
         await desk.written(1)
         await desk.rest()
@@ -411,6 +412,14 @@ def test_a_writer_that_was_blocked_continues_without_a_notification(
 def test_a_save_wakes_a_pausing_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a writer that paused before."""
 
+    wait, pauses = flusher.Flusher._wait, dict[object, float | None]()
+
+    async def waiting(writer: flusher.Flusher, seconds: float | None) -> None:
+        pauses[asyncio.current_task()] = seconds
+        await wait(writer, seconds)
+
+    monkeypatch.setattr(flusher.Flusher, "_wait", waiting)
+
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
@@ -418,9 +427,9 @@ def test_a_save_wakes_a_pausing_writer(tmp_path: Path, monkeypatch: pytest.Monke
             patch.setattr(flusher, "PAUSE_S", 0.001)
             for number in range(flusher.WRITES_AT_ONCE):
                 desk.save(100 + number)
-            await asyncio.sleep(0.05)
+            await until(lambda: 0.001 in pauses.values())
             patch.setattr(flusher, "PAUSE_S", 3600.0)
-            await asyncio.sleep(0.05)
+            await until(lambda: 3600.0 in pauses.values() and 0.001 not in pauses.values())
         assert not desk.mover.counts["written"]
         desk.save(200)
         await desk.written(flusher.WRITES_AT_ONCE + 1)
