@@ -661,8 +661,9 @@ def test_monitor_prints_events(daemon_of: Callable[..., Daemon], tmp_path: Path)
 
         def complete(events: list[dict[str, Any]]) -> bool:
             went = any(e.get("what") == "went" and e["client"] == "engine 7" for e in events)
-            demoted = sum(e.get("demoted", 0) for e in events if e["kind"] == "evict")
-            return went and demoted >= 150
+            demoted = sum(e["blocks"] for e in events if e["kind"] == "demote")
+            evicted = sum(e.get("demoted", 0) for e in events if e["kind"] == "evict")
+            return went and demoted >= 900 and evicted >= 150
 
         printed = printed_until(watching, complete)
         watching.send_signal(signal.SIGINT)
