@@ -127,9 +127,9 @@ def test_messages_that_the_troubleshooting_page_explains_exist_in_the_source() -
     ]
     # The source may contain a message in two pieces, on two lines.
     text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
-    said = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
-    assert len(said) > 20
-    assert [message for message in said if message not in text] == []
+    messages = re.findall(r"^\| (?:LOG |vLLM: )?`([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 20
+    assert [message for message in messages if message not in text] == []
 
 
 def test_the_operations_page_lists_every_reason() -> None:

@@ -133,10 +133,10 @@ def test_the_blocks_of_a_page_run_as_printed(
     text = script(page, tmp_path)
     if "kvtier serve" not in text:
         environment["KVTIER_SOCKET"] = daemon_of().socket
-    with (tmp_path / "said").open("w+") as said:
+    with (tmp_path / "said").open("w+") as log:
         shell = subprocess.Popen(
             ["bash", "-c", text], cwd=home, env=environment, stdin=subprocess.DEVNULL,
-            stdout=said, stderr=said, start_new_session=True,
+            stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
             code = shell.wait(120)
@@ -144,8 +144,8 @@ def test_the_blocks_of_a_page_run_as_printed(
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
                 shell.wait()
-        said.seek(0)
-        output = said.read()
+        log.seek(0)
+        output = log.read()
     assert code == 0, output
     failed = tmp_path / "failed"
     lines = failed.read_text().splitlines() if failed.exists() else []

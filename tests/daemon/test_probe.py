@@ -126,11 +126,11 @@ def test_a_probe_file_created_after_the_disk_was_closed_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the tier is switched off meanwhile: the file's descriptor number is soon reused."""
-    opens, goes_on = threading.Event(), threading.Event()
+    opens, may_continue = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> int:
         opens.set()
-        assert goes_on.wait(60)
+        assert may_continue.wait(60)
         return open_direct(*arguments)
 
     monkeypatch.setattr(probe, "open_direct", slow)
@@ -143,7 +143,7 @@ def test_a_probe_file_created_after_the_disk_was_closed_is_removed(
         closing = asyncio.create_task(drive.close(5))
         while not drive.is_over:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        goes_on.set()
+        may_continue.set()
         assert await closing
         async with asyncio.timeout(60):
             while one._asked:  # noqa: ASYNC110

@@ -72,9 +72,9 @@ def ours(daemon: Daemon) -> tuple[Client, Any, Any]:
 def test_the_same_tokens_have_other_keys_in_another_tenant(daemon: Daemon) -> None:
     client, _, keys = ours(daemon)
     with client:
-        theirs = as_nobody(daemon, "print(space.keys(list(range(16 * 8))).packed.hex())")
-        assert len(theirs) == len(keys.packed.hex())
-        assert theirs != keys.packed.hex()
+        other_keys = as_nobody(daemon, "print(space.keys(list(range(16 * 8))).packed.hex())")
+        assert len(other_keys) == len(keys.packed.hex())
+        assert other_keys != keys.packed.hex()
 
 
 def test_stolen_keys_match_nothing(daemon: Daemon) -> None:

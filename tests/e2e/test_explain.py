@@ -77,9 +77,9 @@ def test_an_engine_with_fast_recompute_is_declined(
         assert stats["tiers"]["cold"]["loads"]["slower"] == 1
         assert stats["miss_tokens"]["slower"] == 16 * (CHAIN - found.ready)
         number = client.explain()["lookups"][0]["number"]
-        told = client.explain(number)
-        assert told["lookup"]["why"] == "slower"
-        assert told["keys"][0]["why"] == "on_disk"
+        explanation = client.explain(number)
+        assert explanation["lookup"]["why"] == "slower"
+        assert explanation["keys"][0]["why"] == "on_disk"
         assert "recomputing was expected to be faster" in explained(daemon, str(number))
         space.prefill(1.0, 0.0)
         found = space.match(keys, request=6)
@@ -152,8 +152,8 @@ def test_blocks_evicted_from_memory_are_explained(daemon_of: Callable[..., Daemo
             "expired", "evicted", "in_memory", "forgotten", "never_stored",
         ]  # fmt: skip
         for chain, by in ((0, True), (1, True), (3, False)):
-            told = explained(daemon, space.keys(tokens(chain))[0].hex())
-            assert ("s ago, by lru)" in told) is by, told
+            explanation = explained(daemon, space.keys(tokens(chain))[0].hex())
+            assert ("s ago, by lru)" in explanation) is by, explanation
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_unwritten_blocks_are_explained(
             settled(daemon)
         chain = next(one for one in range(12) if why(client, one) not in ("on_disk", "in_memory"))
         assert why(client, chain) == reason
-        told = explained(daemon, client.open(SPEC).keys(tokens(chain))[0].hex())
-        assert "s ago, by lru)" in told
+        explanation = explained(daemon, client.open(SPEC).keys(tokens(chain))[0].hex())
+        assert "s ago, by lru)" in explanation
 
 
 def test_blocks_lost_from_disk_are_explained(daemon_of: Callable[..., Daemon], disk: Path) -> None:

@@ -79,8 +79,8 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def printed(machine: Machine, flags: str = "") -> list[str]:
     """The commands that `kvtier install-service` prints for the administrator."""
-    said = machine.do(f"{PROGRAM} install-service {flags}")
-    _, _, commands = said.partition("now run, as root:\n")
+    output = machine.do(f"{PROGRAM} install-service {flags}")
+    _, _, commands = output.partition("now run, as root:\n")
     return [line.strip() for line in commands.splitlines()]
 
 

@@ -95,10 +95,14 @@ def test_evicted_blocks_are_read_back_as_the_reference_codec_decodes_them(
                 settled(daemon)
         cold = daemon.stats()["tiers"]["cold"]
         assert cold["states"]["written"] == CHAINS * CHAIN, "nothing is written twice"
-        (said,) = cold["coding"]["spaces"]
-        assert (said["asked"], said["codec"], said["why"]) == (asked, asked, "")
-        assert said["lossy"]
-        assert said["ratios"][asked] > 1.7
+        (space_report,) = cold["coding"]["spaces"]
+        assert (space_report["asked"], space_report["codec"], space_report["why"]) == (
+            asked,
+            asked,
+            "",
+        )
+        assert space_report["lossy"]
+        assert space_report["ratios"][asked] > 1.7
         assert cold["used_bytes"] < CHAINS * CHAIN * SPEC.block_bytes * 0.63
     daemon.stop()
     daemon = began(daemon_of, disk, asked)
@@ -148,8 +152,8 @@ def test_blocks_of_an_earlier_configuration_are_counted_explained_and_kept(
         daemon.wait_for(lambda stats: stats["tiers"]["cold"]["unasked"] == CHAIN)
         assert found(client, 0) == []
         number = client.explain()["lookups"][0]["number"]
-    told = explained(daemon, str(number))
-    assert f"differs in: cold.codecs '{stored}' (here '{now or 'lossless'}')" in told
+    answer = explained(daemon, str(number))
+    assert f"differs in: cold.codecs '{stored}' (here '{now or 'lossless'}')" in answer
     assert "no request can find it" in explained(daemon, old)
     assert (
         f"{CHAIN} blocks stored with another" in kvtier("status", "--socket", daemon.socket).stdout
@@ -174,8 +178,12 @@ def test_other_models_are_stored_without_loss(daemon_of: Callable[..., Daemon], 
                 block_of(key, OTHER) for key in client.open(OTHER).keys(tokens(chain))
             ]
             settled(daemon)
-        (said,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
-        assert (said["asked"], said["why"], said["lossy"]) == ("auto", "", False)
+        (space_report,) = daemon.stats()["tiers"]["cold"]["coding"]["spaces"]
+        assert (space_report["asked"], space_report["why"], space_report["lossy"]) == (
+            "auto",
+            "",
+            False,
+        )
 
 
 MLA = KvSpec.mla(

@@ -45,7 +45,7 @@ def kvtier(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def told(*arguments: str) -> Any:
+def json_of(*arguments: str) -> Any:
     done = kvtier(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -212,7 +212,7 @@ def test_keys_lists_spaces_and_their_blocks(daemon_of: Callable[..., Daemon]) ->
     with daemon.connect() as client:
         keys = saved(client, "listed", 40)
         saved(client, "another", 3)
-        (spaces,) = told("keys", "--socket", daemon.socket)["tenants"].values()
+        (spaces,) = json_of("keys", "--socket", daemon.socket)["tenants"].values()
         held = {space["model"]: space for space in spaces}
         assert held["listed"]["memory_blocks"] == 40
         assert held["listed"]["memory_bytes"] == 40 * spec_of().block_bytes
@@ -221,12 +221,12 @@ def test_keys_lists_spaces_and_their_blocks(daemon_of: Callable[..., Daemon]) ->
         number = str(held["listed"]["space"])
         identity = held["listed"]["identity"]
         for name in (number, identity[:8]):
-            report = told("keys", "--space", name, "--limit", "100", "--socket", daemon.socket)
+            report = json_of("keys", "--space", name, "--limit", "100", "--socket", daemon.socket)
             assert {one["key"] for one in report["keys"]} == {key.hex() for key in keys}
-        few = told("keys", "--space", number, "--limit", "7", "--socket", daemon.socket)
+        few = json_of("keys", "--space", number, "--limit", "7", "--socket", daemon.socket)
         assert len(few["keys"]) == 7
         with client.open(spec_of("listed")).load(keys[:5], deadline_ms=60_000):
-            report = told("keys", "--space", number, "--limit", "100", "--socket", daemon.socket)
+            report = json_of("keys", "--space", number, "--limit", "100", "--socket", daemon.socket)
             leased = {one["key"] for one in report["keys"] if one["leases"]}
             assert leased == {key.hex() for key in keys[:5]}
         table = kvtier("keys", "--space", number, "--socket", daemon.socket).stdout
@@ -244,7 +244,7 @@ def test_a_long_list_is_sent_in_parts(shared_daemon: Daemon) -> None:
         keys = space.keys([7] * count)
         space.save(keys, [bytes(spec.block_bytes)] * count)
         number = str(space.index)
-        report = told(
+        report = json_of(
             "keys", "--space", number, "--limit", "9999", "--socket", shared_daemon.socket
         )
         assert sorted(one["key"] for one in report["keys"]) == sorted(key.hex() for key in keys)
@@ -302,13 +302,13 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
         command = [sys.executable, "-c", script]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as theirs:
-            assert theirs.stdout is not None
-            lines = [theirs.stdout.readline().split() for _ in range(5)]
+        ) as other_user:
+            assert other_user.stdout is not None
+            lines = [other_user.stdout.readline().split() for _ in range(5)]
             client.open(spec_of("secret-model")).match(keys)
             for _ in range(20):
                 client.ping()
-            out, _ = theirs.communicate("\n", timeout=60)
+            out, _ = other_user.communicate("\n", timeout=60)
         assert lines[:3] == [
             ["ours", "no_tenant", "no_tenant", "no_tenant"],
             ["theirs", "Report", "Listed", "unknown_space"],
@@ -317,7 +317,7 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
         assert lines[3:] == [["False", "False"], ["watches"]]
         assert out == "0\n"
         # The operator sees both tenants.
-        assert set(told("keys", "--socket", daemon.socket)["tenants"]) == {"ours", "theirs"}
+        assert set(json_of("keys", "--socket", daemon.socket)["tenants"]) == {"ours", "theirs"}
         assert client.open(spec_of("secret-model")).match(keys).ready == 4
 
 
@@ -353,20 +353,20 @@ with Client.connect({daemon.socket!r}, populate=False) as client:
             command, capture_output=True, text=True, check=False, timeout=60,
             env=dict(os.environ, PYTHONPATH=path),
         )  # fmt: skip
-        said = done.stdout
-        assert said.startswith("4\n"), ("each block can be told from the others", done.stderr)
-        ready = [line.split() for line in said.splitlines()[1:5]]
+        output = done.stdout
+        assert output.startswith("4\n"), ("each block can be told from the others", done.stderr)
+        ready = [line.split() for line in output.splitlines()[1:5]]
         assert [count for _, count in ready] == ["0"] * 4, "what was listed can't be loaded"
         every = [key.hex() for key in (*keys, *missing)]
-        assert not any(key in said for key in every)
+        assert not any(key in output for key in every)
         assert {listed[:16] for listed, _ in ready} == {key[:16] for key in every[:4]}
         # The operator sees the full keys.
-        listed = told_of(daemon, space.index)
+        listed = listed_keys(daemon, space.index)
         assert {one["key"] for one in listed} == set(every[:4])
 
 
-def told_of(daemon: Daemon, space: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = told("keys", "--space", str(space), "--socket", daemon.socket)[
+def listed_keys(daemon: Daemon, space: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json_of("keys", "--space", str(space), "--socket", daemon.socket)[
         "keys"
     ]
     return found
@@ -488,7 +488,7 @@ def test_purge_all_forgets_leased_blocks_too(daemon_of: Callable[..., Daemon]) -
         space = client.open(spec_of("held"))
         assert space.pin(keys) > 0
         with space.load(keys, deadline_ms=60_000) as blocks:
-            told("purge", "--all", "--yes", "--socket", daemon.socket)
+            json_of("purge", "--all", "--yes", "--socket", daemon.socket)
             assert bytes(blocks[3]) == pattern(keys[3], len(blocks[3]))
             assert space.match(keys).ready == 0
         assert daemon.stats()["tiers"]["warm"]["used_bytes"] == 0
@@ -534,14 +534,14 @@ def test_an_interrupted_purge_reports_it_and_can_be_repeated(
         keys = space.keys([3] * 3000)
         space.save(keys, [bytes(spec.block_bytes)] * 3000)
         pieces = 0
-        asks = type(client.link).ask
+        plain_ask = type(client.link).ask
 
         def ask(link: Any, request: wire.Message, kind: Any) -> Any:
             nonlocal pieces
             pieces += isinstance(request, wire.Purge)
             if pieces == 3:
                 raise KeyboardInterrupt
-            return asks(link, request, kind)
+            return plain_ask(link, request, kind)
 
         flags = ["--space", str(space.index), "--yes", "--socket", shared_daemon.socket]
         with monkeypatch.context() as patch:
@@ -550,9 +550,9 @@ def test_an_interrupted_purge_reports_it_and_can_be_repeated(
                 main(["purge", *flags])
         assert left.value.code == 130
         assert capsys.readouterr().out.startswith("interrupted: 1,024 blocks are forgotten")
-        left_over = told("keys", *flags[:2], "--limit", "5000", *flags[3:])["keys"]
+        left_over = json_of("keys", *flags[:2], "--limit", "5000", *flags[3:])["keys"]
         assert len(left_over) == 3000 - 1024
-        assert told("purge", *flags)["blocks"] == 3000 - 1024
+        assert json_of("purge", *flags)["blocks"] == 3000 - 1024
 
 
 # --- what commands must not accept ----------------------------------------------------------------
@@ -587,7 +587,7 @@ def test_blocks_lost_unwritten_are_reported_by_status_top_and_doctor(
 ) -> None:
     config = cold(tmp_path).replace('"64MiB"', '"4MiB"')
     daemon = daemon_of(folder=tmp_path / "d", config=config)
-    told("tier", "drain", "cold", "--socket", daemon.socket)
+    json_of("tier", "drain", "cold", "--socket", daemon.socket)
     with daemon.connect() as client:
         for number in range(3):
             saved(client, "lost", 60, first=number)

@@ -31,9 +31,9 @@ def record(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Iterator[Kvtie
     def run(*arguments: str, code: int = 0) -> Any:
         with pytest.raises(SystemExit) as left:
             main(["record", *arguments, "--json", "--socket", daemon.socket])
-        told = capsys.readouterr()
-        assert (left.value.code or 0) == code, told.err
-        return json.loads(told.out) if not code else told.err
+        result = capsys.readouterr()
+        assert (left.value.code or 0) == code, result.err
+        return json.loads(result.out) if not code else result.err
 
     yield run
 
@@ -58,17 +58,17 @@ def test_recorded_lookups_are_a_trace_that_the_simulator_reads(
     with daemon.connect() as client:
         space = client.open(spec_of("record"))
         serve(space, PROMPTS[:1])
-        told = record("start")
-        assert told["recording"] and record("status")["path"] == told["path"]
+        result = record("start")
+        assert result["recording"] and record("status")["path"] == result["path"]
         serve(space, [*PROMPTS, PROMPTS[0]])
-        told = record("stop")
+        result = record("stop")
         serve(space, PROMPTS)
-    assert not told["recording"] and not told["writing"] and told["requests"] == 4
-    requests = read(Path(told["path"]))
+    assert not result["recording"] and not result["writing"] and result["requests"] == 4
+    requests = read(Path(result["path"]))
     assert list(requests.lengths) == [10, 14, 6, 10] and requests.block_tokens == 16
     assert list(requests.inputs) == [160, 224, 96, 160] and not any(requests.saved)
     with pytest.raises(SystemExit):
-        main(["sim", told["path"], "--policy", "lru", "--blocks", "100", "--json"])
+        main(["sim", result["path"], "--policy", "lru", "--blocks", "100", "--json"])
     hits = json.loads(capsys.readouterr().out)
     assert (hits["hit_blocks"], hits["unique_blocks"]) == (20, 20)
 
@@ -120,10 +120,10 @@ def test_a_trace_ends_when_it_is_full(daemon: Daemon, record: Kvtier) -> None:
         space = client.open(spec_of("record"))
         serve(space, [[n] * 160 for n in range(20)])
         daemon.wait_for(lambda stats: record("status")["full"])
-    told = record("status")
-    size = Path(told["path"]).stat().st_size
-    assert size == told["bytes"] <= 1024 and told["requests"] == len(lines(told["path"])) > 0
-    assert told["left_out"] > 0 and not told["recording"]
+    result = record("status")
+    size = Path(result["path"]).stat().st_size
+    assert size == result["bytes"] <= 1024 and result["requests"] == len(lines(result["path"])) > 0
+    assert result["left_out"] > 0 and not result["recording"]
     assert "no trace is being recorded" in record("stop", code=2)
 
 

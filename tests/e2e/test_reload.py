@@ -74,10 +74,10 @@ def test_a_reload_changes_what_it_can_and_reports_keys_that_need_a_restart(
     live = {
         "log_level", "max_clients", "cold.write", "cold.scrub", "cold.daily_writes", "cold.codec",
     }  # fmt: skip
-    told = {one["key"]: one for one in json.loads(done.stdout)["changes"]}
-    assert {key for key, one in told.items() if one["live"]} == live
+    changes = {one["key"]: one for one in json.loads(done.stdout)["changes"]}
+    assert {key for key, one in changes.items() if one["live"]} == live
     waits = {"warm.size", "warm.extent", "tenants.a.quota"}
-    assert {key for key, one in told.items() if not one["live"]} <= waits
+    assert {key for key, one in changes.items() if not one["live"]} <= waits
     done = kvtier("reload", "--socket", daemon.socket)
     assert done.returncode == 0, done.stderr
     assert 'warm.size: "16 MiB" -> "32 MiB" (needs a restart)' in done.stdout
@@ -162,9 +162,9 @@ def test_sighup_reloads_and_notifies_the_service_manager(
     tmp_path: Path, daemon_of: Callable[..., Daemon]
 ) -> None:
     folder = tmp_path / "d"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
-        heard.bind(str(tmp_path / "notify"))
-        heard.settimeout(60)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager_socket:
+        manager_socket.bind(str(tmp_path / "notify"))
+        manager_socket.settimeout(60)
         environment = dict(os.environ, NOTIFY_SOCKET=str(tmp_path / "notify"))
         daemon = daemon_of(folder=folder, command=SERVE, env=environment)
         file = folder / "kvtier.toml"
@@ -174,12 +174,12 @@ def test_sighup_reloads_and_notifies_the_service_manager(
         ):
             file.write_text(text + "\n" + file.read_text())
             daemon.process.send_signal(signal.SIGHUP)
-            while not (said := heard.recv(4096).decode()).startswith("RELOADING=1"):
-                assert "RELOADING" not in said
-            assert "MONOTONIC_USEC=" in said
-            while not (said := heard.recv(4096).decode()).startswith("READY=1"):
-                assert "READY" not in said
-            assert said_last in said
+            while not (message := manager_socket.recv(4096).decode()).startswith("RELOADING=1"):
+                assert "RELOADING" not in message
+            assert "MONOTONIC_USEC=" in message
+            while not (message := manager_socket.recv(4096).decode()).startswith("READY=1"):
+                assert "READY" not in message
+            assert said_last in message
     with daemon.connect() as client:
         assert client.settings()["keys"]["max_clients"][0] == 9
 

@@ -120,17 +120,17 @@ def test_an_uninstall_removes_installed_files_and_keeps_others(tmp_path: Path) -
         '[warm]\nsize = "1GiB"\n[cold]\ndirectories = ["/mnt/a"]\nsize = "1TiB"\n'
         '[http]\nlisten = "127.0.0.1:9410"\n'
     )
-    theirs = tmp_path / install.UNITS / "kvtierd.service.d" / "mine.conf"
-    theirs.parent.mkdir()
-    theirs.write_text("[Service]\nNice=5\n")
+    admin_file = tmp_path / install.UNITS / "kvtierd.service.d" / "mine.conf"
+    admin_file.parent.mkdir()
+    admin_file.write_text("[Service]\nNice=5\n")
     done = kvtier("install-service", *flags)
     assert "/install -d -o kvtier -g kvtier -m 0700 /mnt/a" in done.stdout
-    assert "ReadWritePaths=-/mnt/a" in (theirs.parent / "cold.conf").read_text()
-    assert "IPAddressAllow=localhost" in (theirs.parent / "http.conf").read_text()
+    assert "ReadWritePaths=-/mnt/a" in (admin_file.parent / "cold.conf").read_text()
+    assert "IPAddressAllow=localhost" in (admin_file.parent / "http.conf").read_text()
     assert "1GiB" in config.read_text(), "a configuration that is there stays"
     assert kvtier("install-service", "--uninstall", *flags).returncode == 0
     left = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {config, theirs}
+    assert left == {config, admin_file}
     unit.write_text("[Service]\nExecStart=/bin/true\n")
     done = kvtier("install-service", *flags)
     assert done.returncode == 2 and str(unit) in done.stderr and done.stderr.count("\n") == 1

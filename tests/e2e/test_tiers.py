@@ -67,9 +67,9 @@ def threads_of(daemon: Daemon) -> int:
 def tier(daemon: Daemon, *arguments: str) -> dict[str, object]:
     done = kvtier("tier", *arguments, "--json", "--socket", daemon.socket)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert isinstance(told, dict)
-    return told
+    output = json.loads(done.stdout)
+    assert isinstance(output, dict)
+    return output
 
 
 def test_all_blocks_of_a_drained_warm_tier_survive_a_kill(
@@ -249,8 +249,8 @@ def test_a_missing_directory_keeps_the_tier_off_with_a_reason(
     assert done.stderr.strip().count("\n") == 0
     for asked in (("tier", "status", "cold"), ("status",)):
         done = kvtier(*asked, "--socket", daemon.socket)
-        told = " ".join((done.stdout + done.stderr).split())
-        assert "off" in told and "cannot use " in told and "No such file" in told
+        output = " ".join((done.stdout + done.stderr).split())
+        assert "off" in output and "cannot use " in output and "No such file" in output
     disk.with_name("away").rename(disk)
     assert tier(daemon, "on", "cold")["state"] == "on"
 

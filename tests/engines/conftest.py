@@ -162,8 +162,8 @@ def made_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     def make(*what: str | Path | int) -> None:
         log = logs / f"{what[0]}.log"
-        said = forks.run(HERE / "models.py", *map(str, what), log=log, seconds=START_S)
-        assert said == "made\n", said
+        output = forks.run(HERE / "models.py", *map(str, what), log=log, seconds=START_S)
+        assert output == "made\n", output
 
     return make
 
@@ -205,7 +205,7 @@ def engine_of(
         script = HERE / changes.pop("script", "host.py")
         spawned = changes.pop("spawned", False)
         kept = records or folder
-        beside = changes.pop("beside", None)
+        other_connector = changes.pop("beside", None)
         extra = {"socket": socket} | changes.pop("extra", {})
         transfer = {
             "kv_connector": changes.pop("connector", "RecordingConnector"), "kv_role": "kv_both",
@@ -218,9 +218,9 @@ def engine_of(
             "block_size": BLOCK, "max_model_len": 1024, "skip_tokenizer_init": True,
             "prefix_caching_hash_algo": "sha256_cbor", "kv_transfer_config": transfer,
         } | changes  # fmt: skip
-        if beside:
+        if other_connector:
             # Behind others, in the connector that contains several.
-            connectors = [*beside["connectors"], transfer]
+            connectors = [*other_connector["connectors"], transfer]
             arguments["kv_transfer_config"] = transfer | {
                 "kv_connector": "MultiConnector", "kv_connector_module_path": None,
                 "kv_connector_extra_config": {"connectors": connectors},

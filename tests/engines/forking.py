@@ -47,11 +47,11 @@ class Forks:
     """A process that has imported vLLM, and runs scripts in forks of itself."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._orders, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=dict(environment),
+                [sys.executable, __file__, str(child_end.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], env=dict(environment),
             )  # fmt: skip
         self._orders.settimeout(IMPORT_S)
 

@@ -86,13 +86,13 @@ def watch_waiting() -> None:
     def watched(kind: Any, name: str) -> None:
         call = getattr(kind, name)
 
-        def told(*args: Any) -> Any:
+        def recording_call(*args: Any) -> Any:
             thread = threading.current_thread().name
             if not thread.startswith("kvtier-"):
                 record(what="waits", name=name, thread=thread)
             return call(*args)
 
-        setattr(kind, name, told)
+        setattr(kind, name, recording_call)
 
     watched(Connection, "wait")
     watched(Connection, "send")
@@ -103,15 +103,15 @@ def tell_orders() -> None:
     """While the file `order` exists, open spaces with the page order that it contains."""
     call = Client.open
 
-    def told(client: Client, spec: KvSpec) -> Any:
-        said = FOLDER / "order"
-        if said.exists():
+    def recording_call(client: Client, spec: KvSpec) -> Any:
+        order_file = FOLDER / "order"
+        if order_file.exists():
             layout, mark, _ = spec.layout.partition(ORDER_MARK)
             assert mark
-            spec = msgspec.structs.replace(spec, layout=layout + mark + said.read_text())
+            spec = msgspec.structs.replace(spec, layout=layout + mark + order_file.read_text())
         return call(client, spec)
 
-    setattr(Client, "open", told)  # noqa: B010
+    setattr(Client, "open", recording_call)  # noqa: B010
 
 
 class RecordingConnector(KvtierConnector):

@@ -58,14 +58,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as meeting, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{meeting}/all", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         for argument in sys.argv[1:]:
             folder, _, kv_dtype = argument.partition("=")
             try:
-                told[argument] = layers_of(folder, kv_dtype or "auto")
+                report[argument] = layers_of(folder, kv_dtype or "auto")
             except Exception as error:  # noqa: BLE001 - it is reported, and the test fails
-                told[argument] = f"{type(error).__name__}: {error}"
-    json.dump(told, replies)
+                report[argument] = f"{type(error).__name__}: {error}"
+    json.dump(report, replies)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def test_without_a_daemon_the_engine_works_and_warns_once(
 def test_an_invalid_option_is_reported_in_one_line(
     engine_of: Callable[..., Any], shared_daemon: Daemon
 ) -> None:
-    with pytest.raises(AssertionError) as told:
+    with pytest.raises(AssertionError) as error:
         engine_of("llama", shared_daemon.socket, extra={"patience": 5})
-    lines = [line for line in str(told.value).splitlines() if "kvtier has no option" in line]
+    lines = [line for line in str(error.value).splitlines() if "kvtier has no option" in line]
     assert "'patience': did you mean 'patience_ms'?" in lines[-1]
 
 

@@ -81,7 +81,7 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The connector's warnings. vLLM drops the handlers of its loggers when an engine starts."""
     lines: list[str] = []
     monkeypatch.setattr(connector.log, "warning", lambda text, *more: lines.append(text % more))
@@ -101,7 +101,7 @@ def check_serves(engine: NumbersEngine) -> None:
 
 @pytest.mark.parametrize("what", DECLINED)
 def test_an_engine_that_is_declined_starts_and_says_why(
-    numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     changes, why = DECLINED[what]
     changes = dict(changes)
@@ -111,13 +111,13 @@ def test_an_engine_that_is_declined_starts_and_says_why(
         monkeypatch.setattr(Rank, "compare", lambda *_: True)
         monkeypatch.setattr(Rank, "write", lambda *_: None)
     check_serves(numbers_of("declined", **changes))
-    (line,) = said
+    (line,) = warnings
     assert line.startswith("kvtier: disabled for this engine: ") and why in line
 
 
 @pytest.mark.parametrize("why", ["draft layers", "states every 16 tokens", "mixes layers"])
 def test_declined_groups_do_not_end_the_engine(
-    numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, why: str
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """The configurations themselves are tested with the layouts; here the engine must continue."""
 
@@ -126,13 +126,13 @@ def test_declined_groups_do_not_end_the_engine(
 
     monkeypatch.setattr(layout, "_cached", refuse)
     check_serves(numbers_of("full"))
-    (line,) = said
+    (line,) = warnings
     assert why in line
 
 
 @pytest.mark.parametrize("where", ["open_device", "describe"])
 def test_a_refusal_by_a_rank_or_the_identity_does_not_end_the_engine(
-    numbers_of: EngineOf, said: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+    numbers_of: EngineOf, warnings: list[str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Pages on a GPU that the engine zeroes, and weights without an identity."""
 
@@ -141,7 +141,7 @@ def test_a_refusal_by_a_rank_or_the_identity_does_not_end_the_engine(
 
     monkeypatch.setattr(connector, where, refuse)
     check_serves(numbers_of("full"))
-    (line,) = said
+    (line,) = warnings
     assert f"refused by {where}" in line
 
 
@@ -149,15 +149,17 @@ def test_an_engine_that_is_declined_leaves_the_metadata_to_another_connector(
     numbers_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several stages each connector gets all metadata of the one that is used."""
-    told: list[Any] = []
+    metadata: list[Any] = []
     monkeypatch.setattr(Neighbour, "offers", {})
     monkeypatch.setattr(Neighbour, "get_handshake_metadata", lambda _: "the neighbour's")
     monkeypatch.setattr(
-        Neighbour, "set_xfer_handshake_metadata_pp_aware", lambda _, one: told.append(one)
+        Neighbour, "set_xfer_handshake_metadata_pp_aware", lambda _, one: metadata.append(one)
     )
-    engine = numbers_of("full", beside="Neighbour", tune=parallel("pipeline_parallel_size"))
+    engine = numbers_of(
+        "full", other_connector="Neighbour", tune=parallel("pipeline_parallel_size")
+    )
     check_serves(engine)
-    assert told == [{(0, 0): "the neighbour's", (1, 0): "the neighbour's"}]
+    assert metadata == [{(0, 0): "the neighbour's", (1, 0): "the neighbour's"}]
 
 
 def test_two_pipeline_stages_start_in_a_real_engine(

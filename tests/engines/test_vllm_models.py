@@ -81,8 +81,8 @@ def multiplies_tiles() -> bool:
 
 def assert_silent(engine: Any) -> None:
     """The plugin has reported its connection, and nothing else."""
-    said = [line for line in engine.log.read_text().splitlines() if "kvtier:" in line]
-    assert said and all("kvtier: connected to kvtier" in line for line in said), said
+    lines = [line for line in engine.log.read_text().splitlines() if "kvtier:" in line]
+    assert lines and all("kvtier: connected to kvtier" in line for line in lines), lines
 
 
 def wait_until_saved(daemon: Daemon, tokens: int) -> None:

@@ -144,9 +144,9 @@ def test_metrics_show_a_limited_number_of_adapters(monkeypatch: pytest.MonkeyPat
             counted = stats.PluginStats()
             counted.adapted("adapter_saved_blocks", adapter, 7 * requests)
             counted.adapted("adapter_requests", adapter, requests)
-            told = counted.take()
-            shown.observe(told, engine)
-            assert KvtierStats(told).reduce() == {}, "a line of the log has none of them"
+            taken = counted.take()
+            shown.observe(taken, engine)
+            assert KvtierStats(taken).reduce() == {}, "a line of the log has none of them"
 
         def adapters(engine: int) -> dict[str, float]:
             pattern = rf'saved_blocks_total{{adapter="(\w+)",engine="{engine}"}} (\S+)'

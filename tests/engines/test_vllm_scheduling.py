@@ -280,7 +280,8 @@ def test_blocks_that_another_connector_loaded_are_saved_only_after_success(
     """Pages that it left unfilled are not saved, and neither are blocks computed from them: of the
     request that it loads for, and of one that shares its pages in the same step."""
     one = numbers_of(
-        "full", asynchronous=asynchronous, beside="Neighbour", budget=128, long_prefill_token_threshold=64,
+        "full", asynchronous=asynchronous, other_connector="Neighbour", budget=128,
+        long_prefill_token_threshold=64,
     )  # fmt: skip
     one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, good
     neighbour.offers["r1"] = 96
@@ -304,7 +305,7 @@ def test_blocks_without_valid_predecessors_are_not_saved(
 ) -> None:
     """If another connector's load of a window or a state fails, the engine continues at the first of
     its pages."""
-    one = numbers_of(model, asynchronous=asynchronous, beside="Neighbour")
+    one = numbers_of(model, asynchronous=asynchronous, other_connector="Neighbour")
     one.rank.spreads, neighbour.rank, neighbour.good = True, one.rank, good
     neighbour.offers["r1"] = 96
     text = prompt(1, 300)
@@ -348,7 +349,7 @@ def test_a_declined_rank_leaves_no_page_unverified(
 
     monkeypatch.setattr(connector, "open_device", refuse)
     monkeypatch.setattr(NumbersEngine, "connect", lambda engine: None)
-    one = numbers_of("full", beside="Neighbour")
+    one = numbers_of("full", other_connector="Neighbour")
     neighbour.rank, neighbour.good = one.rank, True
     neighbour.offers["r1"] = 96
     assert one.run(prompt(1, 200)) == [96]

@@ -49,8 +49,8 @@ def allocated(
 ) -> dict[str, Any]:
     arguments = {name: f"{folders[name]}={MODELS[name][2]}" for name in MODELS}
     log = tmp_path_factory.mktemp("sizes") / "log"
-    told = json.loads(forks.run(HERE / "sizes.py", *arguments.values(), log=log, seconds=900))
-    return {name: told[argument] for name, argument in arguments.items()}
+    report = json.loads(forks.run(HERE / "sizes.py", *arguments.values(), log=log, seconds=900))
+    return {name: report[argument] for name, argument in arguments.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -50,10 +50,10 @@ def test_blocks_reported_as_written_survive_any_kill(tmp_path: Path) -> None:
         assert child.stdout.readline() == "ready\n"
         time.sleep(chance.random() * 0.15)
         child.send_signal(signal.SIGKILL)
-        said = [int(line) for line in child.stdout if line.strip().isdecimal()]
+        reported = [int(line) for line in child.stdout if line.strip().isdecimal()]
         child.stdout.close()
         child.wait()
-        before, number = number, max([number, *said])
+        before, number = number, max([number, *reported])
         assert used(tmp_path) <= SIZE
         asyncio.run(verify(tmp_path, range(before, number)))
         # Blocks that were not reported may exist; their numbers are not used again.

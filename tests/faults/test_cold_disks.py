@@ -540,17 +540,17 @@ def test_a_tier_whose_disk_hangs_is_switched_off_and_the_daemon_serves_and_ends(
     with shim.failing(HANGS, *WRITES), one.daemon.connect(timeout_s=ANSWER_S) as asks:
         save(one.client, 20)
         one.until(lambda: shim.struck(*WRITES) > 0, "nothing hangs")
-        told = asks.tier("cold", "off")
+        reply = asks.tier("cold", "off")
         if ends != "at once":
             answers = 0  # while it closes: an event loop that waits for the disk does not answer
             deadline = time.monotonic() + 60
-            while told["state"] == "closing":
+            while reply["state"] == "closing":
                 assert time.monotonic() < deadline
                 answers += 1
-                told = asks.tier("cold")
+                reply = asks.tier("cold")
                 assert one.load(20) == CHAIN
                 time.sleep(0.01)
-            assert told["state"] == "off" and "a disk hangs" in told["failure"]
+            assert reply["state"] == "off" and "a disk hangs" in reply["failure"]
             assert answers > 2
         one.daemon.process.terminate()
         assert one.daemon.process.wait(60) == 75
@@ -708,9 +708,9 @@ def test_a_damaged_index_loses_no_block_that_a_footer_lists(
 def test_a_forget_that_can_not_be_written_is_an_error(shim: Shim, serve: Serve) -> None:
     one = serve(shim.path, "threads", shim.env)
     one.save(0, 1, 2, 3)
-    with shim.failing(errno.ENOSPC, "write", "sync"), pytest.raises(Refused) as told:
+    with shim.failing(errno.ENOSPC, "write", "sync"), pytest.raises(Refused) as reply:
         one.forget(0)
-    assert told.value.code == "disk_failed"
+    assert reply.value.code == "disk_failed"
     assert one.load(0) == 0, "for this life it is"
     assert one.forget(1) == CHAIN
     one.kill()

@@ -198,9 +198,9 @@ def test_a_session_with_an_incomplete_request_is_disconnected_and_its_memory_reu
             here.server.check_clients()
             assert {session.tenant.name for session in here.server.sessions} == {"victim"}
             assert (share.receiving_bytes, share.unsent_bytes) == (0, 0)
-            told = [await here.answer(sock) for sock in flood]
-            assert {one.code for one in told if isinstance(one, wire.Failed)} == {"bad_frame"}
-            assert len(told) == len(flood)
+            answers = [await here.answer(sock) for sock in flood]
+            assert {one.code for one in answers if isinstance(one, wire.Failed)} == {"bad_frame"}
+            assert len(answers) == len(flood)
 
     asyncio.run(run())
 

@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Iterator[Noted]:
 
 async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[object]]]:
     """Write pages to the file one at a time. Returns the result of each, and the requests before it."""
-    loop, told = asyncio.get_running_loop(), []
+    loop, results = asyncio.get_running_loop(), []
     drive = DirectoryDisk(loop, "noted", engine, time.monotonic)
     fd = os.open(file.path, os.O_RDWR | os.O_DIRECT)
     try:
@@ -40,7 +40,7 @@ async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[
             text = bytes([number + 1]) * PAGE
 
             def ended(code: int, _: bytes | None, over: asyncio.Future[int] = over) -> None:
-                told.append((code, list(file.requests)))
+                results.append((code, list(file.requests)))
                 over.set_result(code)
 
             drive.write_text(fd, number * PAGE, text, ended)
@@ -48,23 +48,23 @@ async def written(file: Noted, engine: str, count: int) -> list[tuple[int, list[
     finally:
         assert await drive.close(LONGEST_S)
         os.close(fd)
-    return told
+    return results
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_write_completes_after_its_flush(file: Noted, engine: str) -> None:
-    told = asyncio.run(written(file, engine, 3))
+    results = asyncio.run(written(file, engine, 3))
     one, two, three = ((number * PAGE, PAGE) for number in range(3))
     flushed = [one, "flush"], [one, "flush", two, "flush"]
-    assert told == [(0, flushed[0]), (0, flushed[1]), (0, [*flushed[1], three, "flush"])]
+    assert results == [(0, flushed[0]), (0, flushed[1]), (0, [*flushed[1], three, "flush"])]
     assert file.text == b"".join(bytes([number + 1]) * PAGE for number in range(3))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_flush_that_fails_fails_the_write(file: Noted, engine: str) -> None:
     file.flush_error = errno.EIO
-    told = asyncio.run(written(file, engine, 1))
-    assert told == [(errno.EIO, [(0, PAGE), "flush"])]
+    results = asyncio.run(written(file, engine, 1))
+    assert results == [(errno.EIO, [(0, PAGE), "flush"])]
 
 
 INDEX = """

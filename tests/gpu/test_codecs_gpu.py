@@ -27,9 +27,9 @@ def run(
         [*command, *pytest_, *(KERNELS / name for name in files)], capture_output=True, text=True,
         check=False, timeout=SECONDS, env={**os.environ, "KVTIER_DEVICE": "gpu"},
     )  # fmt: skip
-    told = done.stdout[-3000:] + done.stderr[-1000:]
-    assert done.returncode == 0 and "passed" in told and "skipped" not in told, told
-    return told
+    output = done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "passed" in output and "skipped" not in output, output
+    return output
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -42,8 +42,8 @@ def test_a_sanitizer_finds_nothing_in_the_codecs(gpu: Any, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.access(sanitizer, os.X_OK):
         pytest.skip("no compute-sanitizer: THE CODECS' KERNELS ARE NOT RUN UNDER IT HERE")
-    told = run(
+    output = run(
         sanitizer, "--tool", tool, "--error-exitcode", "7", "--target-processes", "application-only",
         files=("test_cuda_codecs.py",), only="payloads or damaged",
     )  # fmt: skip
-    assert re.search(r"ERROR SUMMARY: 0 errors|0 hazards", told), told
+    assert re.search(r"ERROR SUMMARY: 0 errors|0 hazards", output), output

@@ -246,5 +246,7 @@ def test_a_sanitizer_finds_nothing(gpu: Any) -> None:
                sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__,
                "-k", "come_back and registered and kernel"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    told = done.stdout[-3000:] + done.stderr[-1000:]
-    assert done.returncode == 0 and "ERROR SUMMARY: 0 errors" in told and "passed" in told, told
+    output = done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "ERROR SUMMARY: 0 errors" in output and "passed" in output, (
+        output
+    )

@@ -78,12 +78,12 @@ def assembled(ptx: Path, architecture: str) -> str:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
 def test_a_kernel_compiles_without_spills(kernel: Path, architecture: str) -> None:
-    said = re.findall(
+    reports = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers", assembled(ptx_of(kernel, architecture), architecture), re.DOTALL,
     )  # fmt: skip
-    assert {name for name, *_ in said} == set(named(kernel))
-    for name, stores, loads, registers in said:
+    assert {name for name, *_ in reports} == set(named(kernel))
+    for name, stores, loads, registers in reports:
         assert (stores, loads) == ("0", "0"), name
         assert int(registers) <= MOST_REGISTERS, name
 

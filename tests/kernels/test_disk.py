@@ -914,10 +914,14 @@ def test_random_operations_equal_those_of_the_model(bench, fixed):
     one = bench(fixed=fixed, depth=6, threads=2)
     pages, blocks = 16, 40
     content = chance.randbytes(blocks * pages * PAGE)
-    ours = [one.file(content, direct=direct, name=f"ours{direct}") for direct in (True, False)]
-    theirs = [one.file(content, direct=False, name=f"theirs{direct}") for direct in (True, False)]
-    ours.append(9999)
-    theirs.append(9999)
+    disk_files = [
+        one.file(content, direct=direct, name=f"ours{direct}") for direct in (True, False)
+    ]
+    model_files = [
+        one.file(content, direct=False, name=f"theirs{direct}") for direct in (True, False)
+    ]
+    disk_files.append(9999)
+    model_files.append(9999)
     memory = bytearray(64 * SLOT)
     twin = reference.Disk(digest=digest)
     twin.register(memory)
@@ -941,9 +945,9 @@ def test_random_operations_equal_those_of_the_model(bench, fixed):
             at = (region * pages + shift) * PAGE
             right = bytes(16)
             if which != 2 and token % 7:
-                right = digest(os.pread(theirs[which], nbytes, at))
+                right = digest(os.pread(model_files[which], nbytes, at))
             operations.append((kind, token, which, at, nbytes, slot, right))
-        for disk, files, arena in ((one.disk, ours, one.memory), (twin, theirs, memory)):
+        for disk, files, arena in ((one.disk, disk_files, one.memory), (twin, model_files, memory)):
             for kind, number, which, at, nbytes, slot, right in operations:
                 flags = number % 2 * DIGEST
                 if kind == "read":

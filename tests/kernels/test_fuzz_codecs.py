@@ -70,7 +70,7 @@ def program(*own: Path) -> Path:
     return made_once(digest(common(), *sources) + ".program", make)
 
 
-def said(tested: Path, arguments: Sequence[str]) -> str:
+def output_of(tested: Path, arguments: Sequence[str]) -> str:
     """The program's output. It must end with 0."""
 
     def make(into: Path) -> None:
@@ -88,7 +88,7 @@ def said(tested: Path, arguments: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("what", ["codecs", "frames"])
 def test_damaged_input_is_refused_or_decoded_and_no_other_memory_is_touched(what: str) -> None:
-    found = said(program(HERE / f"fuzz_{what}.cpp"), [str(ROUNDS), "7"])
+    found = output_of(program(HERE / f"fuzz_{what}.cpp"), [str(ROUNDS), "7"])
     damaged, refused = (int(word) for word in found.split() if word.isdigit())
     assert damaged >= ROUNDS and damaged / 3 < refused < damaged
 
@@ -101,10 +101,10 @@ def reads() -> Path:
 
 def test_a_frame_written_in_two_calls_is_complete_for_any_results_of_the_calls(reads: Path) -> None:
     """The payload counts only after the whole header: the position where the rest begins is one number."""
-    assert said(reads, ["writes"]) == "360 pairs\n"
+    assert output_of(reads, ["writes"]) == "360 pairs\n"
 
 
 def test_a_frame_in_pieces_is_read_for_any_results_of_the_disk(reads: Path) -> None:
-    found = said(reads, [str(ROUNDS), "7"])
+    found = output_of(reads, [str(ROUNDS), "7"])
     read, failed = (int(word) for word in found.split() if word.isdigit())
     assert read >= ROUNDS // 60 and read / 20 < failed < read / 2

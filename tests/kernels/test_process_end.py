@@ -68,9 +68,9 @@ def test_a_disk_is_deleted_while_one_of_its_threads_is_stopped(engine: str) -> N
             pytest.skip(f"a thread can't be stopped here: {os.strerror(ctypes.get_errno())}")
         os.waitpid(worker, WALL)
         print(file=process.stdin, flush=True)
-        told = process.stdout.readline()
+        line = process.stdout.readline()
         if libc.ptrace(DETACH, worker, None, None) != 0:
             os.waitpid(worker, WALL)  # it ends with its process, which does not end before it
         _, errors = process.communicate(timeout=60)
-    assert told == "gone\n", errors
+    assert line == "gone\n", errors
     assert process.returncode == 0, errors

@@ -74,9 +74,9 @@ def test_every_policy_replays_like_its_model_and_below_the_optimum(
     name: str, requests: Requests, blocks: int
 ) -> None:
     seconds = list(map(float, range(len(requests))))
-    told = played(Replay(trace(requests), make(name), blocks))
-    assert told == reference.replay(requests, seconds, make(name), blocks)
-    assert sum(told) <= sum(reference.optimum(requests, blocks))
+    result = played(Replay(trace(requests), make(name), blocks))
+    assert result == reference.replay(requests, seconds, make(name), blocks)
+    assert sum(result) <= sum(reference.optimum(requests, blocks))
 
 
 @given(chains(40, 8), st.integers(1, 30))

@@ -218,14 +218,14 @@ def test_a_step_does_not_wait_for_a_load_that_it_needs(
     """Its kernels are queued on the stream, which waits while the copy has not begun."""
     engine = engine_of(daemon, load="sync")
     engine.serve(PROMPT)
-    told = threading.Event()
+    queued = threading.Event()
     fake_cuda.hold()
     compute = engine.compute
-    engine.compute = lambda *args: (compute(*args), told.set())[0]  # type: ignore[method-assign]
+    engine.compute = lambda *args: (compute(*args), queued.set())[0]  # type: ignore[method-assign]
     request = engine.add(PROMPT)
     running = threading.Thread(target=engine.run, args=(request,))
     running.start()
-    assert told.wait(60)
+    assert queued.wait(60)
     soon(lambda: fake_cuda.held == 1)
     fake_cuda.hold(False)
     running.join(60)

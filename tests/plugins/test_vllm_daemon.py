@@ -93,7 +93,7 @@ def test_a_new_connection_logs_the_daemon_and_its_memory(
             assert line.wait_first() is not None
             line.close()
             line._thread.join(60)
-    (said,) = [one.getMessage() for one in caplog.records]
-    assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in said
-    assert "warm 64 MiB" in said
-    assert "has 5 blocks in memory and 0 on disk" in said
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert f"connected to kvtier {kvtier.__version__} at {daemon.socket}, tenant default" in message
+    assert "warm 64 MiB" in message
+    assert "has 5 blocks in memory and 0 on disk" in message

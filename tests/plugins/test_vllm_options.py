@@ -46,9 +46,9 @@ def test_an_option_has_the_configured_value(name: str) -> None:
 
 @pytest.mark.parametrize("name, value", [(name, one) for name in WRONG for one in WRONG[name]])
 def test_an_invalid_value_gives_a_line_with_the_correct_form(name: str, value: Any) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as error:
         read_options({"patience_ms": 5} | {name: value})
-    assert str(told.value) == (
+    assert str(error.value) == (
         f"kv_connector_extra_config: {name} is {value!r}: expected {EXPECTED[name]}"
     )
 
@@ -57,9 +57,9 @@ def test_a_socket_path_that_is_too_long_gives_a_line_with_the_limit() -> None:
     """The limit is in bytes, not in characters."""
     for fits, long in (("/" + "x" * 106, "/" + "x" * 107), ("/" + "ä" * 53, "/" + "ä" * 53 + "x")):
         assert read_options({"socket": fits}).socket == fits
-        with pytest.raises(ValueError, match="socket is") as told:
+        with pytest.raises(ValueError, match="socket is") as error:
             read_options({"socket": long})
-        assert str(told.value) == (
+        assert str(error.value) == (
             f"kv_connector_extra_config: socket is {long!r}, 108 bytes: expected a path of at most 107"
             " bytes"
         )

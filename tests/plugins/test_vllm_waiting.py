@@ -490,7 +490,7 @@ def test_polling_for_many_blocks_is_limited_in_frequency(
     monkeypatch.setattr(side._decisions, "_clock", lambda: now)
     assert prompt.lookup.lease is not None
 
-    def asks(after_s: float) -> bool:
+    def is_asked(after_s: float) -> bool:
         nonlocal now
         prompt.lookup.lease = SimpleNamespace(ready=0, coming=8, eta_ms=30.0, release=lambda: None)
         prompt.lookup.answered = LookupQuery(read_disk=True)
@@ -500,9 +500,9 @@ def test_polling_for_many_blocks_is_limited_in_frequency(
         assert side.matched(request, 0) == (None, False)
         return bool(side._lookups._for_step)
 
-    assert (asks(0.002), asks(0.003)) == (False, True)
+    assert (is_asked(0.002), is_asked(0.003)) == (False, True)
     side._prompts |= {f"other {number}": prompt for number in range(2 * 8)}
-    assert (asks(0.003), asks(0.007)) == (False, True)
+    assert (is_asked(0.003), is_asked(0.007)) == (False, True)
     for number in range(2 * 8):
         del side._prompts[f"other {number}"]
     prompt.lookup.lease = None

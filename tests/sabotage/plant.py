@@ -184,8 +184,8 @@ def main() -> int:
         began = time.monotonic()
         became = tried(bug, tree, python, logs / f"{bug.name}.log")
         all_became[became] += 1
-        said = SAID.get(became, f"NOT NOTICED: its tests {became}")
-        print(f"{bug.name:50} {time.monotonic() - began:6.1f} s  {said}", flush=True)
+        verdict = SAID.get(became, f"NOT NOTICED: its tests {became}")
+        print(f"{bug.name:50} {time.monotonic() - began:6.1f} s  {verdict}", flush=True)
     if any(bug.builds for bug in chosen):
         build(tree, python)
     print(f"{all_became['failed']} of {len(chosen)} bugs noticed; logs in {logs}")

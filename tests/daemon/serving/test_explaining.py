@@ -50,6 +50,6 @@ def test_a_space_is_checked_once_for_all_its_keys() -> None:
     catalog.demotions.demoted(plan.ids, frames, bytes(16 * SLOTS))
     for number in range(SLOTS):  # evicts the earlier blocks
         catalog.reserve(ME, spaces[0], 0, 0, b"", key(100 + number))
-    told = explain(tenant, 0, b"".join(map(key, range(SLOTS))), 0.0)
-    assert [one["why"] for one in told["keys"]] == ["on_disk", "unasked"] * (SLOTS // 2)
+    answer = explain(tenant, 0, b"".join(map(key, range(SLOTS))), 0.0)
+    assert [one["why"] for one in answer["keys"]] == ["on_disk", "unasked"] * (SLOTS // 2)
     assert tenant.asked == len(spaces)

@@ -170,8 +170,8 @@ def test_a_token_ends_only_a_session_of_its_own_tenant(tmp_path: Path) -> None:
             assert isinstance(opened, wire.Opened)
             reserved = await writer.ask(wire.Reserve(3, opened.space, 0, 0, b"", bytes(32)))
             assert isinstance(reserved, wire.Reserved) and reserved.lease
-            _, theirs = await here.connect(ended=[welcome.token])
-            assert isinstance(theirs, wire.Welcome) and theirs.tenant == "u"
+            _, other = await here.connect(ended=[welcome.token])
+            assert isinstance(other, wire.Welcome) and other.tenant == "u"
             assert await writer.ask(wire.Commit(4, reserved.lease, 0, 1)) == wire.Done(4)
             _, ours = await here.connect(ended=[welcome.token])
             assert isinstance(ours, wire.Welcome) and ours.tenant == "t"

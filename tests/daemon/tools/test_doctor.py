@@ -325,24 +325,26 @@ def test_an_unknown_version_of_the_engine_is_reported(version: str, level: Sever
     assert doctor_vllm.version(version).level is level
 
 
-def packages(tmp_path: Path, theirs: str, ours: str) -> tuple[Path, Path]:
+def packages(tmp_path: Path, engine_source: str, plugin_source: str) -> tuple[Path, Path]:
     base = tmp_path / "vllm" / doctor_vllm.BASE
     base.parent.mkdir(parents=True, exist_ok=True)
-    base.write_text(f"class KVConnectorBase_V1:\n    {theirs}\nclass SupportsHMA:\n    pass\n")
+    base.write_text(
+        f"class KVConnectorBase_V1:\n    {engine_source}\nclass SupportsHMA:\n    pass\n"
+    )
     plugin = tmp_path / "plugin"
     plugin.mkdir(exist_ok=True)
-    (plugin / "connector.py").write_text(f"class KvtierConnector:\n    {ours}\n")
+    (plugin / "connector.py").write_text(f"class KvtierConnector:\n    {plugin_source}\n")
     return tmp_path / "vllm", plugin
 
 
 def test_the_interface_is_compared_without_importing_it(tmp_path: Path) -> None:
-    theirs = "def start(self, one, two): raise SystemExit"
-    well = packages(tmp_path, theirs, "def start(self, one, other): ...")
+    engine_source = "def start(self, one, two): raise SystemExit"
+    well = packages(tmp_path, engine_source, "def start(self, one, other): ...")
     assert doctor_vllm.interface(*well).level is Severity.ok
-    for ours in ("def start(self, one): ...", "def begin(self): ..."):
-        found = doctor_vllm.interface(*packages(tmp_path, theirs, ours))
-        assert found.level is Severity.fail and found.value.split()[-1] in ours
-    private = packages(tmp_path, theirs, "def _mine(self): ...")
+    for plugin_source in ("def start(self, one): ...", "def begin(self): ..."):
+        found = doctor_vllm.interface(*packages(tmp_path, engine_source, plugin_source))
+        assert found.level is Severity.fail and found.value.split()[-1] in plugin_source
+    private = packages(tmp_path, engine_source, "def _mine(self): ...")
     assert doctor_vllm.interface(*private).level is Severity.ok
     assert doctor_vllm.interface(None, well[1]).level is Severity.fail
 

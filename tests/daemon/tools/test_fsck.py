@@ -99,11 +99,11 @@ def test_an_entry_of_an_unknown_space_is_one_wrong_entry(
     bad = next(at for at, row in enumerate(rows) if page_of(row) == one.page)
     rows[bad] = rows[bad][:64] + (7).to_bytes(4, "little") + rows[bad][68:]
     write_over(path, *encode_footer(found.head, found.spaces, b"".join(rows), found.end))
-    code, told = fsck(tmp_path, capsys)
-    assert code == 1 and told["frames"] == 40 and told["wrong"] == {"entry": 1}
+    code, report = fsck(tmp_path, capsys)
+    assert code == 1 and report["frames"] == 40 and report["wrong"] == {"entry": 1}
     fsck(tmp_path, capsys, "--repair")
-    code, told = fsck(tmp_path, capsys)
-    assert code == 0 and told["frames"] == 39
+    code, report = fsck(tmp_path, capsys)
+    assert code == 0 and report["frames"] == 39
 
 
 def test_a_missing_head_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,10 +208,10 @@ def test_the_command_reads_a_directory_and_the_weights_in_it(
     with pytest.raises(SystemExit) as left:
         main(["size", str(tmp_path), "--json", "--tokens", "8192", "--gpu-memory", "80GiB"])
     assert not left.value.code
-    told = json.loads(capsys.readouterr().out)
-    assert told["bytes_per_token"] == 131_072
-    assert told["gpu"]["weight_bytes"] == 16 << 30
-    assert told["gpu"]["sequences"] == 56  # (72 - 16) GiB, of 1 GiB each
+    output = json.loads(capsys.readouterr().out)
+    assert output["bytes_per_token"] == 131_072
+    assert output["gpu"]["weight_bytes"] == 16 << 30
+    assert output["gpu"]["sequences"] == 56  # (72 - 16) GiB, of 1 GiB each
     with pytest.raises(SystemExit):
         main(["size", str(tmp_path / "config.json")])
     assert "131,072 B" in capsys.readouterr().out
@@ -224,5 +224,5 @@ def test_a_file_that_is_not_a_config_is_refused_in_one_line(
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit) as left:
         main(["size", str(tmp_path)])
-    told = capsys.readouterr().err
-    assert left.value.code == 2 and told.count("\n") == 1 and "config.json" in told
+    output = capsys.readouterr().err
+    assert left.value.code == 2 and output.count("\n") == 1 and "config.json" in output
