@@ -1,7 +1,6 @@
-"""What every tier must do, whatever it keeps its blocks in. Inherit `TierTests` and say how to make one.
+"""The contract of tiers. A test class inherits `TierTests` and creates a tier.
 
-A tier may lose any block; it must never give back other bytes than those put under that exact identity.
-"""
+A tier may lose any block; it never returns other bytes than those put under that exact identity."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that a block's bytes belong to."""
+    """Everything that identifies a block's bytes."""
 
     space: str = "space"
     group: int = 0
@@ -25,24 +24,25 @@ class Identity:
 
 
 class Tier(Protocol):
-    """A tier as its tests see it. Blocks of one space have one size, `block_bytes`."""
+    """A tier, as the tests use it. Blocks of one space have one size, `block_bytes`."""
 
     capacity_bytes: int
     block_bytes: int
 
     def put(self, identity: Identity, data: bytes) -> bool:
-        """Keep a block, if there is room or something may go for it; whether it was kept."""
+        """Store a block if there is room, or if another block can be evicted for it. Returns whether it
+        was stored."""
 
     def get(self, identity: Identity) -> bytes | None:
         """The bytes put under this identity, or None."""
 
     def hold(self, identity: Identity) -> bool:
-        """Keep it from being evicted until `release`; False if it is not here."""
+        """Keep the block from being evicted until `release`. Returns False if it is not stored."""
 
     def release(self, identity: Identity) -> None: ...
 
     def forget(self, identity: Identity) -> None:
-        """It is not to be found from now on."""
+        """Make the block impossible to find."""
 
     def used_bytes(self) -> int: ...
 
@@ -54,11 +54,11 @@ def name(number: int) -> bytes:
 
 
 class TierTests:
-    """The contract. A subclass has `make_tier`; it may have more tests of its own."""
+    """The contract. A subclass implements `make_tier`, and may add tests."""
 
     def make_tier(self, folder: Path) -> Tier:
         """A tier with room for 16 to 64 blocks, with two groups and two shards in each space."""
-        raise NotImplementedError(type(self).__name__)  # every subclass has its own
+        raise NotImplementedError(type(self).__name__)  # subclasses implement it
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
@@ -72,13 +72,13 @@ class TierTests:
     def data(self, tier: Tier, number: int) -> bytes:
         return random.Random(f"data {number}").randbytes(tier.block_bytes)
 
-    def test_what_was_put_comes_back_whole(self, tier: Tier) -> None:
+    def test_a_stored_block_is_returned_complete(self, tier: Tier) -> None:
         for number in range(8):
             assert tier.put(Identity(key=name(number)), self.data(tier, number))
         for number in reversed(range(8)):
             assert tier.get(Identity(key=name(number))) == self.data(tier, number)
 
-    def test_what_was_never_put_is_not_there(self, tier: Tier) -> None:
+    def test_a_block_that_was_never_stored_is_not_found(self, tier: Tier) -> None:
         assert tier.get(Identity(key=name(1))) is None
         assert not tier.hold(Identity(key=name(1)))
 
@@ -100,7 +100,7 @@ class TierTests:
         tier.put(identity, self.data(tier, 2))
         assert tier.get(identity) == self.data(tier, 1)
 
-    def test_a_full_tier_lets_the_old_go_for_the_new(self, tier: Tier) -> None:
+    def test_a_full_tier_evicts_old_blocks_for_new_ones(self, tier: Tier) -> None:
         count = 4 * self.blocks(tier)
         for number in range(count):
             assert tier.put(Identity(key=name(number)), self.data(tier, number))
@@ -121,7 +121,9 @@ class TierTests:
             tier.put(Identity(key=name(number)), self.data(tier, number))
         assert tier.get(held) is None
 
-    def test_a_tier_full_of_held_blocks_refuses_and_harms_none(self, tier: Tier) -> None:
+    def test_a_tier_full_of_held_blocks_refuses_new_ones_and_keeps_the_held_ones(
+        self, tier: Tier
+    ) -> None:
         held = []
         for number in range(4 * self.blocks(tier)):
             identity = Identity(key=name(number))
@@ -133,7 +135,7 @@ class TierTests:
         for identity, number in held:
             assert tier.get(identity) == self.data(tier, number)
 
-    def test_a_forgotten_block_is_gone_and_can_come_back(self, tier: Tier) -> None:
+    def test_a_forgotten_block_is_not_found_and_can_be_stored_again(self, tier: Tier) -> None:
         identity = Identity(key=name(1))
         tier.put(identity, self.data(tier, 1))
         tier.forget(identity)

@@ -1,4 +1,4 @@
-"""Calibration profiles that a start finds, and those that it misses."""
+"""Calibration profiles that a start finds, and errors for missing ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def put(folder: Path, name: str = "one.kvtp", model: str = "model", tokens: int 
     return folder / name
 
 
-def test_a_profile_is_found_in_the_state_directory_and_where_one_says(
+def test_a_profile_is_found_in_the_state_directory_and_in_configured_places(
     losses: Callable[..., Losses], tmp_path: Path
 ) -> None:
     put(tmp_path / "state" / "profiles")
@@ -64,7 +64,7 @@ def test_a_profile_is_found_in_the_state_directory_and_where_one_says(
     assert all(isinstance(both.look(one), Loss) for one in (SPEC, spec_of("another")))
 
 
-def test_a_model_without_a_profile_stops_a_start_with_the_line_to_write(
+def test_a_model_without_a_profile_stops_a_start_with_the_line_to_add(
     losses: Callable[..., Losses], tmp_path: Path
 ) -> None:
     folder = tmp_path / "state" / "profiles"

@@ -1,4 +1,4 @@
-"""Reads in the daemon: who asks again, who goes, who had better compute, and whose time is over."""
+"""Reads in the daemon: repeated, cancelled, declined and late requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from daemon.tiers import test_forget
-from daemon.tiers.test_cold import BLOCK, Bench, run
 from daemon.tiers.test_forget import ONE, SLOTS, Tenant
 from kvtier_daemon.catalog import Found
 from kvtier_daemon.catalog.frames import FRAME
@@ -19,11 +18,12 @@ from kvtier_daemon.catalog.holds import Request
 from kvtier_daemon.planning import PATIENCE_S, read_order, recomputed
 from kvtier_daemon.tiers.cold import read_queue
 from kvtier_daemon.tiers.cold.frames import Incoming, Read
+from support.cold_bench import BLOCK, Bench, run
 from support.specs import pattern
 
 
 def key(number: int) -> bytes:
-    """As keys are: no two are alike in 64 bits."""
+    """A key. No two are equal in their first 64 bits."""
     return blake2b(number.to_bytes(8), digest_size=32).digest()
 
 
@@ -32,7 +32,7 @@ def keys(count: int) -> bytes:
 
 
 class Held(Tenant):
-    """One whose disk gets its reads only when it is told to."""
+    """A tenant whose reads reach the disk only when the test releases them."""
 
     def __init__(self, folder: Path, bench: Bench | None = None) -> None:
         super().__init__(folder, bench=bench)
@@ -45,7 +45,7 @@ class Held(Tenant):
         self.read += blocks
         self.held.append((blocks, done))
 
-    async def let_go(self) -> None:
+    async def submit_reads(self) -> None:
         while self.held or self.catalog.promotions.reading:
             for blocks, done in self.held:
                 self.to_disk(blocks, done)
@@ -57,7 +57,7 @@ class Held(Tenant):
         await asyncio.sleep(0)
 
     async def end(self) -> None:
-        await self.let_go()
+        await self.submit_reads()
         await asyncio.sleep(0)
         assert not any(one.reading for one in self.bench.tier.segments), (
             "a segment is held for ever"
@@ -74,7 +74,7 @@ def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_forget, "key", key)
 
 
-def test_who_goes_leaves_no_read_behind_and_no_slot(tmp_path: Path) -> None:
+def test_a_cancelled_request_leaves_no_read_and_no_slot(tmp_path: Path) -> None:
     async def goes() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(24)
@@ -90,7 +90,7 @@ def test_who_goes_leaves_no_read_behind_and_no_slot(tmp_path: Path) -> None:
             else:
                 tenant.mover.session_ended(7)
             assert tenant.catalog.promotions.reading == begun
-            await tenant.let_go()
+            await tenant.submit_reads()
             assert len(tenant.read) - before == begun, "others were read all the same"
             assert tenant.catalog.match(tenant.space, keys(24)).ready == begun
             granted = tenant.catalog.reserve(
@@ -103,7 +103,7 @@ def test_who_goes_leaves_no_read_behind_and_no_slot(tmp_path: Path) -> None:
     run(goes())
 
 
-def test_what_computing_beats_is_not_read_and_takes_no_slot(tmp_path: Path) -> None:
+def test_a_declined_request_starts_no_read_and_takes_no_slot(tmp_path: Path) -> None:
     async def beaten() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
@@ -122,8 +122,8 @@ def test_what_computing_beats_is_not_read_and_takes_no_slot(tmp_path: Path) -> N
     run(beaten())
 
 
-def test_what_computing_beats_again_is_brought_while_nobody_waits(tmp_path: Path) -> None:
-    """A save of it finds it on disk, and makes no copy in memory."""
+def test_blocks_declined_twice_are_promoted_in_the_background(tmp_path: Path) -> None:
+    """A save of these blocks finds them on disk, and makes no copy in memory."""
 
     async def again() -> None:
         tenant = Held(tmp_path)
@@ -136,7 +136,7 @@ def test_what_computing_beats_again_is_brought_while_nobody_waits(tmp_path: Path
         assert tenant.catalog.promotions.reading == 12
         link = tenant.bench.tier.disks[0].link
         assert tenant.reads.planner.order.may_write(link), "others wait for none of it"
-        await tenant.let_go()
+        await tenant.submit_reads()
         assert tenant.catalog.match(tenant.space, keys(20)) == Found(12, 8)
         tenant.mover.recomputes(1, tenant.space, keys(20), 12, 8)
         tenant.mover.session_ended(1)
@@ -146,7 +146,7 @@ def test_what_computing_beats_again_is_brought_while_nobody_waits(tmp_path: Path
     run(again())
 
 
-def test_what_is_brought_for_nobody_leaves_room_for_those_who_wait(
+def test_background_promotions_leave_room_for_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def room() -> None:
@@ -163,7 +163,7 @@ def test_what_is_brought_for_nobody_leaves_room_for_those_who_wait(
     run(room())
 
 
-def test_two_that_ask_for_the_same_share_its_reads(tmp_path: Path) -> None:
+def test_requests_for_the_same_blocks_share_reads(tmp_path: Path) -> None:
     async def share() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
@@ -172,7 +172,7 @@ def test_two_that_ask_for_the_same_share_its_reads(tmp_path: Path) -> None:
         await tenant.turn()
         tenant.mover.cancel((1, 1))
         tenant.mover.session_ended(3)
-        await tenant.let_go()
+        await tenant.submit_reads()
         assert len(tenant.read) == len({block.id for block in tenant.read}) == 20
         assert tenant.catalog.match(tenant.space, keys(20)).ready == 20
         for number in range(20):
@@ -184,7 +184,7 @@ def test_two_that_ask_for_the_same_share_its_reads(tmp_path: Path) -> None:
     run(share())
 
 
-def test_what_does_not_come_in_time_is_given_up_and_told_so(
+def test_a_late_request_is_given_up_with_the_reason_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def late() -> None:
@@ -207,13 +207,13 @@ def test_what_does_not_come_in_time_is_given_up_and_told_so(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "session", "late"])
-def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
+def test_many_blocks_are_queued_and_returned_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Others are served in between; and who goes meanwhile leaves nothing behind."""
+    """Other clients are served in between, and a session that ends meanwhile leaves no reads."""
     monkeypatch.setattr(read_queue, "ADD_BLOCKS", 3)
     monkeypatch.setattr(read_queue, "GIVE_BACK_BLOCKS", 4)
-    monkeypatch.setattr(read_queue, "READ_BLOCKS", 0)  # nothing begins
+    monkeypatch.setattr(read_queue, "READ_BLOCKS", 0)  # no read begins
 
     async def many(turns: int) -> None:
         folder = tmp_path / str(turns)
@@ -222,10 +222,10 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         await tenant.on_disk_alone(24)
         planner, segments = tenant.reads.planner, tenant.bench.tier.segments
         link = tenant.bench.tier.disks[0].link
-        link.wrote(1 << 30)  # they have had their share
+        link.wrote(1 << 30)  # writes have used their share
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
         assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / read_order.GUESS_BYTES_S)
-        # Another one waits for the same: it has to be told of each, too.
+        # Another request waits for the same blocks, and must be informed of each of them.
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(8, 1))[0] == 24
         assert len(planner.order) == 3
         for turn in range(turns):
@@ -260,13 +260,13 @@ def test_many_blocks_are_asked_for_and_given_back_some_at_a_time(
         run(many(turns))
 
 
-def test_who_goes_takes_nothing_from_another_tenant(
+def test_the_end_of_a_session_does_not_affect_another_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both wait for more than is added, or given back, at a time."""
+    """Both requests wait for more blocks than are added or returned in one step."""
     monkeypatch.setattr(read_queue, "ADD_BLOCKS", 3)
     monkeypatch.setattr(read_queue, "GIVE_BACK_BLOCKS", 4)
-    monkeypatch.setattr(read_queue, "READ_BLOCKS", 0)  # nothing begins
+    monkeypatch.setattr(read_queue, "READ_BLOCKS", 0)  # no read begins
 
     async def both() -> None:
         bench = Bench([tmp_path], tenants=("t", "u"))
@@ -284,7 +284,7 @@ def test_who_goes_takes_nothing_from_another_tenant(
         monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
         goes.reads.pump(bench.tier.disks[0])
         while stays.catalog.promotions.reading:
-            await goes.let_go()
+            await goes.submit_reads()
             await asyncio.sleep(0)
         assert stays.catalog.match(stays.space, keys(24)).ready == 24
         assert stays.running is not None
@@ -295,20 +295,20 @@ def test_who_goes_takes_nothing_from_another_tenant(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "off"])
-def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
+def test_an_error_while_returning_a_block_is_counted_and_the_others_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(read_queue, "GIVE_BACK_BLOCKS", 4)
-    monkeypatch.setattr(read_queue, "READ_BLOCKS", 0)  # nothing begins
+    monkeypatch.setattr(read_queue, "READ_BLOCKS", 0)  # no read begins
 
     async def bugs() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(24)
-        plain, told, failures = tenant.mover._have_read, list[int](), list[str]()
+        plain, returned, failures = tenant.mover._have_read, list[int](), list[str]()
 
         def have_read(block: Incoming, code: int, waited: Sequence[Request]) -> None:
-            told.append(block.id)
-            if len(told) in (1, 6, 7):
+            returned.append(block.id)
+            if len(returned) in (1, 6, 7):
                 raise RuntimeError("planted")
             plain(block, code, waited)
 
@@ -323,7 +323,7 @@ def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
             tenant.mover.cancel((1, 1))
         for _ in range(40):
             await asyncio.sleep(0)
-        assert len(set(told)) == len(told) == 24
+        assert len(set(returned)) == len(returned) == 24
         assert [text.partition(" reads")[0].split()[-1] for text in failures] == ["1", "2"]
         assert tenant.mover.counts["not_read"] == tenant.catalog.promotions.reading + 18 == 21
         assert tenant.reads._waiting == {}
@@ -333,26 +333,30 @@ def test_one_that_cannot_be_given_back_is_counted_and_keeps_no_other(
     run(bugs())
 
 
-def test_writes_wait_while_somebody_waits_for_reads(tmp_path: Path) -> None:
+def test_writes_wait_while_a_request_waits_for_reads(tmp_path: Path) -> None:
     async def wait() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
         link = tenant.bench.tier.disks[0].link
-        link.wrote(1 << 30)  # they have had their share
+        link.wrote(1 << 30)  # writes have used their share
         assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
         await tenant.turn()
         written = tenant.mover.counts["written"]
+        may_write, checks = tenant.bench.tier.may_write, []
+        tenant.bench.tier.may_write = lambda name: checks.append(1) or may_write(name)  # type: ignore[method-assign, func-returns-value]
         tenant.save(5000)
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(60):
+            while len(checks) < 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         assert tenant.mover.counts["written"] == written
-        await tenant.let_go()
+        await tenant.submit_reads()
         await tenant.on_disk(written + 1)
         await tenant.end()
 
     run(wait())
 
 
-def test_a_disk_that_is_off_gives_back_what_it_was_to_read(tmp_path: Path) -> None:
+def test_a_disk_that_is_off_returns_its_queued_reads(tmp_path: Path) -> None:
     async def off() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
@@ -369,7 +373,7 @@ def test_a_disk_that_is_off_gives_back_what_it_was_to_read(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sizes", [(4096,) * 4, (4096, 8192, 100, 7), ()])
-def test_what_is_to_be_read_is_summed_whether_blocks_are_alike_or_not(
+def test_bytes_to_read_are_summed_for_equal_and_different_sizes(
     tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
     async def summed() -> None:

@@ -1,4 +1,4 @@
-"""What harm one thing may do to others: a disk, a directory, a file, a tenant, a forget, a stop."""
+"""A fault in one disk, directory, file, tenant, forget or stop does not affect the others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from typing import Any
 
 import pytest
 
-from daemon.tiers.test_cold import (
-    BLOCK,
-    SEGMENT,
-    SIZE,
-    SPACE,
-    SPEC,
-    Bench,
-    files_of,
-    key,
-    kill,
-    run,
-    used,
-)
 from daemon.tiers.test_forget import ONE, SLOTS, Tenant, after_a_start
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog
@@ -45,9 +32,22 @@ from kvtier_daemon.tiers.cold.segment import first_frame
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tools import fsck
 from kvtier_kernels import Store
+from support.cold_bench import (
+    BLOCK,
+    SEGMENT,
+    SIZE,
+    SPACE,
+    SPEC,
+    Bench,
+    files_of,
+    key,
+    kill,
+    run,
+    used,
+)
 
 
-def test_a_forget_asked_for_again_after_its_tombstone_failed_holds(tmp_path: Path) -> None:
+def test_a_forget_that_is_repeated_after_its_tombstone_failed_persists(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -63,7 +63,7 @@ def test_a_forget_asked_for_again_after_its_tombstone_failed_holds(tmp_path: Pat
                 write_text(fd, at, text, over)
 
         drive.write_text = failing  # type: ignore[method-assign]
-        await tenant.forget(0)  # if it was tried again by then, that is well
+        await tenant.forget(0)  # an automatic retry may have succeeded before
         assert not failures
         assert await tenant.forget(0) == ""
         await tenant.kill()
@@ -72,7 +72,7 @@ def test_a_forget_asked_for_again_after_its_tombstone_failed_holds(tmp_path: Pat
     run(work())
 
 
-def test_a_lane_that_was_given_up_is_not_woken_by_faults() -> None:
+def test_a_disabled_lane_stays_disabled_after_more_faults() -> None:
     now = [100.0]
     lane = DiskLane("it", lambda: now[0])
     lane.give_up("a bug")
@@ -82,7 +82,7 @@ def test_a_lane_that_was_given_up_is_not_woken_by_faults() -> None:
     assert lane.given_up and not lane.is_on
 
 
-def test_a_place_that_was_forgotten_is_not_so_for_who_comes_next(tmp_path: Path) -> None:
+def test_the_tombstone_of_a_place_does_not_hide_a_later_block_there(tmp_path: Path) -> None:
     async def life(new: range, bury: int | None = None) -> list[int]:
         bench = Bench([tmp_path])
         await bench.recover()
@@ -106,7 +106,7 @@ def test_a_place_that_was_forgotten_is_not_so_for_who_comes_next(tmp_path: Path)
 def test_blocks_of_a_file_that_was_unreadable_at_one_start_are_found_at_the_next(
     tmp_path: Path,
 ) -> None:
-    """What the index says of their space stays: after a kill only that says how to read them."""
+    """The index keeps the description of their space: after a kill the blocks can be read only with it."""
     path, aside = tmp_path / "segments" / "t" / "000000", tmp_path / "aside"
 
     async def nothing(*_: Any) -> None:
@@ -133,14 +133,14 @@ def test_blocks_of_a_file_that_was_unreadable_at_one_start_are_found_at_the_next
 
     run(killed())
     path.rename(aside)
-    path.symlink_to(aside)  # links are not followed
+    path.symlink_to(aside)  # the tier does not follow links
     run(without_the_file())
     path.unlink()
     aside.rename(path)
     run(with_it())
 
 
-def test_tombstones_hide_no_frame_that_is_written_when_their_segment_is_used_again(
+def test_tombstones_of_an_earlier_use_of_a_segment_hide_no_new_frame(
     tmp_path: Path,
 ) -> None:
     rounds, blocks = 10, SEGMENT // BLOCK - 2
@@ -157,7 +157,7 @@ def test_tombstones_hide_no_frame_that_is_written_when_their_segment_is_used_aga
             await bench.tier.settled("t")
             assert not await bench.tier.flush()
         assert sorted(bench.on_disk) == list(last)
-        assert len(bench.tier.segments) < rounds, "none was used again"
+        assert len(bench.tier.segments) < rounds, "no segment was reused"
         await bench.tier.close()
         bench = Bench([tmp_path], share=0.17)
         await bench.recover()
@@ -168,7 +168,7 @@ def test_tombstones_hide_no_frame_that_is_written_when_their_segment_is_used_aga
     run(work())
 
 
-def test_a_file_that_can_not_be_taken_up_counts_for_the_cap(
+def test_a_file_that_can_not_be_recovered_counts_toward_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fill(first: int) -> None:
@@ -192,7 +192,7 @@ def test_a_file_that_can_not_be_taken_up_counts_for_the_cap(
 
 
 class Hung:
-    """A disk that takes writes and never ends them."""
+    """A disk that accepts writes and never completes them."""
 
     def __init__(self, disk: Any) -> None:
         self._disk = disk
@@ -232,7 +232,7 @@ def two(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def test_a_disk_whose_writes_hang_takes_no_other_one_along(
+def test_a_disk_whose_writes_hang_does_not_stop_the_other_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drives, "HANGS_S", 0.3)
@@ -256,7 +256,7 @@ def test_a_disk_whose_writes_hang_takes_no_other_one_along(
         for number in range(12, 20):
             tenant.save(number)
         try:
-            await asyncio.wait_for(tenant.on_disk(before + 8), 5)
+            await asyncio.wait_for(tenant.on_disk(before + 8), 45)
         finally:
             tending.cancel()
             assert tenant.running is not None
@@ -275,7 +275,7 @@ def test_an_index_that_hangs_lets_new_spaces_be_written_to_the_other_disk(tmp_pa
         tenant.bench.tier._directories[0].index.flush = lambda token: None  # type: ignore[method-assign]
         tenant.save(0)
         try:
-            await asyncio.wait_for(tenant.on_disk(1), 6)
+            await asyncio.wait_for(tenant.on_disk(1), 45)
         finally:
             assert tenant.running is not None
             tenant.running.cancel()
@@ -285,7 +285,7 @@ def test_an_index_that_hangs_lets_new_spaces_be_written_to_the_other_disk(tmp_pa
     run(work())
 
 
-def test_one_directory_that_can_not_be_listed_takes_no_other_along(
+def test_a_directory_that_can_not_be_listed_does_not_disable_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = two(tmp_path)
@@ -312,16 +312,19 @@ def test_one_directory_that_can_not_be_listed_takes_no_other_along(
     run(work())
 
 
-def test_a_forget_is_not_answered_while_a_head_could_not_be_taken_back(tmp_path: Path) -> None:
+def test_a_forget_is_not_confirmed_before_the_heads_of_freed_segments_are_erased(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
         shelf, _ = await tenant.sealed(20)
-        write_text = shelf.disk.write_text
+        write_text, failed = shelf.disk.write_text, asyncio.Event()
 
         def failing(fd: int, at: int, text: bytes, over: drives.Over) -> None:
             if at == 0:
-                over(errno.EIO, None)  # page 0 is bad, the rest of the disk is not
+                failed.set()
+                over(errno.EIO, None)  # only page 0 of the disk is bad
             else:
                 write_text(fd, at, text, over)
 
@@ -329,16 +332,16 @@ def test_a_forget_is_not_answered_while_a_head_could_not_be_taken_back(tmp_path:
         segment = shelf.log.reclaim()
         assert segment is not None
         tenant.mover.reclaim(shelf, segment)
-        await asyncio.sleep(0.2)
+        await failed.wait()
         said = await tenant.forget(0)
         await tenant.kill()
         found = await after_a_start(tmp_path, range(1))
-        assert said or not found, "forgotten, it was said, and it is back"
+        assert said or not found, "the forget was confirmed, and the block is found"
 
     run(work())
 
 
-def test_what_was_forgotten_before_it_was_found_is_gone_though_its_client_is_too(
+def test_blocks_forgotten_before_recovery_found_them_stay_forgotten_after_their_client_left(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
@@ -354,8 +357,8 @@ def test_what_was_forgotten_before_it_was_found_is_gone_though_its_client_is_too
         await early.start()
         early.mover.repeat_early_forgets()
         early.space = early.catalog.open(SPACE, SPEC, ONE)
-        await asyncio.sleep(0.05)
-        assert not early.knows(0)
+        while early.knows(0):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         await early.kill()
 
     run(work())
@@ -370,13 +373,13 @@ def test_the_spaces_of_one_tenant_leave_room_in_the_index_for_others(tmp_path: P
         assert 10 < known.count(True) < 64
         assert not known[-1]
         assert await bench.tier.describe("other", os.urandom(32), SPEC)
-        assert await bench.tier.describe("t", SPACE, SPEC), "what is known stays so"
+        assert await bench.tier.describe("t", SPACE, SPEC), "existing descriptions stay"
         await bench.tier.close()
 
     run(work())
 
 
-def test_descriptions_that_could_not_be_written_take_no_room(
+def test_descriptions_whose_write_failed_take_no_room_in_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -393,7 +396,7 @@ def test_descriptions_that_could_not_be_written_take_no_room(
     run(work())
 
 
-def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> None:
+def test_descriptions_of_spaces_without_blocks_are_removed_at_a_start(tmp_path: Path) -> None:
     async def life() -> int:
         bench = Bench([tmp_path])
         await bench.recover()
@@ -407,15 +410,15 @@ def test_spaces_that_nothing_is_left_of_make_room_at_a_start(tmp_path: Path) -> 
         return there
 
     async def work() -> None:
-        assert await life() == 0 + 1  # the bench's own
+        assert await life() == 0 + 1  # one is the bench's own space
         assert await life() <= 2
         assert await life() <= 2
 
     run(work())
 
 
-def test_a_stop_while_a_segment_is_begun_leaves_it_with_a_footer(tmp_path: Path) -> None:
-    """Or the next start would have to look for each of its frames."""
+def test_a_stop_while_a_segment_is_begun_seals_that_segment(tmp_path: Path) -> None:
+    """Without a footer the next start would have to search for each of its frames."""
 
     async def nothing(*_: Any) -> None:
         pass
@@ -441,7 +444,7 @@ def test_a_stop_while_a_segment_is_begun_leaves_it_with_a_footer(tmp_path: Path)
     run(work())
 
 
-def test_what_no_start_has_found_does_not_come_back_later(
+def test_blocks_that_one_start_did_not_find_are_not_found_by_a_later_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -454,7 +457,7 @@ def test_what_no_start_has_found_does_not_come_back_later(
         os.pwrite(fd, b"torn" * 1024, (torn.page + torn.header_pages) * 4096)
         os.fsync(fd)
         os.close(fd)
-        for other in files_of(tmp_path):  # none was free
+        for other in files_of(tmp_path):  # so that no segment is free
             if str(other) != path:
                 other.unlink()
 
@@ -469,7 +472,7 @@ def test_what_no_start_has_found_does_not_come_back_later(
             await bench.tier.close()
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == [0]  # 2 is forgotten now: there is nothing to be done
+        assert sorted(bench.on_disk) == [0]  # the earlier start dropped block 2 permanently
         await bench.write(range(3, 4))
         kill(bench)
         bench = Bench([tmp_path])
@@ -481,7 +484,7 @@ def test_what_no_start_has_found_does_not_come_back_later(
     run(work())
 
 
-def test_a_forget_is_not_answered_while_files_were_not_read(
+def test_a_forget_is_not_confirmed_while_some_files_are_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -501,12 +504,12 @@ def test_a_forget_is_not_answered_while_files_were_not_read(
             said = await tenant.forget(0)
             await tenant.kill()
         found = await after_a_start(tmp_path, range(1))
-        assert said or not found, "forgotten, it was said, and it is back"
+        assert said or not found, "the forget was confirmed, and the block is found"
 
     run(work())
 
 
-def test_a_stranger_that_can_not_be_removed_takes_nobody_along(
+def test_a_foreign_file_that_can_not_be_removed_disables_no_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -534,7 +537,7 @@ def test_a_stranger_that_can_not_be_removed_takes_nobody_along(
     run(work())
 
 
-def test_a_damaged_index_that_was_put_aside_counts_for_the_cap(tmp_path: Path) -> None:
+def test_a_damaged_index_that_was_renamed_counts_toward_the_size(tmp_path: Path) -> None:
     async def fill(first: int) -> None:
         bench = Bench([tmp_path])
         await bench.recover()
@@ -557,15 +560,15 @@ def test_a_damaged_index_that_was_put_aside_counts_for_the_cap(tmp_path: Path) -
     run(fill(1000))
 
 
-def test_one_directory_that_hangs_at_the_start_takes_no_other_along(
+def test_a_directory_that_hangs_at_the_start_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders, let_go = two(tmp_path), threading.Event()
+    folders, may_continue = two(tmp_path), threading.Event()
     read = ColdDirectory.read_index
 
     def hanging(volume: ColdDirectory) -> None:
         if volume.path == folders[0]:
-            let_go.wait(60)
+            may_continue.wait(60)
         read(volume)
 
     async def work() -> None:
@@ -577,17 +580,18 @@ def test_one_directory_that_hangs_at_the_start_takes_no_other_along(
         bench = Bench(folders, 2 * SIZE)
         recovering = asyncio.create_task(bench.recover())
         try:
-            await asyncio.wait([recovering], timeout=6)
-            assert bench.on_disk, "nothing of the good directory is there"
+            async with asyncio.timeout(45):
+                while not bench.on_disk:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
         finally:
-            let_go.set()
+            may_continue.set()
             await recovering
             await bench.tier.close()
 
     run(work())
 
 
-def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
+def test_a_stop_during_a_reclaim_loses_no_blocks(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -595,12 +599,15 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
         segment = shelf.log.reclaim()
         assert segment is not None and tenant.running is not None
 
+        copying = asyncio.Event()
+
         async def slow(_: object) -> None:
-            await asyncio.sleep(60)
+            copying.set()
+            await asyncio.sleep(600)
 
         tenant.mover._reclaimer._copy_wanted = slow  # type: ignore[method-assign]
         tenant.mover.reclaim(shelf, segment)
-        await asyncio.sleep(0.05)
+        await copying.wait()
         tenant.running.cancel()
         await asyncio.gather(tenant.running, return_exceptions=True)
         await tenant.bench.tier.close()
@@ -609,8 +616,11 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
     run(work())
 
 
-def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Extents have numbers by their order: where one is missing, the next must not have its number."""
+def test_an_extent_that_can_not_be_mapped_does_not_renumber_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The position of an extent is its number. If an extent could not be mapped, the next one must not
+    get its number."""
 
     class Whatever:
         extents: list[int]
@@ -636,11 +646,13 @@ def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.Mo
     life.tier, life._movers = Whatever(), {"t": mover}  # type: ignore[assignment, dict-item]
     for _ in range(2):
         life.map(tenant, SimpleNamespace(fd=-1, nbytes=4096))  # type: ignore[arg-type]
-    assert next(answers, None) is not None, "after one that could not be mapped none is tried"
+    assert next(answers, None) is not None, (
+        "the next extent was mapped although one before it failed"
+    )
     assert mover.extents == [], f"extent 0 is read to where {mover.extents[0]} is"
 
 
-def test_a_directory_that_is_lost_whenever_it_is_looked_into_is_tried_less_often(
+def test_a_directory_that_is_lost_after_each_attach_is_retried_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -671,7 +683,7 @@ def test_a_directory_that_is_lost_whenever_it_is_looked_into_is_tried_less_often
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_fsck_tells_of_a_frame_that_can_not_be_read(
+def test_fsck_reports_a_frame_that_can_not_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fill() -> None:
@@ -701,7 +713,7 @@ def test_fsck_tells_of_a_frame_that_can_not_be_read(
 
 
 @pytest.mark.parametrize("where", ["segments/t/000000", "kvtier.lock"])
-def test_a_link_in_a_directory_leads_to_nobody_elses_file(tmp_path: Path, where: str) -> None:
+def test_a_link_in_a_directory_is_not_followed(tmp_path: Path, where: str) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "cold"
     victim.write_bytes(b"mine" * (1 << 18))
     (folder / where).parent.mkdir(parents=True)
@@ -721,7 +733,7 @@ def test_a_link_in_a_directory_leads_to_nobody_elses_file(tmp_path: Path, where:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-def test_a_mover_that_is_woken_as_it_is_to_end_ends(tmp_path: Path, turns: int) -> None:
+def test_a_mover_that_is_woken_while_it_is_cancelled_ends(tmp_path: Path, turns: int) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path)
         await tenant.start()
@@ -731,9 +743,9 @@ def test_a_mover_that_is_woken_as_it_is_to_end_ends(tmp_path: Path, turns: int) 
         for _ in range(turns):
             await asyncio.sleep(0)
         tenant.running.cancel()
-        await asyncio.wait([tenant.running], timeout=3)
+        await asyncio.wait([tenant.running], timeout=30)
         ended = tenant.running.done()
-        while not tenant.running.done():  # it has forgotten that it was to
+        while not tenant.running.done():  # the mover ignored the cancellation
             for task in asyncio.all_tasks():
                 if task.get_name().startswith(("write ", "bring away ")):
                     task.cancel()

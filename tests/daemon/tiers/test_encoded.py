@@ -1,4 +1,4 @@
-"""Encoded blocks in the cold tier: what was saved comes back, and takes the room that it takes."""
+"""Encoded blocks in the cold tier: they are decoded to the saved bytes, and their real size is counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from conformance.codec_tests import kv
-from daemon.tiers.test_cold import SEGMENT, SIZE, Bench, run
 from kvtier import KvSpec
 from kvtier.errors import TierError
 from kvtier_daemon.catalog import Catalog, SessionId
@@ -40,6 +39,7 @@ from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import first_frame
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import Store
+from support.cold_bench import SEGMENT, SIZE, Bench, run
 from support.specs import spec_of
 
 ONE = SessionId(1)
@@ -60,7 +60,7 @@ def key(number: int) -> bytes:
 
 
 def content(spec: KvSpec, number: int) -> bytes:
-    """Values as of K and V, of no other block."""
+    """Values that resemble K and V, different for each block."""
     drawn = np.frombuffer(kv(spec.dtype, BLOCK), np.uint8)
     return np.roll(drawn, 64 * number).tobytes()
 
@@ -114,7 +114,7 @@ class Tenant:
         return list(FRAME.iter_unpack(self.catalog._store.frames(ids)[0]))
 
     async def bring(self, dtype: str, number: int) -> bytes | None:
-        """The block, read from the disk; None if it is nowhere."""
+        """The block, read from the disk, or None if it is not found."""
         space = self.spaces[dtype]
         self.evict_all()
         found = self.catalog.match(space, key(number), False, True)
@@ -152,7 +152,7 @@ async def seal(tenant: Tenant) -> None:
 
 @pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("codec", [*NUMBERS, "auto"])
-def test_what_was_saved_comes_back_and_after_a_restart_too(
+def test_saved_blocks_are_read_back_also_after_a_restart(
     tmp_path: Path, codec: str, dtype: str
 ) -> None:
     async def work() -> None:
@@ -197,8 +197,8 @@ def test_odd_types_and_noise_stay_raw(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codec", "more"), [("fix4", 1.31), ("r32", 1.44)])
-def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
-    """A full tier holds so many times the blocks, and says how much of the disk they take. A page of each
+def test_a_full_tier_holds_more_encoded_blocks(tmp_path: Path, codec: str, more: float) -> None:
+    """A full tier holds `more` times the blocks, and reports their size on disk. One page of each frame
     is its header."""
 
     async def held(codec: str) -> int:
@@ -214,9 +214,7 @@ def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
         counts = tenant.catalog.counts()
         blocks: int = counts["framed_blocks"]
         assert counts["framed_bytes"] <= SIZE
-        assert counts["framed_bytes"] > SIZE / 2, (
-            "beside it are an index, and segments that are free"
-        )
+        assert counts["framed_bytes"] > SIZE / 2, "the rest is the index and free segments"
         one = counts["framed_bytes"] / blocks
         assert tenant.mover.bytes["written"] == pytest.approx(
             one * tenant.mover.counts["written"], rel=0.02
@@ -230,8 +228,8 @@ def test_compression_buys_room(tmp_path: Path, codec: str, more: float) -> None:
     run(work())
 
 
-def test_codecs_live_side_by_side_in_a_segment(tmp_path: Path) -> None:
-    """A life for each, all writing on in one file; each reads what the others have written."""
+def test_one_segment_contains_frames_of_several_codecs(tmp_path: Path) -> None:
+    """Each life uses another codec and continues the same file. Each reads the blocks of the others."""
 
     async def work() -> None:
         folder, known = tmp_path, 0
@@ -293,10 +291,10 @@ def test_damage_is_a_miss_and_no_other_block_is_touched(
 
 
 @pytest.mark.parametrize("codec", ["r32", "zstd"])
-def test_what_was_wrongly_encoded_is_a_miss(
+def test_a_wrongly_encoded_block_is_a_miss(
     tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer's own checksum is that of the block: a frame that decodes to something else is damaged."""
+    """A frame contains the checksum of the block: a frame that decodes to other bytes is damaged."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path, codec)
@@ -384,7 +382,7 @@ def test_a_scrub_sees_damage_without_decoding(tmp_path: Path) -> None:
 
 
 async def reading(tenant: Tenant, count: int) -> None:
-    """So many blocks are with the disk, and nothing else goes on."""
+    """Submit `count` reads and nothing else."""
     await tenant.start()
     tenant.save("bfloat16", 0, count)
     await tenant.on_disk(count)
@@ -398,7 +396,7 @@ async def reading(tenant: Tenant, count: int) -> None:
     assert tenant.catalog.promotions.reading == count
 
 
-def test_what_is_read_last_is_decoded_before_the_end(tmp_path: Path) -> None:
+def test_the_last_reads_are_decoded_before_a_close_ends(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "zstd")
         await reading(tenant, 8)
@@ -411,10 +409,10 @@ def test_what_is_read_last_is_decoded_before_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_loop_goes_on_while_the_last_ones_are_decoded(
+def test_the_event_loop_runs_while_a_close_waits_for_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """And it waits for so long only."""
+    """The close waits for decoding only until its time limit."""
     let, decode, waited = threading.Event(), framing.decode, list[bool]()
 
     def slow(*args: Any) -> None:
@@ -437,11 +435,11 @@ def test_the_loop_goes_on_while_the_last_ones_are_decoded(
 
 
 @pytest.mark.parametrize("codec", ["fix4", "r32", "zstd"])
-def test_what_is_brought_away_stays_as_it_is(
+def test_a_second_chance_copies_the_frame_without_decoding(
     tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a life that would encode otherwise: its payload and the digests are the same, and nothing was
-    decoded for it."""
+    """A life with another codec setting copies the encoded frame: payload and digests stay the same,
+    and no block is decoded."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path, codec)
@@ -457,7 +455,7 @@ def test_what_is_brought_away_stays_as_it_is(
         ids = [tenant.ids["bfloat16", number] for number in (1, 2)]
         before = [(tenant.frames(one)[0], tenant.catalog._store.frames(one)[1]) for one in ids]
         tenant.mover.choice._asked = "raw"
-        tenant.mover.choice._spaces.clear()  # where it is known what was asked for
+        tenant.mover.choice._spaces.clear()  # forget which codec each space uses
         coding, done = tenant.bench.tier.coding, []
         for name in ("encode", "decode"):
             monkeypatch.setattr(coding, name, lambda *_, name=name: done.append(name))
@@ -485,35 +483,35 @@ def test_what_is_brought_away_stays_as_it_is(
     run(work())
 
 
-def test_what_was_forgotten_while_it_was_encoded_is_not_written(
+def test_a_block_that_is_forgotten_while_it_is_encoded_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
         coding = tenant.bench.tier.coding
-        encode, was_encoded = coding.encode, asyncio.Event()
+        encode, was_encoded, forgotten = coding.encode, asyncio.Event(), asyncio.Event()
 
         async def slow(*args: object) -> object:
             found = await encode(*args)  # type: ignore[arg-type]
             was_encoded.set()
-            await asyncio.sleep(0.1)
+            await forgotten.wait()
             return found
 
         monkeypatch.setattr(coding, "encode", slow)
         tenant.save("bfloat16", 0, 4)
         await was_encoded.wait()
         tenant.catalog.forget(tenant.spaces["bfloat16"], key(1))
+        forgotten.set()
         await tenant.on_disk(3)
-        await asyncio.sleep(0.1)
+        await until(lambda: not coding.staging.used)
         assert tenant.mover.counts["written"] == 3
-        assert coding.staging.used == 0, "its memory is free again"
         await tenant.close()
 
     run(work())
 
 
-def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
+def test_staging_memory_is_reused(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
@@ -521,22 +519,23 @@ def test_memory_is_used_again_and_again(tmp_path: Path) -> None:
         for first in range(0, 480, 16):
             tenant.save("bfloat16", first, 16)
             await until(lambda first=first: tenant.mover.counts["written"] >= first + 16)  # type: ignore[misc]
-        assert len(tenant.bench.tier._mappings) == 2, "the arena's, and what is encoded to"
+        assert len(tenant.bench.tier._mappings) == 2, "the arena and the staging"
         await until(lambda: not staging.used)
         assert list(staging._holes.values()) == [{0: STAGED_BYTES}], "whole again"
         disk = tenant.bench.tier.disks[0].worker
         if disk.engine == "io_uring":
-            assert disk.registered_bytes == SLOTS * BLOCK, "pinned is the arena alone"
+            assert disk.registered_bytes == SLOTS * BLOCK, "only the arena is pinned"
         await tenant.close()
 
     run(work())
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
+def test_staging_never_exceeds_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    """Pieces of half of it, and of most of it; a disk that is slow keeps them until somebody waits."""
+    """With pieces of half of the limit and of most of it. The slow disk keeps staging in use until an
+    encoder waits for it."""
     most, seen = (blocks + 1) * BLOCK, [0]
     landed: list[Callable[[], None]] = []
     monkeypatch.setattr(encoding, "PIECE_BYTES", blocks * BLOCK)
@@ -582,7 +581,7 @@ def test_what_many_are_encoded_to_is_never_more_than_is_allowed(
 
 
 @pytest.mark.parametrize("lacks", ["a segment", "a description"])
-def test_nothing_is_encoded_before_it_has_a_place(
+def test_no_block_is_encoded_before_it_can_be_written(
     tmp_path: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -612,7 +611,7 @@ def test_nothing_is_encoded_before_it_has_a_place(
             await until(lambda: len(asked) >= 3)
             assert not encoded and not tenant.mover.choice.report()[0]["ratios"]
             shelf.log.open = open_segment
-        # However long the next segment takes to be begun.
+        # Beginning the next segment may take many attempts.
         monkeypatch.setattr("kvtier_daemon.tiers.cold.flusher.BEGIN_TRIES", 100_000)
         await tenant.on_disk(16)
         assert sorted(block.id for block in encoded) == sorted(
@@ -627,10 +626,10 @@ def test_nothing_is_encoded_before_it_has_a_place(
 @pytest.mark.parametrize(
     ("dtype", "tried"), [("bfloat16", FIRST_TRIES), ("int8", 0)], ids=["native", "zstd"]
 )
-def test_auto_tries_large_blocks_with_what_the_workers_decode(
+def test_auto_tries_large_blocks_only_with_codecs_that_workers_decode(
     tmp_path: Path, dtype: str, tried: int
 ) -> None:
-    """With others not at all: then they are handed on as they are, and all of them at once."""
+    """If no codec can encode blocks of this type, they are passed on unchanged and in one piece."""
     head_dim = BLOCK_MOST if dtype == "int8" else BLOCK_MOST // 2
     spec = spec_of("large", dtype=dtype, layers=1, kv_heads=1, block_tokens=1, head_dim=head_dim)
     assert spec.block_bytes > BLOCK_MOST
@@ -657,10 +656,10 @@ def test_auto_tries_large_blocks_with_what_the_workers_decode(
 
 
 @pytest.mark.parametrize("fails", ["memory", "a codec", "noting"])
-def test_what_can_not_be_encoded_is_written_as_it_is(
+def test_a_block_that_can_not_be_encoded_is_written_raw(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next one is encoded again."""
+    """The next block is encoded again."""
 
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -690,7 +689,9 @@ def test_what_can_not_be_encoded_is_written_as_it_is(
     run(work())
 
 
-def test_no_thread_is_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_started_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
@@ -712,8 +713,8 @@ def test_no_thread_is_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run(work())
 
 
-def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
-    """On a disk that is slow beside the decoders, floating point is encoded and noise is not."""
+def test_auto_encodes_compressible_data_on_a_slow_disk(tmp_path: Path) -> None:
+    """If the disk is slower than the decoders, `auto` encodes floating-point blocks and stores noise raw."""
 
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
@@ -724,7 +725,7 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
             tenant.save("bfloat16", first, 16)
             await tenant.on_disk(first + 16)
         codecs = Counter(one[3] for one in tenant.frames(b"".join(tenant.ids.values())))
-        assert codecs[RAW] <= 16, "what came before anything was known"
+        assert codecs[RAW] <= 16, "blocks before the first measurements"
         assert codecs[R32] >= 32, codecs
         (report,) = [one for one in tenant.mover.choice.report() if one["dtype"] == "bfloat16"]
         ratios = report["ratios"]
@@ -740,7 +741,7 @@ def test_auto_learns_what_the_data_is(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_is_wanted_does_not_wait_for_what_is_encoded(tmp_path: Path) -> None:
+def test_a_read_does_not_wait_for_blocks_that_are_being_encoded(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "zstd")
         await tenant.start()
@@ -758,7 +759,7 @@ def test_what_is_wanted_does_not_wait_for_what_is_encoded(tmp_path: Path) -> Non
     run(work())
 
 
-def test_what_is_saved_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_saves_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
         await tenant.start()
@@ -773,13 +774,13 @@ def test_what_is_saved_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(100):
             now[0] += 1.0
             tenant.mover.tend()
-        assert 0 <= tenant.mover.choice.saved_bytes_s < BLOCK / 10, "what was before counts less"
+        assert 0 <= tenant.mover.choice.saved_bytes_s < BLOCK / 10, "the rate decays"
         await tenant.close()
 
     run(work())
 
 
-def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
+def test_segments_are_filled_by_encoded_sizes(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
@@ -790,7 +791,7 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
         first_segment = [one for one in frames if one[0] == frames[0][0]]
         end = first_frame(SEGMENT) // PAGE
         for _, page, nbytes, _, header_pages, _ in first_segment:
-            assert page == end, "one after the other"
+            assert page == end, "frames are contiguous"
             end = page + header_pages + -(-nbytes // PAGE)
         assert SEGMENT - end * PAGE < BLOCK + 3 * PAGE
         assert len(first_segment) > SEGMENT // (BLOCK + PAGE)
@@ -802,7 +803,7 @@ def test_segments_are_filled_by_what_frames_take(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_load_is_weighed_by_what_its_frames_take_to_read_and_decode(tmp_path: Path) -> None:
+def test_a_load_is_planned_with_encoded_sizes_and_decode_time(tmp_path: Path) -> None:
     async def work() -> None:
         tenant = Tenant(tmp_path, "r32")
         await tenant.start()
@@ -814,7 +815,7 @@ def test_a_load_is_weighed_by_what_its_frames_take_to_read_and_decode(tmp_path: 
         rates.decoded(R32, "bfloat16", 1 << 50, 1.0)
         assert tenant.mover._load_bytes(space, frames) == frames, "their own bytes"
         assert sum(one[2] for one in FRAME.iter_unpack(frames)) < 0.75 * 4 * BLOCK
-        rates.decoded(R32, "bfloat16", 1, 4e9)  # a second for all of them
+        rates.decoded(R32, "bfloat16", 1, 4e9)  # decoding all of them takes a second
         keys = b"".join(map(key, range(4)))
         asked = tenant.mover.promote(space, keys, 4, request=(1, 1), recompute_s=0.3)
         assert asked[0] == 0 and asked[2] == "slower", "decoding takes long"

@@ -1,4 +1,5 @@
-"""Blocks that are stored with a loss: what comes back is what the twin makes of them, and only once."""
+"""Blocks that are stored with a loss: a read returns what the reference codec returns, and the loss
+happens only once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from typing import Self
 import numpy as np
 import pytest
 
-from daemon.tiers.test_cold import SIZE, run
 from daemon.tiers.test_encoded import BLOCK, ONE, SLOTS, SPECS, Tenant, key, seal, spoil, until
 from kvtier import KvSpec
 from kvtier_daemon.codec import frame
@@ -26,6 +26,7 @@ from kvtier_daemon.tiers.cold.scrub import Scrubber
 from kvtier_daemon.tiers.cold.segment import FooterEntry, decode_entries, encode_row
 from kvtier_daemon.tools.fsck import check
 from kvtier_kernels import xxh3_128
+from support.cold_bench import SIZE, run
 from support.losses_by_twins import STEP, block_of, floats_of, once_lost, profile_of
 from support.specs import spec_of
 
@@ -36,12 +37,12 @@ ERROR = {
     "q4": 0.11,
     "q2": 0.5,
     "fp8": 0.03,
-}  # root of the mean square, of normal values
-CODEC, FLAGS = 3, 5  # of a frame's fields
+}  # root mean square of normal values
+CODEC, FLAGS = 3, 5  # indices into a frame's fields
 
 
 class Lossy(Tenant):
-    """One whose spaces have the identity that their loss gives them."""
+    """A tenant whose spaces have the identity that includes their codec's loss."""
 
     def __init__(
         self, folder: Path, asked: str, profiles: Sequence[Profile] = (), spec: KvSpec = SPEC
@@ -66,7 +67,7 @@ class Lossy(Tenant):
         await self.close()
 
     def put(self, first: int, count: int, digests: bool = False) -> None:
-        """Save a chain of these."""
+        """Save a chain of `count` blocks that begins with block `first`."""
         space = self.spaces["bfloat16"]
         keys = b"".join(map(key, range(first, first + count)))
         granted = self.catalog.reserve(ONE, space, 0, 0, b"", keys)
@@ -81,7 +82,7 @@ class Lossy(Tenant):
         self.mover.saved(ids)
 
     def lost(self, number: int, first: int = 0) -> bytes:
-        """What this block of a chain that begins with the first is to be."""
+        """The expected bytes of this block, in a chain that begins with block `first`."""
         position = (number - first) * self.spec.block_tokens
         return once_lost(self.asked, self.spec, position, block_of(key(number), self.spec))
 
@@ -98,7 +99,7 @@ class Lossy(Tenant):
             return os.pread(file.fileno(), nbytes, at)
 
     async def leave(self) -> None:
-        """The oldest segment is used again."""
+        """Reclaim the oldest segment."""
         shelf = self.bench.tier.stores["t"][0]
         first = shelf.log.reclaim()
         assert first is not None
@@ -107,7 +108,7 @@ class Lossy(Tenant):
 
 
 @pytest.mark.parametrize("asked", NAMES)
-def test_what_comes_back_is_what_the_twin_makes_of_it(tmp_path: Path, asked: str) -> None:
+def test_a_read_returns_what_the_reference_codec_returns(tmp_path: Path, asked: str) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, asked) as tenant:
             for first in (0, 16):
@@ -118,7 +119,7 @@ def test_what_comes_back_is_what_the_twin_makes_of_it(tmp_path: Path, asked: str
             assert {tenant.frame(at)[FLAGS] for at in range(32)} == {LOSSY}
             used = tenant.catalog.counts()["framed_bytes"]
             assert used == sum(4096 + frame.pages(tenant.frame(at)[2]) for at in range(32))
-            assert used < 32 * BLOCK * 0.63, "capacity is charged by what is there"
+            assert used < 32 * BLOCK * 0.63, "capacity is charged by the bytes in use"
             header = tenant.header(3)
             assert (header.codec, header.lossy_generation) == (number, 1)
             assert header.profile == (profile_of(SPEC).name if "-" in asked else bytes(16))
@@ -152,8 +153,8 @@ def _within(asked: str, block: bytes, found: bytes) -> None:
         assert 0 < np.abs(error).max() <= half + rounding
 
 
-def test_heads_that_lie_one_after_the_other_are_known(tmp_path: Path) -> None:
-    """As in an engine's pages: the same values, in another order."""
+def test_pages_with_heads_in_sequence_are_encoded_correctly(tmp_path: Path) -> None:
+    """As in an engine's pages: the same values in another order."""
     spec = spec_of("heads first", layout="layer,part,head,token,dim")
 
     async def work() -> None:
@@ -175,7 +176,7 @@ def test_heads_that_lie_one_after_the_other_are_known(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_opaque_space_stays_as_it_is(tmp_path: Path) -> None:
+def test_an_opaque_space_is_stored_without_loss(tmp_path: Path) -> None:
     spec = spec_of("nobody knows", layout="somehow")
 
     async def work() -> None:
@@ -192,10 +193,10 @@ def test_an_opaque_space_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["", "q4", "ecsq-mid", "profile"])
-def test_another_configuration_finds_nothing_and_the_first_one_all_of_it(
+def test_another_configuration_finds_no_block_and_the_first_one_finds_all(
     tmp_path: Path, other: str
 ) -> None:
-    """Neither is ever given what the other has stored."""
+    """A client with one configuration never receives blocks of the other."""
     first = "ecsq-lo" if other == "profile" else "q8"
     profiles = [profile_of(SPEC, step=1)] if other == "profile" else []
     asked = "ecsq-lo" if other == "profile" else other
@@ -224,8 +225,8 @@ def test_another_configuration_finds_nothing_and_the_first_one_all_of_it(
 
 
 @pytest.mark.parametrize("what", ["none", "other codec", "other profile", "other level"])
-def test_a_frame_that_its_identity_does_not_promise_is_a_miss(tmp_path: Path, what: str) -> None:
-    """As no such space has such frames: it is not what was written."""
+def test_a_frame_with_a_loss_other_than_its_identity_is_a_miss(tmp_path: Path, what: str) -> None:
+    """No space with this identity contains such frames, so the frame is damaged."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
@@ -244,7 +245,7 @@ def test_a_frame_that_its_identity_does_not_promise_is_a_miss(tmp_path: Path, wh
     run(work())
 
 
-def test_what_a_lossy_frame_gave_is_not_written_again_while_that_lasts(tmp_path: Path) -> None:
+def test_a_promoted_lossy_block_is_not_written_again_while_its_frame_exists(tmp_path: Path) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, "q4") as tenant:
             tenant.put(0, 4)
@@ -259,8 +260,9 @@ def test_what_a_lossy_frame_gave_is_not_written_again_while_that_lasts(tmp_path:
     run(work())
 
 
-def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> None:
-    """Its frame goes while it is in memory: it is written again as it is, and stays what it is for good."""
+def test_a_promoted_lossy_block_is_written_raw_after_its_frame_was_freed(tmp_path: Path) -> None:
+    """Its frame is freed while the block is in memory: the block is written raw, and keeps its loss
+    mark permanently."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "q4") as tenant:
@@ -280,7 +282,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             assert tenant.header(0).lossy_generation == 1
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             assert tenant.catalog._store.lossy(again) == again
-            # And where its new frame is brought away.
+            # The same holds after its new frame is copied by a second chance.
             await seal(tenant)
             tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
             tenant.evict_all()
@@ -289,7 +291,7 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
             await until(lambda: tenant.mover.counts["written_again"] == 1)
             assert (tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]) == (RAW, LOSSY)
             assert tenant.header(0).lossy_generation == 1
-        # After a restart it is known, too.
+        # The mark is found again after a restart.
         async with Lossy(tmp_path, "q4") as other:
             assert await other.bring("bfloat16", 0) == tenant.lost(0)
             space = other.spaces["bfloat16"]
@@ -299,8 +301,8 @@ def test_what_a_lossy_frame_gave_is_never_encoded_so_again(tmp_path: Path) -> No
     run(work())
 
 
-def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path) -> None:
-    """Its frame goes before anybody has read that: what is in memory has lost nothing."""
+def test_a_saved_block_that_was_never_read_from_disk_is_encoded_again(tmp_path: Path) -> None:
+    """Its frame is freed before it was read: the copy in memory has no loss yet."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "q4") as tenant:
@@ -316,7 +318,7 @@ def test_what_was_saved_and_is_in_memory_yet_may_be_encoded_again(tmp_path: Path
     run(work())
 
 
-def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_second_chance_keeps_a_lossy_frame_unchanged(tmp_path: Path) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
             tenant.put(0, 2)
@@ -339,8 +341,9 @@ def test_what_is_brought_away_stays_as_it_is(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_block_that_is_not_what_its_writer_says_is_no_sound_frame(tmp_path: Path) -> None:
-    """Its checksum would go with what is lost, so it is looked at before."""
+def test_a_block_with_a_wrong_digest_is_not_encoded_with_loss(tmp_path: Path) -> None:
+    """A lossy frame has no checksum of the original bytes, so the writer's digest is checked before the
+    encoding."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "q8") as tenant:
@@ -373,8 +376,8 @@ def test_damage_is_a_miss(tmp_path: Path, asked: str, inside: int) -> None:
     run(work())
 
 
-def test_a_space_keeps_its_loss_for_as_long_as_the_daemon_lives(tmp_path: Path) -> None:
-    """As long as its identity says so: what else is asked for meanwhile takes nothing away."""
+def test_a_space_keeps_its_loss_when_the_settings_change(tmp_path: Path) -> None:
+    """The identity includes the loss, so a change of the settings does not affect an open space."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
@@ -414,8 +417,8 @@ def test_a_scrub_sees_damage_without_a_profile(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_a_kill_left_is_known_as_what_it_is() -> None:
-    """Without a footer the frames themselves say it."""
+def test_frames_of_an_unsealed_segment_keep_their_loss_mark() -> None:
+    """Without a footer, the frames themselves contain the mark."""
     name = frame.Identity(bytes(32), 0, 0, key(1))
     for generation in (0, 1):
         one = Frame(
@@ -426,8 +429,9 @@ def test_what_a_kill_left_is_known_as_what_it_is() -> None:
         assert listed == FooterEntry.of(one, 3) and listed.lossy == (generation > 0)
 
 
-def test_blocks_of_a_long_chain_are_told_where_they_lie(tmp_path: Path) -> None:
-    """Of a wrong position the bytes would be sound, and more: it is looked at."""
+def test_blocks_of_a_long_chain_are_encoded_with_their_position(tmp_path: Path) -> None:
+    """A wrong position would give intact frames with wrong values, so the test reads the position in
+    the payload."""
 
     async def work() -> None:
         async with Lossy(tmp_path, "ecsq-mid") as tenant:
@@ -436,13 +440,13 @@ def test_blocks_of_a_long_chain_are_told_where_they_lie(tmp_path: Path) -> None:
             for number in (0, 17, 39):
                 segment, page, nbytes, _, header_pages, *_ = tenant.frame(number)
                 payload = tenant.read(segment, (page + header_pages) * PAGE, nbytes)
-                # The first part of it is K.
+                # K is the first part of a payload.
                 assert struct.unpack_from("<I", payload, 4) == (16 * number,)
 
     run(work())
 
 
-def test_the_loop_goes_on_while_blocks_lose(tmp_path: Path) -> None:
+def test_the_event_loop_runs_during_lossy_encoding(tmp_path: Path) -> None:
     async def work() -> None:
         async with Lossy(tmp_path, "cachegen-mid") as tenant:
             turns = 0

@@ -1,5 +1,5 @@
-"""The cold tier keeps the contract of all tiers: catalog, mover and segments together, over a real directory.
-Whatever is got has left memory before, and comes from the disk."""
+"""The cold tier passes the conformance suite of tiers, with catalog, mover and segments over a real
+directory. Each block is evicted before it is read, so reads come from the disk."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BLOCK = 64 << 10
 SEGMENT = 512 << 10
 SLOTS = 48
 SHARES = {"t": 0.25, "another": 0.75}
-SEGMENTS = 9  # a quarter of a directory of 36 MiB, what index and lock take apart
+SEGMENTS = 9  # a quarter of a directory of 36 MiB, without index and lock
 PER_SEGMENT = 7
 
 
 class Cold:
-    """A tenant whose blocks are written through and, but for those that are held, read from the disk each
-    time."""
+    """A tenant whose blocks are written through. Each read comes from the disk, except for blocks that
+    are held."""
 
     block_bytes = BLOCK
     capacity_bytes = SEGMENTS * PER_SEGMENT * BLOCK
@@ -87,7 +87,7 @@ class Cold:
         return space
 
     def _ids(self, identity: Identity) -> bytes:
-        """The block alone, wherever it is."""
+        """The id of the block, in any place."""
         store, space = self._catalog._store, self._space(identity)
         ids = array("I", store.resident(space.index, identity.key))
         names = IDENTITY.iter_unpack(store.identities(ids.tobytes()))
@@ -97,11 +97,11 @@ class Cold:
         ).tobytes()
 
     def _evict(self, space: KnownSpace) -> None:
-        """Everything that nobody holds leaves memory."""
+        """Evict all blocks that no session holds."""
         self._catalog.blocks.make_room(space.index, 0, SLOTS)
 
     def _bring(self, identity: Identity) -> bytes:
-        """Its id, once it was read from the disk; empty if it is nowhere."""
+        """The block's id after a read from the disk; empty if it is not found."""
         store, space = self._catalog._store, self._space(identity)
         reads = self._catalog.promotions
         self._evict(space)
@@ -141,7 +141,8 @@ class Cold:
         if not ids:
             return None
         (slot,) = views([self._memory], self._catalog._store.slots(ids), BLOCK, False)
-        self._catalog.match(self._space(identity), identity.key)  # it was wanted
+        # A request, which the policy counts.
+        self._catalog.match(self._space(identity), identity.key)
         return bytes(slot)
 
     def hold(self, identity: Identity) -> bool:

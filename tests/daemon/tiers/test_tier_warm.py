@@ -1,4 +1,4 @@
-"""The warm tier keeps the contract of all tiers: its catalog, its extents and its generations together."""
+"""The warm tier passes the conformance suite of tiers, with catalog, extents and generations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class Warm:
-    """A tenant with real memory behind its catalog, used block by block."""
+    """A tenant with real memory for its catalog, used block by block."""
 
     block_bytes = 2 * 2 * 4 * 64 * 16 * 2
 
@@ -41,7 +41,7 @@ class Warm:
                 self._tables.append(extent.table)
 
     def _space(self, identity: Identity) -> KnownSpace:
-        # Windows of one block: each block can be found alone, whatever came before it.
+        # Windows of one block: each block can be found alone, whichever blocks precede it.
         group = Group(kind="window", layers=2, kv_heads=4, head_dim=64, window_tokens=16, shards=2)
         spec = KvSpec.groups(
             [group, group],
@@ -55,7 +55,7 @@ class Warm:
         return space
 
     def _lease(self, identity: Identity) -> tuple[LeaseId, bytes]:
-        """A lease on the block alone, and its slot; (0, b"") if it isn't here."""
+        """A lease on the block alone, and its slot; (0, b"") if it is not stored."""
         space = self._space(identity)
         store = self._catalog._store
         ids = store.present(space.index, identity.group, identity.shard, identity.key)

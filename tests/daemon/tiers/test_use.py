@@ -1,4 +1,5 @@
-"""What was wanted before a restart gets its second chance after it; what the index says of it is a hint."""
+"""Blocks that were requested before a restart get their second chance after it. The index stores these
+requests only as a hint."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tiers.test_cold import SPACE, Bench, run
 from daemon.tiers.test_mover import keys
 from daemon.tiers.test_scrub import SAVED, Kept
 from kvtier_daemon.catalog import SessionId
@@ -19,14 +19,15 @@ from kvtier_daemon.tiers.cold.access_log import KEY, PIECE, TABLE, AccessLog
 from kvtier_daemon.tiers.cold.index import Index
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.segment_log import Stage
+from support.cold_bench import SPACE, Bench, run
 from support.specs import spec_of
 
-WANTED = 5  # of the leading blocks
+WANTED = 5  # the first blocks of the chain
 
 Spoil = Callable[[Index], None]
 
 
-def test_pages_are_known_again_and_what_changes_is_one_piece(tmp_path: Path) -> None:
+def test_pages_are_found_again_and_a_change_writes_one_piece(tmp_path: Path) -> None:
     many = range(3 * PIECE + 10, 10, -1)
     with Index(tmp_path, 64 << 20) as index:
         uses = AccessLog(index)
@@ -63,7 +64,7 @@ def test_pages_are_known_again_and_what_changes_is_one_piece(tmp_path: Path) -> 
     ],
     ids=["part of a number", "too long", "empty", "not the next"],
 )
-def test_pieces_that_can_not_be_are_dropped_and_the_next_ones_are_good(
+def test_impossible_pieces_are_dropped_and_later_ones_are_accepted(
     tmp_path: Path, number: int, text: bytes, left: int
 ) -> None:
     with Index(tmp_path, 64 << 20) as index:
@@ -86,7 +87,7 @@ def test_pieces_that_can_not_be_are_dropped_and_the_next_ones_are_good(
 
 
 class Again(Kept):
-    """One that finds what an earlier one has left."""
+    """A bench that recovers the directory of an earlier one."""
 
     async def recover(self) -> None:
         async def restored(_: str, one: Recovered, segment: int) -> None:
@@ -97,20 +98,20 @@ class Again(Kept):
 
 
 async def first_life(folder: Path, copy: Path) -> None:
-    """Save blocks, want the leading ones, and be killed."""
+    """Save blocks, request the first ones, and stop as a kill does."""
     kept = Kept(folder)
     await kept.save()
     space = kept.catalog.open(SPACE, spec_of("cold"), SessionId(1))
     assert kept.catalog.match(space, keys(0, WANTED)).ready == WANTED
     kept.tier.note_access(kept.catalog.segments.take_used(1000))
     assert kept.tier.write_accesses(10) == 1
-    await kept.tier.describe("t", b"other" * 6 + b"ab", spec_of("cold"))  # and so all before it
+    await kept.tier.describe("t", b"other" * 6 + b"ab", spec_of("cold"))  # flushed after all others
     shutil.copytree(folder, copy)
     await kept.close()
 
 
 async def second_life(folder: Path) -> int:
-    """Use the oldest segment again: how many of the leading blocks are known then."""
+    """Reclaim the oldest segment. Returns how many of the requested blocks were still known."""
     kept = Again(folder)
     await kept.save(first=100, known=SAVED)
     (shelf,) = kept.tier.stores["t"]
@@ -149,7 +150,7 @@ def lose(index: Index) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kept"), [(nothing, WANTED), (garble, 0), (others, 0), (lose, 0)]
 )
-def test_what_was_wanted_before_a_kill_is_kept_when_its_segment_is_used_again(
+def test_blocks_requested_before_a_kill_get_a_second_chance_after_it(
     tmp_path: Path, spoil: Spoil, kept: int
 ) -> None:
     found = -1
@@ -166,7 +167,7 @@ def test_what_was_wanted_before_a_kill_is_kept_when_its_segment_is_used_again(
     assert found == kept
 
 
-def test_what_is_known_of_segments_that_are_gone_is_dropped(tmp_path: Path) -> None:
+def test_requests_for_blocks_of_removed_segments_are_dropped(tmp_path: Path) -> None:
     async def work() -> None:
         await first_life(tmp_path / "a", tmp_path / "b")
         for path in (tmp_path / "b" / "segments" / "t").iterdir():
