@@ -52,8 +52,13 @@ from kvtier_daemon.codec.frame import (
     Identity,
     pages,
 )
-from kvtier_daemon.tiers.cold.digested_page import VERSION, checked_page, digested_page, expect
-from kvtier_daemon.tiers.cold.tombstone_pages import tombstone_pages
+from kvtier_daemon.tiers.cold.tombstone_pages import (
+    VERSION,
+    checked_page,
+    digested_page,
+    expect,
+    tombstone_pages,
+)  # fmt: skip
 from kvtier_kernels import xxh3_128
 
 TORN = 1
