@@ -44,7 +44,9 @@ def test_a_failing_periodic_task_is_logged_and_retried(
         monkeypatch.setattr(owner, name, planted)
         while app._server.failures["internal"] < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert app.cold.given_up == (owner is PendingRequests), "what can't be looked after is off"
+        assert app.cold.directories.given_up == (owner is PendingRequests), (
+            "what can't be looked after is off"
+        )
         monkeypatch.undo()
 
     served(tmp_path, work)
@@ -78,7 +80,7 @@ def test_a_periodic_task_that_fails_for_one_tenant_runs_for_the_others(
             while calls["first"] < 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 5
-        assert not app.cold.given_up
+        assert not app.cold.directories.given_up
         monkeypatch.undo()
 
     tenants = "".join(
@@ -117,7 +119,8 @@ def test_memory_whose_mapping_failed_is_mapped_for_the_next_cold_tier(
     tmp_path: Path,
 ) -> None:
     async def work(app: App) -> None:
-        app._cold._unmapped = True
+        assert app._cold.extents is not None
+        app._cold.extents.failed = True
         await app.tier("cold", "off")
         while (await app.tier("cold", "status"))["state"] != "off":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -125,7 +128,7 @@ def test_memory_whose_mapping_failed_is_mapped_for_the_next_cold_tier(
         while (await app.tier("cold", "status"))["state"] != "on":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (tenant,) = app.tenants.values()
-        assert len(app._cold._movers[tenant.name].extents) == len(app.warm.extents) > 0
+        assert len(tenant.tier.extents) == len(app.warm.extents) > 0
 
     served(tmp_path, work)
 
@@ -134,7 +137,7 @@ def test_a_failure_to_record_uses_of_one_tenant_does_not_affect_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such a failure used to disable the cold tier for all tenants."""
-    monkeypatch.setattr(lifecycle, "USE_S", 0.01)
+    monkeypatch.setattr(lifecycle, "ACCESS_LOG_S", 0.01)
     calls = Counter[str]()
 
     async def work(app: App) -> None:
@@ -152,7 +155,7 @@ def test_a_failure_to_record_uses_of_one_tenant_does_not_affect_the_others(
             while calls["first"] < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 2
-        assert not app.cold.given_up and app.cold.is_on
+        assert not app.cold.directories.given_up and app.cold.reader.is_on
         monkeypatch.undo()
 
     tenants = "".join(

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 from kvtier_daemon.catalog.frames import FramedBlocks, StoredFrame
 from kvtier_daemon.codec.choice import Choice
+from kvtier_daemon.tiers.cold.attached import AttachedDirectory, StoreOptions, open_directory
+from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.frames import Decoding, Incoming, Outgoing
 from kvtier_daemon.tiers.cold.recovery import Recovered
 from kvtier_daemon.tiers.cold.segment import decode_entries
 from kvtier_daemon.tiers.cold.segment_log import Segment
 from kvtier_daemon.tiers.cold.segment_store import SegmentStore
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from kvtier_kernels import Mapping, views
 from support.specs import pattern, spec_of
 
@@ -29,6 +31,11 @@ SIZE = 48 * MIB
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+def open_directories(folders: list[Path], size: int) -> list[ColdDirectory]:
+    """Open directories that share `size`."""
+    return [open_directory(folder, size // len(folders)) for folder in folders]
 
 
 class Landed(NamedTuple):
@@ -69,9 +76,8 @@ class Bench:
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         shares = dict.fromkeys(tenants, share / len(tenants))
-        self.tier = ColdTier(
-            self.loop, open_directories(folders, size), size, SEGMENT, shares, self.leave, engine
-        )
+        options = StoreOptions(SEGMENT, shares, engine)
+        self.tier = ColdTier(self.loop, open_directories(folders, size), options, self.leave)
         self.choice = Choice(self.tier.coding.rates, codec)  # for every second block
         self.memory, self.extent = self.arena()
 
@@ -81,7 +87,11 @@ class Bench:
         os.ftruncate(fd, 64 * BLOCK)
         memory = Mapping(fd, 64 * BLOCK, True)
         os.close(fd)
-        return memory, self.tier.register(memory)
+        return memory, self.tier.memory.register(memory)
+
+    @property
+    def first(self) -> AttachedDirectory:
+        return self.tier.directories.attached[0]
 
     def leave(self, shelf: SegmentStore, segment: Segment) -> None:
         for number in [n for n, one in self.on_disk.items() if one.segment == segment.number]:
@@ -121,7 +131,7 @@ class Bench:
                 failed.extend(bad)
                 done.set()
 
-            count = self.tier.write("t", going, wrote)
+            count = self.tier.writer.write("t", going, wrote)
             todo = todo[count:]
             if count:
                 await asyncio.wait_for(waiting.wait(), 20)
@@ -140,7 +150,7 @@ class Bench:
             waiting.set()
 
         self.slot(0)[:] = bytes(BLOCK)
-        self.tier.read(
+        self.tier.reader.read(
             [
                 Incoming(
                     number, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest,
@@ -167,8 +177,8 @@ class Bench:
                     row.codec,
                 )
 
-        await self.tier.recover(restored)
-        await self.tier.describe("t", SPACE, SPEC)
+        await self.tier.directories.recover(restored)
+        await self.tier.writer.describe("t", SPACE, SPEC)
 
     async def all_read(self) -> None:
         for number in self.on_disk:
@@ -189,11 +199,10 @@ def run(work: Awaitable[None]) -> None:
 
 def kill(bench: Bench) -> None:
     """Stop without writing footers, the index or anything else, as a kill does."""
-    for drive in bench.tier.disks:
-        drive.stop(5)
-    for volume in bench.tier._directories:
-        bench.loop.remove_reader(volume.index.event_fd)
-        volume.close()
+    for one in bench.tier.directories.attached:
+        one.descriptions.close()
+        one.disk.stop(5)
+        one.directory.close()
 
 
 def files_of(folder: Path) -> list[Path]:

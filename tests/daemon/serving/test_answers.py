@@ -23,8 +23,7 @@ from kvtier_daemon.serving import deferred_answers
 from kvtier_daemon.serving.recorder import Recorder
 from kvtier_daemon.serving.requests import Requests
 from kvtier_daemon.tenant import Tenant
-from kvtier_daemon.tiers.cold import read_queue
-from kvtier_daemon.tiers.cold import tier as cold
+from kvtier_daemon.tiers.cold import attached, read_queue
 from support.cold_bench import BLOCK, run
 
 COUNT = 20
@@ -231,9 +230,9 @@ def test_a_prefetch_and_a_match_of_the_same_prefix_are_two_requests(tmp_path: Pa
         begun = len(client.held.read)
         assert begun < COUNT
         planner = client.held.reads.planner
-        assert planner.order._urgent[client.held.bench.tier.disks[0].link] == COUNT
+        assert planner.order._urgent[client.held.bench.first.disk.link] == COUNT
         client.mover.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
-        assert not planner.order._urgent[client.held.bench.tier.disks[0].link]
+        assert not planner.order._urgent[client.held.bench.first.disk.link]
         assert client.catalog.promotions.reading == COUNT, "the prefetch goes on"
 
     with_client(tmp_path, work)
@@ -284,7 +283,7 @@ def test_declined_blocks_are_misses_with_their_reason(
 def test_unreadable_blocks_are_misses(tmp_path: Path) -> None:
     async def work(client: Client) -> None:
         before, tier = client.counted, client.held.bench.tier
-        nowhere = frozenset(segment.number for segment in tier.segments)
+        nowhere = frozenset(segment.number for segment in tier.table.segments)
         tier.unreadable_segments = lambda: nowhere  # type: ignore[method-assign]
         reply = client.load()
         assert (reply.coming, reply.why) == (0, "not_read")
@@ -366,8 +365,8 @@ def test_a_waiting_request_is_answered_at_once_when_its_reads_fail(
             elif why == "shut":
                 tier.shut()
         if why == "off":
-            tier.disks[0].give_up("gone")
-            client.held.reads.pump(tier.disks[0])
+            tier.directories.attached[0].disk.give_up("gone")
+            client.held.reads.pump(tier.directories.attached[0].disk)
         for _ in range(20):
             await client.held.turn()
         reply = client.last()
@@ -565,7 +564,7 @@ def test_a_request_during_a_long_recovery_is_answered_with_a_miss(
 ) -> None:
     """The search takes longer than the client waits, or than recompute."""
     monkeypatch.setattr(deferred_answers, "LONGEST_S", 600.0)
-    monkeypatch.setattr(cold, "FIND_S", 600.0)
+    monkeypatch.setattr(attached, "FIND_S", 600.0)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)
@@ -589,7 +588,7 @@ def test_a_request_during_a_long_recovery_is_answered_with_a_miss(
 def test_no_request_waits_for_a_recovery_beyond_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cold, "FIND_S", 0.0)
+    monkeypatch.setattr(attached, "FIND_S", 0.0)
 
     async def work() -> None:
         restarted = await Restarted.on(tmp_path)

@@ -39,7 +39,7 @@ class Held(Tenant):
         self.read: list[Incoming] = []
         self.held: list[tuple[Sequence[Incoming], Read]] = []
         self.reads = self.bench.tier.reads
-        self.to_disk, self.bench.tier.read = self.bench.tier.read, self.hold  # type: ignore[method-assign]
+        self.to_disk, self.bench.tier.reader.read = self.bench.tier.reader.read, self.hold  # type: ignore[method-assign]
 
     def hold(self, blocks: Sequence[Incoming], done: Read, urgent: bool = True) -> None:
         self.read += blocks
@@ -59,7 +59,7 @@ class Held(Tenant):
     async def end(self) -> None:
         await self.submit_reads()
         await asyncio.sleep(0)
-        assert not any(one.reading for one in self.bench.tier.segments), (
+        assert not any(one.reading for one in self.bench.tier.table.segments), (
             "a segment is held for ever"
         )
         assert self.running is not None
@@ -134,7 +134,7 @@ def test_blocks_declined_twice_are_promoted_in_the_background(tmp_path: Path) ->
         assert tenant.catalog.promotions.reading == 0, "once is not enough"
         tenant.mover.recomputes(2, tenant.space, keys(20), 2, 18)
         assert tenant.catalog.promotions.reading == 12
-        link = tenant.bench.tier.disks[0].link
+        link = tenant.bench.first.disk.link
         assert tenant.reads.planner.order.may_write(link), "others wait for none of it"
         await tenant.submit_reads()
         assert tenant.catalog.match(tenant.space, keys(20)) == Found(12, 8)
@@ -220,8 +220,8 @@ def test_many_blocks_are_queued_and_returned_in_parts(
         folder.mkdir()
         tenant = Held(folder)
         await tenant.on_disk_alone(24)
-        planner, segments = tenant.reads.planner, tenant.bench.tier.segments
-        link = tenant.bench.tier.disks[0].link
+        planner, segments = tenant.reads.planner, tenant.bench.tier.table.segments
+        link = tenant.bench.first.disk.link
         link.wrote(1 << 30)  # writes have used their share
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
         assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / read_order.GUESS_BYTES_S)
@@ -282,7 +282,7 @@ def test_the_end_of_a_session_does_not_affect_another_tenant(
         assert (goes.mover.counts["not_read"], stays.mover.counts["not_read"]) == (24, 0)
         assert stays.catalog.promotions.reading == 24
         monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
-        goes.reads.pump(bench.tier.disks[0])
+        goes.reads.pump(bench.first.disk)
         while stays.catalog.promotions.reading:
             await goes.submit_reads()
             await asyncio.sleep(0)
@@ -316,9 +316,9 @@ def test_an_error_while_returning_a_block_is_counted_and_the_others_are_returned
         tenant.bench.loop.set_exception_handler(lambda _, said: failures.append(said["message"]))
         assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
         if how == "off":
-            tenant.bench.tier.disks[0].reads.give_up("the test says so")
+            tenant.bench.first.disk.reads.give_up("the test says so")
             monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
-            tenant.reads.pump(tenant.bench.tier.disks[0])
+            tenant.reads.pump(tenant.bench.first.disk)
         else:
             tenant.mover.cancel((1, 1))
         for _ in range(40):
@@ -337,7 +337,7 @@ def test_writes_wait_while_a_request_waits_for_reads(tmp_path: Path) -> None:
     async def wait() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
-        link = tenant.bench.tier.disks[0].link
+        link = tenant.bench.first.disk.link
         link.wrote(1 << 30)  # writes have used their share
         assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
         await tenant.turn()
@@ -361,7 +361,7 @@ def test_a_disk_that_is_off_returns_its_queued_reads(tmp_path: Path) -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
         assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
-        tenant.bench.tier.disks[0].reads.give_up("the test says so")
+        tenant.bench.first.disk.reads.give_up("the test says so")
         async with asyncio.timeout(60):
             while tenant.catalog.promotions.reading:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -379,12 +379,12 @@ def test_bytes_to_read_are_summed_for_equal_and_different_sizes(
     async def summed() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
-        used = [one.number for one in tenant.bench.tier.segments if one.head][:2]
+        used = [one.number for one in tenant.bench.tier.table.segments if one.head][:2]
         assert len(used) == 2
         frames = b"".join(
             FRAME.pack(used[at % 2], at, nbytes, 0, 1, 0) for at, nbytes in enumerate(sizes)
         )
-        link = tenant.bench.tier.disks[0].link
+        link = tenant.bench.first.disk.link
         assert tenant.reads.bytes_of(frames) == ({link: sum(sizes)} if sizes else {})
         await tenant.end()
 

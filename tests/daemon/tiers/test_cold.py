@@ -97,8 +97,8 @@ def test_a_damaged_block_is_an_error_and_intact_blocks_are_read(tmp_path: Path) 
         await bench.recover()
         await bench.write(range(40))
         one, other = bench.on_disk[7], bench.on_disk[8]
-        fd = bench.tier.segments[one.segment].fd
-        path = bench.tier.segments[one.segment].path
+        fd = bench.tier.table.segments[one.segment].fd
+        path = bench.tier.table.segments[one.segment].path
         plain = os.open(path, os.O_RDWR)
         os.pwrite(plain, bytes(64), (one.page + one.header_pages) * PAGE + 1000)
         text = os.pread(plain, (other.header_pages * PAGE + BLOCK), bench.on_disk[9].page * PAGE)
@@ -110,7 +110,9 @@ def test_a_damaged_block_is_an_error_and_intact_blocks_are_read(tmp_path: Path) 
         assert await bench.read(7) == errno.EBADMSG
         assert await bench.read(8) == errno.EBADMSG
         assert await bench.read(9) == pattern(key(9), BLOCK)
-        assert bench.tier.is_on and not bench.tier.faults, "damage does not count as a disk fault"
+        assert bench.tier.reader.is_on and not bench.tier.directories.faults, (
+            "damage does not count as a disk fault"
+        )
         os.truncate(path, PAGE)
         assert await bench.read(9) == errno.ENODATA
         await bench.tier.close()
@@ -154,7 +156,7 @@ def test_a_segment_left_open_by_a_kill_is_sealed_at_the_next_start(tmp_path: Pat
         bench = Bench([tmp_path])
         await bench.recover()
         assert sorted(bench.on_disk) == list(range(40))
-        await bench.tier.settled("t")
+        await bench.tier.writer.settled("t")
         while not all(recover(path, None, {}).sealed for path in open_at_kill):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await bench.all_read()

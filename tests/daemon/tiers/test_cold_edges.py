@@ -15,13 +15,24 @@ import pytest
 from kvtier.errors import TierError
 from kvtier_daemon.codec.frame import PAGE
 from kvtier_daemon.tiers.cold import segment_files as files
+from kvtier_daemon.tiers.cold.attached import StoreOptions, open_directory
 from kvtier_daemon.tiers.cold.directory import ColdDirectory
 from kvtier_daemon.tiers.cold.recovery import Recovered, recover
 from kvtier_daemon.tiers.cold.segment_log import Stage
 from kvtier_daemon.tiers.cold.segment_store import RETRY_GROW_S
-from kvtier_daemon.tiers.cold.tier import ColdTier, open_directories
+from kvtier_daemon.tiers.cold.tier import ColdTier
 from support import cold_bench
-from support.cold_bench import MIB, SEGMENT, SIZE, SPACE, SPEC, Bench, files_of, run, used
+from support.cold_bench import (
+    MIB,
+    SEGMENT,
+    SIZE,
+    SPACE,
+    SPEC,
+    Bench,
+    files_of,
+    run,
+    used,
+)
 
 
 def filled(folder: Path, count: int = 100) -> None:
@@ -62,7 +73,7 @@ def test_an_unreadable_file_loses_its_blocks_and_counts_toward_the_size(
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert bench.tier.faults == 1
+        assert bench.tier.directories.faults == 1
         assert set(bench.on_disk) == set(range(100)) - lost
         for first in range(1000, 1800, 64):
             assert not await bench.write(range(first, first + 64))
@@ -86,7 +97,7 @@ def test_meaningless_rows_of_the_index_are_ignored(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.directories.faults
         await bench.all_read()
         await bench.tier.close()
 
@@ -126,7 +137,7 @@ def test_a_removed_tenant_folder_is_created_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "segments")
         assert not await bench.write(range(30, 130))
         await bench.all_read()
-        assert files_of(tmp_path) and bench.tier.is_on and not bench.tier.faults
+        assert files_of(tmp_path) and bench.tier.reader.is_on and not bench.tier.directories.faults
         await bench.tier.close()
 
     run(work())
@@ -148,7 +159,7 @@ def test_creating_the_first_file_is_retried_after_a_failure(
 
     async def work() -> None:
         bench = Bench([tmp_path])
-        (one,) = bench.tier.stores["t"]
+        one = bench.first.stores["t"]
         now = 100.0
         one._clock = lambda: now
         monkeypatch.setattr(ColdDirectory, "make", refusing)
@@ -157,7 +168,7 @@ def test_creating_the_first_file_is_retried_after_a_failure(
             assert one.write([], lambda *_: None) == 0
             await asyncio.sleep(0.005)
         assert tries == 1 and os.strerror(code) in bench.tier.failure
-        assert bench.tier.is_on, "known blocks may be read"
+        assert bench.tier.reader.is_on, "known blocks may be read"
         monkeypatch.setattr(ColdDirectory, "make", made)
         now += RETRY_GROW_S + 1
         assert not await bench.write(range(8))
@@ -189,7 +200,7 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
         bench = Bench([tmp_path])
         await bench.recover()
         await bench.write(range(40))
-        first = bench.tier.segments[bench.on_disk[0].segment]
+        first = bench.tier.table.segments[bench.on_disk[0].segment]
         first.reading += 1  # a slow read is in progress
         before = bytes_of(first.path)
         write, refused = bench.tier.write, 0
@@ -209,7 +220,7 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
             await asyncio.sleep(0.005)
         assert first.stage is Stage.LEAVING and not writing.done()
         assert bytes_of(first.path) == before
-        bench.tier.stores["t"][0].read_ended(first)
+        bench.first.stores["t"].read_ended(first)
         assert not await writing
         assert first.head is not None and bytes_of(first.path) != before
         await bench.all_read()
@@ -224,7 +235,7 @@ def test_a_freed_segment_has_no_head(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        at, log = 0, bench.tier.stores["t"][0].log
+        at, log = 0, bench.first.stores["t"].log
         while not bench.lost or not log.free:
             assert at < 5000
             await bench.write(range(at, at + 8))
@@ -254,7 +265,7 @@ def test_files_that_are_not_segments_are_kept(tmp_path: Path) -> None:
     async def work() -> None:
         bench = Bench([tmp_path])
         await bench.recover()
-        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.faults
+        assert sorted(bench.on_disk) == list(range(100)) and not bench.tier.directories.faults
         await bench.tier.close()
 
     run(work())
@@ -281,10 +292,11 @@ def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     async def work() -> None:
         loop = asyncio.get_running_loop()
         tier = ColdTier(
-            loop, open_directories([tmp_path], size), size, SEGMENT, {"a": 0.8, "b": 0.2}, lambda *_: None
+            loop, [open_directory(tmp_path, size)], StoreOptions(SEGMENT, {"a": 0.8, "b": 0.2}),
+            lambda *_: None,
         )  # fmt: skip
-        await tier.recover(nothing)
-        while not tier.stores["a"][0].log.open:  # noqa: ASYNC110
+        await tier.directories.recover(nothing)
+        while not tier.directories.attached[0].stores["a"].log.open:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await tier.close()
 
@@ -316,7 +328,7 @@ def test_a_size_larger_than_the_file_system_is_logged_at_the_start(
     room = there + free.f_frsize * free.f_bavail
     for size, said in ((SIZE, False), (room * 2, True)):
         caplog.clear()
-        (volume,) = open_directories([tmp_path], size)
+        volume = open_directory(tmp_path, size)
         assert ("less than its part of cold.size" in caplog.text) == said
         assert said == (volume.lacks_bytes() > 0)
         assert volume.close()
@@ -326,7 +338,7 @@ def test_existing_segments_count_as_available_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path)
-    (volume,) = open_directories([tmp_path], SIZE)
+    volume = open_directory(tmp_path, SIZE)
     there = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segments/*/*"))
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((PAGE,) * 2 + (0,) * 8))
     assert there and volume.lacks_bytes() == volume.segments_bytes - there

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_stored_records_are_found_after_reopening(tmp_path: Path) -> None:
     process = pid_of(index)
     assert volume.close()
     assert not Path(f"/proc/{process}").exists(), "its process remains"
-    with pytest.raises(InUseError) as told, ColdDirectory(tmp_path, SIZE).index as kept:
+    with pytest.raises(InUseError) as told, closing(ColdDirectory(tmp_path, SIZE).index) as kept:
         keys = [key for key, _ in kept.entries(b"segments")]
         assert len(keys) == 9_999 and b"000003" not in keys and keys == sorted(keys)
         assert kept.entries(b"spaces") == [(b"a", b"second")]

@@ -87,7 +87,7 @@ class Kept(Bench):
         """Segment, page and header pages of a block's frame."""
         one = array("I", [array("I", self.ids)[number]]).tobytes()
         segment, page, _, _, header_pages, _ = FRAME.unpack(self.catalog._store.frames(one)[0])
-        return self.tier.segments[segment], page, header_pages
+        return self.tier.table.segments[segment], page, header_pages
 
     def text_of(self, number: int, payload_bytes: int = 0) -> bytes:
         """A frame's header and the first bytes of its payload."""
@@ -111,7 +111,7 @@ class Kept(Bench):
         self.moving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.moving
-        self.tier.tombstone(self.catalog.segments.take_dead_frames())
+        self.tier.table.tombstone(self.catalog.segments.take_dead_frames())
         await self.tier.close()
 
 
@@ -192,10 +192,10 @@ def test_a_read_is_served_before_the_scrub(tmp_path: Path) -> None:
             0, segment.number, page, header_pages, BLOCK, digest, kept.extent, (SLOTS - 1) * BLOCK,
             BLOCK,
         )  # fmt: skip
-        kept.tier.read([wanted] * 4000, lambda *_: None)
+        kept.tier.reader.read([wanted] * 4000, lambda *_: None)
         going = asyncio.create_task(kept.scrub.round())
         waited = 0
-        while (queued := kept.tier.disks[0].worker.queued)[0]:
+        while (queued := kept.tier.directories.attached[0].disk.worker.queued)[0]:
             assert not queued[1], "a scrub read is queued behind requested reads"
             waited += 1
             await asyncio.sleep(0)
@@ -217,7 +217,7 @@ def test_a_disk_that_is_off_is_not_scrubbed(tmp_path: Path) -> None:
             nonlocal sleeps
             sleeps += 1
             if sleeps == 3:
-                kept.tier.give_up("a test")
+                kept.tier.directories.give_up("a test")
 
         kept.time.before_sleep = off
         await kept.scrub.round()
@@ -237,7 +237,7 @@ def test_a_segment_that_is_reused_during_its_scrub_is_not_reported_as_damaged(
     async def work() -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
-        (shelf,) = kept.tier.stores["t"]
+        shelf = kept.tier.directories.attached[0].stores["t"]
         sleeps = 0
 
         async def leave() -> None:
@@ -266,7 +266,7 @@ def test_damage_in_a_segment_is_not_recorded_after_the_segment_was_freed(tmp_pat
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
-        (shelf,) = kept.tier.stores["t"]
+        shelf = kept.tier.directories.attached[0].stores["t"]
         spoilt, _, _ = kept.frame_of(3)
         kept.spoil(3, 1000)
         await kept.scrub.round()
@@ -289,7 +289,7 @@ def test_a_read_of_an_earlier_use_of_the_segment_is_ignored(
         kept = Kept(tmp_path)
         await kept.save()
         segment, _, _ = kept.frame_of(5)
-        read_header = kept.tier.read_header
+        read_header = kept.tier.reader.read_header
 
         def begun_again(block: Incoming, done: Callable[[int, bytes], None]) -> None:
             if block.id == array("I", kept.ids)[5]:
@@ -299,7 +299,7 @@ def test_a_read_of_an_earlier_use_of_the_segment_is_ignored(
             else:
                 read_header(block, done)
 
-        monkeypatch.setattr(kept.tier, "read_header", begun_again)
+        monkeypatch.setattr(kept.tier.reader, "read_header", begun_again)
         await kept.scrub.round()
         assert kept.scrub.counts["frames"] == 6 + FULL // 2
         assert kept.scrub.counts["damaged"] == 0
@@ -313,13 +313,13 @@ def test_the_segment_with_the_oldest_scrub_is_next(tmp_path: Path) -> None:
         kept = Kept(tmp_path, rate=1 << 20)
         await kept.save()
         order: list[int] = []
-        look_at = kept.scrub._look_at
+        look_at = kept.scrub._scrub_segment
 
         async def noted(shelf: SegmentStore, segment: Segment) -> None:
             order.append(segment.number)
             await look_at(shelf, segment)
 
-        kept.scrub._look_at = noted  # type: ignore[method-assign]
+        kept.scrub._scrub_segment = noted  # type: ignore[method-assign]
         (shelf, first), (_, second) = kept.tier.sealed()
         await look_at(shelf, first)
         await kept.scrub.round()
@@ -340,7 +340,7 @@ def test_a_failed_read_is_retried_once(
     async def work() -> None:
         kept = Kept(tmp_path)
         await kept.save()
-        left, read_header = times, kept.tier.read_header
+        left, read_header = times, kept.tier.reader.read_header
 
         def fails(block: Incoming, done: Callable[[int, bytes], None]) -> None:
             nonlocal left
@@ -350,7 +350,7 @@ def test_a_failed_read_is_retried_once(
             else:
                 read_header(block, done)
 
-        monkeypatch.setattr(kept.tier, "read_header", fails)
+        monkeypatch.setattr(kept.tier.reader, "read_header", fails)
         await kept.scrub.round()
         assert not left and kept.scrub.counts["damaged"] == damaged
         await kept.close()

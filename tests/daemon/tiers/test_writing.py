@@ -183,13 +183,13 @@ def test_many_blocks_wake_all_writers(tmp_path: Path, monkeypatch: pytest.Monkey
 
     async def work() -> None:
         desk = await desk_in(tmp_path, quota_bytes=0, through=True)
-        write = desk.bench.tier.write
+        write = desk.bench.tier.writer.write
 
         def begin(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             at_once.append(desk.catalog.demotions.writing)
             return write(tenant, blocks, done)
 
-        monkeypatch.setattr(desk.bench.tier, "write", begin)
+        monkeypatch.setattr(desk.bench.tier.writer, "write", begin)
         desk.save(100, 16)
         await desk.written(16)
         assert max(at_once) == 16
@@ -271,7 +271,7 @@ def test_a_drain_ends_after_failed_writes_were_repeated(tmp_path: Path) -> None:
         desk = await desk_in(tmp_path, quota_bytes=0)
         desk.save(100, 8)
         await desk.rest()
-        write, refused = desk.bench.tier.write, 0
+        write, refused = desk.bench.tier.writer.write, 0
 
         def refuse(tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int:
             nonlocal refused
@@ -284,7 +284,7 @@ def test_a_drain_ends_after_failed_writes_were_repeated(tmp_path: Path) -> None:
                 lambda landed, _: done(FramedBlocks(), [one for one, _, _ in landed]),
             )
 
-        desk.bench.tier.write = refuse  # type: ignore[method-assign]
+        desk.bench.tier.writer.write = refuse  # type: ignore[method-assign]
         desk.mover.drain(True)
         await until(lambda: desk.mover.is_drained)
         assert refused > 2 and not desk.catalog.demotions.in_memory_alone
@@ -305,7 +305,7 @@ def an_hour_later(desk: Desk) -> None:
 
 
 def switched_on(desk: Desk) -> None:
-    desk.bench.tier.accepts = True
+    desk.bench.tier.writer.accepts = True
 
 
 def mended(desk: Desk) -> None:
@@ -356,9 +356,9 @@ def test_a_tier_that_accepts_again_wakes_the_flusher(
         desk = await desk_in(tmp_path, through=through)
         if cause is switched_on:
             desk.save(100)  # it is not yet written when the tier stops accepting
-            desk.bench.tier.accepts = False
+            desk.bench.tier.writer.accepts = False
         else:
-            lane = desk.bench.tier.disks[0].writes = DiskLane("writing", lambda: desk.now)
+            lane = desk.bench.first.disk.writes = DiskLane("writing", lambda: desk.now)
             desk.save(100)
             for _ in range(FAULTS_TO_OFF):
                 lane.fault("it is broken", errno.EIO)
@@ -383,7 +383,7 @@ def test_a_reused_segment_wakes_the_flusher(tmp_path: Path) -> None:
         desk.save(100)
         await desk.written(1)
         await desk.rest()
-        for number in range(len(desk.bench.tier.segments)):
+        for number in range(len(desk.bench.tier.table.segments)):
             desk.catalog.segments.drop_segment(number)
         desk.mover.tend()
         await desk.written(2)
@@ -402,7 +402,7 @@ def test_a_writer_that_was_blocked_continues_without_a_notification(
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
             checks: list[str] = []
-            patch.setattr(desk.bench.tier, what, lambda tenant: checks.append(tenant) is not None)
+            patch.setattr(desk.bench.tier.writer, what, lambda *_: checks.append(what) is not None)
             desk.save(100)
             await until(lambda: len(checks) >= 6)
             assert not desk.mover.counts["written"]
@@ -429,7 +429,7 @@ def test_a_save_wakes_a_pausing_writer(tmp_path: Path, monkeypatch: pytest.Monke
     async def work() -> None:
         desk = await desk_in(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(desk.bench.tier, "may_write", lambda _: False)
+            patch.setattr(desk.bench.tier.writer, "may_write", lambda: False)
             patch.setattr(flusher, "PAUSE_S", 0.001)
             for number in range(flusher.WRITES_AT_ONCE):
                 desk.save(100 + number)
@@ -451,7 +451,7 @@ def test_a_writer_that_can_not_write_does_not_wake_the_others(
 
     async def work() -> None:
         desk = await desk_in(tmp_path)
-        monkeypatch.setattr(desk.bench.tier, "fits", lambda *_: False)
+        monkeypatch.setattr(desk.bench.tier.writer, "fits", lambda *_: False)
         looks.clear()
         desk.save(100, 2)
         await desk.rest()

@@ -108,8 +108,8 @@ class Reclaimer:
         while (
             at < len(blocks)
             and self.second_chance_bytes > 0
-            and self._cold.is_on
-            and self._cold.takes
+            and self._cold.reader.is_on
+            and self._cold.writer.is_on
         ):
             count, nbytes = 0, 0
             while (
@@ -165,19 +165,24 @@ class Reclaimer:
             self._rescued(segment, landed, before)
 
         blocks, tries = list(writing.values()), 0
-        while blocks and tries < BEGIN_TRIES and await describe(self._cold, self._tenant, blocks):
+        while (
+            blocks
+            and tries < BEGIN_TRIES
+            and await describe(self._cold.writer, self._tenant, blocks)
+        ):
             there = set(array("I", self._catalog.segments.still(ids_of(blocks), segment.number)))
             blocks = [block for block in blocks if block.id in there]
             if not blocks:
                 break
-            count, settled = begin(self._cold, self._tenant, blocks, settle)
+            count, settled = begin(self._cold.writer, self._tenant, blocks, settle)
             blocks = blocks[count:]
             if count:
                 if not await in_time(settled):
                     self._copy_memory = None
                     return False
             else:
-                if not any(store.log.has_place for store in self._cold.stores[self._tenant]):
+                attached = self._cold.directories.attached
+                if not any(one.stores[self._tenant].log.has_place for one in attached):
                     break  # it is this segment's leaving that makes a place, for these and all others
                 tries += 1
                 await asyncio.sleep(BEGIN_S)
@@ -196,7 +201,7 @@ class Reclaimer:
             if not left and not done.done():
                 done.set_result(None)
 
-        self._cold.read(blocks, over)
+        self._cold.reader.read(blocks, over)
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     async def _attach_headers(
@@ -222,7 +227,7 @@ class Reclaimer:
                 done.set_result(None)
 
         for block in left:
-            self._cold.read_header(block, partial(over, block))
+            self._cold.reader.read_header(block, partial(over, block))
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     def _rescued(self, segment: Segment, landed: FramedBlocks, before: dict[int, bytes]) -> None:
@@ -239,7 +244,7 @@ class Reclaimer:
     def _copy_memory_of(self, nbytes: int) -> int:
         """Return the number of memory outside the arena with at least this size."""
         if self._copy_memory is None or self._copy_memory[1] < nbytes:
-            self._copy_memory = self._cold.room(nbytes)
+            self._copy_memory = self._cold.memory.allocate(nbytes)
         return self._copy_memory[0]
 
 

@@ -131,7 +131,7 @@ class SegmentFiles:
     def _recover(self, path: Path, described: Mapping[bytes, KvSpec] | None) -> Recovered:
         file = recover(path, self._owner, described)
         if file.head is not None:
-            file.used = self._directory.uses.pages(file.head.epoch)
+            file.used = self._directory.access_log.pages(file.head.epoch)
             file.split()
         return file
 
