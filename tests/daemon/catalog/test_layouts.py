@@ -34,7 +34,7 @@ def spelled() -> dict[str, set[str]]:
 
 
 FRAMES, WIRE = "daemon/kvtier_daemon/catalog/frames.py", "kvtier/kvtier/wire.py"
-INDEX = "daemon/kvtier_daemon/tiers/cold/index_records.py"  # two lengths, which are no place
+INDEX = "daemon/kvtier_daemon/tiers/cold/index.py"  # two lengths, which are no place
 
 
 @pytest.mark.parametrize(

@@ -342,8 +342,9 @@ def test_writes_wait_while_a_request_waits_for_reads(tmp_path: Path) -> None:
         assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
         await tenant.turn()
         written = tenant.mover.counts["written"]
-        may_write, checks = tenant.bench.tier.may_write, []
-        tenant.bench.tier.may_write = lambda name: checks.append(1) or may_write(name)  # type: ignore[method-assign, func-returns-value]
+        writer, checks = tenant.bench.tier.writer, []
+        may_write = writer.may_write
+        writer.may_write = lambda: checks.append(1) or may_write()  # type: ignore[method-assign, func-returns-value]
         tenant.save(5000)
         async with asyncio.timeout(60):
             while len(checks) < 6:  # noqa: ASYNC110

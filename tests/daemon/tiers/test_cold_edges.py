@@ -203,7 +203,7 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
         first = bench.tier.table.segments[bench.on_disk[0].segment]
         first.reading += 1  # a slow read is in progress
         before = bytes_of(first.path)
-        write, refused = bench.tier.write, 0
+        write, refused = bench.tier.writer.write, 0
 
         def counted(*arguments: Any) -> int:
             nonlocal refused
@@ -211,7 +211,7 @@ def test_a_segment_that_is_read_is_not_used_again_before_the_read_has_ended(tmp_
             refused += accepted == 0
             return accepted
 
-        bench.tier.write = counted  # type: ignore[method-assign]
+        bench.tier.writer.write = counted  # type: ignore[method-assign]
         writing = asyncio.create_task(bench.write(range(40, 1000)))
         while first.stage is not Stage.LEAVING:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -55,7 +55,7 @@ def test_a_forget_that_is_repeated_after_its_tombstone_failed_persists(tmp_path:
         drive = tenant.bench.first.disk
         write_text, failures = drive.write_text, [errno.EIO]
 
-        def failing(fd: int, at: int, text: bytes, over: drives.Over) -> None:
+        def failing(fd: int, at: int, text: bytes, over: drives.Callback) -> None:
             if failures and at == 4096:
                 over(failures.pop(), None)
             else:
@@ -320,7 +320,7 @@ def test_a_forget_is_not_confirmed_before_the_heads_of_freed_segments_are_erased
         shelf, _ = await tenant.sealed(20)
         write_text, failed = shelf.disk.write_text, asyncio.Event()
 
-        def failing(fd: int, at: int, text: bytes, over: drives.Over) -> None:
+        def failing(fd: int, at: int, text: bytes, over: drives.Callback) -> None:
             if at == 0:
                 failed.set()
                 over(errno.EIO, None)  # only page 0 of the disk is bad

@@ -118,14 +118,14 @@ def ids_of(blocks: Sequence[Outgoing]) -> bytes:
     return array("I", (block.id for block in blocks)).tobytes()
 
 
-class BlockWriter(Protocol):
+class WritesBlocks(Protocol):
     """The part of the cold tier that writes."""
 
     async def describe(self, tenant: str, space: bytes, spec: KvSpec) -> bool: ...
     def write(self, tenant: str, blocks: Sequence[Outgoing], done: Wrote) -> int: ...
 
 
-async def describe(cold: BlockWriter, tenant: str, blocks: Sequence[Outgoing]) -> bool:
+async def describe(cold: WritesBlocks, tenant: str, blocks: Sequence[Outgoing]) -> bool:
     """Make sure that a start finds the descriptions of these blocks' spaces."""
     for block in {block.space: block for block in blocks}.values():
         if not await cold.describe(tenant, block.space, block.spec):
@@ -134,7 +134,7 @@ async def describe(cold: BlockWriter, tenant: str, blocks: Sequence[Outgoing]) -
 
 
 def begin(
-    cold: BlockWriter, tenant: str, blocks: Sequence[Outgoing], settle: Wrote
+    cold: WritesBlocks, tenant: str, blocks: Sequence[Outgoing], settle: Wrote
 ) -> tuple[int, asyncio.Future[bool]]:
     """Start to write the leading blocks; return their number. The future is done after `settle` was called
     and the memory of encoded blocks was released; its result says whether all blocks are on disk."""
