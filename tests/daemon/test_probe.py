@@ -16,9 +16,11 @@ import pytest
 from kvtier.errors import TierError
 from kvtier_daemon import probe
 from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.probe import DiskProbe, Probe
+from kvtier_daemon.probe import Probe
+from kvtier_daemon.tiers.cold import disk_probe
 from kvtier_daemon.tiers.cold.directory import open_direct
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 
 
 def test_a_block_comes_back_however_often() -> None:
@@ -63,10 +65,10 @@ def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) 
         one, disks = DiskProbe(), Disks(folder, drive)
         work(one, disks, drive)
         one.begin(disks)  # type: ignore[arg-type]
-        assert one._asked == {drive}
+        assert one._probing == {drive}
         one.begin(disks)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
-            while one._asked:  # noqa: ASYNC110
+            while one._probing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await drive.close(5)
         return drive
@@ -85,7 +87,7 @@ def test_a_disk_that_does_not_take_it_has_a_fault(
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     monkeypatch.setattr(
-        probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
+        disk_probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
     )
     drive = probed(tmp_path, lambda *_: None)
     assert drive.faults == 1 and "the disk probe failed" in drive.writes.failure
@@ -108,7 +110,7 @@ def test_another_page_than_was_written_is_a_fault_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = iter([b"a" * 4096])
-    monkeypatch.setattr(probe.secrets, "token_bytes", lambda _: next(pages))
+    monkeypatch.setattr(disk_probe.secrets, "token_bytes", lambda _: next(pages))
 
     def work(_: DiskProbe, __: Any, drive: DirectoryDisk) -> None:
         read = drive.read_text
@@ -133,7 +135,7 @@ def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
         assert goes_on.wait(60)
         return open_direct(*arguments)
 
-    monkeypatch.setattr(probe, "open_direct", slow)
+    monkeypatch.setattr(disk_probe, "open_direct", slow)
 
     async def run() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), "it", "threads", time.monotonic)
@@ -146,7 +148,7 @@ def test_a_page_whose_file_is_there_after_its_drive_has_ended_leaves_nothing(
         goes_on.set()
         assert await closing
         async with asyncio.timeout(60):
-            while one._asked:  # noqa: ASYNC110
+            while one._probing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())

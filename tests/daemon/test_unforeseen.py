@@ -39,11 +39,11 @@ def test_what_is_looked_after_now_and_then_may_fail(
     monkeypatch.setattr(app_module, "TEND_S", 0.01)
 
     async def work(app: App) -> None:
-        assert app._server is not None and app.cold is not None
+        assert app._server is not None and app.lower.tier is not None
         monkeypatch.setattr(owner, name, planted)
         while app._server.failures["internal"] < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert app.cold.given_up == (owner is ReadQueue), "what can't be looked after is off"
+        assert app.lower.tier.given_up == (owner is ReadQueue), "what can't be looked after is off"
         monkeypatch.undo()
 
     served(tmp_path, work)
@@ -61,7 +61,7 @@ def test_what_fails_of_one_tenant_is_done_for_the_others(
     calls = Counter[str]()
 
     async def work(app: App) -> None:
-        assert app._server is not None and app.cold is not None
+        assert app._server is not None and app.lower.tier is not None
 
         def fails(self: Any, *_: Any) -> None:
             tenant = app.tenants["first"]
@@ -77,7 +77,7 @@ def test_what_fails_of_one_tenant_is_done_for_the_others(
             while calls["first"] < 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 5
-        assert not app.cold.given_up
+        assert not app.lower.tier.given_up
         monkeypatch.undo()
 
     tenants = "".join(
@@ -116,7 +116,7 @@ def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(
     tmp_path: Path,
 ) -> None:
     async def work(app: App) -> None:
-        app._cold._unmapped = True
+        app.lower._unmapped = True
         await app.tier("cold", "off")
         while (await app.tier("cold", "status"))["state"] != "off":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ def test_memory_that_could_not_be_mapped_once_is_mapped_for_the_next_cold_tier(
         while (await app.tier("cold", "status"))["state"] != "on":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         (tenant,) = app.tenants.values()
-        assert len(app._cold._movers[tenant.name].extents) == len(app.warm.extents) > 0
+        assert len(app.lower._movers[tenant.name].extents) == len(app.warm.extents) > 0
 
     served(tmp_path, work)
 
@@ -137,7 +137,7 @@ def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
     calls = Counter[str]()
 
     async def work(app: App) -> None:
-        assert app.cold is not None
+        assert app.lower.tier is not None
 
         def fails(self: Any, _: int) -> bytes:
             if self is app.tenants["first"].catalog.segments:
@@ -151,7 +151,7 @@ def test_what_is_wanted_of_one_tenant_may_fail_to_be_noted(
             while calls["first"] < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 2
-        assert not app.cold.given_up and app.cold.is_on
+        assert not app.lower.tier.given_up and app.lower.tier.is_on
         monkeypatch.undo()
 
     tenants = "".join(

@@ -30,11 +30,11 @@ def served(folder: Path, work: Callable[[App], Awaitable[None]], more: str = "")
         app = App(loaded, {name: bytes(32) for name in config.tenants}, listener)
         serving = asyncio.create_task(app.serve())
         async with asyncio.timeout(60):
-            while app._server is None or app.cold is None:
+            while app._server is None or app.lower.tier is None:
                 if serving.done():
                     await serving  # it has failed
                 await asyncio.sleep(0.01)
-            await app.cold.recovered.wait()
+            await app.lower.tier.recovered.wait()
             await work(app)
             assert not serving.done()
             os.kill(os.getpid(), signal.SIGTERM)

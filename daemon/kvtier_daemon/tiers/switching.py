@@ -3,7 +3,7 @@
 cold   drain  refuse new writes; finish those in progress; continue to read
        off    close the files, so that the disk can be removed; its blocks are misses and stay known
        on     open the directories again, scan them as at a start, and use them
-warm   drain  write all blocks that are only in memory, and all that are saved from then on, at once
+warm   drain  write all blocks that are only in memory; write new blocks when they are saved
        on     end the drain
 """
 
@@ -89,7 +89,7 @@ class Switching:
         )
         left = moving
         if tier == "warm":
-            left = sum(tenant.tier.left_to_drain for tenant in self._tenants.values())
+            left = sum(tenant.tier.writes.drain.left_blocks for tenant in self._tenants.values())
         return {
             "tier": tier,
             "state": self.state(tier),
@@ -150,7 +150,7 @@ class Switching:
                 f"warm: cannot be drained, because the cold tier does not accept writes ({why})"
             )
         for tenant in self._tenants.values():
-            tenant.tier.drain(True)
+            tenant.tier.writes.drain.begin()
 
         async def drained() -> None:
             while not self._is_drained():  # noqa: ASYNC110
@@ -161,11 +161,11 @@ class Switching:
 
     def _is_drained(self) -> bool:
         # The movers are replaced when the cold tier is switched on.
-        return all(tenant.tier.is_drained for tenant in self._tenants.values())
+        return all(tenant.tier.writes.drain.is_done for tenant in self._tenants.values())
 
     def _on_warm(self, state: str) -> None:
         for tenant in self._tenants.values():
-            tenant.tier.drain(False)
+            tenant.tier.writes.drain.end()
         if (task := self._tasks.pop("warm", None)) is not None:
             task.cancel()
         self._over("warm", ON)

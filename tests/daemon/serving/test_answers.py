@@ -233,7 +233,7 @@ def test_a_prefetch_and_a_match_of_the_same_are_two_that_ask(tmp_path: Path) -> 
         assert begun < COUNT
         planner = client.held.reads.planner
         assert planner.order._urgent[client.held.bench.tier.disks[0].link] == COUNT
-        client.mover.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
+        client.mover.pending.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
         assert not planner.order._urgent[client.held.bench.tier.disks[0].link]
         assert client.catalog.promotions.reading == COUNT, "the prefetch goes on"
 
@@ -474,7 +474,7 @@ def test_who_waits_no_more_has_nothing_held(
             client.held.reads.tend()
             client.load(12, request=7)
         elif how == "session":
-            client.mover.session_ended(ONE)
+            client.mover.pending.session_ended(ONE)
             client.catalog.end_session(ONE, gone=True)
         elif how == "forgotten":
             client.tell(wire.Forget(1, client.space, key(3)))

@@ -71,7 +71,7 @@ def test_what_a_session_held_ends_with_it_though_its_reads_cannot_be_given_back(
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         listener.setblocking(False)
-        mover: Any = SimpleNamespace(session_ended=bug)
+        mover: Any = SimpleNamespace(pending=SimpleNamespace(session_ended=bug))
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
         recorder = Recorder(tmp_path, loop.time)
         server = Server(

@@ -97,7 +97,7 @@ def test_a_mover_writes_no_more_than_its_budget(
         space = catalog.open(SPACE, SPEC, ME)
         for first in range(0, 48, commit):
             granted = catalog.reserve(ME, space, 0, 0, b"", keys(first, commit))
-            mover.saved(catalog.commit(ME, granted.lease, 0, commit))
+            mover.writes.saved(catalog.commit(ME, granted.lease, 0, commit))
         moving = asyncio.create_task(mover.run())
         for hours in range(1, 8):
             least = hours * hour

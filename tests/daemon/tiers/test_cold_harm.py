@@ -214,7 +214,7 @@ class TwoDisks(Tenant):
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
         for shelf in self.bench.tier.stores["t"]:
-            shelf._reclaim = self.mover.reclaim
+            shelf._reclaim = self.mover.reclaimer.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running = None
 
@@ -328,7 +328,7 @@ def test_a_forget_is_not_answered_while_a_head_could_not_be_taken_back(tmp_path:
         shelf.disk.write_text = failing  # type: ignore[method-assign]
         segment = shelf.log.reclaim()
         assert segment is not None
-        tenant.mover.reclaim(shelf, segment)
+        tenant.mover.reclaimer.reclaim(shelf, segment)
         await asyncio.sleep(0.2)
         said = await tenant.forget(0)
         await tenant.kill()
@@ -349,10 +349,10 @@ def test_what_was_forgotten_before_it_was_found_is_gone_though_its_client_is_too
         await tenant.kill()
         early = Tenant(tmp_path)
         early.catalog.forget(early.space, key(0))
-        early.mover.forget(early.space, key(0), None)
+        early.mover.forgets.forget(early.space, key(0), None)
         early.catalog.end_session(ONE, True)
         await early.start()
-        early.mover.repeat_early_forgets()
+        early.mover.forgets.repeat_early_forgets()
         early.space = early.catalog.open(SPACE, SPEC, ONE)
         await asyncio.sleep(0.05)
         assert not early.knows(0)
@@ -598,8 +598,8 @@ def test_a_stop_costs_nothing_that_a_kill_does_not(tmp_path: Path) -> None:
         async def slow(_: object) -> None:
             await asyncio.sleep(60)
 
-        tenant.mover._reclaimer._copy_wanted = slow  # type: ignore[method-assign]
-        tenant.mover.reclaim(shelf, segment)
+        tenant.mover.reclaimer._copy_wanted = slow  # type: ignore[method-assign]
+        tenant.mover.reclaimer.reclaim(shelf, segment)
         await asyncio.sleep(0.05)
         tenant.running.cancel()
         await asyncio.gather(tenant.running, return_exceptions=True)
@@ -631,11 +631,11 @@ def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.Mo
         return answer
 
     monkeypatch.setattr(lifecycle, "MappedExtent", mapping)
-    life = ColdLifecycle(*[Whatever()] * 5)  # type: ignore[arg-type]
-    mover, tenant = Whatever(), SimpleNamespace(name="t")
+    life = ColdLifecycle(*[Whatever()] * 4)  # type: ignore[arg-type]
+    mover = Whatever()
     life.tier, life._movers = Whatever(), {"t": mover}  # type: ignore[assignment, dict-item]
     for _ in range(2):
-        life.map(tenant, SimpleNamespace(fd=-1, nbytes=4096))  # type: ignore[arg-type]
+        life.map("t", SimpleNamespace(fd=-1, nbytes=4096))  # type: ignore[arg-type]
     assert next(answers, None) is not None, "after one that could not be mapped none is tried"
     assert mover.extents == [], f"extent 0 is read to where {mover.extents[0]} is"
 
@@ -727,7 +727,7 @@ def test_a_mover_that_is_woken_as_it_is_to_end_ends(tmp_path: Path, turns: int) 
         await tenant.start()
         assert tenant.running is not None
         await asyncio.sleep(0.01)
-        tenant.mover.saved(b"")  # as a commit does
+        tenant.mover.writes.saved(b"")  # as a commit does
         for _ in range(turns):
             await asyncio.sleep(0)
         tenant.running.cancel()

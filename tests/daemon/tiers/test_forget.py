@@ -47,7 +47,7 @@ class Tenant:
             self.memory, self.extent = self.bench.arena()
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover(name, self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
-        self.bench.tier.stores[name][0]._reclaim = self.mover.reclaim
+        self.bench.tier.stores[name][0]._reclaim = self.mover.reclaimer.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running: asyncio.Task[None] | None = None
 
@@ -66,7 +66,7 @@ class Tenant:
         granted = self.catalog.reserve(ONE, self.space, 0, 0, b"", key(number))
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         self.bench.slot(offset // BLOCK, self.memory)[:] = pattern(key(number), BLOCK)
-        self.mover.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
+        self.mover.writes.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
 
     async def on_disk(self, count: int) -> None:
         while self.mover.counts["written"] < count:  # noqa: ASYNC110
@@ -100,7 +100,7 @@ class Tenant:
         said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         keys = b"".join(map(key, numbers))
         self.catalog.forget(self.space, keys)
-        self.mover.forget(self.space, keys, said.set_result)
+        self.mover.forgets.forget(self.space, keys, said.set_result)
         return await said
 
     async def kill(self) -> None:
@@ -169,7 +169,7 @@ async def erased(tenant: Tenant) -> str:
     first = 0
     while True:
         said: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
-        tenant.mover.erase(first, lambda *all_, said=said: said.set_result(all_))
+        tenant.mover.forgets.erase(first, lambda *all_, said=said: said.set_result(all_))
         failure, first, _ = await said
         if failure or not first:
             return failure
@@ -435,13 +435,13 @@ def test_what_was_planned_is_not_written_after_it_was_forgotten(tmp_path: Path) 
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        tenant.mover._reclaimer.over.clear()  # something is being brought away
+        tenant.mover.reclaimer.over.clear()  # something is being brought away
         for number in (1, 2, 3):
             tenant.save(number)
         while not tenant.catalog.demotions.writing:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(1, 2) == ""
-        tenant.mover._reclaimer.over.set()
+        tenant.mover.reclaimer.over.set()
         await tenant.on_disk(2)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(4)) == [0, 3]
@@ -457,8 +457,8 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
         for number in (1, 2):
             tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
         evict_all(tenant)
-        tenant.mover._reclaimer.second_chance_bytes = 1 << 30
-        read, was_read = tenant.mover._reclaimer._read_all, asyncio.Event()
+        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+        read, was_read = tenant.mover.reclaimer._read_all, asyncio.Event()
 
         async def reading(*args: Any) -> bool:
             good = await read(*args)
@@ -466,9 +466,9 @@ def test_what_is_copied_is_not_written_after_it_was_forgotten(tmp_path: Path) ->
             await asyncio.sleep(0.1)
             return good
 
-        tenant.mover._reclaimer._read_all = reading  # type: ignore[method-assign]
+        tenant.mover.reclaimer._read_all = reading  # type: ignore[method-assign]
         shelf.log.reclaim()
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         await was_read.wait()
         assert await tenant.forget(1) == ""
         while first in shelf.log.others:  # noqa: ASYNC110
@@ -508,9 +508,9 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment
     for number in (1, 2):
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
     evict_all(tenant)
-    tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+    tenant.mover.reclaimer.second_chance_bytes = 1 << 30
     assert shelf.log.reclaim() is first
-    tenant.mover.reclaim(shelf, first)
+    tenant.mover.reclaimer.reclaim(shelf, first)
     while first not in shelf.releasing:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert tenant.mover.counts["written_again"] == 2
@@ -553,9 +553,9 @@ def test_what_is_forgotten_once_a_directory_is_lost_is_forgotten_when_it_is_back
         await tier.closed(volume)
         await tier.attach(open_directories([tmp_path], SIZE)[0], restored)
         assert tier.recovered.is_set()
-        tenant.mover.repeat_early_forgets()
+        tenant.mover.forgets.repeat_early_forgets()
         assert [number for number in range(8) if tenant.knows(number)] == [0, 1, 2, 4, 6, 7]
-        tier.stores["t"][0]._reclaim = tenant.mover.reclaim
+        tier.stores["t"][0]._reclaim = tenant.mover.reclaimer.reclaim
         await tenant.kill()
 
     run(work())

@@ -56,7 +56,7 @@ def test_a_mover_that_is_stopped_gives_nobody_the_slots_it_was_writing(tmp_path:
             0, one.segment, one.page, one.header_pages, one.payload_bytes, one.digest, *place
         )
         bench.tier.read([ahead] * 4000, lambda *_: None)
-        mover.saved(ids)
+        mover.writes.saved(ids)
         moving = asyncio.create_task(mover.run())
         while not bench.tier.disks[0].worker.queued[2] > 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -128,13 +128,13 @@ def test_much_is_handed_to_the_disk_some_at_a_time(
         space = catalog.open(SPACE, SPEC, SessionId(1))
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
         ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
-        mover.saved(ids)
+        mover.writes.saved(ids)
         moving = asyncio.create_task(mover.run())
         await until(lambda: mover.counts["written"] == 32)
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(900, SLOTS))
         assert granted.outcomes == bytes(SLOTS), "they did not leave memory"
         catalog.abort(SessionId(1), granted.lease)
-        assert mover.promote(space, keys(100, 32), 32)[0] == 32
+        assert mover.reads.promote(space, keys(100, 32), 32)[0] == 32
         await until(lambda: mover.counts["read"] == 32)
         assert handed == {"read": 8, "written": 8}
         moving.cancel()

@@ -174,8 +174,8 @@ def test_after_one_has_waited_in_vain_others_do_not_until_something_is_given_bac
 
 def test_how_much_of_it_is_used_and_who_waits_for_it_is_in_the_metrics(tmp_path: Path) -> None:
     async def work(app: App) -> None:
-        assert app.cold is not None
-        staging = app.cold.coding.staging
+        assert app.lower.tier is not None
+        staging = app.lower.tier.coding.staging
         staging.used, staging.waited, staging.refused = PAGE, 3, 2
         told = {
             family.name: family.samples[0].value

@@ -103,7 +103,7 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_asked_again(
         assert "switching it on failed" in cold["failure"] and cold["state"] == "off"
         assert "switching it on failed" in health(app._figures.of(None)).text
         assert not (await switched(app, "on", "on"))["failure"]
-        assert app.cold is not None and app.cold.takes
+        assert app.lower.tier is not None and app.lower.tier.takes
         await well(app)
 
     served(tmp_path, work)
@@ -140,14 +140,14 @@ def test_what_fails_while_another_tier_is_taken_over_mixes_up_no_segments(
         while (await app.tier("warm", "status"))["state"] != "drained":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await switched(app, "off", "off")
-        before = app.cold
+        before = app.lower.tier
         assert await asyncio.to_thread(loaded, 20) == 20  # wanted, for the first time
         with monkeypatch.context() as planted:
             planted.setattr(*broken, fails)
             await app.tier("cold", "on")
             told = await reached(app, "off")
         assert told["failure"] == "internal error: RuntimeError('planted'); see the daemon's log"
-        assert app.cold is before and not app._figures.of(None)["failures"]["internal"]
+        assert app.lower.tier is before and not app._figures.of(None)["failures"]["internal"]
         assert not (await switched(app, "on", "on"))["failure"]
         assert app._figures.of(None)["tiers"]["cold"]["blocks"] == 20
         await well(app)
@@ -160,10 +160,10 @@ def test_what_was_counted_is_not_forgotten_with_the_tier(tmp_path: Path) -> None
 
     async def work(app: App) -> None:
         await well(app)
-        assert app.cold is not None
-        coding = app.cold.coding
+        assert app.lower.tier is not None
+        coding = app.lower.tier.coding
         coding.failures, coding.staging.waited, coding.staging.refused = 4, 3, 2
-        app.cold.disks[0].faults = 5
+        app.lower.tier.disks[0].faults = 5
         for _ in range(2):
             await switched(app, "off", "off")
             await switched(app, "on", "on")
@@ -186,9 +186,9 @@ def test_a_tier_that_is_off_lets_go_of_the_arena_and_waits_for_no_collection(
 
     async def work(app: App) -> None:
         await well(app)
-        assert app.cold is not None
-        app.cold.room(1 << 20)
-        used, first = mapped(), weakref.ref(app.cold)
+        assert app.lower.tier is not None
+        app.lower.tier.room(1 << 20)
+        used, first = mapped(), weakref.ref(app.lower.tier)
         gc.disable()
         try:
             await switched(app, "off", "off")
@@ -224,8 +224,8 @@ def test_a_tier_that_is_still_looked_through_is_not_closed_though_it_is_drained(
         with pytest.raises(TierError, match="still reading"):
             await app.tier("cold", "off")
         goes_on.set()
-        assert app.cold is not None
-        await app.cold.recovered.wait()
+        assert app.lower.tier is not None
+        await app.lower.tier.recovered.wait()
         await switched(app, "off", "off")
 
     served(tmp_path, work)

@@ -56,7 +56,7 @@ class Cold:
     async def _open(self, folder: Path, engine: str, codec: str) -> None:
         self._tier = ColdTier(
             self._loop, open_directories([folder], 36 * MIB), 36 * MIB, SEGMENT, SHARES,
-            lambda shelf, segment: self.mover.reclaim(shelf, segment), engine,
+            lambda shelf, segment: self.mover.reclaimer.reclaim(shelf, segment), engine,
         )  # fmt: skip
         self.mover = Mover("t", self._catalog, self._tier, SLOTS * BLOCK, through=True, codec=codec)
         self.mover.extents.append(self._tier.register(self._memory))
@@ -114,8 +114,8 @@ class Cold:
         reads.reading += 1
         frames = store.frames(promoting)
         plan = Promotion(promoting, store.slots(promoting), *frames, sizes=[BLOCK])
-        self.mover._cold.reads.weigh((0, 0), {}, (), True, 5.0, float("inf"))
-        self.mover._read((0, 0), space, plan)
+        self._tier.reads.weigh((0, 0), {}, (), True, 5.0, float("inf"))
+        self.mover.reads._read((0, 0), space, plan)
         self._until(lambda: not reads.reading)
         self._catalog.holds.end((0, 0))
         return store.present(space.index, identity.group, identity.shard, identity.key)
@@ -131,7 +131,7 @@ class Cold:
             return False
         views([self._memory], granted.slots, BLOCK, True)[0][:] = data
         ids = self._catalog.commit(ME, granted.lease, 0, 1)
-        self.mover.saved(ids)
+        self.mover.writes.saved(ids)
         store = self._catalog._store
         self._until(lambda: not store.dirty(ids) and not self._catalog.demotions.writing)
         return True
@@ -157,7 +157,7 @@ class Cold:
 
     def forget(self, identity: Identity) -> None:
         self._catalog.blocks.forget(self._ids(identity))
-        self.mover.tombstone()
+        self.mover.forgets.tombstone()
 
     def used_bytes(self) -> int:
         return self._catalog.counts()["framed_bytes"]

@@ -239,7 +239,7 @@ def test_a_tombstone_of_a_segment_that_is_being_freed_is_in_no_ones_way(tmp_path
 
         shelf.disk.write_text = write  # type: ignore[method-assign]
         assert shelf.log.reclaim() is first
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         while not held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert first.stage is Stage.FREEING

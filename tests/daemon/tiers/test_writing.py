@@ -52,7 +52,7 @@ class Desk:
         granted = self.catalog.reserve(ME, self.space, 0, 0, b"", keys(first, count))
         ids = self.catalog.commit(ME, granted.lease, 0, count, b"")
         if told:
-            self.mover.saved(ids)
+            self.mover.writes.saved(ids)
         return ids
 
     async def rest(self) -> None:
@@ -208,7 +208,7 @@ def test_a_promotion_wakes(tmp_path: Path) -> None:
         )
         await desk.rest()
         desk.save(200, 2, told=False)
-        assert desk.mover.promote(desk.space, keys(100, 8), 8)[0] == 8
+        assert desk.mover.reads.promote(desk.space, keys(100, 8), 8)[0] == 8
         await desk.written(10)
         await desk.end()
 
@@ -221,9 +221,9 @@ def test_a_drain_wakes(tmp_path: Path) -> None:
         desk.save(100, 8)
         await desk.rest()
         assert not desk.mover.counts["written"], "what is to be drained was written before"
-        desk.mover.drain(True)
+        desk.mover.writes.drain.begin()
         await desk.written(8)
-        await until(lambda: desk.mover.is_drained)
+        await until(lambda: desk.mover.writes.drain.is_done)
         # What is in memory alone by then is found without being told of.
         desk.save(200, 2, told=False)
         await desk.written(10)
@@ -240,24 +240,24 @@ def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
         asked = array("I", desk.save(100, SLOTS // 2))
         await desk.rest()
         asked += array("I", desk.save(500, SLOTS // 4))
-        landed, saves = desk.mover._flusher._landed, 0
+        settle, saves = desk.mover.writes._settle, 0
         on_disk: set[int] = set()
 
-        def saved_meanwhile(blocks: list[Landed]) -> None:
+        def saved_meanwhile(blocks: list[Landed], failed: list[int]) -> None:
             nonlocal saves
-            landed(blocks)
+            settle(blocks, failed)
             for one in blocks:
                 on_disk.add(one.id)
                 saves += 1
                 desk.save(10_000 + saves)
 
-        desk.mover._flusher._landed = saved_meanwhile  # type: ignore[method-assign]
-        desk.mover.drain(True)
-        assert desk.mover.left_to_drain == len(asked)
-        await until(lambda: desk.mover.is_drained or saves > 20 * SLOTS)
-        assert desk.mover.is_drained
+        desk.mover.writes._settle = saved_meanwhile  # type: ignore[method-assign]
+        desk.mover.writes.drain.begin()
+        assert desk.mover.writes.drain.left_blocks == len(asked)
+        await until(lambda: desk.mover.writes.drain.is_done or saves > 20 * SLOTS)
+        assert desk.mover.writes.drain.is_done
         assert desk.catalog.demotions.in_memory_alone, "saves have outrun the disk"
-        assert not desk.mover.left_to_drain
+        assert not desk.mover.writes.drain.left_blocks
         assert set(asked) <= on_disk
         await desk.end()
 
@@ -279,8 +279,8 @@ def test_a_drain_is_not_over_before_what_could_not_be_written_at_first(tmp_path:
             return write(tenant, blocks, lambda landed, _: done([], [one.id for one in landed]))
 
         desk.bench.tier.write = refuse  # type: ignore[method-assign]
-        desk.mover.drain(True)
-        await until(lambda: desk.mover.is_drained)
+        desk.mover.writes.drain.begin()
+        await until(lambda: desk.mover.writes.drain.is_done)
         assert refused > 2 and not desk.catalog.demotions.in_memory_alone
         await desk.end()
 

@@ -9,19 +9,20 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError, is_alive
-from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import ColdConfig, Config
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import summed
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, shares_of
+from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
 from kvtier_daemon.tiers.cold.mover import Mover
@@ -51,28 +52,28 @@ END_S = 10.0  # that an order has to be carried out in when the daemon ends; and
 
 
 class ColdLifecycle:
-    """`tier` is None without a configured cold tier; it is another object after the tier was switched off and
-    on."""
+    """The `LowerTier` of disks. `tier` is None without a configured cold tier; it is another object after the
+    tier was switched off and on."""
 
     def __init__(
         self,
         settings: CurrentConfig,
         tenants: Mapping[str, Tenant],
         warm: WarmTier,
-        losses: Losses,
         unforeseen: InternalErrors,
     ) -> None:
+        self.name = "cold"
         self.tier: ColdTier | None = None
         self.scrub: Scrubber | None = None
         # By tenant: found on the disks, and of models that are stored otherwise now.
         self.unasked: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()  # extents that clients took pages out of
-        self._movers: dict[str, Mover] = {}  # by tenant, from the first `_take` on
+        self._movers: dict[str, Mover] = {}  # by tenant, from the first `_use` on
         self._settings = settings
         self._tenants = tenants
         self._warm = warm
-        self._losses = losses
         self._unforeseen = unforeseen
+        self._probe = DiskProbe()
         self._switching: Switching | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._moving: asyncio.Task[None] | None = None
@@ -87,6 +88,8 @@ class ColdLifecycle:
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the directories in threads, for at most `OPEN_S`; `start` continues with the others. Starts no
         transfers. Raises TierError if the configuration is wrong."""
+        if self._settings.config.cold is None:
+            return
         tier = await self._open_tier(is_start=True)
         self._use(tier)
         self._switching = Switching(
@@ -154,6 +157,53 @@ class ColdLifecycle:
         if self.scrub is not None:
             self.scrub.set_rate(config.cold.scrub_bytes)
 
+    def report(self, tenants: Collection[str]) -> dict[str, Any]:
+        """Return the status of the tier, with the figures of these tenants."""
+        tier, config = self.tier, self._settings.config
+        assert tier is not None and config.cold is not None
+        parts = [self._tenants[name] for name in tenants]
+        movers = [self._movers[name] for name in tenants]
+        counts = [tenant.catalog.counts() for tenant in parts]
+        stats = [mover.stats() for mover in movers]
+        share = sum(each.quota_bytes for each in parts) / config.warm.size_bytes
+        return {
+            "capacity_bytes": int(tier.size_bytes * share),
+            "used_bytes": sum(count["framed_bytes"] for count in counts),
+            "blocks": sum(count["framed_blocks"] for count in counts),
+            "states": summed(each.counts for each in stats),
+            "bytes": summed(each.moved_bytes for each in stats),
+            "day_bytes": sum(each.day_bytes for each in stats),
+            "day_limit_bytes": int(config.cold.daily_bytes * share),
+            "loads": summed(each.verdicts for each in stats),
+            "unasked": sum(self.unasked[name] for name in tenants),
+            "unwritten": summed(tenant.catalog.blocks.unwritten for tenant in parts),
+            "not_read": summed(tenant.catalog.promotions.failed for tenant in parts),
+            "reading": sum(tenant.catalog.promotions.reading for tenant in parts),
+            "writing": sum(tenant.catalog.demotions.writing for tenant in parts),
+            "leaving": tier.leaving,
+            "coding": {
+                "link_bytes_s": [round(link) for link in tier.bandwidths(next(iter(tenants)))],
+                "failures": tier.coding.failures,
+                "staged_bytes": tier.coding.staging.used,
+                "staged_limit_bytes": tier.coding.staging.most,
+                "waited": tier.coding.staging.waited,
+                "refused": tier.coding.staging.refused,
+                "spaces": [one for mover in movers for one in mover.choice.report()],
+            },
+            "engine": tier.engine,
+            "on": tier.is_on and tier.takes,
+            "state": self.state("cold"),
+            "given_up": tier.given_up,
+            "faults": tier.faults,
+            "failure": tier.failure,
+            "scrub": self.scrub.stats() if self.scrub is not None else None,
+        }
+
+    def probe(self) -> None:
+        """Check in the background that blocks can be written and read."""
+        if self.tier is not None and self.is_there:
+            self._probe.begin(self.tier)
+
     def tend(self) -> None:
         """Do periodic work."""
         tier = self.tier
@@ -175,9 +225,9 @@ class ColdLifecycle:
             )  # fmt: skip
         self._lost[tenant] = lost
 
-    def map(self, tenant: Tenant, extent: Extent) -> None:
+    def map(self, tenant: str, extent: Extent) -> None:
         """Register this extent with the disks. Call it in the order of the extents."""
-        tier, mover = self.tier, self._movers.get(tenant.name)
+        tier, mover = self.tier, self._movers.get(tenant)
         if tier is None or mover is None or self._unmapped or tier.off_reason or self._ended:
             return
         try:
@@ -292,7 +342,7 @@ class ColdLifecycle:
         assert cold is not None
         movers = {
             name: Mover(
-                name, tenant.catalog, tier, tenant.quota_bytes, losses=self._losses,
+                name, tenant.catalog, tier, tenant.quota_bytes, losses=tenant.losses,
                 **_write_options(config, cold, tenant),
             )
             for name, tenant in self._tenants.items()
@@ -313,7 +363,7 @@ class ColdLifecycle:
         # In the order in which they came, so that each has the number that it would have had.
         self._unmapped = False
         for extent in self._warm.extents:
-            self.map(self._tenants[extent.tenant], extent)
+            self.map(extent.tenant, extent)
         if self._tasks is not None:
             self._move_of(tier)
 
@@ -329,10 +379,10 @@ class ColdLifecycle:
         return await tier.close(timeout_s)
 
     def _dirty(self, tenant: str, ids: bytes) -> None:
-        self._movers[tenant].saved(ids)
+        self._movers[tenant].writes.saved(ids)
 
     def _reclaim(self, store: SegmentStore, segment: Segment) -> None:
-        self._movers[store.tenant].reclaim(store, segment)
+        self._movers[store.tenant].reclaimer.reclaim(store, segment)
 
     # --- while it is there -------------------------------------------------------------------
 
@@ -457,7 +507,7 @@ class ColdLifecycle:
         if not tier.recovered.is_set():
             return  # what was forgotten may yet be found in another directory
         for mover in self._movers.values():
-            mover.repeat_early_forgets()
+            mover.forgets.repeat_early_forgets()
 
     async def _keep_access_log(self, tier: ColdTier) -> None:
         """Write the access log to the indexes every few seconds."""
@@ -486,7 +536,7 @@ class ColdLifecycle:
         """Write tombstones and accesses before the end, as far as time permits."""
         until = time.monotonic() + LAST_USE_S
         for mover in self._movers.values():
-            mover.tombstone()
+            mover.forgets.tombstone()
         while time.monotonic() < until and (
             self._note_access(tier) or tier.write_accesses(USE_PIECES)
         ):

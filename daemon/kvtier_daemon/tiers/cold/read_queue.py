@@ -200,7 +200,13 @@ class ReadQueue:
         if self.planner.is_cancelling:
             self._call_back_soon()
 
+    def released(self, request: Request) -> None:
+        """Note that the request's lease was released: nothing waits for its reads unless it asks again
+        soon."""
+        self.planner.released(request)
+
     def session_ended(self, session: int) -> None:
+        """Cancel the reads that only this session waits for."""
         self._cancelled.extend(self._requests.pop(session, ()))
         self._let_go()
 

@@ -43,10 +43,10 @@ from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
 
-SECOND_CHANCE = 0.25  # of what is written may be written a second time
+SECOND_CHANCE = 0.25  # of the bytes that are written may be written a second time
 SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
-COPY_BYTES = 8 << 20  # of a segment that leaves, at a time
+COPY_BYTES = 8 << 20  # of a segment, at a time
 
 
 class Reclaimer:
@@ -58,7 +58,7 @@ class Reclaimer:
         catalog: Catalog,
         cold: ColdTier,
         budget: WriteBudget,
-        forgetting: TombstoneWriter,
+        tombstones: TombstoneWriter,
         counts: Counter[str],
         nbytes: Counter[str],
     ) -> None:
@@ -71,7 +71,7 @@ class Reclaimer:
         self._catalog = catalog
         self._cold = cold
         self._budget = budget
-        self._tombstones = forgetting
+        self._tombstones = tombstones
         self._queue: asyncio.Queue[tuple[SegmentStore, Segment]] = asyncio.Queue()
         self._copy_memory: tuple[int, int] | None = None
 
@@ -94,11 +94,10 @@ class Reclaimer:
                 await self._copy_wanted(segment)
             except Exception:
                 log.exception(
-                    "cold: internal error while copying wanted blocks out of %s; it "
-                    "is reclaimed without the rest",
-                    segment.path,
-                )
-            # As long as the segment has its epoch.
+                    "cold: internal error while copying wanted blocks out of %s; it is reclaimed without "
+                    "the rest", segment.path,
+                )  # fmt: skip
+            # Before the segment gets another epoch.
             self._tombstones.tombstone()
             self._catalog.segments.drop_segment(segment.number)
             store.release_segment(segment)
@@ -119,29 +118,20 @@ class Reclaimer:
             and self._cold.is_on
             and self._cold.takes
         ):
-            count, nbytes = 0, 0
-            while (
-                at + count < len(frames)
-                and count < WRITE_BLOCKS
-                and (not count or nbytes < COPY_BYTES)
-            ):
-                nbytes += pages(FRAME.unpack(frames[at + count])[2])
-                count += 1
-            if not await self._copy(segment, found, frames, range(at, at + count), nbytes):
+            end, nbytes = at, 0
+            while end < min(len(frames), at + WRITE_BLOCKS) and nbytes < COPY_BYTES:
+                nbytes += pages(FRAME.unpack(frames[end])[2])
+                end += 1
+            if not await self._copy(segment, found, frames, range(at, end), nbytes):
                 break
-            at += count
+            at = end
 
     async def _copy(
-        self,
-        segment: Segment,
-        found: Rescue,
-        frames: Sequence[bytes],
-        which: range,
-        nbytes: int,
+        self, segment: Segment, found: Rescue, frames: Sequence[bytes], which: range, nbytes: int
     ) -> bool:
-        """Copy these frames of a segment; False if there is no place for them, and so for no others."""
+        """Copy these frames of a segment. False if there is no place for them, and thus for no others."""
         ids, extent, offset = array("I", found.ids), self._copy_memory_of(nbytes), 0
-        # Some may be gone by now, and their ids others'.
+        # Some blocks may be forgotten, and their ids given to other blocks.
         named = self._catalog.segments.described_in(
             ids[which.start : which.stop].tobytes(), segment.number
         )
@@ -162,7 +152,7 @@ class Reclaimer:
             await self._read_all(reading, writing)
             and await self._attach_headers(reading, writing, encoded)
         ):
-            self._copy_memory = None  # the disk's until it gives it back
+            self._copy_memory = None  # the disk may still write to it
             return False
         before = dict(zip((ids[at] for at in which), frames[which.start : which.stop], strict=True))
 
@@ -184,7 +174,7 @@ class Reclaimer:
                     return False
             else:
                 if not any(store.log.has_place for store in self._cold.stores[self._tenant]):
-                    break  # it is this segment's leaving that makes a place, for these and all others
+                    break  # only the release of this segment makes a place
                 tries += 1
                 await asyncio.sleep(BEGIN_S)
         return not blocks
@@ -194,7 +184,7 @@ class Reclaimer:
         left = len(blocks)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def over(block: Incoming, code: int) -> None:
+        def ended(block: Incoming, code: int) -> None:
             nonlocal left
             left -= 1
             if code:
@@ -202,7 +192,7 @@ class Reclaimer:
             if not left and not done.done():
                 done.set_result(None)
 
-        self._cold.read(blocks, over)
+        self._cold.read(blocks, ended)
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     async def _attach_headers(
@@ -216,7 +206,7 @@ class Reclaimer:
         waiting = {block.id for block in left}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def over(block: Incoming, code: int, text: bytes) -> None:
+        def ended(block: Incoming, code: int, text: bytes) -> None:
             one = wanted.pop(block.id)
             if not code and (header := _header_of(text, one, block)):
                 coded = Coded(
@@ -228,7 +218,7 @@ class Reclaimer:
                 done.set_result(None)
 
         for block in left:
-            self._cold.read_header(block, partial(over, block))
+            self._cold.read_header(block, partial(ended, block))
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     def _rescued(self, segment: Segment, one: Landed, before: bytes) -> None:
@@ -260,4 +250,4 @@ def _header_of(text: bytes, block: Outgoing, read: Incoming) -> bytes:
 
 
 def _keep_memory() -> None:
-    """The memory that is read to is kept for the next ones."""
+    """Do nothing: the memory is used again for the next frames."""
