@@ -346,7 +346,7 @@ class App:
             for name, tenant in self.tenants.items():
                 tried(f"leases of tenant {name}", tenant.catalog.expire_leases, now)
                 tried(f"expired blocks of tenant {name}", tenant.catalog.forget_expired, now)
-            self.lower.tend()
+            self.lower.run_periodic()
             tried("clients", self._server.check_clients)
             tried("events", events.sample, self.tenants.values(), self.lower)
 
@@ -362,7 +362,7 @@ class App:
         for extent in self.warm.ready():
             tenant = self.tenants[extent.tenant]
             tenant.add(extent)
-            self.lower.map(tenant.name, extent)
+            self.lower.map(extent)
             done = format_bytes(sum(e.nbytes for e in self.warm.extents))
             self._notifier.status(f"warm tier {done} of {format_bytes(self.warm.capacity_bytes)}")
         self._update_growing()

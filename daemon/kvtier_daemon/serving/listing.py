@@ -110,7 +110,7 @@ def purge(
 
 def check_recovered(tenant: Tenant) -> None:
     """Raise Refused if the blocks on disk are not known yet."""
-    if not tenant.tier.state.is_recovered:
+    if not tenant.tier.recovery.is_complete:
         raise Refused("disk_failed", "the cold tier is still reading its segments: try again soon")
 
 

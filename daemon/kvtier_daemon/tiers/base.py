@@ -43,23 +43,19 @@ def summed(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 # --- one tenant's blocks that are not in memory --------------------------------------------------
 
 
-class TierState(Protocol):
-    """Whether the blocks can be found and read."""
+class TierRecovery(Protocol):
+    """The search for blocks from before the start."""
 
     @property
-    def is_on(self) -> bool:
-        """Whether blocks can be read now."""
+    def is_awaited(self) -> bool:
+        """Whether it is in progress, and requests may wait for it."""
 
     @property
-    def is_recovering(self) -> bool:
-        """Whether blocks from before the start are still being found, and requests may wait for that."""
+    def is_complete(self) -> bool:
+        """Whether all blocks are known."""
 
-    @property
-    def is_recovered(self) -> bool:
-        """Whether all blocks from before the start are known."""
-
-    def call_when_recovered(self, request: Request, then: Callable[[], None], /) -> None:
-        """Call `then` once when the search for blocks has ended."""
+    def call_when_ended(self, request: Request, then: Callable[[], None], /) -> None:
+        """Call `then` once when the search has ended."""
 
     def cancel_calls(self, request: Request, /) -> None:
         """Cancel the pending call of this request."""
@@ -67,6 +63,10 @@ class TierState(Protocol):
 
 class TierReads(Protocol):
     """Starts reads into memory."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks can be read now."""
 
     def promote(
         self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
@@ -146,7 +146,7 @@ class TenantTier(Protocol):
     """The parts of one tenant. A block is never in two tenants' tiers."""
 
     @property
-    def state(self) -> TierState: ...
+    def recovery(self) -> TierRecovery: ...
     @property
     def reads(self) -> TierReads: ...
     @property
@@ -162,12 +162,12 @@ class TenantTier(Protocol):
 class NullTier:
     """No tier, and all parts of it: it holds no blocks, and takes none."""
 
-    is_on = is_recovering = False
-    is_recovered = is_done = True
+    is_on = is_awaited = False
+    is_complete = is_done = True
     left_blocks = 0
 
     def __init__(self) -> None:
-        self.state = self.reads = self.pending = self.writes = self.forgets = self.drain = self
+        self.recovery = self.reads = self.pending = self.writes = self.forgets = self.drain = self
 
     def promote(self, *_: Any, **__: Any) -> Outlook:
         return 0, 0.0, "off"
@@ -182,7 +182,7 @@ class NullTier:
         return False
 
     recomputes = probe = cancel = released = session_ended = saved = begin = end = ignore
-    call_when_recovered = cancel_calls = ignore
+    call_when_ended = cancel_calls = ignore
     call_when_read = forget = erase = refuse
 
 
@@ -223,10 +223,10 @@ class LowerTier(Protocol):
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start to move blocks in these tasks."""
 
-    def map(self, tenant: str, extent: Extent) -> None:
-        """Use this extent of the tenant's memory. It is called once for each, in their order."""
+    def map(self, extent: Extent) -> None:
+        """Use this extent of a tenant's memory. It is called once for each, in their order."""
 
-    def tend(self) -> None:
+    def run_periodic(self) -> None:
         """Do periodic work. Never raises."""
 
     def probe(self) -> None:

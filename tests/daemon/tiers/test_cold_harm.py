@@ -635,7 +635,7 @@ def test_extents_that_can_not_be_mapped_move_no_other_one(monkeypatch: pytest.Mo
     mover = Whatever()
     life.tier, life._movers = Whatever(), {"t": mover}  # type: ignore[assignment, dict-item]
     for _ in range(2):
-        life.map("t", SimpleNamespace(fd=-1, nbytes=4096))  # type: ignore[arg-type]
+        life.map(SimpleNamespace(tenant="t", fd=-1, nbytes=4096))  # type: ignore[arg-type]
     assert next(answers, None) is not None, "after one that could not be mapped none is tried"
     assert mover.extents == [], f"extent 0 is read to where {mover.extents[0]} is"
 

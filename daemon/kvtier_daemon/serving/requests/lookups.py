@@ -117,7 +117,7 @@ class LookupRequests:
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
         space = catalog.space(request.space)
-        reads = tenant.tier.state.is_on
+        reads = tenant.tier.reads.is_on
         is_new = self.counted.is_new(request)
         found = catalog.match(space, request.keys, is_new, reads)
         if is_new and self._server.recorder.is_on:
@@ -162,7 +162,7 @@ class LookupRequests:
         is_new = self.counted.is_new(request)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
-        reads = tenant.tier.state.is_on
+        reads = tenant.tier.reads.is_on
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), is_new, reads, request.first,
@@ -216,13 +216,17 @@ class LookupRequests:
     def _waits_for_recovery(self, tenant: Tenant, space: KnownSpace, request: wire.Load) -> bool:
         """Whether the answer is deferred because recovery may still find missing blocks on disk. This happens
         once per request with a number, and not for longer than computing takes."""
-        if not tenant.tier.state.is_recovering or request.request in self.counted.of:
+        tier = tenant.tier
+        if (
+            not (tier.recovery.is_awaited and tier.reads.is_on)
+            or request.request in self.counted.of
+        ):
             return False
-        found = tenant.catalog.match(space, request.keys, False, tenant.tier.state.is_on)
+        found = tenant.catalog.match(space, request.keys, False, tenant.tier.reads.is_on)
         known = found.ready + found.coming
         missing = len(request.keys) // KEY_BYTES - known
         return missing > 0 and self._deferred.until_recovered(
-            tenant.tier.state, request, space.recompute_s(missing, known)
+            tier.recovery, request, space.recompute_s(missing, known)
         )
 
     def _start_reads(

@@ -204,7 +204,7 @@ class ColdLifecycle:
         if self.tier is not None and self.is_there:
             self._probe.begin(self.tier)
 
-    def tend(self) -> None:
+    def run_periodic(self) -> None:
         """Do periodic work."""
         tier = self.tier
         if tier is None or not self.is_there:
@@ -225,9 +225,9 @@ class ColdLifecycle:
             )  # fmt: skip
         self._lost[tenant] = lost
 
-    def map(self, tenant: str, extent: Extent) -> None:
+    def map(self, extent: Extent) -> None:
         """Register this extent with the disks. Call it in the order of the extents."""
-        tier, mover = self.tier, self._movers.get(tenant)
+        tier, mover = self.tier, self._movers.get(extent.tenant)
         if tier is None or mover is None or self._unmapped or tier.off_reason or self._ended:
             return
         try:
@@ -363,7 +363,7 @@ class ColdLifecycle:
         # In the order in which they came, so that each has the number that it would have had.
         self._unmapped = False
         for extent in self._warm.extents:
-            self.map(extent.tenant, extent)
+            self.map(extent)
         if self._tasks is not None:
             self._move_of(tier)
 

@@ -84,6 +84,10 @@ class Promoter:
         self._clock = clock
         self._waiting_bytes = 0  # in flight
 
+    @property
+    def is_on(self) -> bool:
+        return self._cold.is_on
+
     def promote(
         self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
@@ -248,7 +252,7 @@ class Mover:
         )
         self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
-        self.state = cold
+        self.recovery = cold
         self.pending = cold.reads
         self.forgets = TombstoneWriter(tenant, catalog, cold)
         self._tenant = tenant

@@ -683,17 +683,17 @@ class ColdTier:
                 self._loop.call_soon(then)
 
     @property
-    def is_recovering(self) -> bool:
+    def is_awaited(self) -> bool:
         """Whether a directory is being scanned, and requests may wait for the result: a scan that takes long
         is not waited for."""
-        return self.recovering > 0 and self.is_on and self._clock() < self._requests_wait_until
+        return self.recovering > 0 and self._clock() < self._requests_wait_until
 
     @property
-    def is_recovered(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the blocks of all directories are known."""
         return self.recovered.is_set()
 
-    def call_when_recovered(self, name: Hashable, then: Callable[[], None]) -> None:
+    def call_when_ended(self, name: Hashable, then: Callable[[], None]) -> None:
         """Call `then` once when no directory is being scanned."""
         self._when_recovered[name] = then
 
