@@ -34,7 +34,7 @@ codec = "{codec}"
 
 
 class ColdTierTests(TierTests):
-    capacity_bytes = SEGMENTS * SEGMENT * 9 // 10  # heads and footers need some
+    capacity_bytes = (SEGMENTS - 2) * SEGMENT * 95 // 100  # the rest is kept for the next writes
     engine = "auto"
     codec = "raw"
 
