@@ -28,8 +28,8 @@ class DiskProbe:
         self._probing: set[DirectoryDisk] = set()
 
     def begin(self, cold: ColdTier) -> None:
-        """Begin to write and read a page in each directory that accepts writes and has no probe running. The
-        results count as those of other writes and reads."""
+        """Begin to write and read a page in each directory that is on and has no probe running. The results
+        count as those of other writes and reads."""
         for directory, disk in cold.probed():
             if disk not in self._probing and disk.writes.is_on and disk.reads.is_on:
                 self._probing.add(disk)

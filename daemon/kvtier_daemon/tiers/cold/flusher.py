@@ -139,25 +139,13 @@ class Drain:
 
 
 class Flusher:
-    """Writes one tenant's blocks. `extents` are the cold tier's numbers of its extents."""
+    """The `TierWrites` of one tenant. `extents` has the cold tier's numbers of its extents."""
 
     def __init__(
-        self,
-        tenant: str,
-        catalog: Catalog,
-        cold: ColdTier,
-        extents: Sequence[int],
-        quota_bytes: int,
-        budget: WriteBudget,
-        reclaimer: Reclaimer,
-        counts: Counter[str],
-        nbytes: Counter[str],
-        choice: Choice,
-        clock: Callable[[], float],
-        *,
-        through: bool,
-        admission: str,
-    ) -> None:
+        self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], quota_bytes: int,
+        budget: WriteBudget, reclaimer: Reclaimer, counts: Counter[str], nbytes: Counter[str],
+        choice: Choice, clock: Callable[[], float], *, through: bool, admission: str,
+    ) -> None:  # fmt: skip
         self.counts = counts
         self.bytes = nbytes
         self.choice = choice
@@ -187,7 +175,6 @@ class Flusher:
             self._catalog.blocks.admission.turn_on()
 
     def saved(self, ids: bytes) -> None:
-        """Note that these blocks were committed."""
         self._saved_blocks += len(ids) // ID_BYTES
         if (
             (self._through or self.drain.is_on)

@@ -158,7 +158,6 @@ class ColdLifecycle:
             self.scrub.set_rate(config.cold.scrub_bytes)
 
     def report(self, tenants: Collection[str]) -> dict[str, Any]:
-        """Return the status of the tier, with the figures of these tenants."""
         tier, config = self.tier, self._settings.config
         assert tier is not None and config.cold is not None
         parts = [self._tenants[name] for name in tenants]
@@ -200,7 +199,6 @@ class ColdLifecycle:
         }
 
     def probe(self) -> None:
-        """Check in the background that blocks can be written and read."""
         if self.tier is not None and self.is_there:
             self._probe.begin(self.tier)
 

@@ -56,21 +56,14 @@ MOST = (1 << 32) - 1
 
 
 class Promoter:
-    """Reads one tenant's blocks. `extents` has the cold tier's numbers of its extents; `evicted` is called
-    when blocks were evicted to make room."""
+    """The `TierReads` of one tenant. `extents` has the cold tier's numbers of its extents; `evicted` is
+    called when blocks were evicted to make room."""
 
     def __init__(
-        self,
-        tenant: str,
-        catalog: Catalog,
-        cold: ColdTier,
-        extents: Sequence[int],
-        choice: Choice,
-        counts: Counter[str],
-        nbytes: Counter[str],
-        evicted: Callable[[], None],
+        self, tenant: str, catalog: Catalog, cold: ColdTier, extents: Sequence[int], choice: Choice,
+        counts: Counter[str], nbytes: Counter[str], evicted: Callable[[], None],
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.verdicts: Counter[str] = Counter(dict.fromkeys(WHY, 0))  # decisions of the planner
         self.recomputed = RecomputedBlocks()
         self.counts = counts
@@ -92,9 +85,6 @@ class Promoter:
         self, space: KnownSpace, keys: bytes, coming: int, *, request: Request | None = None,
         urgent: bool = True, within_s: float = PATIENCE_S, recompute_s: float = float("inf"),
     ) -> Outlook:  # fmt: skip
-        """Start to read the blocks of this prefix that memory lacks, if the planner expects that to be faster
-        than computing; return how many of the `coming` blocks to expect, in how many milliseconds, and the
-        reason."""
         if not self._cold.is_on:
             return 0, 0.0, "off"
         if request is None:
@@ -134,8 +124,6 @@ class Promoter:
         return max(0, coming - plan.left_out), eta_ms, said[0].why
 
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
-        """Prefetch a few of the `coming` blocks of a request that computes them because the disk is
-        unreliable, to measure whether it still is."""
         count = min(coming, PROBE_BLOCKS)
         keys = keys[: (ready + count) * KEY_BYTES]
         if sum(disk.link.may_probe() for disk in self._cold.disks):
@@ -145,8 +133,6 @@ class Promoter:
     def recomputes(
         self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int
     ) -> None:
-        """Note that a request computes the `coming` blocks after the ready ones. Prefetch those that were
-        computed before."""
         again = self.recomputed.note(keys[ready * KEY_BYTES : (ready + coming) * KEY_BYTES])
         room = (
             prefetch_limit(space.spec.block_bytes, self._catalog.promotions.reading) // space.places

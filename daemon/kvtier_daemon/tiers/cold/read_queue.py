@@ -201,8 +201,6 @@ class ReadQueue:
             self._call_back_soon()
 
     def released(self, request: Request) -> None:
-        """Note that the request's lease was released: nothing waits for its reads unless it asks again
-        soon."""
         self.planner.released(request)
 
     def session_ended(self, session: int) -> None:

@@ -53,15 +53,9 @@ class Reclaimer:
     """Reclaims one tenant's segments. `over` is set while no segment waits."""
 
     def __init__(
-        self,
-        tenant: str,
-        catalog: Catalog,
-        cold: ColdTier,
-        budget: WriteBudget,
-        tombstones: TombstoneWriter,
-        counts: Counter[str],
-        nbytes: Counter[str],
-    ) -> None:
+        self, tenant: str, catalog: Catalog, cold: ColdTier, budget: WriteBudget,
+        tombstones: TombstoneWriter, counts: Counter[str], nbytes: Counter[str],
+    ) -> None:  # fmt: skip
         self.over = asyncio.Event()
         self.over.set()
         self.second_chance_bytes = 0.0  # that may be written a second time

@@ -17,7 +17,7 @@ EARLY_BYTES = 64 << 20
 
 
 class TombstoneWriter:
-    """Writes one tenant's tombstones."""
+    """The `TierForgets` of one tenant: writes tombstones."""
 
     def __init__(self, tenant: str, catalog: Catalog, cold: ColdTier) -> None:
         self._tenant = tenant
@@ -38,8 +38,6 @@ class TombstoneWriter:
         self._catalog.segments.take_dead_frames()  # drop those: the segments have other numbers now
 
     def forget(self, space: KnownSpace, keys: bytes, done: Callable[[str], None] | None) -> bool:
-        """Make durable that these blocks are forgotten; the catalog has forgotten them already. Later `done`
-        gets the failure, or an empty text."""
         if not self._cold.recovered.is_set():
             if self._early_bytes + len(keys) > EARLY_BYTES:
                 if done is not None:
@@ -73,8 +71,6 @@ class TombstoneWriter:
         self._forgetting = None
 
     def erase(self, first: int, done: Callable[[str, int, int], None]) -> bool:
-        """Erase bytes that no block uses, in one portion of files. Later `done` gets the failure or an empty
-        text, where to continue (0 at the end), and the number of files."""
         erasing = asyncio.create_task(self._erase_on(first, done), name="erase")
         self._erasing.add(erasing)
         erasing.add_done_callback(self._erasing.discard)
