@@ -39,9 +39,8 @@ Place = tuple[int, int]  # group, shard
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """How the blocks of a space are encoded with a loss on disk; in memory they never are. `name` is the loss
-    in the space's identity, `configured` the codec in the configuration. Groups without a codec here are
-    lossless."""
+    """How the blocks of a space are encoded with a loss on disk, never in memory. `name` is the loss in the
+    space's identity, `configured` the configured codec. Groups without a codec here are lossless."""
 
     name: str
     configured: str
