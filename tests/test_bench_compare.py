@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from compare import Row
+from compare import Row  # noqa: E402
 
 
 @pytest.mark.parametrize(
