@@ -41,8 +41,8 @@ def served(
                 if serving.done():
                     await serving  # it has failed
                 await asyncio.sleep(0.01)
-            recoveries = [one.tier.recovery for one in app.tenants.values()]
-            while not all(one.is_complete for one in recoveries):  # noqa: ASYNC110
+            tenants = app.tenants.values()
+            while not all(one.tier.recovery.is_complete for one in tenants):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await work(app)
             assert not serving.done()
