@@ -133,11 +133,11 @@ class Switching:
                 self._failures[tier] = f"internal error: {error!r}; see the daemon's log"
             else:
                 return
-            self._over(tier, failed or state)
+            self._enter(tier, failed or state)
 
         self._tasks[tier] = self._loop.create_task(run(), name=f"switch {tier}")
 
-    def _over(self, tier: str, state: str) -> None:
+    def _enter(self, tier: str, state: str) -> None:
         self._states[tier] = state
         log.info("%s tier: %s", tier, state)
 
@@ -155,7 +155,7 @@ class Switching:
         async def drained() -> None:
             while not self._is_drained():  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
-            self._over("warm", DRAINED)
+            self._enter("warm", DRAINED)
 
         self._begin("warm", DRAINING, drained)
 
@@ -168,7 +168,7 @@ class Switching:
             tenant.tier.writes.drain.end()
         if (task := self._tasks.pop("warm", None)) is not None:
             task.cancel()
-        self._over("warm", ON)
+        self._enter("warm", ON)
 
     # --- cold --------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Switching:
             while any(catalog.demotions.writing for catalog in catalogs):  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
             self._failures["cold"] = await self._cold.flush()
-            self._over("cold", DRAINED)
+            self._enter("cold", DRAINED)
 
         self._begin("cold", DRAINING, drained)
 
@@ -210,7 +210,7 @@ class Switching:
                 self._failures["cold"] = (
                     "a disk hangs, so its files stay open; repair it, then restart the daemon"
                 )
-            self._over("cold", OFF)
+            self._enter("cold", OFF)
 
         self._begin("cold", CLOSING, close, OFF)
 
@@ -218,7 +218,7 @@ class Switching:
         if state in (DRAINING, DRAINED):
             self._tasks.pop("cold").cancel()
             self._cold.accepts = True
-            self._over("cold", ON)
+            self._enter("cold", ON)
         if state != OFF:
             return
         if self._hangs:
@@ -242,7 +242,7 @@ class Switching:
                     cold.off_reason = self._cold.off_reason
                     self._hangs = not await self._stop(cold, CLOSE_S)
                 raise
-            self._over("cold", ON)
+            self._enter("cold", ON)
 
         async def use(cold: ColdTier) -> None:
             for number in range(len(self._cold.segments)):

@@ -435,13 +435,13 @@ def test_what_was_planned_is_not_written_after_it_was_forgotten(tmp_path: Path) 
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        tenant.mover.reclaimer.over.clear()  # something is being brought away
+        tenant.mover.reclaimer.idle.clear()  # something is being brought away
         for number in (1, 2, 3):
             tenant.save(number)
         while not tenant.catalog.demotions.writing:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(1, 2) == ""
-        tenant.mover.reclaimer.over.set()
+        tenant.mover.reclaimer.idle.set()
         await tenant.on_disk(2)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(4)) == [0, 3]

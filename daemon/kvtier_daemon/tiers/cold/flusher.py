@@ -381,6 +381,6 @@ class Flusher:
     async def _copies_ended(self) -> None:
         try:
             async with asyncio.timeout(COPY_S):
-                await self._reclaimer.over.wait()
+                await self._reclaimer.idle.wait()
         except TimeoutError:
-            self._reclaimer.over.set()  # a disk that hangs does not delay the others
+            self._reclaimer.idle.set()  # a disk that hangs does not delay the others

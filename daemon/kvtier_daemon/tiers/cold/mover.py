@@ -90,13 +90,13 @@ class Promoter:
         if request is None:
             request = (0, (self._tenant, space.number, keys))
         catalog, reads = self._catalog, self._cold.reads
-        said: list[Verdict] = []
+        verdicts: list[Verdict] = []
 
         def accept(survey: Survey) -> bool:
             fresh = reads.bytes_of(self._load_bytes(space, survey.frames))
             joined = self._names(survey.joined)
             verdict = reads.weigh(request, fresh, joined, urgent, within_s, recompute_s)
-            said.append(verdict)
+            verdicts.append(verdict)
             return verdict.load
 
         reading = catalog.promotions.reading
@@ -105,23 +105,24 @@ class Promoter:
         limit = reading + max(room // 2, min(room, LEAST_BLOCKS))
         unreadable_segments = self._cold.unreadable_segments()
         plan = catalog.promotions.plan(space, keys, limit, unreadable_segments, accept)
-        if not said:
+        if not verdicts:
             return 0, 0.0, "not_read"
-        if said[0].first:
-            self.verdicts[said[0].why] += 1
-        if not said[0].load:
-            if said[0].first or not reads.planner.eta_s(request):
-                return 0, 0.0, said[0].why
+        verdict = verdicts[0]
+        if verdict.first:
+            self.verdicts[verdict.why] += 1
+        if not verdict.load:
+            if verdict.first or not reads.planner.eta_s(request):
+                return 0, 0.0, verdict.why
             # It starts no more reads, but waits for those that are in flight.
             plan = catalog.promotions.plan(space, keys, 0, unreadable_segments)
-        if plan.ids or said[0].first:
+        if plan.ids or verdict.first:
             self._read(request, space, plan)
         if plan.ids:
             self._evicted()  # blocks were evicted for these, so others are the coldest now
         elif not plan.joined:
             return 0, 0.0, "not_read"
-        eta_ms = max(reads.planner.eta_s(request), said[0].load_s) * 1000
-        return max(0, coming - plan.left_out), eta_ms, said[0].why
+        eta_ms = max(reads.planner.eta_s(request), verdict.load_s) * 1000
+        return max(0, coming - plan.left_out), eta_ms, verdict.why
 
     def probe(self, session: int, space: KnownSpace, keys: bytes, ready: int, coming: int) -> None:
         count = min(coming, PROBE_BLOCKS)
@@ -233,10 +234,8 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.extents: list[int] = []
-        self.counts: Counter[str] = Counter(
-            written=0, read=0, written_again=0, spoilt=0, not_read=0
-        )
-        self.bytes: Counter[str] = Counter(written=0, read=0, written_again=0)
+        self.counts = Counter(written=0, read=0, written_again=0, spoilt=0, not_read=0)
+        self.bytes = Counter(written=0, read=0, written_again=0)
         self.choice = Choice(cold.coding.rates, codec, codecs, losses, tenant)
         self.recovery = cold
         self.pending = cold.reads

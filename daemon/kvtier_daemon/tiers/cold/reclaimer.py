@@ -50,14 +50,14 @@ COPY_BYTES = 8 << 20  # of a segment, at a time
 
 
 class Reclaimer:
-    """Reclaims one tenant's segments. `over` is set while no segment waits."""
+    """Reclaims one tenant's segments. `idle` is set while no segment waits."""
 
     def __init__(
         self, tenant: str, catalog: Catalog, cold: ColdTier, budget: WriteBudget,
         tombstones: TombstoneWriter, counts: Counter[str], nbytes: Counter[str],
     ) -> None:  # fmt: skip
-        self.over = asyncio.Event()
-        self.over.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.second_chance_bytes = 0.0  # that may be written a second time
         self.counts = counts
         self.bytes = nbytes
@@ -78,7 +78,7 @@ class Reclaimer:
     def reclaim(self, store: SegmentStore, segment: Segment) -> None:
         """Queue this segment."""
         self._queue.put_nowait((store, segment))
-        self.over.clear()
+        self.idle.clear()
 
     async def run(self) -> None:
         """Reclaim queued segments until the task is cancelled."""
@@ -96,7 +96,7 @@ class Reclaimer:
             self._catalog.segments.drop_segment(segment.number)
             store.release_segment(segment)
             if self._queue.empty():
-                self.over.set()
+                self.idle.set()
 
     async def _copy_wanted(self, segment: Segment) -> None:
         """Copy the blocks of a segment that were requested again and are only in it."""
