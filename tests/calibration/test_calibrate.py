@@ -247,7 +247,7 @@ def test_latents_are_calibrated_and_their_rope_part_stays_exact(
         weights="rev:1",
     )  # fmt: skip
     for codec in ("ecsq-hi", "cachegen-lo"):
-        assert isinstance(Losses([("latents", codec)], [profile]).look(spec), Loss)
+        assert isinstance(Losses([("latents", codec)], [profile]).find(spec), Loss)
     levels = {one["codec"]: one for one in json.loads(told)["levels"]}
     assert levels["ecsq-hi"]["bits"] > levels["ecsq-mid"]["bits"] > levels["ecsq-lo"]["bits"]
     _check_what_was_said(path, profile, levels, text)

@@ -17,9 +17,11 @@ import pytest
 from kvtier.errors import TierError
 from kvtier_daemon import probe
 from kvtier_daemon.catalog import Catalog
-from kvtier_daemon.probe import DiskProbe, Probe
+from kvtier_daemon.probe import Probe
+from kvtier_daemon.tiers.cold import disk_probe
 from kvtier_daemon.tiers.cold.directory import open_direct
 from kvtier_daemon.tiers.cold.disk import DirectoryDisk
+from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 
 
 def test_a_probed_block_is_read_back_repeatedly() -> None:
@@ -62,10 +64,10 @@ def probed(folder: Path, work: Callable[[DiskProbe, Any, DirectoryDisk], None]) 
         one, disks = DiskProbe(), Disks(folder, drive)
         work(one, disks, drive)
         one.begin(disks)  # type: ignore[arg-type]
-        assert one._asked == {drive}
+        assert one._probing == {drive}
         one.begin(disks)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
-            while one._asked:  # noqa: ASYNC110
+            while one._probing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await drive.close(5)
         return drive
@@ -84,7 +86,7 @@ def test_a_disk_that_does_not_accept_the_page_has_a_fault(
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     monkeypatch.setattr(
-        probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
+        disk_probe, "open_direct", lambda *_: os.open(tmp_path / "file", os.O_RDONLY | os.O_CLOEXEC)
     )
     drive = probed(tmp_path, lambda *_: None)
     assert drive.faults == 1 and "the disk probe failed" in drive.writes.failure
@@ -107,7 +109,7 @@ def test_a_page_that_is_read_back_changed_is_a_read_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = iter([b"a" * 4096])
-    monkeypatch.setattr(probe.secrets, "token_bytes", lambda _: next(pages))
+    monkeypatch.setattr(disk_probe.secrets, "token_bytes", lambda _: next(pages))
 
     def work(_: DiskProbe, __: Any, drive: DirectoryDisk) -> None:
         read = drive.read_text
@@ -132,7 +134,7 @@ def test_a_probe_file_created_after_the_disk_was_closed_is_removed(
         assert may_continue.wait(60)
         return open_direct(*arguments)
 
-    monkeypatch.setattr(probe, "open_direct", slow)
+    monkeypatch.setattr(disk_probe, "open_direct", slow)
 
     async def run() -> None:
         drive = DirectoryDisk(asyncio.get_running_loop(), "it", "threads", time.monotonic)
@@ -145,7 +147,7 @@ def test_a_probe_file_created_after_the_disk_was_closed_is_removed(
         may_continue.set()
         assert await closing
         async with asyncio.timeout(60):
-            while one._asked:  # noqa: ASYNC110
+            while one._probing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())

@@ -40,11 +40,11 @@ def test_a_failing_periodic_task_is_logged_and_retried(
     monkeypatch.setattr(app_module, "TEND_S", 0.01)
 
     async def work(app: App) -> None:
-        assert app._server is not None and app.cold is not None
+        assert app._server is not None and app.lower.tier is not None
         monkeypatch.setattr(owner, name, planted)
         while app._server.failures["internal"] < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert app.cold.directories.given_up == (owner is PendingRequests), (
+        assert app.lower.tier.directories.given_up == (owner is PendingRequests), (
             "what can't be looked after is off"
         )
         monkeypatch.undo()
@@ -64,7 +64,7 @@ def test_a_periodic_task_that_fails_for_one_tenant_runs_for_the_others(
     calls = Counter[str]()
 
     async def work(app: App) -> None:
-        assert app._server is not None and app.cold is not None
+        assert app._server is not None and app.lower.tier is not None
 
         def fails(self: Any, *_: Any) -> None:
             tenant = app.tenants["first"]
@@ -80,7 +80,7 @@ def test_a_periodic_task_that_fails_for_one_tenant_runs_for_the_others(
             while calls["first"] < 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 5
-        assert not app.cold.directories.given_up
+        assert not app.lower.tier.directories.given_up
         monkeypatch.undo()
 
     tenants = "".join(
@@ -119,8 +119,8 @@ def test_memory_whose_mapping_failed_is_mapped_for_the_next_cold_tier(
     tmp_path: Path,
 ) -> None:
     async def work(app: App) -> None:
-        assert app._cold.extents is not None
-        app._cold.extents.failed = True
+        assert app.lower.extents is not None
+        app.lower.extents.failed = True
         await app.tier("cold", "off")
         while (await app.tier("cold", "status"))["state"] != "off":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -141,7 +141,7 @@ def test_a_failure_to_record_uses_of_one_tenant_does_not_affect_the_others(
     calls = Counter[str]()
 
     async def work(app: App) -> None:
-        assert app.cold is not None
+        assert app.lower.tier is not None
 
         def fails(self: Any, _: int) -> bytes:
             if self is app.tenants["first"].catalog.segments:
@@ -155,7 +155,7 @@ def test_a_failure_to_record_uses_of_one_tenant_does_not_affect_the_others(
             while calls["first"] < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert calls["second"] >= 2
-        assert not app.cold.directories.given_up and app.cold.reader.is_on
+        assert not app.lower.tier.directories.given_up and app.lower.tier.reader.is_on
         monkeypatch.undo()
 
     tenants = "".join(

@@ -213,7 +213,7 @@ codecs = ["lossy*={asked}"]
 
 def latents_once_lost(asked: str, spec: KvSpec, position: int, block: bytes) -> bytes:
     """The latents after one loss, by the kernels, part by part."""
-    loss = Losses([(spec.model, asked)], [profile_of(MLA, exact_dims=32)]).look(spec)
+    loss = Losses([(spec.model, asked)], [profile_of(MLA, exact_dims=32)]).find(spec)
     assert isinstance(loss, Loss)
     codec, back = loss.codec(0, 0), bytearray(len(block))
     assert codec is not None

@@ -140,7 +140,7 @@ def test_pages_in_a_known_order_have_heads_and_dims() -> None:
         assert (group.kv_heads, group.head_dim, group.opaque_bytes) == (2, 32, 0)
     assert spec.group_block_bytes(0) == described(full(**HEADS)).group_block_bytes(0)
     assert order_of(spec, 0) is not None and order_of(spec, 1) is not None
-    assert isinstance(Losses([("tiny", "q8")]).look(spec), Loss)
+    assert isinstance(Losses([("tiny", "q8")]).find(spec), Loss)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_pages_in_a_known_order_have_heads_and_dims() -> None:
 def test_pages_of_an_unknown_order_or_size_are_opaque(spec: Callable[[], KvSpec]) -> None:
     found = spec()
     assert all(group.opaque_bytes and not group.kv_heads for group in found.cache_groups)
-    assert Losses([("tiny", "q8")]).look(found) in ("opaque", "dtype")
+    assert Losses([("tiny", "q8")]).find(found) in ("opaque", "dtype")
 
 
 LATENT_DIMS = {"kv_lora_rank": 48, "qk_rope_head_dim": 16}
@@ -179,10 +179,10 @@ def test_pages_of_latents_have_dims_and_those_that_are_exact() -> None:
     assert (group.kv_heads, group.head_dim, group.parts, group.shards) == (1, 64, 1, 1)
     assert spec.block_bytes == 2 * 16 * 64 * 2
     profile = profile_of(spec, exact_dims=16)
-    assert isinstance(Losses([("tiny", "ecsq-mid")], [profile]).look(spec), Loss)
-    assert Losses([("tiny", "q8")]).look(spec) == "opaque"
+    assert isinstance(Losses([("tiny", "ecsq-mid")], [profile]).find(spec), Loss)
+    assert Losses([("tiny", "q8")]).find(spec) == "opaque"
     other = profile_of(spec, exact_dims=8)
-    assert Losses([("tiny", "ecsq-mid")], [other]).look(spec) == "shape"
+    assert Losses([("tiny", "ecsq-mid")], [other]).find(spec) == "shape"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_latents_of_other_dims_or_sizes_are_opaque(spec: Callable[[], KvSpec]) -
     (group,) = found.cache_groups
     assert group.opaque_bytes and not group.kv_heads
     profile = profile_of(latent(), exact_dims=16)
-    assert Losses([("tiny", "ecsq-mid")], [profile]).look(found) in ("opaque", "dtype")
+    assert Losses([("tiny", "ecsq-mid")], [profile]).find(found) in ("opaque", "dtype")
 
 
 def test_a_window_needs_what_the_next_token_sees() -> None:

@@ -76,7 +76,7 @@ class Bench:
         self.codes: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
         shares = dict.fromkeys(tenants, share / len(tenants))
-        options = StoreOptions(SEGMENT, shares, engine)
+        options = StoreOptions(size, SEGMENT, shares, engine)
         self.tier = ColdTier(self.loop, open_directories(folders, size), options, self.leave)
         self.choice = Choice(self.tier.coding.rates, codec)  # for every second block
         self.memory, self.extent = self.arena()

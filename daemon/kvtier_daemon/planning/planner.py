@@ -209,7 +209,7 @@ class Planner:
         promised = request.recompute_s < float("inf")
         shared = self._forecast.shared(joined)
         if known is None and urgent and not promised:
-            # Short loads precede long ones.
+            # A short load is read before a long one.
             request.rank_at = now + min(within_s, RANK_TIMES * alone_s(new))
         why = self._forecast.reason(request, new, shared, now)
         if why == "crowded" and not promised:

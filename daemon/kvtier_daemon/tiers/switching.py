@@ -3,7 +3,7 @@
 cold   drain  refuse new writes; finish those in progress; continue to read
        off    close the files, so that the disk can be removed; its blocks are misses and stay known
        on     open the directories again, scan them as at a start, and use them
-warm   drain  write all blocks that are only in memory, and later saves at once
+warm   drain  write all blocks that are only in memory; write new blocks when they are saved
        on     end the drain
 """
 
@@ -85,7 +85,7 @@ class Switching:
         )
         left = moving
         if tier == "warm":
-            left = sum(tenant.tier.left_to_drain for tenant in self._tenants.values())
+            left = sum(tenant.tier.writes.drain.left_blocks for tenant in self._tenants.values())
         return {
             "tier": tier,
             "state": self.state(tier),
@@ -129,11 +129,11 @@ class Switching:
                 self._failures[tier] = f"internal error: {error!r}; see the daemon's log"
             else:
                 return
-            self._over(tier, failed or state)
+            self._enter(tier, failed or state)
 
         self._tasks[tier] = self._loop.create_task(run(), name=f"switch {tier}")
 
-    def _over(self, tier: str, state: str) -> None:
+    def _enter(self, tier: str, state: str) -> None:
         self._states[tier] = state
         log.info("%s tier: %s", tier, state)
 
@@ -146,25 +146,25 @@ class Switching:
                 f"warm: cannot be drained, because the cold tier does not accept writes ({why})"
             )
         for tenant in self._tenants.values():
-            tenant.tier.drain(True)
+            tenant.tier.writes.drain.begin()
 
         async def drained() -> None:
             while not self._is_drained():  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
-            self._over("warm", DRAINED)
+            self._enter("warm", DRAINED)
 
         self._begin("warm", DRAINING, drained)
 
     def _is_drained(self) -> bool:
         # The movers are replaced when the cold tier is switched on.
-        return all(tenant.tier.is_drained for tenant in self._tenants.values())
+        return all(tenant.tier.writes.drain.is_done for tenant in self._tenants.values())
 
     def _on_warm(self, state: str) -> None:
         for tenant in self._tenants.values():
-            tenant.tier.drain(False)
+            tenant.tier.writes.drain.end()
         if (task := self._tasks.pop("warm", None)) is not None:
             task.cancel()
-        self._over("warm", ON)
+        self._enter("warm", ON)
 
     # --- cold --------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Switching:
             while any(catalog.demotions.writing for catalog in catalogs):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
             self._failures["cold"] = await self._cold.flush()
-            self._over("cold", DRAINED)
+            self._enter("cold", DRAINED)
 
         self._begin("cold", DRAINING, drained)
 
@@ -206,7 +206,7 @@ class Switching:
                 self._failures["cold"] = (
                     "a disk hangs, so its files stay open; repair it, then restart the daemon"
                 )
-            self._over("cold", OFF)
+            self._enter("cold", OFF)
 
         self._begin("cold", CLOSING, close, OFF)
 
@@ -214,7 +214,7 @@ class Switching:
         if state in (DRAINING, DRAINED):
             self._tasks.pop("cold").cancel()
             self._cold.writer.accepts = True
-            self._over("cold", ON)
+            self._enter("cold", ON)
         if state != OFF:
             return
         if self._hangs:
@@ -238,7 +238,7 @@ class Switching:
                     cold.off_reason = self._cold.off_reason
                     self._hangs = not await self._stop(cold, CLOSE_S)
                 raise
-            self._over("cold", ON)
+            self._enter("cold", ON)
 
         async def use(cold: ColdTier) -> None:
             for number in range(len(self._cold.table.segments)):

@@ -110,7 +110,7 @@ def test_codecs_see_the_same_values_in_every_order(order: str, asked: str) -> No
     block = np.concatenate([page_of(order, *layer) for layer in parts]).tobytes()
     found = []
     for spec, source in ((PLAIN, plain), (ordered(order), block)):
-        loss = Losses([("order", asked)], [profile_of(PLAIN)]).look(spec)
+        loss = Losses([("order", asked)], [profile_of(PLAIN)]).find(spec)
         assert isinstance(loss, Loss)
         codec = loss.codec(0, 0)
         assert codec is not None
@@ -156,7 +156,7 @@ def test_one_layer_can_be_decoded_alone_but_not_half_of_one() -> None:
 def test_an_invalid_order_is_opaque(order: str) -> None:
     spec = ordered(order)
     assert order_of(spec, 0) is None
-    assert Losses([("order", "q8")]).look(spec) == OPAQUE
+    assert Losses([("order", "q8")]).find(spec) == OPAQUE
 
 
 def test_an_order_without_heads_is_opaque() -> None:
@@ -174,7 +174,7 @@ def test_analysing_a_large_page_takes_as_long_as_a_small_one() -> None:
             layout="page:hpdt|hptd",
         ).checked()  # fmt: skip
         began = time.thread_time()
-        assert isinstance(Losses([("order", "q8")]).look(spec), Loss)
+        assert isinstance(Losses([("order", "q8")]).find(spec), Loss)
         return time.thread_time() - began
 
     small = min(seconds(1, 480) for _ in range(5))
@@ -285,7 +285,7 @@ def test_frames_of_any_order_equal_those_of_the_model(
         "order", layers=2, kv_heads=heads, head_dim=dims, block_tokens=tokens, dtype=dtype,
         layout=f"page:{text}",
     )  # fmt: skip
-    loss = Losses([("order", asked)], [profile_of(spec)]).look(spec)
+    loss = Losses([("order", asked)], [profile_of(spec)]).find(spec)
     assert isinstance(loss, Loss)
     codec = loss.codec(0, 0)
     assert isinstance(codec, Arranged)

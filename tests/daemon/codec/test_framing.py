@@ -242,7 +242,7 @@ LOSSY_SPECS = {
 
 def lossy_codec(spec: KvSpec, asked: str) -> Codec:
     exact = 16 if spec is LATENT else 0
-    found = Losses([(spec.model, asked)], [profile_of(spec, exact_dims=exact)]).look(spec)
+    found = Losses([(spec.model, asked)], [profile_of(spec, exact_dims=exact)]).find(spec)
     assert isinstance(found, Loss), found
     codec = found.codec(0, 0)
     assert codec is not None

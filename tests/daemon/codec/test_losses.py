@@ -35,7 +35,7 @@ def test_a_loss_is_part_of_the_identity(codec: str) -> None:
     assert losses("r32").identity(SPEC, "t") == plain
     assert found.identity(spec_of("other"), "t") == space_id(spec_of("other"), "t")
     loss = found.of(identity, SPEC, "t")
-    assert loss is not None and loss is found.look(SPEC)
+    assert loss is not None and loss is found.find(SPEC)
     codec_of = loss.codec(0, 0)
     assert codec_of is not None and codec_of.name == codec and codec_of.lossy
     # A space of another configuration, or of none, does not get this tenant's loss.
@@ -84,7 +84,7 @@ def test_a_space_that_can_not_have_the_codec_is_lossless_with_a_reason(
     spec: KvSpec, codec: str, why: str
 ) -> None:
     found = Losses([("model*", codec)], [profile_of(SPEC)])
-    assert found.look(spec) == why
+    assert found.find(spec) == why
     identity = found.identity(spec, "t")
     assert identity == space_id(spec, "t")
     choice = Choice(Rates(), "auto", [("model*", codec)], found, "t")
@@ -101,7 +101,7 @@ def test_opaque_groups_of_a_lossy_space_stay_lossless() -> None:
         Group(layers=1, opaque_bytes=4096),
     ]
     spec = KvSpec.groups(groups, model="model", dtype="bfloat16", block_tokens=16, weights="w")
-    loss = losses("q8").look(spec)
+    loss = losses("q8").find(spec)
     assert isinstance(loss, Loss)
     assert [loss.codec(number, 0) is not None for number in range(3)] == [True, False, False]
 
@@ -112,14 +112,14 @@ def test_the_profile_of_the_weights_is_preferred_and_two_such_profiles_are_refus
     assert Losses(asked, both).identity(SPEC, "t") == Losses(asked, both[:1]).identity(SPEC, "t")
     other = spec_of("model", weights="rev:2")
     assert Losses(asked, both).identity(other, "t") == Losses(asked, both[1:]).identity(other, "t")
-    assert Losses(asked, both[:1]).look(other) == NO_PROFILE
+    assert Losses(asked, both[:1]).find(other) == NO_PROFILE
     with pytest.raises(ProfileError, match="two profiles exist for model"):
         Losses(asked, [both[1], both[1]])
 
 
 def test_ranks_use_their_own_part_of_a_profile() -> None:
     spec = spec_of("model", tensor_parallel=2)
-    loss = losses("ecsq-mid").look(spec)
+    loss = losses("ecsq-mid").find(spec)
     assert isinstance(loss, Loss)
     codecs = [loss.codec(0, shard) for shard in range(3)]
     assert codecs[2] is None
@@ -128,14 +128,14 @@ def test_ranks_use_their_own_part_of_a_profile() -> None:
 
 def test_a_latent_uses_a_profile_that_keeps_the_same_number_of_dims() -> None:
     fits, other = profile_of(MLA, exact_dims=16), profile_of(MLA, exact_dims=8)
-    assert isinstance(Losses([("model", "ecsq-mid")], [fits]).look(MLA), Loss)
-    assert Losses([("model", "ecsq-mid")], [other]).look(MLA) == SHAPE
+    assert isinstance(Losses([("model", "ecsq-mid")], [fits]).find(MLA), Loss)
+    assert Losses([("model", "ecsq-mid")], [other]).find(MLA) == SHAPE
 
 
 def test_models_without_a_needed_profile_are_reported() -> None:
     asked = [("model", "ecsq-mid"), ("mod*", "cachegen-lo"), ("*", "q8"), ("x", "ecsq-lo")]
-    assert Losses(asked, [profile_of(SPEC)]).wanting() == [("x", "ecsq-lo")]
-    assert len(Losses(asked).wanting()) == 3
+    assert Losses(asked, [profile_of(SPEC)]).without_profile() == [("x", "ecsq-lo")]
+    assert len(Losses(asked).without_profile()) == 3
 
 
 def test_many_spaces_of_one_model_share_their_codec() -> None:
@@ -143,7 +143,7 @@ def test_many_spaces_of_one_model_share_their_codec() -> None:
     some = {
         id(loss.codec(0, 0))
         for number in range(300)
-        if isinstance(loss := found.look(spec_of("model", engine=str(number))), Loss)
+        if isinstance(loss := found.find(spec_of("model", engine=str(number))), Loss)
     }
     assert len(some) == 1
 

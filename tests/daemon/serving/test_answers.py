@@ -231,7 +231,7 @@ def test_a_prefetch_and_a_match_of_the_same_prefix_are_two_requests(tmp_path: Pa
         assert begun < COUNT
         planner = client.held.reads.planner
         assert planner.order._urgent[client.held.bench.first.disk.link] == COUNT
-        client.mover.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
+        client.mover.pending.cancel((ONE, (client.space, 32 * COUNT, key(COUNT - 1))))
         assert not planner.order._urgent[client.held.bench.first.disk.link]
         assert client.catalog.promotions.reading == COUNT, "the prefetch goes on"
 
@@ -473,7 +473,7 @@ def test_a_request_that_ended_has_no_blocks_held(
             client.held.reads.pending.expire()
             client.load(12, request=7)
         elif how == "session":
-            client.mover.session_ended(ONE)
+            client.mover.pending.session_ended(ONE)
             client.catalog.end_session(ONE, gone=True)
         elif how == "forgotten":
             client.tell(wire.Forget(1, client.space, key(3)))

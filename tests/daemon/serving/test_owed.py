@@ -15,6 +15,7 @@ from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.observing.events import EventFeed
 from kvtier_daemon.planning import WHY
 from kvtier_daemon.serving.requests import Requests
+from kvtier_daemon.tiers.base import NullTier
 from kvtier_kernels import Store
 from support.specs import spec_of
 
@@ -42,14 +43,8 @@ class Asking:
         self.catalog._reading.find = lambda space, keys: (*self.there, [])  # type: ignore[method-assign]
         hold = SimpleNamespace(id=1, token=b"")
         self.catalog._reading.hold = lambda *_: hold  # type: ignore
-        self.tier: Any = SimpleNamespace(
-            is_on=True,
-            promote=lambda *_, **__: (self.told[0], 1.0, self.told[1]),
-            recomputes=lambda *_: None,
-            probe=lambda *_: None,
-            cancel=lambda _: None,
-            is_recovering=False,
-        )
+        self.tier: Any = NullTier()
+        self.tier.promote = lambda *_, **__: (self.told[0], 1.0, self.told[1])
         tenant = SimpleNamespace(name="t", catalog=self.catalog, tier=self.tier)
         self.tenant: Any = tenant
         server: Any = SimpleNamespace(

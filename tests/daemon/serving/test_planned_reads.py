@@ -80,15 +80,15 @@ def test_a_cancelled_request_leaves_no_read_and_no_slot(tmp_path: Path) -> None:
         await tenant.on_disk_alone(24)
         for how in ("cancelled", "session"):
             before = len(tenant.read)
-            asked = tenant.mover.promote(tenant.space, keys(24), 24, request=(7, how))
+            asked = tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(7, how))
             assert (asked[0], asked[2]) == (24, "unknown")
             await tenant.turn()
             begun = len(tenant.read) - before
             assert 0 < begun < 24
             if how == "cancelled":
-                tenant.mover.cancel((7, how))
+                tenant.mover.pending.cancel((7, how))
             else:
-                tenant.mover.session_ended(7)
+                tenant.mover.pending.session_ended(7)
             assert tenant.catalog.promotions.reading == begun
             await tenant.submit_reads()
             assert len(tenant.read) - before == begun, "others were read all the same"
@@ -109,11 +109,11 @@ def test_a_declined_request_starts_no_read_and_takes_no_slot(tmp_path: Path) -> 
         await tenant.on_disk_alone(20)
         evicted = dict(tenant.catalog.blocks.evicted)
         for again in (0, 1):
-            asked = tenant.mover.promote(
+            asked = tenant.mover.reads.promote(
                 tenant.space, keys(20), 20, request=(1, 1), recompute_s=20 * BLOCK / 1e12
             )
             assert asked == (0, 0.0, "slower"), again
-        assert tenant.mover.verdicts["slower"] == 1
+        assert tenant.mover.reads.verdicts["slower"] == 1
         await tenant.turn()
         assert (tenant.read, tenant.catalog.promotions.reading) == ([], 0)
         assert dict(tenant.catalog.blocks.evicted) == evicted
@@ -130,16 +130,16 @@ def test_blocks_declined_twice_are_promoted_in_the_background(tmp_path: Path) ->
         await tenant.on_disk_alone(20)
         granted = tenant.catalog.reserve(ONE, tenant.space, 0, 0, b"", keys(20))
         assert granted.lease == 0, "it is there already"
-        tenant.mover.recomputes(1, tenant.space, keys(20), 0, 12)
+        tenant.mover.reads.recomputes(1, tenant.space, keys(20), 0, 12)
         assert tenant.catalog.promotions.reading == 0, "once is not enough"
-        tenant.mover.recomputes(2, tenant.space, keys(20), 2, 18)
+        tenant.mover.reads.recomputes(2, tenant.space, keys(20), 2, 18)
         assert tenant.catalog.promotions.reading == 12
         link = tenant.bench.first.disk.link
         assert tenant.reads.planner.order.may_write(link), "others wait for none of it"
         await tenant.submit_reads()
         assert tenant.catalog.match(tenant.space, keys(20)) == Found(12, 8)
-        tenant.mover.recomputes(1, tenant.space, keys(20), 12, 8)
-        tenant.mover.session_ended(1)
+        tenant.mover.reads.recomputes(1, tenant.space, keys(20), 12, 8)
+        tenant.mover.pending.session_ended(1)
         assert tenant.catalog.promotions.reading == 0, "who asked is gone, and it was not begun"
         await tenant.end()
 
@@ -153,9 +153,9 @@ def test_background_promotions_leave_room_for_requests(
         monkeypatch.setattr(recomputed, "LIMIT_BYTES", 1)
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(24)
-        assert tenant.mover.promote(tenant.space, keys(6), 6, request=(1, 1))[0] == 6
+        assert tenant.mover.reads.promote(tenant.space, keys(6), 6, request=(1, 1))[0] == 6
         for _ in range(3):
-            tenant.mover.recomputes(2, tenant.space, keys(24), 6, 18)
+            tenant.mover.reads.recomputes(2, tenant.space, keys(24), 6, 18)
             assert tenant.catalog.promotions.reading <= recomputed.LEAST_BLOCKS < 24
         assert tenant.catalog.promotions.reading == recomputed.LEAST_BLOCKS
         await tenant.end()
@@ -168,10 +168,10 @@ def test_requests_for_the_same_blocks_share_reads(tmp_path: Path) -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
         for request in ((1, 1), (1, 1), (2, 1), (3, 5)):
-            assert tenant.mover.promote(tenant.space, keys(20), 20, request=request)[0] == 20
+            assert tenant.mover.reads.promote(tenant.space, keys(20), 20, request=request)[0] == 20
         await tenant.turn()
-        tenant.mover.cancel((1, 1))
-        tenant.mover.session_ended(3)
+        tenant.mover.pending.cancel((1, 1))
+        tenant.mover.pending.session_ended(3)
         await tenant.submit_reads()
         assert len(tenant.read) == len({block.id for block in tenant.read}) == 20
         assert tenant.catalog.match(tenant.space, keys(20)).ready == 20
@@ -192,7 +192,7 @@ def test_a_late_request_is_given_up_with_the_reason_late(
         await tenant.on_disk_alone(24)
         planner, now = tenant.reads.planner, [tenant.reads.planner._clock()]
         monkeypatch.setattr(planner, "_clock", lambda: now[0])
-        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
+        assert tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
         await tenant.turn()
         begun = len(tenant.read)
         assert 0 < begun < 24
@@ -200,7 +200,7 @@ def test_a_late_request_is_given_up_with_the_reason_late(
         tenant.reads.pending.expire()
         assert tenant.catalog.promotions.reading == begun
         assert tenant.mover.counts["not_read"] == 24 - begun
-        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[2] == "late"
+        assert tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(1, 1))[2] == "late"
         await tenant.end()
 
     run(late())
@@ -223,10 +223,10 @@ def test_many_blocks_are_queued_and_returned_in_parts(
         planner, segments = tenant.reads.planner, tenant.bench.tier.table.segments
         link = tenant.bench.first.disk.link
         link.wrote(1 << 30)  # writes have used their share
-        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
+        assert tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(7, 1))[0] == 24
         assert planner.eta_s((7, 1)) == pytest.approx(24 * BLOCK / read_order.GUESS_BYTES_S)
         # Another request waits for the same blocks, and must be informed of each of them.
-        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(8, 1))[0] == 24
+        assert tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(8, 1))[0] == 24
         assert len(planner.order) == 3
         for turn in range(turns):
             assert len(planner.order) <= 3 * (turn + 1)
@@ -236,9 +236,9 @@ def test_many_blocks_are_queued_and_returned_in_parts(
             assert (len(planner.order), planner.order.waits) == (24, 48)
         for request in ((8, 1), (7, 1)):
             if how == "cancelled":
-                tenant.mover.cancel(request)
+                tenant.mover.pending.cancel(request)
             elif how == "session":
-                tenant.mover.session_ended(request[0])
+                tenant.mover.pending.session_ended(request[0])
         if how == "late":
             now = planner._clock() + PATIENCE_S + 0.01
             monkeypatch.setattr(planner, "_clock", lambda: now)
@@ -275,8 +275,11 @@ def test_the_end_of_a_session_does_not_affect_another_tenant(
         for tenant in two:
             await tenant.on_disk_alone(24)
         for session, tenant in enumerate(two):
-            assert tenant.mover.promote(tenant.space, keys(24), 24, request=(session, 1))[0] == 24
-        goes.mover.session_ended(0)
+            assert (
+                tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(session, 1))[0]
+                == 24
+            )
+        goes.mover.pending.session_ended(0)
         while sum(tenant.mover.counts["not_read"] for tenant in two) < 24:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert (goes.mover.counts["not_read"], stays.mover.counts["not_read"]) == (24, 0)
@@ -304,7 +307,7 @@ def test_an_error_while_returning_a_block_is_counted_and_the_others_are_returned
     async def bugs() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(24)
-        plain, returned, failures = tenant.mover._have_read, list[int](), list[str]()
+        plain, returned, failures = tenant.mover.reads._have_read, list[int](), list[str]()
 
         def have_read(block: Incoming, code: int, waited: Sequence[Request]) -> None:
             returned.append(block.id)
@@ -312,15 +315,15 @@ def test_an_error_while_returning_a_block_is_counted_and_the_others_are_returned
                 raise RuntimeError("planted")
             plain(block, code, waited)
 
-        monkeypatch.setattr(tenant.mover, "_have_read", have_read)
+        monkeypatch.setattr(tenant.mover.reads, "_have_read", have_read)
         tenant.bench.loop.set_exception_handler(lambda _, said: failures.append(said["message"]))
-        assert tenant.mover.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
+        assert tenant.mover.reads.promote(tenant.space, keys(24), 24, request=(1, 1))[0] == 24
         if how == "off":
             tenant.bench.first.disk.reads.give_up("the test says so")
             monkeypatch.setattr(read_queue, "READ_BLOCKS", 32)
             tenant.reads.pump(tenant.bench.first.disk)
         else:
-            tenant.mover.cancel((1, 1))
+            tenant.mover.pending.cancel((1, 1))
         for _ in range(40):
             await asyncio.sleep(0)
         assert len(set(returned)) == len(returned) == 24
@@ -339,7 +342,7 @@ def test_writes_wait_while_a_request_waits_for_reads(tmp_path: Path) -> None:
         await tenant.on_disk_alone(20)
         link = tenant.bench.first.disk.link
         link.wrote(1 << 30)  # writes have used their share
-        assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
+        assert tenant.mover.reads.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
         await tenant.turn()
         written = tenant.mover.counts["written"]
         writer, checks = tenant.bench.tier.writer, []
@@ -361,7 +364,7 @@ def test_a_disk_that_is_off_returns_its_queued_reads(tmp_path: Path) -> None:
     async def off() -> None:
         tenant = Held(tmp_path)
         await tenant.on_disk_alone(20)
-        assert tenant.mover.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
+        assert tenant.mover.reads.promote(tenant.space, keys(20), 20, request=(1, 1))[0] == 20
         tenant.bench.first.disk.reads.give_up("the test says so")
         async with asyncio.timeout(60):
             while tenant.catalog.promotions.reading:  # noqa: ASYNC110

@@ -71,7 +71,7 @@ def test_leases_of_a_session_end_although_returning_its_reads_fails(
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         listener.setblocking(False)
-        mover: Any = SimpleNamespace(session_ended=bug)
+        mover: Any = SimpleNamespace(pending=SimpleNamespace(session_ended=bug))
         tenant = Tenant("t", bytes(32), 0, Catalog(Store(), make("lru")), mover)
         recorder = Recorder(tmp_path, loop.time)
         server = Server(

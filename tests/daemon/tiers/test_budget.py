@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from conformance.tier_tests import Identity, name
+from conformance.tier_tests import BLOCK_BYTES, PART_BYTES, Identity, ServedTenant, name
 from daemon.tiers.test_mover import SLOTS, keys
-from daemon.tiers.test_tier_cold import PER_SEGMENT, Cold
+from daemon.tiers.test_tier_cold import CONFIG, SEGMENT, ColdTierTests
 from e2e.test_cold_tier import settled
 from kvtier_daemon.catalog import Catalog, SessionId
 from kvtier_daemon.catalog.policy import make
 from kvtier_daemon.codec.frame import PAGE
+from kvtier_daemon.tiers.cold.lifecycle import ColdLifecycle
 from kvtier_daemon.tiers.cold.mover import Mover
 from kvtier_daemon.tiers.cold.write_budget import DAY_S, WriteBudget
 from kvtier_kernels import Store
@@ -101,7 +102,7 @@ def test_a_mover_writes_no_more_than_its_budget(
         space = catalog.open(SPACE, SPEC, ME)
         for first in range(0, 48, commit):
             granted = catalog.reserve(ME, space, 0, 0, b"", keys(first, commit))
-            mover.saved(catalog.commit(ME, granted.lease, 0, commit))
+            mover.writes.saved(catalog.commit(ME, granted.lease, 0, commit))
         moving = asyncio.create_task(mover.run())
         for hours in range(1, 8):
             least = hours * hour
@@ -170,12 +171,13 @@ def test_a_daemon_writes_no_more_than_its_daily_writes(
 
 def test_second_chances_are_at_most_a_quarter_of_all_writes(tmp_path: Path) -> None:
     """All blocks were requested, so all of them qualify for a second chance."""
-    tier = Cold(tmp_path, "threads", "raw")
-    data = bytes(tier.block_bytes)
-    for number in range(5 * tier.capacity_bytes // tier.block_bytes // 4):
-        for part in range(4):  # every group and shard that a match needs
-            assert tier.put(Identity(key=name(number), group=part // 2, shard=part % 2), data)
+    capacity = ColdTierTests.capacity_bytes
+    config = CONFIG.format(engine="threads", codec="raw")
+    tier = ServedTenant(tmp_path, ColdLifecycle, config, capacity, True)
+    data = bytes(BLOCK_BYTES)
+    for number in range(5 * capacity // BLOCK_BYTES // 4):
+        assert tier.put(Identity(key=name(number)), data)
         assert tier.get(Identity(key=name(number))) == data
-    counts = tier.mover.counts
-    assert 0 < counts["written_again"] <= counts["written"] / 4 + PER_SEGMENT
+    counts = tier.tenant.tier.stats().counts
+    assert 0 < counts["written_again"] <= counts["written"] / 4 + SEGMENT / PART_BYTES
     tier.close()

@@ -292,7 +292,7 @@ def test_a_tenant_above_its_share_loses_segments_before_another_gets_new_ones(
     async def work() -> None:
         loop = asyncio.get_running_loop()
         tier = ColdTier(
-            loop, [open_directory(tmp_path, size)], StoreOptions(SEGMENT, {"a": 0.8, "b": 0.2}),
+            loop, [open_directory(tmp_path, size)], StoreOptions(size, SEGMENT, {"a": 0.8, "b": 0.2}),
             lambda *_: None,
         )  # fmt: skip
         await tier.directories.recover(nothing)

@@ -213,7 +213,7 @@ class TwoDisks(Tenant):
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover("t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
         for shelf in self.bench.tier.directories.stores():
-            shelf._reclaim = self.mover.reclaim
+            shelf._reclaim = self.mover.reclaimer.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running = None
 
@@ -330,7 +330,7 @@ def test_a_forget_is_not_confirmed_before_the_heads_of_freed_segments_are_erased
         shelf.disk.write_text = failing  # type: ignore[method-assign]
         segment = shelf.log.reclaim()
         assert segment is not None
-        tenant.mover.reclaim(shelf, segment)
+        tenant.mover.reclaimer.reclaim(shelf, segment)
         await failed.wait()
         said = await tenant.forget(0)
         await tenant.kill()
@@ -351,10 +351,10 @@ def test_blocks_forgotten_before_recovery_found_them_stay_forgotten_after_their_
         await tenant.kill()
         early = Tenant(tmp_path)
         early.catalog.forget(early.space, key(0))
-        early.mover.forget(early.space, key(0), None)
+        early.mover.forgets.forget(early.space, key(0), None)
         early.catalog.end_session(ONE, True)
         await early.start()
-        early.mover.repeat_early_forgets()
+        early.mover.forgets.repeat_early_forgets()
         early.space = early.catalog.open(SPACE, SPEC, ONE)
         while early.knows(0):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -604,8 +604,8 @@ def test_a_stop_during_a_reclaim_loses_no_blocks(tmp_path: Path) -> None:
             copying.set()
             await asyncio.sleep(600)
 
-        tenant.mover._reclaimer._copy_wanted = slow  # type: ignore[method-assign]
-        tenant.mover.reclaim(shelf, segment)
+        tenant.mover.reclaimer._copy_wanted = slow  # type: ignore[method-assign]
+        tenant.mover.reclaimer.reclaim(shelf, segment)
         await copying.wait()
         tenant.running.cancel()
         await asyncio.gather(tenant.running, return_exceptions=True)
@@ -732,7 +732,7 @@ def test_a_mover_that_is_woken_while_it_is_cancelled_ends(tmp_path: Path, turns:
         await tenant.start()
         assert tenant.running is not None
         await asyncio.sleep(0.01)
-        tenant.mover.saved(b"")  # as a commit does
+        tenant.mover.writes.saved(b"")  # as a commit does
         for _ in range(turns):
             await asyncio.sleep(0)
         tenant.running.cancel()

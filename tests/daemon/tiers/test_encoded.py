@@ -74,7 +74,7 @@ class Tenant:
         self.mover = Mover(
             "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=through, codec=codec
         )
-        self.bench.first.stores["t"]._reclaim = self.mover.reclaim
+        self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         self.spaces = {
             dtype: self.catalog.open(dtype.ljust(32).encode(), spec, ONE)
             for dtype, spec in SPECS.items()
@@ -100,7 +100,7 @@ class Tenant:
         ids = self.catalog.commit(ONE, granted.lease, 0, count, b"")
         for at in range(count):
             self.ids[dtype, first + at] = ids[4 * at : 4 * at + 4]
-        self.mover.saved(ids)
+        self.mover.writes.saved(ids)
 
     async def on_disk(self, count: int) -> None:
         await until(lambda: self.catalog.counts()["framed_blocks"] >= count)
@@ -120,7 +120,7 @@ class Tenant:
         found = self.catalog.match(space, key(number), False, True)
         if not found.coming:
             return None
-        self.mover.promote(space, key(number), 1, request=(1, number))
+        self.mover.reads.promote(space, key(number), 1, request=(1, number))
         await until(lambda: not self.catalog.promotions.reading)
         ids = self.catalog._store.present(space.index, 0, 0, key(number))
         if not ids:
@@ -186,7 +186,7 @@ def test_odd_types_and_noise_stay_raw(tmp_path: Path) -> None:
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         noise = os.urandom(BLOCK)
         tenant.bench.slot(offset // BLOCK)[:] = noise
-        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b""))
+        tenant.mover.writes.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b""))
         await tenant.on_disk(5)
         ids = tenant.catalog._store.present(space.index, 0, 0, key(9))
         assert {one[3] for one in tenant.frames(b"".join(tenant.ids.values()) + ids)} == {RAW}
@@ -303,7 +303,9 @@ def test_a_wrongly_encoded_block_is_a_miss(
         granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         tenant.bench.slot(offset // BLOCK)[:] = content(space.spec, 0)
-        tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
+        tenant.mover.writes.saved(
+            tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest..")
+        )
         await tenant.on_disk(1)
         assert await tenant.bring("bfloat16", 0) is None
         assert tenant.mover.counts["spoilt"] == 1
@@ -394,7 +396,7 @@ async def reading(tenant: Tenant, count: int) -> None:
     tenant.running.cancel()
     await asyncio.gather(tenant.running, return_exceptions=True)
     keys = b"".join(map(key, range(count)))
-    tenant.mover.promote(tenant.spaces["bfloat16"], keys, count, request=(1, 1))
+    tenant.mover.reads.promote(tenant.spaces["bfloat16"], keys, count, request=(1, 1))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert tenant.catalog.promotions.reading == count
@@ -458,17 +460,17 @@ def test_a_second_chance_copies_the_frame_without_decoding(
         tenant.evict_all()
         ids = [tenant.ids["bfloat16", number] for number in (1, 2)]
         before = [(tenant.frames(one)[0], tenant.catalog._store.frames(one)[1]) for one in ids]
-        tenant.mover.choice._asked = "raw"
+        tenant.mover.choice._configured = "raw"
         tenant.mover.choice._spaces.clear()  # forget which codec each space uses
         coding, done = tenant.bench.tier.coding, []
         for name in ("encode", "decode"):
             monkeypatch.setattr(coding, name, lambda *_, name=name: done.append(name))
         spoil(tenant, 2, -PAGE + 100)
-        tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
         shelf = tenant.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         await until(lambda: first not in shelf.log.others)
         assert tenant.mover.counts["written_again"] == 1, "one header is damaged"
         ((frame, digest),) = [(tenant.frames(ids[0])[0], tenant.catalog._store.frames(ids[0])[1])]
@@ -767,7 +769,7 @@ def test_the_rate_of_saves_is_measured(tmp_path: Path, monkeypatch: pytest.Monke
     async def work() -> None:
         tenant = Tenant(tmp_path, "auto")
         await tenant.start()
-        writing, now = tenant.mover._flusher, [100.0]
+        writing, now = tenant.mover.writes, [100.0]
         monkeypatch.setattr(writing, "_clock", lambda: now[0])
         monkeypatch.setattr(writing, "_tended_at", 100.0)
         tenant.save("bfloat16", 0, 16)
@@ -817,15 +819,15 @@ def test_a_load_is_planned_with_encoded_sizes_and_decode_time(tmp_path: Path) ->
         space, rates = tenant.spaces["bfloat16"], tenant.bench.tier.coding.rates
         frames = tenant.catalog._store.frames(b"".join(tenant.ids.values()))[0]
         rates.decoded(R32, "bfloat16", 1 << 50, 1.0)
-        assert tenant.mover._load_bytes(space, frames) == frames, "their own bytes"
+        assert tenant.mover.reads._load_bytes(space, frames) == frames, "their own bytes"
         assert sum(one[2] for one in FRAME.iter_unpack(frames)) < 0.75 * 4 * BLOCK
         rates.decoded(R32, "bfloat16", 1, 4e9)  # decoding all of them takes a second
         keys = b"".join(map(key, range(4)))
-        asked = tenant.mover.promote(space, keys, 4, request=(1, 1), recompute_s=0.3)
+        asked = tenant.mover.reads.promote(space, keys, 4, request=(1, 1), recompute_s=0.3)
         assert asked[0] == 0 and asked[2] == "slower", "decoding takes long"
-        assert tenant.mover.promote(space, keys, 4, request=(1, 2))[0] == 4
+        assert tenant.mover.reads.promote(space, keys, 4, request=(1, 2))[0] == 4
         await until(lambda: not tenant.catalog.promotions.reading)
-        assert tenant.mover._waiting_bytes == 0
+        assert tenant.mover.reads._waiting_bytes == 0
         await tenant.close()
 
     run(work())

@@ -48,7 +48,7 @@ class Tenant:
             self.memory, self.extent = self.bench.arena()
         self.catalog = Catalog(Store(), make("lru"))
         self.mover = Mover(name, self.catalog, self.bench.tier, SLOTS * BLOCK, through=True)
-        self.bench.first.stores[name]._reclaim = self.mover.reclaim
+        self.bench.first.stores[name]._reclaim = self.mover.reclaimer.reclaim
         self.space = self.catalog.open(SPACE, SPEC, ONE)
         self.running: asyncio.Task[None] | None = None
 
@@ -67,7 +67,7 @@ class Tenant:
         granted = self.catalog.reserve(ONE, self.space, 0, 0, b"", key(number))
         (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
         self.bench.slot(offset // BLOCK, self.memory)[:] = pattern(key(number), BLOCK)
-        self.mover.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
+        self.mover.writes.saved(self.catalog.commit(ONE, granted.lease, 0, 1, b""))
 
     async def on_disk(self, count: int) -> None:
         while self.mover.counts["written"] < count:  # noqa: ASYNC110
@@ -101,7 +101,7 @@ class Tenant:
         said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         keys = b"".join(map(key, numbers))
         self.catalog.forget(self.space, keys)
-        self.mover.forget(self.space, keys, said.set_result)
+        self.mover.forgets.forget(self.space, keys, said.set_result)
         return await said
 
     async def kill(self) -> None:
@@ -170,7 +170,7 @@ async def erased(tenant: Tenant) -> str:
     first = 0
     while True:
         said: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
-        tenant.mover.erase(first, lambda *all_, said=said: said.set_result(all_))
+        tenant.mover.forgets.erase(first, lambda *all_, said=said: said.set_result(all_))
         failure, first, _ = await said
         if failure or not first:
             return failure
@@ -438,13 +438,13 @@ def test_a_planned_write_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
         await tenant.start()
         tenant.save(0)
         await tenant.on_disk(1)
-        tenant.mover._reclaimer.over.clear()  # the flusher waits because the reclaimer works
+        tenant.mover.reclaimer.idle.clear()  # the flusher waits because the reclaimer works
         for number in (1, 2, 3):
             tenant.save(number)
         while not tenant.catalog.demotions.writing:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await tenant.forget(1, 2) == ""
-        tenant.mover._reclaimer.over.set()
+        tenant.mover.reclaimer.idle.set()
         await tenant.on_disk(2)
         await tenant.kill()
         assert await after_a_start(tmp_path, range(4)) == [0, 3]
@@ -460,8 +460,8 @@ def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
         for number in (1, 2):
             tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
         evict_all(tenant)
-        tenant.mover._reclaimer.second_chance_bytes = 1 << 30
-        read, was_read = tenant.mover._reclaimer._read_all, asyncio.Event()
+        tenant.mover.reclaimer.second_chance_bytes = 1 << 30
+        read, was_read = tenant.mover.reclaimer._read_all, asyncio.Event()
         may_write = asyncio.Event()
 
         async def reading(*args: Any) -> bool:
@@ -470,9 +470,9 @@ def test_a_second_chance_is_dropped_when_its_block_is_forgotten(tmp_path: Path) 
             await may_write.wait()
             return good
 
-        tenant.mover._reclaimer._read_all = reading  # type: ignore[method-assign]
+        tenant.mover.reclaimer._read_all = reading  # type: ignore[method-assign]
         shelf.log.reclaim()
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         await was_read.wait()
         forgetting = asyncio.create_task(tenant.forget(1))
         await asyncio.sleep(0)
@@ -517,9 +517,9 @@ async def one_that_is_read_leaves(tenant: Tenant) -> tuple[SegmentStore, Segment
     for number in (1, 2):
         tenant.catalog.load(ONE, tenant.space, key(number), 1.0, [], 0.0, True, False)
     evict_all(tenant)
-    tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+    tenant.mover.reclaimer.second_chance_bytes = 1 << 30
     assert shelf.log.reclaim() is first
-    tenant.mover.reclaim(shelf, first)
+    tenant.mover.reclaimer.reclaim(shelf, first)
     while first not in shelf.releasing:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert tenant.mover.counts["written_again"] == 2
@@ -562,9 +562,9 @@ def test_a_forget_while_a_directory_is_lost_persists_when_it_returns(
         await tier.directories.closed(volume)
         await tier.directories.attach(open_directory(tmp_path, SIZE), restored)
         assert tier.recovery.complete.is_set()
-        tenant.mover.repeat_early_forgets()
+        tenant.mover.forgets.repeat_early_forgets()
         assert [number for number in range(8) if tenant.knows(number)] == [0, 1, 2, 4, 6, 7]
-        tier.directories.attached[0].stores["t"]._reclaim = tenant.mover.reclaim
+        tier.directories.attached[0].stores["t"]._reclaim = tenant.mover.reclaimer.reclaim
         await tenant.kill()
 
     run(work())

@@ -55,7 +55,7 @@ class Lossy(Tenant):
             "t", self.catalog, self.bench.tier, SLOTS * BLOCK, through=True, codecs=by_model,
             losses=self.losses,
         )  # fmt: skip
-        self.bench.first.stores["t"]._reclaim = self.mover.reclaim
+        self.bench.first.stores["t"]._reclaim = self.mover.reclaimer.reclaim
         identity = self.losses.identity(spec, "t")
         self.spaces = {"bfloat16": self.catalog.open(identity, spec, ONE)}
 
@@ -79,7 +79,7 @@ class Lossy(Tenant):
         ids = self.catalog.commit(ONE, granted.lease, 0, count, sums if digests else b"")
         for at in range(count):
             self.ids["bfloat16", first + at] = ids[4 * at : 4 * at + 4]
-        self.mover.saved(ids)
+        self.mover.writes.saved(ids)
 
     def lost(self, number: int, first: int = 0) -> bytes:
         """The expected bytes of this block, in a chain that begins with block `first`."""
@@ -103,7 +103,7 @@ class Lossy(Tenant):
         shelf = self.bench.first.stores["t"]
         first = shelf.log.reclaim()
         assert first is not None
-        self.mover.reclaim(shelf, first)
+        self.mover.reclaimer.reclaim(shelf, first)
         await until(lambda: first not in shelf.log.others)
 
 
@@ -236,7 +236,7 @@ def test_a_frame_with_a_loss_other_than_its_identity_is_a_miss(tmp_path: Path, w
                 what, "ecsq-mid"
             )
             losses = Losses([(SPEC.model, asked)], [profile_of(SPEC, step=what == "other profile")])
-            loss = losses.look(SPEC)
+            loss = losses.find(SPEC)
             known = tenant.mover.choice._known(tenant.spaces["bfloat16"].identity, SPEC)
             known.loss = None if isinstance(loss, str) else loss
             assert await tenant.bring("bfloat16", 0) is None
@@ -272,9 +272,9 @@ def test_a_promoted_lossy_block_is_written_raw_after_its_frame_was_freed(tmp_pat
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
             again = tenant.ids["bfloat16", 0]
             assert tenant.catalog._store.lossy(again) == again
-            tenant.mover._reclaimer.second_chance_bytes = 0
+            tenant.mover.reclaimer.second_chance_bytes = 0
             await tenant.leave()
-            tenant.mover.saved(again)
+            tenant.mover.writes.saved(again)
             await until(lambda: tenant.mover.counts["written"] == 3)
             await until(lambda: not tenant.catalog.demotions.dirty(again))
             codec, flags = tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]
@@ -286,7 +286,7 @@ def test_a_promoted_lossy_block_is_written_raw_after_its_frame_was_freed(tmp_pat
             await seal(tenant)
             tenant.catalog.load(ONE, tenant.spaces["bfloat16"], key(0), 1.0, [], 0.0, True, False)
             tenant.evict_all()
-            tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+            tenant.mover.reclaimer.second_chance_bytes = 1 << 30
             await tenant.leave()
             await until(lambda: tenant.mover.counts["written_again"] == 1)
             assert (tenant.frame(0)[CODEC], tenant.frame(0)[FLAGS]) == (RAW, LOSSY)
@@ -310,7 +310,7 @@ def test_a_saved_block_that_was_never_read_from_disk_is_encoded_again(tmp_path: 
             await tenant.on_disk(2)
             await seal(tenant)
             await tenant.leave()
-            tenant.mover.saved(tenant.ids["bfloat16", 0])
+            tenant.mover.writes.saved(tenant.ids["bfloat16", 0])
             await until(lambda: not tenant.catalog.demotions.dirty(tenant.ids["bfloat16", 0]))
             assert tenant.mover.counts["written"] > 2 and tenant.frame(0)[CODEC] == Q4
             assert await tenant.bring("bfloat16", 0) == tenant.lost(0)
@@ -328,7 +328,7 @@ def test_a_second_chance_keeps_a_lossy_frame_unchanged(tmp_path: Path) -> None:
             tenant.catalog.load(ONE, space, key(1), 1.0, [], 0.0, True, False)
             tenant.evict_all()
             before, header = tenant.frame(1), tenant.header(1)
-            tenant.mover._reclaimer.second_chance_bytes = 1 << 30
+            tenant.mover.reclaimer.second_chance_bytes = 1 << 30
             await tenant.leave()
             assert tenant.mover.counts["written_again"] == 1
             after = tenant.frame(1)
@@ -351,7 +351,9 @@ def test_a_block_with_a_wrong_digest_is_not_encoded_with_loss(tmp_path: Path) ->
             granted = tenant.catalog.reserve(ONE, space, 0, 0, b"", key(0))
             (_, _, offset, _) = struct.unpack("<IIQQ", granted.slots)
             tenant.bench.slot(offset // BLOCK)[:] = block_of(key(0), SPEC)
-            tenant.mover.saved(tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest.."))
+            tenant.mover.writes.saved(
+                tenant.catalog.commit(ONE, granted.lease, 0, 1, b"another digest..")
+            )
             await tenant.on_disk(1)
             assert await tenant.bring("bfloat16", 0) is None
             assert tenant.mover.counts["spoilt"] == 1

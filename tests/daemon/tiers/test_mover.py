@@ -64,7 +64,7 @@ def test_a_stopped_mover_does_not_free_slots_whose_write_is_in_progress(tmp_path
             one.payload_bytes,
         )
         bench.tier.reader.read([ahead] * 4000, lambda *_: None)
-        mover.saved(ids)
+        mover.writes.saved(ids)
         moving = asyncio.create_task(mover.run())
         while not bench.first.disk.worker.queued[2] > 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -136,13 +136,13 @@ def test_many_blocks_are_submitted_in_small_batches(
         space = catalog.open(SPACE, SPEC, SessionId(1))
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(100, 32))
         ids = catalog.commit(SessionId(1), granted.lease, 0, 32, b"")
-        mover.saved(ids)
+        mover.writes.saved(ids)
         moving = asyncio.create_task(mover.run())
         await until(lambda: mover.counts["written"] == 32)
         granted = catalog.reserve(SessionId(1), space, 0, 0, b"", keys(900, SLOTS))
         assert granted.outcomes == bytes(SLOTS), "the blocks were not evicted"
         catalog.abort(SessionId(1), granted.lease)
-        assert mover.promote(space, keys(100, 32), 32)[0] == 32
+        assert mover.reads.promote(space, keys(100, 32), 32)[0] == 32
         await until(lambda: mover.counts["read"] == 32)
         assert handed == {"read": 8, "written": 8}
         moving.cancel()

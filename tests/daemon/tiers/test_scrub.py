@@ -60,13 +60,13 @@ class Kept(Bench):
         self.mover.extents.append(self.extent)
         self.time = Time()
         self.scrub = Scrubber(
-            self.tier, {"t": self.catalog}, lambda _, ids: self.mover.saved(ids), rate,
+            self.tier, {"t": self.catalog}, lambda _, ids: self.mover.writes.saved(ids), rate,
             self.time.clock, self.time.sleep,
         )  # fmt: skip
         self.ids = b""
 
     def leave(self, shelf: SegmentStore, segment: Segment) -> None:
-        self.mover.reclaim(shelf, segment)
+        self.mover.reclaimer.reclaim(shelf, segment)
 
     async def save(self, first: int = 0, known: int = 0) -> None:
         """Save blocks, and wait until they are on disk in addition to the `known` blocks that already are."""
@@ -77,7 +77,7 @@ class Kept(Bench):
         for number, place in enumerate(places(granted.slots)):
             self.slot(place)[:] = pattern(key(first + number), BLOCK)
         self.ids = self.catalog.commit(SessionId(1), granted.lease, 0, SAVED, b"")
-        self.mover.saved(self.ids)
+        self.mover.writes.saved(self.ids)
         while self.catalog.counts()["framed_blocks"] < known + SAVED:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         while len(self.tier.sealed()) < 2:  # noqa: ASYNC110

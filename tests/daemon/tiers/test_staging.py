@@ -175,8 +175,8 @@ def test_after_a_timeout_no_task_waits_until_memory_is_returned(
 
 def test_used_memory_and_waiting_tasks_are_in_the_metrics(tmp_path: Path) -> None:
     async def work(app: App) -> None:
-        assert app.cold is not None
-        staging = app.cold.coding.staging
+        assert app.lower.tier is not None
+        staging = app.lower.tier.coding.staging
         staging.used, staging.waited, staging.refused = PAGE, 3, 2
         told = {
             family.name: family.samples[0].value

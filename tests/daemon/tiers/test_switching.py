@@ -103,7 +103,7 @@ def test_a_cold_tier_that_can_not_be_switched_on_is_off_and_can_be_retried(
         assert "switching it on failed" in cold["failure"] and cold["state"] == "off"
         assert "switching it on failed" in health(app._figures.of(None)).text
         assert not (await switched(app, "on", "on"))["failure"]
-        assert app.cold is not None and app.cold.writer.is_on
+        assert app.lower.tier is not None and app.lower.tier.writer.is_on
         await well(app)
 
     served(tmp_path, work)
@@ -140,14 +140,14 @@ def test_a_failed_switch_does_not_confuse_segments_of_two_tiers(
         while (await app.tier("warm", "status"))["state"] != "drained":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await switched(app, "off", "off")
-        before = app.cold
+        before = app.lower.tier
         assert await asyncio.to_thread(loaded, 20) == 20  # wanted, for the first time
         with monkeypatch.context() as planted:
             planted.setattr(*broken, fails)
             await app.tier("cold", "on")
             told = await reached(app, "off")
         assert told["failure"] == "internal error: RuntimeError('planted'); see the daemon's log"
-        assert app.cold is before and not app._figures.of(None)["failures"]["internal"]
+        assert app.lower.tier is before and not app._figures.of(None)["failures"]["internal"]
         assert not (await switched(app, "on", "on"))["failure"]
         assert app._figures.of(None)["tiers"]["cold"]["blocks"] == 20
         await well(app)
@@ -160,10 +160,10 @@ def test_counters_survive_switching_the_tier_off(tmp_path: Path) -> None:
 
     async def work(app: App) -> None:
         await well(app)
-        assert app.cold is not None
-        coding = app.cold.coding
+        assert app.lower.tier is not None
+        coding = app.lower.tier.coding
         coding.failures, coding.staging.waited, coding.staging.refused = 4, 3, 2
-        app.cold.directories.attached[0].disk.writes.faults = 5
+        app.lower.tier.directories.attached[0].disk.writes.faults = 5
         for _ in range(2):
             await switched(app, "off", "off")
             await switched(app, "on", "on")
@@ -186,9 +186,9 @@ def test_a_tier_that_is_off_unmaps_the_arena_without_garbage_collection(
 
     async def work(app: App) -> None:
         await well(app)
-        assert app.cold is not None
-        app.cold.memory.allocate(1 << 20)
-        used, first = mapped(), weakref.ref(app.cold)
+        assert app.lower.tier is not None
+        app.lower.tier.memory.allocate(1 << 20)
+        used, first = mapped(), weakref.ref(app.lower.tier)
         gc.disable()
         try:
             await switched(app, "off", "off")
@@ -224,8 +224,8 @@ def test_a_drained_tier_is_not_closed_while_it_is_recovered(
         with pytest.raises(TierError, match="still reading"):
             await app.tier("cold", "off")
         goes_on.set()
-        assert app.cold is not None
-        await app.cold.recovery.complete.wait()
+        assert app.lower.tier is not None
+        await app.lower.tier.recovery.complete.wait()
         await switched(app, "off", "off")
 
     served(tmp_path, work)
@@ -245,7 +245,10 @@ def test_an_index_that_can_not_be_closed_does_not_delay_the_stop(
     async def work() -> None:
         volumes = [open_directory(tmp_path, 48 << 20)]
         tier = ColdTier(
-            asyncio.get_running_loop(), volumes, StoreOptions(1 << 20, {"t": 1.0}), lambda *_: None
+            asyncio.get_running_loop(),
+            volumes,
+            StoreOptions(64 << 20, 1 << 20, {"t": 1.0}),
+            lambda *_: None,
         )
         with monkeypatch.context() as broken:
             broken.setattr(ColdDirectory, "close", hangs)

@@ -240,7 +240,7 @@ def test_a_tombstone_in_a_segment_that_is_being_freed_blocks_nothing(tmp_path: P
 
         shelf.disk.write_text = write  # type: ignore[method-assign]
         assert shelf.log.reclaim() is first
-        tenant.mover.reclaim(shelf, first)
+        tenant.mover.reclaimer.reclaim(shelf, first)
         while not held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert first.stage is Stage.FREEING

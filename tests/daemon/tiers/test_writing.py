@@ -54,7 +54,7 @@ class Desk:
         granted = self.catalog.reserve(ME, self.space, 0, 0, b"", keys(first, count))
         ids = self.catalog.commit(ME, granted.lease, 0, count, b"")
         if told:
-            self.mover.saved(ids)
+            self.mover.writes.saved(ids)
         return ids
 
     async def rest(self) -> None:
@@ -210,7 +210,7 @@ def test_a_promotion_wakes_the_flusher(tmp_path: Path) -> None:
         )
         await desk.rest()
         desk.save(200, 2, told=False)
-        assert desk.mover.promote(desk.space, keys(100, 8), 8)[0] == 8
+        assert desk.mover.reads.promote(desk.space, keys(100, 8), 8)[0] == 8
         await desk.written(10)
         await desk.end()
 
@@ -223,9 +223,9 @@ def test_a_drain_wakes_the_flusher(tmp_path: Path) -> None:
         desk.save(100, 8)
         await desk.rest()
         assert not desk.mover.counts["written"], "the blocks were written before the drain"
-        desk.mover.drain(True)
+        desk.mover.writes.drain.begin()
         await desk.written(8)
-        await until(lambda: desk.mover.is_drained)
+        await until(lambda: desk.mover.writes.drain.is_done)
         # Blocks that become dirty later are found without a notification.
         desk.save(200, 2, told=False)
         await desk.written(10)
@@ -242,24 +242,24 @@ def test_a_drain_ends_though_saves_outrun_the_disk(tmp_path: Path) -> None:
         asked = array("I", desk.save(100, SLOTS // 2))
         await desk.rest()
         asked += array("I", desk.save(500, SLOTS // 4))
-        landed, saves = desk.mover._flusher._landed, 0
+        settle, saves = desk.mover.writes._settle, 0
         on_disk: set[int] = set()
 
-        def saved_meanwhile(blocks: FramedBlocks) -> None:
+        def saved_meanwhile(blocks: FramedBlocks, failed: list[int]) -> None:
             nonlocal saves
-            landed(blocks)
+            settle(blocks, failed)
             for number, _, _ in blocks:
                 on_disk.add(number)
                 saves += 1
                 desk.save(10_000 + saves)
 
-        desk.mover._flusher._landed = saved_meanwhile  # type: ignore[method-assign]
-        desk.mover.drain(True)
-        assert desk.mover.left_to_drain == len(asked)
-        await until(lambda: desk.mover.is_drained or saves > 20 * SLOTS)
-        assert desk.mover.is_drained
+        desk.mover.writes._settle = saved_meanwhile  # type: ignore[method-assign]
+        desk.mover.writes.drain.begin()
+        assert desk.mover.writes.drain.left_blocks == len(asked)
+        await until(lambda: desk.mover.writes.drain.is_done or saves > 20 * SLOTS)
+        assert desk.mover.writes.drain.is_done
         assert desk.catalog.demotions.in_memory_alone, "saves have outrun the disk"
-        assert not desk.mover.left_to_drain
+        assert not desk.mover.writes.drain.left_blocks
         assert set(asked) <= on_disk
         await desk.end()
 
@@ -285,8 +285,8 @@ def test_a_drain_ends_after_failed_writes_were_repeated(tmp_path: Path) -> None:
             )
 
         desk.bench.tier.writer.write = refuse  # type: ignore[method-assign]
-        desk.mover.drain(True)
-        await until(lambda: desk.mover.is_drained)
+        desk.mover.writes.drain.begin()
+        await until(lambda: desk.mover.writes.drain.is_done)
         assert refused > 2 and not desk.catalog.demotions.in_memory_alone
         await desk.end()
 
@@ -418,13 +418,13 @@ def test_a_writer_that_was_blocked_continues_without_a_notification(
 def test_a_save_wakes_a_pausing_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a writer that paused before."""
 
-    wait, pauses = flusher.Flusher._wait, dict[object, float | None]()
+    wait, pauses = flusher.WaitingWriters.wait, dict[object, float | None]()
 
-    async def waiting(writer: flusher.Flusher, seconds: float | None) -> None:
+    async def waiting(writers: flusher.WaitingWriters, seconds: float | None) -> None:
         pauses[asyncio.current_task()] = seconds
-        await wait(writer, seconds)
+        await wait(writers, seconds)
 
-    monkeypatch.setattr(flusher.Flusher, "_wait", waiting)
+    monkeypatch.setattr(flusher.WaitingWriters, "wait", waiting)
 
     async def work() -> None:
         desk = await desk_in(tmp_path)

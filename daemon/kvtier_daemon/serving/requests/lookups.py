@@ -117,7 +117,7 @@ class LookupRequests:
     def match(self, tenant: Tenant, request: wire.MatchPrefix) -> wire.Reply:
         catalog = tenant.catalog
         space = catalog.space(request.space)
-        reads = tenant.tier.is_on
+        reads = tenant.tier.reads.is_on
         is_new = self.counted.is_new(request)
         found = catalog.match(space, request.keys, is_new, reads)
         if is_new and self._server.recorder.is_on:
@@ -134,7 +134,7 @@ class LookupRequests:
         coming, eta_ms, why = 0, 0.0, ""
         if found.coming:
             name = (self._session.id, ("prefetch", lookup_name(request)))
-            coming, eta_ms, why = tenant.tier.promote(
+            coming, eta_ms, why = tenant.tier.reads.promote(
                 space, request.keys, found.coming, request=name, urgent=False
             )
         return wire.Matched(request.id, found.ready, coming, eta_ms, why)
@@ -153,14 +153,16 @@ class LookupRequests:
                 f"first is {request.first}, it must be 0 to {len(request.keys) // KEY_BYTES}",
             )
         deferred = self._deferred
-        if (request.wait_ms > 0 or deferred.pending) and deferred.defers(tenant.tier, request):
+        if (request.wait_ms > 0 or deferred.pending) and deferred.defers(
+            tenant.tier.pending, request
+        ):
             return None
         if self._waits_for_recovery(tenant, space, request):
             return None
         is_new = self.counted.is_new(request)
         if is_new and self._server.recorder.is_on:
             self._record(tenant, space, request.keys)
-        reads = tenant.tier.is_on
+        reads = tenant.tier.reads.is_on
         found = catalog.load(
             self._session.id, space, request.keys, request.deadline_ms / 1000, request.shards,
             self._server.clock(), is_new, reads, request.first,
@@ -199,14 +201,14 @@ class LookupRequests:
         # A request that asks for progress gets its next lease before it releases the last one.
         if number and self._last_lease.get(number) == lease:
             del self._last_lease[number]
-            tenant.tier.released((self._session.id, number))
+            tenant.tier.pending.released((self._session.id, number))
         return wire.Done(request.id)
 
     def cancel(self, tenant: Tenant, request: wire.Cancel) -> wire.Reply:
         self.counted.forget(request.request)
         self._deferred.cancel(request.request)
         tenant.catalog.holds.end((self._session.id, request.request))
-        tenant.tier.cancel((self._session.id, request.request))
+        tenant.tier.pending.cancel((self._session.id, request.request))
         return wire.Done(request.id)
 
     # --- reads from disk -----------------------------------------------------------------------
@@ -214,13 +216,17 @@ class LookupRequests:
     def _waits_for_recovery(self, tenant: Tenant, space: KnownSpace, request: wire.Load) -> bool:
         """Whether the answer is deferred because recovery may still find missing blocks on disk. This happens
         once per request with a number, and not for longer than computing takes."""
-        if not tenant.tier.is_recovering or request.request in self.counted.of:
+        tier = tenant.tier
+        if (
+            not (tier.recovery.is_awaited and tier.reads.is_on)
+            or request.request in self.counted.of
+        ):
             return False
-        found = tenant.catalog.match(space, request.keys, False, tenant.tier.is_on)
+        found = tenant.catalog.match(space, request.keys, False, tenant.tier.reads.is_on)
         known = found.ready + found.coming
         missing = len(request.keys) // KEY_BYTES - known
         return missing > 0 and self._deferred.until_recovered(
-            tenant.tier, request, space.recompute_s(missing, known)
+            tier.recovery, request, space.recompute_s(missing, known)
         )
 
     def _start_reads(
@@ -235,14 +241,15 @@ class LookupRequests:
         keys = request.keys[found.skipped * KEY_BYTES :]
         within_s = request.within_ms / 1000 if request.within_ms > 0 else PATIENCE_S
         queued_s = max(0, request.queued_ms) / 1000
-        outlook = tenant.tier.promote(
+        outlook = tenant.tier.reads.promote(
             space, keys, found.coming, request=self._name(request),
             within_s=min(within_s, LONGEST_WAIT_S),
             recompute_s=queued_s + space.recompute_s(found.coming, found.ready),
         )  # fmt: skip
         counted, why = self.counted.of[request.request], outlook[2]
         if not counted.has_verdict and why in ("slower", "unreliable"):
-            note = tenant.tier.recomputes if why == "slower" else tenant.tier.probe
+            reads = tenant.tier.reads
+            note = reads.recomputes if why == "slower" else reads.probe
             note(self._session.id, space, keys, found.ready - found.skipped, found.coming)
         counted.has_verdict = True
         return outlook

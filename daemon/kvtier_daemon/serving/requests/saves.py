@@ -73,7 +73,7 @@ class SaveRequests:
             request.count,
             request.checksums,
         )
-        tenant.tier.saved(ids)
+        tenant.tier.writes.saved(ids)
         if self._server.events.on:
             self._server.events.tell(
                 "save", tenant.name, client=self._session.name, what="committed", blocks=request.count

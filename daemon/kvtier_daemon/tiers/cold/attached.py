@@ -48,6 +48,7 @@ class StoreOptions:
     """How each directory is divided among the tenants, and how its disk is used. `shares` and `secrets` are
     by tenant; `staged_bytes` is the memory of each disk for frames on their way to a decoder."""
 
+    size_bytes: int  # of all directories
     segment_bytes: int
     shares: Mapping[str, float]
     engine: str = "auto"
@@ -296,9 +297,7 @@ class RecoveryProgress:
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float]) -> None:
         self.complete = asyncio.Event()
         self.scanning = 0  # directories that are being scanned
-        self.calls: dict[
-            Hashable, Callable[[], None]
-        ] = {}  # once when no directory is being scanned
+        self._calls: dict[Hashable, Callable[[], None]] = {}
         self._loop = loop
         self._clock = clock
         self._requests_wait_until = 0.0
@@ -314,14 +313,26 @@ class RecoveryProgress:
         if not self.scanning:
             if is_all:
                 self.complete.set()
-            while self.calls:
-                self._loop.call_soon(self.calls.popitem()[1])
+            while self._calls:
+                self._loop.call_soon(self._calls.popitem()[1])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the blocks of all directories are known."""
+        return self.complete.is_set()
 
     @property
     def is_awaited(self) -> bool:
         """Whether a directory is being scanned, and requests may wait for the result: a scan that takes long
         is not waited for."""
         return self.scanning > 0 and self._clock() < self._requests_wait_until
+
+    def call_when_ended(self, name: Hashable, then: Callable[[], None]) -> None:
+        """Call `then` once when no directory is being scanned."""
+        self._calls[name] = then
+
+    def cancel_calls(self, name: Hashable) -> None:
+        self._calls.pop(name, None)
 
 
 class AttachedDirectories:

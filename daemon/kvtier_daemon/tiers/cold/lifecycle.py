@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Any, TypedDict
 
 from kvtier.errors import TierError
 from kvtier_daemon.claim import InUseError, is_alive
-from kvtier_daemon.codec.losses import Losses
 from kvtier_daemon.config.current import CurrentConfig
 from kvtier_daemon.config.schema import ColdConfig, Config
 from kvtier_daemon.internal_errors import InternalErrors
 from kvtier_daemon.tenant import Tenant
+from kvtier_daemon.tiers.base import summed
 from kvtier_daemon.tiers.cold.attached import (
     AttachedDirectory,
     Restored,
@@ -30,6 +30,7 @@ from kvtier_daemon.tiers.cold.attached import (
 )
 from kvtier_daemon.tiers.cold.directory import ColdDirectory, shares_of
 from kvtier_daemon.tiers.cold.disk import STAGED_BYTES
+from kvtier_daemon.tiers.cold.disk_probe import DiskProbe
 from kvtier_daemon.tiers.cold.index import Change
 from kvtier_daemon.tiers.cold.index_process import Child
 from kvtier_daemon.tiers.cold.mover import Mover
@@ -246,7 +247,7 @@ class DirectoryKeeper:
         if not self.tier.recovery.complete.is_set():
             return  # blocks that were forgotten may be found in another directory later
         for mover in self.movers.values():
-            mover.repeat_early_forgets()
+            mover.forgets.repeat_early_forgets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +322,14 @@ class ExtentMaps:
 
 
 class ColdLifecycle:
-    """`tier` is None without a configured cold tier; it is another object after the tier was switched off and
-    on, as are `scrub`, `keeper` and `extents`, which belong to it."""
+    """The `LowerTier` of disks. `tier` is None without a configured cold tier; it is another object after the
+    tier was switched off and on, as are `scrub`, `keeper` and `extents`, which belong to it."""
 
     def __init__(
-        self, settings: CurrentConfig, tenants: Mapping[str, Tenant], warm: WarmTier, losses: Losses,
+        self, settings: CurrentConfig, tenants: Mapping[str, Tenant], warm: WarmTier,
         unforeseen: InternalErrors,
     ) -> None:  # fmt: skip
+        self.name = "cold"
         self.tier: ColdTier | None = None
         self.scrub: Scrubber | None = None
         self.keeper: DirectoryKeeper | None = None
@@ -336,8 +338,8 @@ class ColdLifecycle:
         self._settings = settings
         self._tenants = tenants
         self._warm = warm
-        self._losses = losses
         self._unforeseen = unforeseen
+        self._probe = DiskProbe()
         self._opener = DirectoryOpener(settings)
         self._switching: Switching | None = None
         self._tasks: asyncio.TaskGroup | None = None  # None before `start` and after `end_moving`
@@ -347,6 +349,8 @@ class ColdLifecycle:
     async def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the directories in threads, for at most `OPEN_S`; `start` continues with the others. Starts no
         transfers. Raises TierError if the configuration is wrong."""
+        if self._settings.config.cold is None:
+            return
         tier = await self._open_tier(is_start=True)
         self._use(tier)
         self._switching = Switching(
@@ -408,6 +412,56 @@ class ColdLifecycle:
         if self.scrub is not None:
             self.scrub.set_rate(config.cold.scrub_bytes)
 
+    def report(self, tenants: Collection[str]) -> dict[str, Any]:
+        tier, keeper, config = self.tier, self.keeper, self._settings.config
+        assert tier is not None and keeper is not None and config.cold is not None
+        parts = [self._tenants[name] for name in tenants]
+        movers = [self._movers[name] for name in tenants]
+        counts = [tenant.catalog.counts() for tenant in parts]
+        stats = [mover.stats() for mover in movers]
+        share = sum(each.quota_bytes for each in parts) / config.warm.size_bytes
+        directories, staging = tier.directories, tier.coding.staging
+        attached = directories.attached
+        return {
+            "capacity_bytes": int(tier.size_bytes * share),
+            "used_bytes": sum(count["framed_bytes"] for count in counts),
+            "blocks": sum(count["framed_blocks"] for count in counts),
+            "states": summed(each.counts for each in stats),
+            "bytes": summed(each.moved_bytes for each in stats),
+            "day_bytes": sum(each.day_bytes for each in stats),
+            "day_limit_bytes": int(config.cold.daily_bytes * share),
+            "loads": summed(each.verdicts for each in stats),
+            "unasked": sum(keeper.unfindable[name] for name in tenants),
+            "unwritten": summed(tenant.catalog.blocks.unwritten for tenant in parts),
+            "not_read": summed(tenant.catalog.promotions.failed for tenant in parts),
+            "reading": sum(tenant.catalog.promotions.reading for tenant in parts),
+            "writing": sum(tenant.catalog.demotions.writing for tenant in parts),
+            "leaving": tier.table.reclaiming,
+            "coding": {
+                "link_bytes_s": [round(link) for link in tier.reader.bandwidths()],
+                "failures": tier.coding.failures,
+                "staged_bytes": staging.used,
+                "staged_limit_bytes": staging.most,
+                "waited": staging.waited,
+                "refused": staging.refused,
+                "spaces": [one for mover in movers for one in mover.choice.report()],
+            },
+            "engine": attached[0].disk.engine if attached else config.cold.engine,
+            "on": tier.reader.is_on and tier.writer.is_on,
+            "state": self.state("cold"),
+            "given_up": directories.given_up,
+            "faults": tier.faults,
+            "failure": tier.failure,
+            "scrub": self.scrub.stats() if self.scrub is not None else None,
+        }
+
+    def probe(self) -> None:
+        if self.tier is not None and self.is_open:
+            self._probe.begin(self.tier)
+
+    def mappings(self) -> list[MappedExtent]:
+        return list(self.tier.memory.mappings.values()) if self.tier is not None else []
+
     def run_periodic(self) -> None:
         """Do periodic work."""
         tier = self.tier
@@ -429,7 +483,9 @@ class ColdLifecycle:
     async def _open_tier(self, is_start: bool = False) -> ColdTier:
         """Open another cold tier with the directories that can be used. Raises TierError if no directory can
         be used and this is not the start, or if another daemon uses one at the start."""
-        cold, options = self._options()
+        config = self._settings.config
+        assert config.cold is not None
+        cold, options = config.cold, _store_options(config, config.cold, self._tenants)
         try:
             directories, missing = await self._opener.open_all(cold.directories, is_start)
             if not directories and not is_start:
@@ -438,31 +494,12 @@ class ColdLifecycle:
                 asyncio.get_running_loop(),
                 directories,
                 options,
-                lambda store, segment: self._movers[store.tenant].reclaim(store, segment),
+                lambda store, segment: self._movers[store.tenant].reclaimer.reclaim(store, segment),
                 missing,
             )
         except BaseException:
             self._opener.cancel()
             raise
-
-    def _options(self) -> tuple[ColdConfig, StoreOptions]:
-        """Return the configuration, and how a directory is divided. Raises TierError if a tenant's share is
-        too small."""
-        config = self._settings.config
-        cold = config.cold
-        assert cold is not None
-        tenants, count = self._tenants.items(), len(cold.directories)
-        options = StoreOptions(
-            cold.segment_bytes,
-            {name: tenant.quota_bytes / config.warm.size_bytes for name, tenant in tenants},
-            cold.engine,
-            {name: tenant.secret for name, tenant in tenants},
-            STAGED_BYTES // count,
-        )
-        for path in cold.directories:
-            _, nbytes = shares_of(path, cold.size_bytes // count)
-            options.segments_of(path, nbytes)
-        return cold, options
 
     def _use(self, tier: ColdTier) -> None:
         """Replace the cold tier by this one. Changes nothing if it raises."""
@@ -471,14 +508,17 @@ class ColdLifecycle:
         assert cold is not None
         movers = {
             name: Mover(
-                name, tenant.catalog, tier, tenant.quota_bytes, losses=self._losses,
+                name, tenant.catalog, tier, tenant.quota_bytes, losses=tenant.losses,
                 **_write_options(config, cold, tenant),
             )
             for name, tenant in self._tenants.items()
         }  # fmt: skip
         catalogs = {name: tenant.catalog for name, tenant in self._tenants.items()}
         scrub = Scrubber(
-            tier, catalogs, lambda tenant, ids: self._movers[tenant].saved(ids), cold.scrub_bytes
+            tier,
+            catalogs,
+            lambda tenant, ids: self._movers[tenant].writes.saved(ids),
+            cold.scrub_bytes,
         )
         if self.tier is not None:
             tier.inherit(self.tier)
@@ -514,7 +554,7 @@ class ColdLifecycle:
         """Write tombstones and accesses before the end, as far as time permits."""
         until = time.monotonic() + LAST_NOTES_S
         for mover in self._movers.values():
-            mover.tombstone()
+            mover.forgets.tombstone()
         notes = AccessNotes(tier, self._tenants, self._unforeseen)
         while time.monotonic() < until and notes.write_some():
             pass
@@ -545,6 +585,23 @@ def _close_opened(opening: asyncio.Future[ColdDirectory]) -> None:
     """Close the result of an opening that was cancelled."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0)
+
+
+def _store_options(config: Config, cold: ColdConfig, tenants: Mapping[str, Tenant]) -> StoreOptions:
+    """Return how a directory is divided. Raises TierError if a tenant's share is too small."""
+    count = len(cold.directories)
+    options = StoreOptions(
+        cold.size_bytes,
+        cold.segment_bytes,
+        {name: tenant.quota_bytes / config.warm.size_bytes for name, tenant in tenants.items()},
+        cold.engine,
+        {name: tenant.secret for name, tenant in tenants.items()},
+        STAGED_BYTES // count,
+    )
+    for path in cold.directories:
+        _, nbytes = shares_of(path, cold.size_bytes // count)
+        options.segments_of(path, nbytes)
+    return options
 
 
 class _WriteOptions(TypedDict):

@@ -37,27 +37,21 @@ from kvtier_daemon.tiers.cold.write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
 
-SECOND_CHANCE = 0.25  # of what is written may be written a second time
+SECOND_CHANCE = 0.25  # of the bytes that are written may be written a second time
 SECOND_CHANCE_MOST = 4 << 30
 KEEP_MOST = 1 << 20
-COPY_BYTES = 8 << 20  # of a segment that leaves, at a time
+COPY_BYTES = 8 << 20  # of a segment, at a time
 
 
 class Reclaimer:
-    """Reclaims one tenant's segments. `over` is set while no segment waits."""
+    """Reclaims one tenant's segments. `idle` is set while no segment waits."""
 
     def __init__(
-        self,
-        tenant: str,
-        catalog: Catalog,
-        cold: ColdTier,
-        budget: WriteBudget,
-        forgetting: TombstoneWriter,
-        counts: Counter[str],
-        nbytes: Counter[str],
-    ) -> None:
-        self.over = asyncio.Event()
-        self.over.set()
+        self, tenant: str, catalog: Catalog, cold: ColdTier, budget: WriteBudget,
+        tombstones: TombstoneWriter, counts: Counter[str], nbytes: Counter[str],
+    ) -> None:  # fmt: skip
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.second_chance_bytes = 0.0  # that may be written a second time
         self.counts = counts
         self.bytes = nbytes
@@ -65,7 +59,7 @@ class Reclaimer:
         self._catalog = catalog
         self._cold = cold
         self._budget = budget
-        self._tombstones = forgetting
+        self._tombstones = tombstones
         self._queue: asyncio.Queue[tuple[SegmentStore, Segment]] = asyncio.Queue()
         self._copy_memory: tuple[int, int] | None = None
 
@@ -78,7 +72,7 @@ class Reclaimer:
     def reclaim(self, store: SegmentStore, segment: Segment) -> None:
         """Queue this segment."""
         self._queue.put_nowait((store, segment))
-        self.over.clear()
+        self.idle.clear()
 
     async def run(self) -> None:
         """Reclaim queued segments until the task is cancelled."""
@@ -88,16 +82,15 @@ class Reclaimer:
                 await self._copy_wanted(segment)
             except Exception:
                 log.exception(
-                    "cold: internal error while copying wanted blocks out of %s; it "
-                    "is reclaimed without the rest",
-                    segment.path,
-                )
-            # As long as the segment has its epoch.
+                    "cold: internal error while copying wanted blocks out of %s; it is reclaimed without "
+                    "the rest", segment.path,
+                )  # fmt: skip
+            # Before the segment gets another epoch.
             self._tombstones.tombstone()
             self._catalog.segments.drop_segment(segment.number)
             store.release_segment(segment)
             if self._queue.empty():
-                self.over.set()
+                self.idle.set()
 
     async def _copy_wanted(self, segment: Segment) -> None:
         """Copy the blocks of a segment that were requested again and are only in it."""
@@ -111,28 +104,21 @@ class Reclaimer:
             and self._cold.reader.is_on
             and self._cold.writer.is_on
         ):
-            count, nbytes = 0, 0
-            while (
-                at + count < len(blocks)
-                and count < WRITE_BLOCKS
-                and (not count or nbytes < COPY_BYTES)
-            ):
-                nbytes += pages(StoredFrame.unpack(blocks[at + count][1]).payload_bytes)
-                count += 1
-            if not await self._copy(segment, blocks[at : at + count], nbytes):
+            end, nbytes = at, 0
+            while end < min(len(blocks), at + WRITE_BLOCKS) and nbytes < COPY_BYTES:
+                nbytes += pages(StoredFrame.unpack(blocks[end][1]).payload_bytes)
+                end += 1
+            if not await self._copy(segment, blocks[at:end], nbytes):
                 break
-            at += count
+            at = end
 
     async def _copy(
-        self,
-        segment: Segment,
-        framed: Sequence[tuple[int, bytes, bytes]],
-        nbytes: int,
+        self, segment: Segment, framed: Sequence[tuple[int, bytes, bytes]], nbytes: int
     ) -> bool:
         """Copy these blocks, given by id, frame and digest, out of a segment. False if there is no place for
-        them, and so for no others."""
+        them, and thus for no others."""
         extent, offset = self._copy_memory_of(nbytes), 0
-        # Some may have been forgotten, and their ids reused.
+        # Some blocks may be forgotten, and their ids given to other blocks.
         named = self._catalog.segments.described_in(
             array("I", (number for number, _, _ in framed)).tobytes(), segment.number
         )
@@ -158,7 +144,7 @@ class Reclaimer:
             await self._read_all(reading, writing)
             and await self._attach_headers(reading, writing, encoded)
         ):
-            self._copy_memory = None  # the disk's until it gives it back
+            self._copy_memory = None  # the disk may still write to it
             return False
 
         def settle(landed: FramedBlocks, _: list[int]) -> None:
@@ -183,7 +169,7 @@ class Reclaimer:
             else:
                 attached = self._cold.directories.attached
                 if not any(one.stores[self._tenant].log.has_place for one in attached):
-                    break  # it is this segment's leaving that makes a place, for these and all others
+                    break  # only the release of this segment makes a place
                 tries += 1
                 await asyncio.sleep(BEGIN_S)
         return not blocks
@@ -193,7 +179,7 @@ class Reclaimer:
         left = len(blocks)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def over(block: Incoming, code: int) -> None:
+        def ended(block: Incoming, code: int) -> None:
             nonlocal left
             left -= 1
             if code:
@@ -201,7 +187,7 @@ class Reclaimer:
             if not left and not done.done():
                 done.set_result(None)
 
-        self._cold.reader.read(blocks, over)
+        self._cold.reader.read(blocks, ended)
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     async def _attach_headers(
@@ -215,7 +201,7 @@ class Reclaimer:
         waiting = {block.id for block in left}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def over(block: Incoming, code: int, text: bytes) -> None:
+        def ended(block: Incoming, code: int, text: bytes) -> None:
             one = wanted.pop(block.id)
             if not code and (header := _header_of(text, one, block)):
                 wanted[block.id] = replace(
@@ -227,7 +213,7 @@ class Reclaimer:
                 done.set_result(None)
 
         for block in left:
-            self._cold.reader.read_header(block, partial(over, block))
+            self._cold.reader.read_header(block, partial(ended, block))
         return bool((await asyncio.wait([done], timeout=SETTLE_S))[0])
 
     def _rescued(self, segment: Segment, landed: FramedBlocks, before: dict[int, bytes]) -> None:

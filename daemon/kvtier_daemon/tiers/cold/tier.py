@@ -275,6 +275,7 @@ class ColdTier:
         missing: Mapping[Path, str] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.off_reason = ""  # why an operator switched it off
+        self.size_bytes = options.size_bytes
         self.table = SegmentTable()
         self.directories = AttachedDirectories(
             loop, options, self.table, reclaim, missing or {}, clock
@@ -317,6 +318,10 @@ class ColdTier:
         directories = self.directories
         failures = (one.disk.failure for one in directories.attached if one.disk.failure)
         return self.off_reason or "; ".join([*directories.missing.values(), *failures])
+
+    @property
+    def faults(self) -> int:
+        return self.directories.faults
 
     def unreadable_segments(self) -> frozenset[int]:
         """Return the segments that cannot be read now."""
